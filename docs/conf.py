@@ -71,7 +71,7 @@ CONTENTS = {
     "Start": ["start", "tutorial", "recipes"],
     "Guides": [
         "library", "environments", "environment_tools", "sandbox", "data", "algorithms", "lora", "critic", "evaluation",
-        "collapse", "server", "models", "scale",
+        "collapse", "server", "models", "scale", "engines",
     ],
     "Reference": ["recipe", "api", "metrics"],
     "How it works": ["architecture", "fp8", "parity", "contributing"],
@@ -88,6 +88,7 @@ SHORT = {
     "evaluation": "Evaluation",
     "collapse": "When a run collapses",
     "scale": "From one GPU to many",
+    "engines": "Rollout engines",
     "parity": "Parity",
     "library": "Python library",
 }

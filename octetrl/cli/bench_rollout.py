@@ -42,6 +42,7 @@ from octetrl.cli.bench_options import (
     result_suffix,
     results_folder,
 )
+from octetrl.cli.bench_vllm import OURS, Backend, backends_of, measure_backends
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.config.speculation import SpeculationConfig
@@ -191,6 +192,7 @@ def rollout(
     profile: Profile = False,
     router_skew: RouterSkew = 0.0,
     numerics: NumericsList = "parity",
+    backend: Backend = OURS,
     name: Name = None,
     out: Out = None,
     device: Device = "auto",
@@ -215,6 +217,8 @@ def rollout(
     on_gpu = (chosen := device_of(device_name(cluster, device))).type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
+    only_ours = profile or bool(kinds) or modes != ("parity",) or prefill_chunk is not None or router_skew > 0
+    backends = backends_of(backend, on_gpu=on_gpu, refused=only_ours or cluster is not None)
     found = model_of(model, None, on_gpu=on_gpu)
     check_skew(router_skew, found.name, found.spec)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
@@ -236,6 +240,8 @@ def rollout(
         prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
+    if backends != (OURS,):
+        return measure_backends(plan, backends, folder, found.name + suffix)
     if cluster is not None:
         return measure_rollout(plan, cluster, workers, folder, f"{found.name}_{result_name(cluster)}{suffix}")
     _measure(plan, folder, found.name + suffix, profile, drafted)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.cli.check_backend import backend_lines, backend_problems_here
 from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
 from octetrl.cli.check_device import Device, find_device
 from octetrl.cli.check_environments import environment_lines
@@ -80,6 +81,7 @@ def check(
     problems += file_problems(resolved, spec, tokenizer)
     device = find_device(resolved, memory_gib)
     problems += worker_problems(resolved.cluster) if device.is_here else []
+    problems += backend_problems_here(resolved, device)
     print_lines("recipe", _essentials(resolved, device))
     try:
         if spec is not None:
@@ -90,6 +92,7 @@ def check(
             problems += weight_problems(resolved, policy)
             print_lines("model", _model(resolved, spec))
             print_lines("precision", _precision(resolved, spec, policy, device))
+            print_lines("rollout backend", backend_lines(resolved))
             plan = MemoryPlan.of(resolved, largest_part(resolved, spec), policy, device)
             print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan)))
             too_large = plan.problem(lambda changes: _is_allowed(recipe, overrides, changes))

@@ -70,6 +70,7 @@ from octetrl.config.lora import adapter_elements
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
+from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 
 Format = Literal["bf16", "fp8"]
 When = Literal["always", "training", "generating"]
@@ -190,6 +191,9 @@ def estimate_memory(
     parts += activations
     if trains_scalar:
         return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
+    if recipe.engine.backend == "vllm":
+        held = vllm_weight_bytes(spec, precisions.fp8_rollout) + RESERVE
+        parts.append(MemoryPart("vLLM", held, "weights of its own, its activations and graphs", "generating"))
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     taken = sum(part.num_bytes for part in parts if part.when != "training")
     tokens = _kv_cache_tokens(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)

@@ -139,6 +139,9 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
+    backend: Literal["octetrl", "vllm"] = "octetrl"
+    """What generates. octetrl: this project's engine. vllm: vLLM on the same GPU, with the trainer's codes and scales;
+    equal log-probs are not promised. See docs/engines.md."""
     page_size: Literal[16, 32, 64, 128] = 128
     """Number of tokens in one page of the KV cache. Siblings share whole pages of their prompt."""
     kv_cache_tokens: int | None = Field(default=None, ge=16, le=1 << 40)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, OptimizerConf
 from octetrl.config.section import Problem
 from octetrl.config.several_environments import mixture_problems, problems_of_each
 from octetrl.config.spec import ModelSpec
+from octetrl.config.validate_backend import backend_problems, backend_spec_problems
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_overdraw import overdraw_problems
 from octetrl.config.validate_roles import role_problems
@@ -87,11 +89,9 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from mixture_problems(recipe)
     yield from problems_of_each(recipe, lambda one: environment_problems(one, training and not recipe.environments))
     yield from problems_of_each(recipe, sandbox_problems)
-    yield from speculation_problems(recipe)
-    yield from overdraw_problems(recipe)
+    yield from chain(speculation_problems(recipe), overdraw_problems(recipe), backend_problems(recipe))
     yield from _trainer_problems(recipe)
-    yield from cluster_problems(recipe.cluster)
-    yield from role_problems(recipe)
+    yield from chain(cluster_problems(recipe.cluster), role_problems(recipe))
     yield from _run_problems(recipe)
 
 
@@ -356,7 +356,7 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
         )
         yield Problem(("trainer.checkpointed_layers",), text)
     yield from _mixture_problems(recipe, spec)
-    yield from tensor_problems(recipe, spec)
+    yield from chain(tensor_problems(recipe, spec), backend_spec_problems(recipe, spec))
     if lora is not None and unknown is None and not adapter_elements(spec, lora):
         text = (
             f"model.lora.targets: {', '.join(targets_of(lora, spec))} exist only in experts; set"

@@ -15,6 +15,8 @@ def why_not_equal(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> s
     promised to have the same bits (docs/parity.md)."""
     if recipe.algorithm.learns_from != "rollouts":
         return f"{recipe.algorithm.name} samples no rollouts to compare"
+    if recipe.engine.backend != "octetrl":
+        return f"its kernels add in other orders than the trainer's (engine.backend: {recipe.engine.backend})"
     if policy.numerics != "parity":
         return "the faster sums agree up to rounding only (numerics: fast)"
     if not policy.same_on_both_sides:

@@ -69,7 +69,9 @@ class ModelBuilder:
         return model
 
     def engine_model(self, trainer_model: Decoder) -> Decoder:
-        """The engine's model. Its tensors are those of `trainer_model`."""
+        """The engine's model. Its tensors are those of `trainer_model`; another backend has none of ours."""
+        if self.recipe.engine.backend != "octetrl":
+            return trainer_model
         model = self._model("rollout", torch.device("meta"))
         share_weights(model, trainer_model)
         return model

@@ -24,7 +24,6 @@ from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
-from octetrl.engine.engine import Engine
 from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.parity import why_not_equal
@@ -49,6 +48,7 @@ from octetrl.trainer.state_files import Content
 from octetrl.trainer.state_writer import StateWriter
 from octetrl.trainer.trainer import KVReplay, Trainer
 from octetrl.trainer.without_update import observe_kv
+from octetrl.workers.build_engine import build_engine
 from octetrl.workers.checkpoint_state import load_state, saved_earlier_scales, saved_scales, state_files
 from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.models import LoadWeights, ModelBuilder
@@ -94,15 +94,8 @@ class Worker:
             trains=trains,
             peers=peers,
         )
-        self.engine: RolloutBackend = Engine(
-            self.engine_model,
-            spec=spec,
-            policy=policy,
-            tokenizer=tokenizer,
-            config=recipe.engine,
-            context_length=recipe.model.context_length,
-            dtype=models.dtype,
-            device=device,
+        self.engine: RolloutBackend = build_engine(
+            recipe, self.engine_model, policy=policy, tokenizer=tokenizer, device=device, trains=trains
         )
         self.kv_scales: KVScales | None = None
         self.earlier_scales: dict[int, KVScales] = {}  # by policy version, where batches are drawn ahead
@@ -183,7 +176,7 @@ class Worker:
 
     def path_metrics(self) -> dict[str, float]:
         """Which kernels this worker takes; nothing on a CPU."""
-        draws = self.recipe.algorithm.learns_from == "rollouts"
+        draws = self.recipe.algorithm.learns_from == "rollouts" and self.engine_model is not self.trainer_model
         return path_metrics(trained=self.trainer_model, generating=self.engine_model if draws else None)
 
     def memory_metrics(self) -> dict[str, float]:

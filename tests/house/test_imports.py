@@ -27,10 +27,15 @@ ARROWS: dict[str, set[str]] = {
     "engine": {"models", "layers", "kernels", "fp8", *BASE},
     "trainer": {"models", "layers", "kernels", "fp8", "algorithms", *BASE},
 }
+ARROWS["backends"] = {
+    "engine",
+    *ARROWS["engine"],
+}  # other engines: they follow rollout/backend.py, and are ours to drive
 ARROWS["server"] = {"engine", "rollout", "environments", *BASE}  # HTTP around the engine: nothing imports it but run
 ARROWS["workers"] = {
     "trainer",
     "engine",
+    "backends",
     "rollout",
     "environments",
     "algorithms",
@@ -54,6 +59,7 @@ ONLY_IN = {
     "ray": {"octetrl/workers/ray.py", "octetrl/workers/ray_cluster.py"},
     "wandb": {"octetrl/telemetry/sinks.py"},
     "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/run/serve.py"},
+    "vllm": {f"octetrl/backends/vllm/{name}.py" for name in ("start", "measure")},
     "uvicorn": {"octetrl/run/serve.py"},
     "llguidance": {"octetrl/engine/grammars.py"},
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/run/serve.py"},

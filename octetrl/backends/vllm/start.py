@@ -1,0 +1,102 @@
+"""Starts vLLM's engine in this process. Only this file imports vllm, when a recipe asks for it.
+
+The engine's core runs in this process and not in one of its own. Weights are then copied from the trainer's tensors
+into vLLM's in place, and read back from where its kernels read them: no handles of memory between processes, no second
+copy in flight. vLLM's asynchronous front (`AsyncLLM`) needs a core in another process, so this is its synchronous
+engine, whose `step` the session calls. The core still schedules a forward ahead of the one whose results it reads.
+
+vLLM sets global state when it starts: seeds of the random generators and the precision of float32 products. Both are
+restored, because the trainer lives in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from octetrl.backends.vllm.calls import LLMEngine, Started
+from octetrl.config.errors import UserError
+from octetrl.config.vllm import why_no_vllm
+
+FORCED = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}  # otherwise vLLM requantises weights to power-of-two scales on Hopper
+ENVIRONMENT = {  # unless the user set them
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # kernels are compiled when a shape first occurs
+    "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StartedVllm:
+    """vLLM's engine, `SamplingParams` and prompts."""
+
+    engine: LLMEngine
+    make_sampling: Any
+    make_prompt: Any
+
+    def sampling(self, **settings: Any) -> Any:
+        return self.make_sampling(**settings)
+
+    def prompt(self, token_ids: list[int]) -> Any:
+        return self.make_prompt(token_ids)
+
+
+def prepare_environment(*, in_process: bool = True) -> None:
+    """Sets what vLLM reads from the environment. Before vLLM is imported. `in_process`: its core too runs here."""
+    os.environ.update(FORCED | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))})
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def write_model(config: Mapping[str, Any], folder: Path) -> Path:
+    """A model folder with nothing but its config.json: weights come from the trainer."""
+    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    return folder
+
+
+def start_vllm(settings: Mapping[str, Any]) -> Started:
+    """An engine with these `EngineArgs`. Raises UserError without vLLM, and for what vLLM refuses."""
+    why = why_no_vllm()
+    if why is not None:
+        raise UserError(why)
+    prepare_environment()
+    from vllm import EngineArgs, SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.llm_engine import LLMEngine as EngineOfVllm
+
+    with _global_state_kept():
+        try:
+            engine = EngineOfVllm.from_engine_args(EngineArgs(**settings), enable_multiprocessing=False)
+        except (ValueError, NotImplementedError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise UserError(f"engine.backend: vLLM refuses this model or its settings: {said}") from error
+    how = {"output_kind": RequestOutputKind.DELTA, "detokenize": False, "flat_logprobs": True}
+    return StartedVllm(engine, partial(SamplingParams, **how), tokens_input)
+
+
+@contextmanager
+def _global_state_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    precision = torch.get_float32_matmul_precision()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_float32_matmul_precision(precision)

@@ -1,0 +1,152 @@
+"""Copies the weights of a policy version into vLLM's model, and reads back what it holds.
+
+The copies are in place, so captured graphs stay valid. Nothing is quantised again: codes and scales are ours. Under
+`fp8_rollout` the trainer has no codes, and our quantiser makes them from its BF16 weights, as for our own engine.
+Every parameter of vLLM's model must be covered: one that kept its dummy value is an error.
+
+KV scales: vLLM has one scale for all heads of K in a layer, and one for V. The largest of our scales of the heads is
+used. Q is quantised too, with scale 1: E4M3 holds magnitudes from 2^-6 to 448 with the same relative precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octetrl.backends.vllm.names import attention_name, vllm_name
+from octetrl.config.spec import ModelSpec
+from octetrl.engine.weight_digest import digest_of_rows, row_sums
+from octetrl.fp8.kv_scales import KVScales, split_scales
+from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight
+from octetrl.records import WeightSet
+
+Q_SCALE = 1.0
+
+
+class VllmWeights:
+    """Weights and KV scales in vLLM's model of this shape and precision."""
+
+    def __init__(self, spec: ModelSpec, policy: PrecisionPolicy) -> None:
+        self._spec, self._policy = spec, policy
+        self._fp8 = [linear.name for linear in policy.linears if linear.rollout == "fp8"]
+
+    @torch.inference_mode()
+    def put(self, model: Any, weights: WeightSet) -> None:
+        """Copies all parameters. Raises RuntimeError naming a parameter that would keep its dummy value, or that has
+        another shape; ValueError naming a weight that is not finite."""
+        held = dict(model.named_parameters())
+        made: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, given in self._others(weights).items():
+            _copy(self._held(held, vllm_name(name), given), given)
+        for name in self._fp8:
+            codes, scale = weights.codes.get(name, (None, None))
+            if codes is None or scale is None:
+                weight = weights.tensors[f"{name}.weight"]
+                codes, scale = quantize_weight(weight, self._policy.power_of_two, name=name, check=False)
+                made[name] = (weight, scale)
+            for ours, theirs in ((codes, "weight"), (scale, "weight_scale_inv")):
+                _copy(self._held(held, f"{vllm_name(name)}.{theirs}", ours), ours)
+        check_scales(made)
+        if held:
+            raise RuntimeError(f"publish: vLLM's '{min(held)}' is none of ours and would keep its random values")
+
+    @torch.inference_mode()
+    def digest(self, model: Any, weights: WeightSet, *, covers_all: bool = False) -> str:
+        """Compares every byte with `weights`, as last put in. The same digest as our own engine's."""
+        version, held = weights.policy_version, dict(model.named_parameters())
+        compared: list[tuple[str, Tensor]] = []
+        rows: list[Tensor] = []
+        for index, name in enumerate(self._fp8):
+            theirs = [held[f"{vllm_name(name)}.{end}"] for end in ("weight", "weight_scale_inv")]
+            rows += [row_sums(_octets(one)) for one in theirs]
+            given: Sequence[Tensor] = weights.codes.get(name, ())
+            weight = weights.tensors.get(f"{name}.weight")
+            if index == version % len(self._fp8) and weight is not None:
+                fresh = quantize_weight(weight, self._policy.power_of_two, name=name, check=False)
+                given = (*given, *fresh)
+            compared += [(name, _equal(theirs[at % 2], one)) for at, one in enumerate(given)]
+        others = self._others(weights)
+        for name, one in others.items():
+            compared.append((name, _equal(held[vllm_name(name)][: one.shape[0]], one)))
+        if covers_all:
+            rows += [row_sums(_octets(held[vllm_name(name)][: one.shape[0]])) for name, one in others.items()]
+        for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
+            if not equal:
+                raise RuntimeError(f"publish: vLLM's '{name}' differs from the trainer's at policy version {version}")
+        return digest_of_rows(version, rows)
+
+    def _others(self, weights: WeightSet) -> Mapping[str, Tensor]:
+        """Parameters that are not FP8, by our name."""
+        fp8 = {f"{name}.weight" for name in self._fp8}
+        return {name: tensor for name, tensor in weights.tensors.items() if name not in fp8}
+
+    def _held(self, held: dict[str, Tensor], name: str, given: Tensor) -> Tensor:
+        """vLLM's parameter, which is taken out of `held`. Of an embedding, which vLLM pads, the rows of the vocabulary;
+        the padding becomes zero."""
+        if name not in held:
+            raise RuntimeError(f"publish: vLLM's model has no parameter '{name}'; vLLM changed the model's layout")
+        found = held.pop(name)
+        if "embed_tokens" in name or name.startswith("lm_head"):
+            found[given.shape[0] :].zero_()
+            found = found[: given.shape[0]]
+        if found.shape != given.shape or found.dtype != given.dtype:
+            raise RuntimeError(
+                f"publish: vLLM's '{name}' is {tuple(found.shape)} in {found.dtype}, and the trainer's is"
+                f" {tuple(given.shape)} in {given.dtype}; vLLM changed its layout"
+            )
+        return found
+
+    # ------------------------------------------------------------ KV scales
+
+    @torch.inference_mode()
+    def put_scales(self, model: Any, scales: KVScales) -> None:
+        """Writes the scales of every layer to where the kernels read them, then reads them back."""
+        modules = dict(model.named_modules())
+        wanted = self.layer_scales(scales)
+        for layer, (k_scale, v_scale) in enumerate(wanted):
+            attention = modules[attention_name(layer)]
+            for letter, value in (("k", k_scale), ("v", v_scale), ("q", Q_SCALE)):
+                getattr(attention, f"_{letter}_scale").fill_(value)
+                setattr(attention, f"_{letter}_scale_float", value)
+        self.check_scales(model, scales)
+
+    @torch.inference_mode()
+    def check_scales(self, model: Any, scales: KVScales) -> None:
+        """Raises RuntimeError naming the first layer whose scale is not the one last put in."""
+        modules = dict(model.named_modules())
+        held = torch.stack([_scale_pair(modules[attention_name(layer)]) for layer in range(self._spec.num_layers)])
+        for layer, (found, wanted) in enumerate(zip(held.tolist(), self.layer_scales(scales), strict=True)):
+            if tuple(found) != wanted:
+                raise RuntimeError(
+                    f"publish: vLLM's KV scales of layer {layer} are {found}, and {list(wanted)} were put in at policy"
+                    f" version {scales.policy_version}; stopping"
+                )
+
+    def layer_scales(self, scales: KVScales) -> list[tuple[float, float]]:
+        """The scales of K and V of each layer: the largest of the heads'."""
+        pairs = [
+            torch.stack([one.max() for one in split_scales(row, self._spec.cached(layer)) if one is not None])
+            for layer, row in enumerate(scales.scale_LS)
+        ]
+        return [(k, v) for k, v in torch.stack(pairs).tolist()]
+
+
+def _scale_pair(attention: Any) -> Tensor:
+    return torch.stack([attention._k_scale, attention._v_scale])
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _copy(held: Tensor, given: Tensor) -> None:
+    held.view(torch.uint8).copy_(_octets(given))
+
+
+def _equal(held: Tensor, given: Tensor) -> Tensor:
+    """Whether all bytes are equal, on the device."""
+    return (_octets(held) == _octets(given)).all()

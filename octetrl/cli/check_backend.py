@@ -1,0 +1,40 @@
+"""What `octetrl check` says about another rollout backend: what is promised, which corrections and gates remain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from octetrl.cli.check_device import Device
+from octetrl.config.objective_settings import CorrectionSettings
+from octetrl.config.schema import Recipe
+from octetrl.config.vllm import VLLM_VERSION, why_no_vllm
+
+
+def backend_problems_here(recipe: Recipe, device: Device) -> list[str]:
+    """Why vLLM cannot run on the device of this machine. Another machine's packages are not known."""
+    if recipe.engine.backend != "vllm" or not device.is_here:
+        return []
+    if not device.on_gpu:
+        return ["engine.backend: vllm needs an NVIDIA GPU, and this machine has none; plan for one with --memory-gib"]
+    why = why_no_vllm()
+    return [] if why is None else [why]
+
+
+def backend_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The section `rollout backend`; nothing for our own engine."""
+    if recipe.engine.backend != "vllm":
+        return
+    yield "backend", f"vLLM {VLLM_VERSION}, in the trainer's process, with weights of its own"
+    yield "log-probs", "of the sampled tokens, after the temperature; those of the trainer differ, see numerics"
+    if recipe.fp8.kv_cache == "calibrated":
+        yield "KV scales", "one for K and one for V of each layer: the largest of the heads' scales; Q's is 1"
+    algorithm = recipe.algorithm
+    if isinstance(algorithm, CorrectionSettings):
+        named = ", ".join(algorithm.corrections)
+        cap = f" (at most {algorithm.tis_cap:g})" if "tis" in algorithm.corrections else ""
+        yield "corrections", f"{named}{cap}" if named else "none: the ratio p / g is not corrected"
+    else:
+        yield "corrections", f"{algorithm.name} has none"
+    gates = recipe.mismatch
+    stop = "never stops" if gates.fail_above is None else f"stops above {gates.fail_above:g}"
+    yield "gate", f"mismatch/token_mult_prob_error: warns above {gates.warn_above:g}, {stop}"

@@ -1,0 +1,66 @@
+"""What vLLM as rollout backend cannot do (`engine.backend`), as config/validate.py reports it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem
+from octetrl.config.spec import ModelSpec
+
+FIELD = "engine.backend"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose parameters have the same rows here and in vLLM
+BLOCK = 128  # rows of a block with one scale
+LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
+
+
+def backend_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the settings that vLLM does not have, or that have no effect with it."""
+    if recipe.engine.backend != "vllm":
+        return
+    cluster, fp8 = recipe.cluster, recipe.fp8
+    own = "or engine.backend: octetrl"
+    rules = (
+        (cluster.device == "cpu" or cluster.on_cpus, "cluster.device", "needs an NVIDIA GPU; run there,"),
+        (
+            cluster.starts_ray,
+            "cluster.gpus",
+            "runs in the trainer's process, on one GPU so far; leave the workers out,",
+        ),
+        (cluster.tensor_parallel > 1, "cluster.tensor_parallel", "has whole weights so far; set it to 1,"),
+        (recipe.algorithm.learns_from != "rollouts", "algorithm.name", "would generate nothing; leave it out,"),
+        (recipe.engine.speculation.name != "none", "engine.speculation.name", "has no n-gram drafts here; use none,"),
+        (recipe.engine.prefix_cache == "keep", "engine.prefix_cache", "drops its prefixes; use drop_on_publish,"),
+        (recipe.model.lora is not None, "model.lora", "gets no adapters so far; train the weights,"),
+        (recipe.model.dtype != "bfloat16", "model.dtype", "runs in bfloat16 here; use that,"),
+        (fp8.kv_cache == "dynamic", "fp8.kv_cache", "has no scales of tokens here; use calibrated or none,"),
+        (fp8.emulate is True, "fp8.emulate", "does not emulate FP8; leave it out,"),
+        (0 < recipe.rollout.temperature < LEAST_TEMPERATURE, "rollout.temperature", "starts at 0.01; use more,"),
+    )
+    for is_wrong, field, text in rules:
+        if is_wrong:
+            yield Problem((field, FIELD), f"{field}: engine.backend: vllm {text} {own}")
+
+
+def backend_spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
+    """Yield what of this model the adapter does not know, or vLLM does not store."""
+    if recipe.engine.backend != "vllm":
+        return
+    if spec.family not in FAMILIES:
+        text = f"{FIELD}: vllm is not told the parameters of {spec.family}; it knows {', '.join(FAMILIES)}"
+        yield Problem((FIELD,), f"{text}; use engine.backend: octetrl")
+    if recipe.fp8.rollout:
+        sizes = {part.name: part.rows for _, linear in spec.linears() for part in linear.parts[:-1]}
+        for name, rows in sizes.items():
+            if rows % BLOCK:
+                text = (
+                    f"{FIELD}: vllm needs multiples of {BLOCK} rows for FP8, and {name} has {rows}; use precision: bf16"
+                )
+                yield Problem((FIELD, "fp8.rollout"), text)
+    for tensor in dict.fromkeys(one for layer in range(spec.num_layers) for one in spec.cached(layer)):
+        if recipe.fp8.kv_cache != "none" and tensor.never_fp8 is not None:
+            text = (
+                f"fp8.kv_cache: engine.backend: vllm stores K and V in one format, and {tensor.name} must stay BF16"
+                f" ({tensor.never_fp8}); use none"
+            )
+            yield Problem(("fp8.kv_cache", FIELD), text)

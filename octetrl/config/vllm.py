@@ -1,0 +1,32 @@
+"""vLLM as rollout backend: the version that was tried, whether it is installed, and its memory. No torch, no vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+
+from octetrl.config.spec import ModelSpec
+
+VLLM_VERSION = "0.25.1"  # the one whose calls and layouts were read
+RESERVE = 3 << 30  # bytes for vLLM's activations, captured graphs and cuBLAS
+
+
+def why_no_vllm() -> str | None:
+    """Why vLLM cannot be used here; None: it can. Imports nothing."""
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        return f"engine.backend: vllm {VLLM_VERSION} is not installed; pip install 'octetrl[vllm]', or use octetrl"
+    if found != VLLM_VERSION:
+        return (
+            f"engine.backend: vllm {found} is installed, and only {VLLM_VERSION} was tried; pip install"
+            f" vllm=={VLLM_VERSION}, or use octetrl"
+        )
+    return None
+
+
+def vllm_weight_bytes(spec: ModelSpec, fp8_rollout: Collection[str]) -> int:
+    """Bytes of the weights in vLLM: BF16, or E4M3 with a float32 scale for each 128 x 128 block."""
+    names = set(fp8_rollout)
+    fp8 = sum(linear.num_weights for name, linear in spec.linears() if name in names)
+    return 2 * (spec.num_parameters - fp8) + fp8 + 4 * (fp8 // 128**2)

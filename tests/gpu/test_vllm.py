@@ -1,0 +1,21 @@
+"""vLLM as the backend of a short run: what it holds is ours to the byte, and its log-probs are near the trainer's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from octetrl.config.vllm import why_no_vllm
+from tests.house.tree import REPO
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_vllm() is not None, reason=str(why_no_vllm()))]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("precision", ["bf16", "fp8_rollout", "fp8", "fp8_full"])
+def test_a_short_run(precision: str) -> None:
+    command = [sys.executable, "-m", "tests.gpu.vllm_smoke", precision]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=880)
+    assert done.returncode == 0 and f"{precision}: passed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]

@@ -1,0 +1,89 @@
+"""`octetrl bench rollout --backend vllm`: our requests, a fresh process for each turn, rows that the picture reads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.picture import VLLM, draw
+from octetrl.backends.vllm.measure import AskedRequest, Measured
+from octetrl.bench.rollout import Bench, find_model
+from octetrl.bench.vllm import VllmTurn, asked_of, measure_beside, precision_in_vllm, vllm_rows
+from octetrl.bench.workload import Shape, fixed_lengths
+from octetrl.cli.bench_vllm import backends_of
+from octetrl.config.errors import UserError
+
+WORKLOAD = fixed_lengths(Shape(256, 8, 4), 8, 300, seed=1)
+BENCH = Bench(find_model("tiny"), ("bf16", "fp8_full"), (WORKLOAD,), torch.device("cpu"), rounds=2, warmup_tokens=2)
+
+
+def test_vllm_gets_our_requests(tmp_path: Path) -> None:
+    asked = asked_of(BENCH, "fp8_full", WORKLOAD, tmp_path)
+    assert asked.kv_cache_dtype == "fp8_e4m3" and asked.context_length == 12 and len(asked.requests) == 32
+    for theirs, ours in zip(asked.requests, WORKLOAD.requests, strict=True):
+        assert theirs == AskedRequest(list(ours.prompt_token_ids), 4, 8, ours.seed, ours.sampling.temperature)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    assert asked_of(BENCH, "fp8_rollout", WORKLOAD, tmp_path).kv_cache_dtype == "auto"
+    assert asked_of(BENCH, "bf16", WORKLOAD, tmp_path).kv_cache_dtype == "auto"
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_each_turn_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> Any:
+        commands.append(command)
+        asked = json.loads(Path(command[-2]).read_text())
+        seconds = 2.0 if asked["kv_cache_dtype"] == "auto" else 1.0
+        Path(command[-1]).write_text(json.dumps(vars_of(Measured(9.0, 0.1, seconds, 1024, 4096))))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("octetrl.bench.vllm.subprocess.run", run)
+    turns = measure_beside(BENCH, ("vllm",))
+    assert [turn.precision for turn in turns] == ["bf16", "fp8_full", "fp8_full", "bf16"] and len(commands) == 4
+    rows = vllm_rows([turn for turn in turns if isinstance(turn, VllmTurn)])
+    assert [(row["precision"], row["rollout/tokens_per_second"]) for row in rows] == [
+        ("bf16", 512.0),
+        ("fp8_kv", 1024.0),
+    ]
+    assert rows[0]["rounds"] == 2 and rows[0]["rollout/max_batch"] == 256
+
+    monkeypatch.setattr("octetrl.bench.vllm.subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 3))
+    with pytest.raises(RuntimeError, match="vLLM's process ended with 3"):
+        measure_beside(BENCH, ("vllm",))
+
+
+def vars_of(measured: Measured) -> dict[str, Any]:
+    return {name: getattr(measured, name) for name in Measured.__dataclass_fields__}
+
+
+def test_the_picture_reads_the_rows(tmp_path: Path) -> None:
+    workload = replace(WORKLOAD, name="256x512+1024")
+    (row,) = vllm_rows([VllmTurn("fp8_full", workload, 256, Measured(9.0, 0.1, 1.0, 16_838, 4096))])
+    ours = {"precision": "bf16", "workload": "256x512+1024", "rollout/tokens_per_second": 17_000.0}
+    (tmp_path / "rollout_qwen3-8b.json").write_text(json.dumps({"rows": [ours]}))
+    (tmp_path / f"{VLLM}.json").write_text(json.dumps({"rows": [row]}))
+    svg = draw(tmp_path)
+    assert "vLLM fp8_kv" in svg and "16,838" in svg
+
+
+def test_options() -> None:
+    assert backends_of("octetrl", on_gpu=False, refused=True) == ("octetrl",)
+    assert [precision_in_vllm(name) for name in ("bf16", "fp8_rollout", "fp8", "fp8_full")] == [
+        *("bf16", "fp8", "fp8", "fp8_kv"),
+    ]
+    for text, on_gpu, refused, expected in (
+        ("sglang", True, False, "is not octetrl, vllm or octetrl,vllm"),
+        ("vllm,vllm", True, False, "is not octetrl, vllm or octetrl,vllm"),
+        ("vllm", True, True, "vLLM has no --profile"),
+        ("octetrl,vllm", False, False, "vLLM needs an NVIDIA GPU"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            backends_of(text, on_gpu=on_gpu, refused=refused)

@@ -1,0 +1,118 @@
+"""What a recipe with vLLM as its rollout backend must not ask for, and what `octetrl check` then says."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+
+from octetrl.cli.check_backend import backend_lines, backend_problems_here
+from octetrl.cli.check_device import Device
+from octetrl.config.memory import estimate_memory
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import Recipe
+from octetrl.config.validate_backend import backend_spec_problems
+from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
+from octetrl.fp8.parity import refused_gate, why_not_equal
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.families import spec_from_config
+from tests.unit.config.test_validate import problem_of, recipe_with
+
+VLLM = ("engine.backend", "vllm")
+FULL = ("precision", "fp8_full")
+GPU, CPU = Device("H200", True, 140 << 30), Device("CPU", False, 1 << 34)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("cluster.device", "cpu", "cluster.device: engine.backend: vllm needs an NVIDIA GPU"),
+        ("cluster.gpus", 2, "cluster.gpus: engine.backend: vllm runs in the trainer's process, on one GPU so far"),
+        ("engine.speculation.name", "ngram", "engine.speculation.name: engine.backend: vllm has no n-gram drafts"),
+        ("engine.prefix_cache", "keep", "engine.prefix_cache: engine.backend: vllm drops its prefixes"),
+        ("model.lora", {}, "model.lora: engine.backend: vllm gets no adapters so far"),
+        ("model.dtype", "float32", "model.dtype: engine.backend: vllm runs in bfloat16 here"),
+        ("fp8.kv_cache", "dynamic", "fp8.kv_cache: engine.backend: vllm has no scales of tokens here"),
+        ("fp8.emulate", True, "fp8.emulate: engine.backend: vllm does not emulate FP8"),
+        ("rollout.temperature", 0.005, "rollout.temperature: engine.backend: vllm starts at 0.01; use more"),
+    ],
+)
+def test_combinations_that_cannot_be(field: str, value: Any, expected: str) -> None:
+    said = problem_of(VLLM, (field, value))
+    assert expected in said and "engine.backend: octetrl" in said
+    recipe_with((field, value))
+
+
+def test_an_objective_without_rollouts_has_nothing_to_generate() -> None:
+    said = problem_of(VLLM, ("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
+    assert "algorithm.name: engine.backend: vllm would generate nothing" in said
+
+
+def texts(recipe: Recipe, **config: Any) -> list[str]:
+    spec = spec_from_config(preset_config("qwen3-0.6b") | config)
+    return [problem.text for problem in backend_spec_problems(recipe, spec)]
+
+
+def test_models_that_the_adapter_does_not_know() -> None:
+    recipe = recipe_with(VLLM, FULL)
+    assert texts(recipe) == []
+    moonlight = spec_from_config(preset_config("moonlight-16b-a3b"))
+    (text,) = [problem.text for problem in backend_spec_problems(recipe_with(VLLM), moonlight)]
+    assert text.startswith("engine.backend: vllm is not told the parameters of deepseek_v3; it knows llama, mistral")
+    narrow = texts(recipe, num_attention_heads=3, num_key_value_heads=1, head_dim=64)
+    assert narrow[0].startswith("engine.backend: vllm needs multiples of 128 rows for FP8, and q_proj has 192")
+    qwen2 = texts(recipe, architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+    assert len(qwen2) == 1 and "stores K and V in one format, and K must stay BF16" in qwen2[0]
+    assert texts(recipe_with(FULL), num_attention_heads=3, num_key_value_heads=1, head_dim=64) == []
+
+
+def test_equality_is_not_promised() -> None:
+    policy = precision_policy(spec_from_config(preset_config("qwen3-0.6b")), recipe_with(FULL).fp8)
+    assert why_not_equal(recipe_with(FULL), policy, on_gpu=True) is None
+    assert "engine.backend: vllm" in str(why_not_equal(recipe_with(FULL, VLLM), policy, on_gpu=True))
+    strict = recipe_with(FULL, VLLM, ("mismatch.fail_on_difference", True))
+    assert "cannot stop this run" in str(refused_gate(strict, policy, on_gpu=True))
+
+
+def test_check_says_what_remains() -> None:
+    lines = dict(backend_lines(recipe_with(VLLM, FULL, ("mismatch.fail_above", 1.2))))
+    assert lines["corrections"] == "tis (at most 2)"
+    assert lines["gate"].endswith("warns above 1.03, stops above 1.2")
+    assert "largest of the heads' scales" in lines["KV scales"]
+    bare = dict(backend_lines(recipe_with(VLLM, ("algorithm.corrections", []))))
+    assert "not corrected" in bare["corrections"] and "KV scales" not in bare
+    assert list(backend_lines(recipe_with(FULL))) == []
+
+
+def test_vllm_absent_or_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    recipe = recipe_with(VLLM)
+    monkeypatch.setattr("octetrl.config.vllm.version", absent)
+    assert f"vllm {VLLM_VERSION} is not installed; pip install 'octetrl[vllm]'" in str(why_no_vllm())
+    assert backend_problems_here(recipe, GPU) == [why_no_vllm()]
+    assert backend_problems_here(recipe, Device("a GPU", True, 1, is_here=False)) == []
+    (text,) = backend_problems_here(recipe, CPU)
+    assert text.startswith("engine.backend: vllm needs an NVIDIA GPU, and this machine has none")
+    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: "0.26.0")
+    assert "vllm 0.26.0 is installed, and only 0.25.1 was tried" in str(why_no_vllm())
+    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: VLLM_VERSION)
+    assert why_no_vllm() is None and backend_problems_here(recipe, GPU) == []
+
+
+def test_vllms_own_weights_count() -> None:
+    spec = spec_from_config(preset_config("qwen3-8b"))
+    sizes = {}
+    for backend in ("octetrl", "vllm"):
+        recipe = recipe_with(FULL, ("engine.backend", backend))
+        precisions = precision_policy(spec, recipe.fp8).precisions()
+        sizes[backend] = estimate_memory(recipe, spec, precisions, on_gpu=True, device_bytes=200 << 30)
+    held = {part.name: part for part in sizes["vllm"].parts}["vLLM"]
+    fp8 = sum(linear.num_weights for _, linear in spec.linears())
+    assert vllm_weight_bytes(spec, precisions.fp8_rollout) == 2 * (spec.num_parameters - fp8) + fp8 + fp8 // 4096
+    assert held.when == "generating" and held.num_bytes > 8 << 30
+    fewer = (sizes["octetrl"].kv_cache_tokens or 0) - (sizes["vllm"].kv_cache_tokens or 0)
+    assert fewer * sizes["vllm"].kv_bytes_per_token == pytest.approx(0.85 * held.num_bytes, rel=0.01)
+    assert sizes["vllm"].training_bytes == sizes["octetrl"].training_bytes, "vLLM sleeps while the trainer trains"
