@@ -34,6 +34,7 @@ from octetrl.bench.workload import Workload
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
+from octetrl.records import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,13 @@ def asked_of(bench: Bench, precision: str, workload: Workload, folder: Path) -> 
     requests = [
         AskedRequest(
             prompt=list(one.prompt_token_ids),
-            answer=one.sampling.max_new_tokens,
-            siblings=one.num_siblings,
-            seed=one.seed,
+            answer=answer,
+            siblings=siblings,
+            seed=one.seed + number,
             temperature=one.sampling.temperature,
         )
         for one in workload.requests
+        for number, (answer, siblings) in enumerate(_answers_of(one))
     ]
     return Asked(
         folder=str(write_model(model_config(spec, policy), folder)),
@@ -104,6 +106,13 @@ def asked_of(bench: Bench, precision: str, workload: Workload, folder: Path) -> 
         warmup_tokens=bench.warmup_tokens,
         requests=requests,
     )
+
+
+def _answers_of(request: GenerationRequest) -> list[tuple[int, int]]:
+    """(length, siblings) of vLLM's requests for this one: siblings of different lengths are requests of their own, whose
+    prompt vLLM finds in its cache."""
+    limits = request.answer_limits
+    return [(limit, 1) for limit in limits] or [(request.sampling.max_new_tokens, request.num_siblings)]
 
 
 def _in_fresh_process(bench: Bench, precision: str, workload: Workload) -> Turn:

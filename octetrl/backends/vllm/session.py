@@ -93,7 +93,7 @@ class VllmSession:
         request = sibling.group.request
         sampling = request.sampling
         return self._vllm.sampling(
-            max_tokens=sibling.group.limit - len(request.prompt_token_ids),
+            max_tokens=sibling.group.limit_of(sibling.sibling) - len(request.prompt_token_ids),
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,

@@ -135,6 +135,12 @@ def test_an_answer_ends_at_a_stop_token_a_stop_string_or_the_context(backend: Ro
     assert len(to_the_context.token_ids) == 61 and to_the_context.token_ids[:20] == whole.token_ids
 
 
+def test_siblings_may_have_limits_of_their_own(backend: RolloutBackend) -> None:
+    whole = backend.generate([request("a")])[0]
+    cut = backend.generate([replace(request("a"), answer_limits=(2, 6))])[0]
+    assert [one.token_ids for one in cut] == [whole[0].token_ids[:2], whole[1].token_ids]
+
+
 def test_a_session_streams_and_cancels(backend: RolloutBackend) -> None:
     expected = backend.generate([request("a")])[0]
     with backend.session() as session:

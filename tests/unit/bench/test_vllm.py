@@ -15,7 +15,7 @@ from benchmarks.picture import VLLM, draw
 from octetrl.backends.vllm.measure import AskedRequest, Measured
 from octetrl.bench.rollout import Bench, find_model
 from octetrl.bench.vllm import VllmTurn, asked_of, measure_beside, precision_in_vllm, vllm_rows
-from octetrl.bench.workload import Shape, fixed_lengths
+from octetrl.bench.workload import Shape, fixed_lengths, lognormal_lengths
 from octetrl.cli.bench_vllm import backends_of
 from octetrl.config.errors import UserError
 
@@ -33,6 +33,13 @@ def test_vllm_gets_our_requests(tmp_path: Path) -> None:
     assert asked_of(BENCH, "fp8_rollout", WORKLOAD, tmp_path).kv_cache_dtype == "auto"
     assert asked_of(BENCH, "bf16", WORKLOAD, tmp_path).kv_cache_dtype == "auto"
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_siblings_of_different_lengths(tmp_path: Path) -> None:
+    workload = lognormal_lengths(Shape(8, 8, 16), 4, 300, 1, sigma=0.5, max_positions=200)
+    asked = asked_of(BENCH, "bf16", workload, tmp_path)
+    assert [(len(one.prompt), one.answer) for one in asked.requests] == workload.siblings
+    assert {one.siblings for one in asked.requests} == {1} and len({one.seed for one in asked.requests[:4]}) == 4
 
 
 def test_each_turn_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
