@@ -93,7 +93,7 @@ class VllmSession:
         request = sibling.group.request
         sampling = request.sampling
         return self._vllm.sampling(
-            max_tokens=sibling.group.limit_of(sibling.sibling) - len(request.prompt_token_ids),
+            max_tokens=sibling.limit - len(request.prompt_token_ids),
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -121,6 +121,14 @@ class VllmSession:
         raise UserError(
             "cluster.weights_in_flight: engine.backend: vllm cannot change weights while it generates; turn it off"
         )
+
+    def answer_lengths(self) -> dict[str, int]:
+        """Tokens so far of each unfinished request's longest unfinished answer."""
+        lengths: dict[str, int] = {}
+        for sibling in self._running.values():
+            name = sibling.group.request.id
+            lengths[name] = max(lengths.get(name, 0), len(sibling.logprobs))
+        return lengths
 
     # ------------------------------------------------------------ steps
 
