@@ -109,8 +109,7 @@ def asked_of(bench: Bench, precision: str, workload: Workload, folder: Path) -> 
 
 
 def _answers_of(request: GenerationRequest) -> list[tuple[int, int]]:
-    """(length, siblings) of vLLM's requests for this one. Siblings of different lengths are requests of their own, whose
-    prompt is in vLLM's cache."""
+    """(length, siblings) of vLLM's requests for this one. Siblings of different lengths are requests of their own."""
     limits = request.answer_limits
     return [(limit, 1) for limit in limits] or [(request.sampling.max_new_tokens, request.num_siblings)]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octetrl.backends.vllm.names import attention_name, vllm_name
 from octetrl.config.spec import ModelSpec
-from octetrl.engine.weight_digest import digest_of_rows, row_sums
+from octetrl.engine.weight_digest import digest_of
 from octetrl.fp8.kv_scales import KVScales, split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight
@@ -59,10 +59,10 @@ class VllmWeights:
         """Compares every byte with `weights`, as last put in. The same digest as our own engine's."""
         version, held = weights.policy_version, dict(model.named_parameters())
         compared: list[tuple[str, Tensor]] = []
-        rows: list[Tensor] = []
+        read: list[Tensor] = []
         for index, name in enumerate(self._fp8):
             theirs = [held[f"{vllm_name(name)}.{end}"] for end in ("weight", "weight_scale_inv")]
-            rows += [row_sums(_octets(one)) for one in theirs]
+            read += theirs
             given: Sequence[Tensor] = weights.codes.get(name, ())
             weight = weights.tensors.get(f"{name}.weight")
             if index == version % len(self._fp8) and weight is not None:
@@ -73,11 +73,11 @@ class VllmWeights:
         for name, one in others.items():
             compared.append((name, _equal(held[vllm_name(name)][: one.shape[0]], one)))
         if covers_all:
-            rows += [row_sums(_octets(held[vllm_name(name)][: one.shape[0]])) for name, one in others.items()]
+            read += [held[vllm_name(name)][: one.shape[0]] for name, one in others.items()]
         for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
             if not equal:
                 raise RuntimeError(f"publish: vLLM's '{name}' differs from the trainer's at policy version {version}")
-        return digest_of_rows(version, rows)
+        return digest_of(version, read)
 
     def _others(self, weights: WeightSet) -> Mapping[str, Tensor]:
         """Parameters that are not FP8, by our name."""
