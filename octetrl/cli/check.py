@@ -80,8 +80,7 @@ def check(
     tokenizer = TokenizerFile.read(resolved, spec)
     problems += file_problems(resolved, spec, tokenizer)
     device = find_device(resolved, memory_gib)
-    problems += worker_problems(resolved.cluster) if device.is_here else []
-    problems += backend_problems_here(resolved, device)
+    problems += [*worker_problems(resolved.cluster), *backend_problems_here(resolved, device)] if device.is_here else []
     print_lines("recipe", _essentials(resolved, device))
     try:
         if spec is not None:
@@ -91,8 +90,7 @@ def check(
             problems += filter(None, [spec.refused_on_gpu()] if device.on_gpu else [])
             problems += weight_problems(resolved, policy)
             print_lines("model", _model(resolved, spec))
-            print_lines("precision", _precision(resolved, spec, policy, device))
-            print_lines("rollout backend", backend_lines(resolved))
+            print_lines("precision", chain(_precision(resolved, spec, policy, device), backend_lines(resolved)))
             plan = MemoryPlan.of(resolved, largest_part(resolved, spec), policy, device)
             print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan)))
             too_large = plan.problem(lambda changes: _is_allowed(recipe, overrides, changes))

@@ -21,10 +21,10 @@ def backend_problems_here(recipe: Recipe, device: Device) -> list[str]:
 
 
 def backend_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The section `rollout backend`; nothing for our own engine."""
+    """What the recipe's backend is and does; nothing for our own engine."""
     if recipe.engine.backend != "vllm":
         return
-    yield "backend", f"vLLM {VLLM_VERSION}, in the trainer's process, with weights of its own"
+    yield "rollout backend", f"vLLM {VLLM_VERSION}, in the trainer's process, with weights of its own"
     yield "log-probs", "of the sampled tokens, after the temperature; those of the trainer differ, see numerics"
     if recipe.fp8.kv_cache == "calibrated":
         yield "KV scales", "one for K and one for V of each layer: the largest of the heads' scales; Q's is 1"

@@ -191,9 +191,7 @@ def estimate_memory(
     parts += activations
     if trains_scalar:
         return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
-    if recipe.engine.backend == "vllm":
-        held = vllm_weight_bytes(spec, precisions.fp8_rollout) + RESERVE
-        parts.append(MemoryPart("vLLM", held, "weights of its own, its activations and graphs", "generating"))
+    parts += [_vllm(spec, precisions)] if recipe.engine.backend == "vllm" else []
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     taken = sum(part.num_bytes for part in parts if part.when != "training")
     tokens = _kv_cache_tokens(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
@@ -202,6 +200,11 @@ def estimate_memory(
         parts.append(MemoryPart("KV cache", tokens * per_token, how, "generating"))
     takes_turns = on_gpu and recipe.engine.release_for_training
     return MemoryEstimate(tuple(parts), per_token, tokens, takes_turns)
+
+
+def _vllm(spec: ModelSpec, precisions: Precisions) -> MemoryPart:
+    held = vllm_weight_bytes(spec, precisions.fp8_rollout) + RESERVE
+    return MemoryPart("vLLM", held, "weights of its own, its activations and graphs", "generating")
 
 
 def _teacher(algorithm: AlgorithmConfig) -> str:
