@@ -1,4 +1,4 @@
-"""What one session with vLLM did."""
+"""Metrics of a session with vLLM: progress while it runs, and totals at its end."""
 
 from __future__ import annotations
 
