@@ -78,6 +78,8 @@ class LinearLayout:
     parts: tuple[Part, ...]
     bias: bool = False
     joins: bool = False  # its input and output are gathered from the tensor-parallel workers (config/tensor_cut.py)
+    hf_submodule: str | None = None  # the submodule's name in a checkpoint, if it is another one there
+    adapted_if_named: bool = False  # it is no target of LoRA unless the recipe names it
 
     @property
     def out_features(self) -> int:
@@ -99,6 +101,8 @@ class LinearLayout:
     @property
     def submodule(self) -> str:
         """The prefix of a part's name in a checkpoint: "" or "shared_experts."."""
+        if self.hf_submodule is not None:
+            return f"{self.hf_submodule}."
         return self.name[: self.name.rfind(".") + 1]
 
 
@@ -130,9 +134,11 @@ class StackedLinearLayout(LinearLayout):
 class MatrixLayout:
     """A matrix that is never FP8, such as a router's. It has the same name in the block and in a checkpoint."""
 
-    name: str
+    name: str  # ends with ".weight"
     rows: int
     columns: int
+    adaptable: bool = False  # LoRA may name it as a target; its module is then a linear
+    why_not_adapted: str | None = None  # for the message if LoRA names it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -141,6 +147,13 @@ class MatrixLayout:
     @property
     def num_parameters(self) -> int:
         return self.rows * self.columns
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    def as_linear(self) -> LinearLayout:
+        return LinearLayout(self.module, self.columns, (Part(self.module, self.rows),), adapted_if_named=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +297,14 @@ class BlockLayout(ABC):
 
     def linears(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
         return tuple(tensor for tensor in self.tensors(spec) if isinstance(tensor, LinearLayout))
+
+    def matrices(self, spec: ModelSpec) -> tuple[MatrixLayout, ...]:
+        return tuple(tensor for tensor in self.tensors(spec) if isinstance(tensor, MatrixLayout))
+
+    def adaptable(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+        """List the linears, and the matrices that may have an adapter, as linears."""
+        named = (matrix for matrix in self.matrices(spec) if matrix.adaptable)
+        return (*self.linears(spec), *(matrix.as_linear() for matrix in named))
 
 
 class LayerBlocks(NamedTuple):

@@ -6,10 +6,10 @@ has one branch with several *parts*. Each part is a range of its rows, named lik
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from octetrl.config.blocks import LinearLayout, StackedLinearLayout
+from octetrl.config.blocks import PLACES, LinearLayout, StackedLinearLayout
 from octetrl.config.errors import nearest
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
@@ -21,6 +21,14 @@ class LoraPart(NamedTuple):
     name: str
     start: int
     stop: int
+
+
+def adaptable(spec: ModelSpec) -> Iterator[tuple[str, LinearLayout]]:
+    """Yield what may have an adapter, with its full name: all linears, and matrices that are adapted if named."""
+    for layer in range(spec.num_layers):
+        for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
+            for linear in block.adaptable(spec):
+                yield f"layers.{layer}.{place.name}.{linear.name}", linear
 
 
 def projections(spec: ModelSpec, *, experts: bool = False) -> tuple[str, ...]:
@@ -36,9 +44,13 @@ def targets_of(lora: LoraConfig, spec: ModelSpec) -> tuple[str, ...]:
 
 def unknown_target(targets: Sequence[str], spec: ModelSpec) -> str | None:
     """Describe the first target that this model does not have, and the allowed ones. None: the model has all."""
-    known = projections(spec, experts=True)
+    blocks = dict.fromkeys(block for blocks in spec.blocks for block in blocks)
+    matrices = {matrix.module: matrix for block in blocks for matrix in block.matrices(spec)}
+    known = (*projections(spec, experts=True), *(name for name, matrix in matrices.items() if matrix.adaptable))
     for target in targets:
         if target not in known:
+            if target in matrices and (why := matrices[target].why_not_adapted):
+                return f"'{target}' can't have an adapter, because {why}; choose of {', '.join(known)}"
             return f"'{target}' is not allowed; choose one of {', '.join(known)}{nearest(target, known)}"
     return None
 
@@ -49,7 +61,7 @@ def lora_parts(linear: LinearLayout, lora: LoraConfig) -> tuple[LoraPart, ...]:
     if isinstance(linear, StackedLinearLayout) and not lora.experts:
         return ()
     for name, rows in linear.parts:
-        if lora.targets is None or name in lora.targets:
+        if not linear.adapted_if_named if lora.targets is None else name in lora.targets:
             parts.append(LoraPart(name, start, start + rows))
         start += rows
     return tuple(parts)
@@ -59,6 +71,6 @@ def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
     """Count the trained parameters: an A [rank, in] and a B [out, rank] for each target of each layer (and expert)."""
     return lora.rank * sum(
         (linear.in_features + part.stop - part.start) * (linear.count if isinstance(linear, StackedLinearLayout) else 1)
-        for _, linear in spec.linears()
+        for _, linear in adaptable(spec)
         for part in lora_parts(linear, lora)
     )

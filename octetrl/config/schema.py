@@ -34,7 +34,7 @@ class LoraConfig(Section):
     """Scale of the adapter: its output is multiplied by alpha / rank."""
     targets: tuple[str, ...] | None = None
     """Projections that get an adapter in every layer, by their names in a checkpoint, such as `[q_proj, v_proj]`. None:
-    all projections of the model's layers."""
+    all projections of the model's layers, except `kv_a_proj_with_mqa`, which must be named."""
     experts: bool = False
     """Adapters on each expert of a mixture as well, for the targets that experts have. It multiplies the number of
     trained parameters; `octetrl check` prints it."""

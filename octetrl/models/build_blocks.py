@@ -67,7 +67,7 @@ class LayerBuilder:
         return first, second
 
     def _block(self, index: int, place: str, layout: BlockLayout) -> Block:
-        linears = {linear.name: linear for linear in layout.linears(self.spec)}
+        linears = {linear.name: linear for linear in layout.adaptable(self.spec)}
         make = partial(self._linear, f"layers.{index}.{place}", linears)
         block = layout.build(BlockBuilder(self.spec, index, self.policy, self.dtype, self.device, make, self.group))
         assert isinstance(block, Block)
@@ -82,7 +82,8 @@ class LayerBuilder:
             "square_wgrad": self.policy.square_wgrad,
             "has_weight": self.fp8_weights,
         }
-        is_fp8 = self.policy.format_of(f"{block}.{name}", self.side) == "fp8"
+        plain = layout.adapted_if_named  # a matrix: it is no linear of the policy
+        is_fp8 = not plain and self.policy.format_of(f"{block}.{name}", self.side) == "fp8"
         width, rows = layout.in_features, layout.out_features
         if isinstance(layout, StackedLinearLayout):
             stacked = Float8StackedLinear if is_fp8 else StackedLinear
@@ -102,7 +103,7 @@ class LayerBuilder:
         elif is_fp8:
             made = Float8Linear(width, rows, layout.bias, **common, **fp8)
         else:
-            made = Linear(width, rows, layout.bias, **common, fast=self.policy.numerics == "fast")
+            made = Linear(width, rows, layout.bias, **common, fast=not plain and self.policy.numerics == "fast")
         parts = lora_parts(layout, self.lora) if self.lora is not None else ()
         if self.lora is not None and parts:
             rank, alpha = self.lora.rank, self.lora.alpha

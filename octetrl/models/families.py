@@ -1,11 +1,11 @@
 """Translates Hugging Face `config.json` to ModelSpec and back. No torch, so that `octetrl check` starts fast.
 
 These architectures are one decoder: LlamaForCausalLM (3.x), MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM (2
-and 2.5), Qwen3ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM, Dots1ForCausalLM, DeepseekV3ForCausalLM (Moonlight)
-and Glm4MoeLiteForCausalLM (GLM-4.7-Flash). The last five have a mixture of experts (models/mixture_config.py), the last
-two latent attention (models/latent_config.py). models/rope_config.py reads RoPE and its scaling,
-models/window_config.py sliding windows. A setting that this decoder does not support (another activation, another kind
-of RoPE scaling) is refused by name.
+and 2.5), Qwen3ForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, Dots1ForCausalLM,
+Glm4MoeForCausalLM (GLM-4.5), DeepseekV3ForCausalLM (Moonlight) and Glm4MoeLiteForCausalLM (GLM-4.7-Flash). The last
+seven have a mixture of experts (models/mixture_config.py), the last two latent attention (models/latent_config.py).
+models/rope_config.py reads RoPE and its scaling, models/window_config.py sliding windows. A setting that this decoder
+does not support (another activation, another kind of RoPE scaling) is refused by name.
 
 The decoder with a scalar head (models/scalar_decoder.py) is *ForSequenceClassification with one label. It is read only
 with `scalar`. Commands that generate do not pass it, so they refuse a reward model.
@@ -34,7 +34,15 @@ from octetrl.config.spec import (
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.latent_config import LATENT_FAMILIES, latent_fields, latent_layout
 from octetrl.models.mixture_config import DENSE_LAYER, MIXTURES, mixture_blocks, mixture_fields
-from octetrl.models.rope_config import rope_parameters, rope_scaling, scaled_positions, scaling_field
+from octetrl.models.rope_config import (
+    ROTATED_SHARES,
+    SHARE,
+    rope_parameters,
+    rope_scaling,
+    rotated_size,
+    scaled_positions,
+    scaling_field,
+)
 from octetrl.models.window_config import window_fields, windows, with_windows
 
 DENSE = (DENSE_LAYER,)  # every layer of a model without experts
@@ -45,8 +53,10 @@ FAMILIES = {
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Dots1ForCausalLM": "dots1",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
 }
@@ -61,13 +71,17 @@ DEFAULT_MAX_POSITIONS = {
     "phi3": 4_096,
     "qwen2": 32_768,
     "qwen3": 32_768,
+    "qwen2_moe": 32_768,
     "qwen3_moe": 32_768,
     "dots1": 2_048,
+    "glm4_moe": 131_072,
     "deepseek_v3": 4_096,
     "glm4_moe_lite": 202_752,
 }
 QK_NORM = ("qwen3", "qwen3_moe", "dots1")
-ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "dots1")  # where `attention_bias` adds a bias to q, k, v and o
+ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "dots1", "glm4_moe")  # where `attention_bias` adds a bias to q, k, v
+WITHOUT_O_BIAS = ("glm4_moe",)  # of these; the others have one of o too
+SMALL_EPS = ("phi3", "mixtral", "glm4_moe", "glm4_moe_lite")  # 1e-5 if the key is missing, as in transformers
 
 
 def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
@@ -163,11 +177,12 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     rope = rope_parameters(config)
     scaling = rope_scaling(rope, config, max_positions)
     latent = latent_layout(config, family) if family in LATENT_FAMILIES else None
-    attention = latent or AttentionLayout()
     given_size = config.integer("head_dim", 128 if family == "qwen3" else hidden_size // heads, most=MOST_WIDTH)
+    attention = latent or AttentionLayout(rotated=rotated_size(rope, family, given_size))
     if scaling is not None and family == "phi3":
         raise UserError("RoPE scaling is not supported for phi3; use another model")
     has_bias = config.flag("attention_bias")
+    qkv_bias = family == "qwen2" or has_bias or (family == "qwen2_moe" and config.flag("qkv_bias", True))
     positions = scaled_positions(scaling, max_positions)
     blocks = mixture_blocks(config, family, num_layers, attention) if family in MIXTURES else DENSE
     kv_heads = min(8, heads) if family in ("mistral", "mixtral") else heads
@@ -181,16 +196,16 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         head_size=given_size if latent is None else latent.nope_size + latent.rope_size,
         vocab_size=vocab_size,
         max_positions=positions,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-5 if family in ("phi3", "mixtral", "glm4_moe_lite") else 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-5 if family in SMALL_EPS else 1e-6),
         rope_theta=rope.number("rope_theta", ROPE_THETAS.get(family, DEFAULT_ROPE_THETA)),
         rope_scaling=scaling,
-        qkv_bias=family == "qwen2" or has_bias,
-        qk_norm=family in QK_NORM,
+        qkv_bias=qkv_bias,
+        qk_norm=family in QK_NORM or (family == "glm4_moe" and config.flag("use_qk_norm")),
         tied_embeddings=config.flag("tie_word_embeddings"),
         blocks=with_windows(blocks, windows(config, family, num_layers, positions), num_layers),
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(config.token_ids("bos_token_id", vocab_size)), None),
-        o_bias=has_bias,
+        o_bias=has_bias and family not in WITHOUT_O_BIAS,
         fused_files=family == "phi3",
     )
     if spec.num_heads % spec.num_kv_heads:
@@ -224,7 +239,7 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         "rope_theta": spec.rope_theta,
         "rope_scaling": scaling_field(spec.rope_scaling),
         "hidden_act": "silu",
-        "attention_bias": spec.o_bias,
+        "attention_bias": spec.qkv_bias if spec.family in WITHOUT_O_BIAS else spec.o_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": spec.tied_embeddings,
         "bos_token_id": spec.bos_token_id,
@@ -235,6 +250,9 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         config |= mixture_fields(spec)
     if spec.family in LATENT_FAMILIES:
         config |= latent_fields(spec, spec.blocks_of(0).attention)
+    if spec.family in ROTATED_SHARES:
+        config |= {SHARE: spec.rotary_size / spec.head_size, "use_qk_norm": spec.qk_norm}
+        config["num_nextn_predict_layers"] = 0
     if spec.family == "phi3":
         config["pad_token_id"] = None  # its default is the id 32,000, which a small vocabulary doesn't have
     config |= window_fields(spec)

@@ -1,9 +1,10 @@
 """Reads and writes the mixture of experts in a config.json: its layers, routing and sizes. No torch.
 
     qwen3_moe   softmax over all experts; dense layers by `mlp_only_layers` and `decoder_sparse_step`; no shared expert
+    qwen2_moe   the same with a shared expert, whose output is multiplied by a gate
     mixtral     softmax over all experts, always renormalised, in every layer; `intermediate_size` is an expert's
     dots1       DeepSeek-V3's: sigmoid, chosen from groups with a correction bias, a scale, shared experts, the first
-                layers dense; `deepseek_v3` and `glm4_moe_lite` have the same mixture
+                layers dense; `deepseek_v3`, `glm4_moe` and `glm4_moe_lite` have the same mixture
 
 Other routing functions are refused by name.
 """
@@ -18,26 +19,38 @@ from octetrl.config.json_file import JsonObject
 from octetrl.config.spec import MOST_HEADS, MOST_LAYERS, MOST_WIDTH, ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
-from octetrl.models.blocks.moe.layout import MixtralLayout, MixtureLayout, Routing, Scoring
+from octetrl.models.blocks.moe.layout import (
+    GatedMixtureLayout,
+    MixtralLayout,
+    MixtureLayout,
+    Routing,
+    Scoring,
+)
 from octetrl.models.latent_config import LATENT_FAMILIES
 
-CORRECTED = ("dots1", "deepseek_v3", "glm4_moe_lite")  # with DeepSeek-V3's routing
-MIXTURES = ("qwen3_moe", "mixtral", *CORRECTED)
+CORRECTED = ("dots1", "deepseek_v3", "glm4_moe", "glm4_moe_lite")  # with DeepSeek-V3's routing
+SOFTMAX = ("qwen2_moe", "qwen3_moe", "mixtral")
+MIXTURES = (*SOFTMAX, *CORRECTED)
+LAYOUTS: dict[str, type[MixtureLayout]] = {"mixtral": MixtralLayout, "qwen2_moe": GatedMixtureLayout}
 DENSE_LAYER = LayerBlocks(AttentionLayout(), MLPLayout())
 ROUTING_WORDS: dict[
     str, dict[str, tuple[str, ...]]
 ] = {  # what a config may say of its routing function; a key that is left out says the same
-    **{family: {"scoring_func": ("softmax",), "topk_method": ("greedy",)} for family in ("qwen3_moe", "mixtral")},
+    **{family: {"scoring_func": ("softmax",), "topk_method": ("greedy",)} for family in SOFTMAX},
     **{family: {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)} for family in CORRECTED},
 }
-SCORING: dict[str, Scoring] = {"qwen3_moe": "softmax", "mixtral": "softmax", **dict.fromkeys(CORRECTED, "sigmoid")}
+SCORING: dict[str, Scoring] = {**dict.fromkeys(SOFTMAX, "softmax"), **dict.fromkeys(CORRECTED, "sigmoid")}
 COUNT_KEYS = {
+    "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
     "mixtral": "num_local_experts",
     **dict.fromkeys(CORRECTED, "n_routed_experts"),
 }
 GROUPS = {"deepseek_v3": (8, 4)}  # n_group and topk_group of a config without them
 SCALES = {"deepseek_v3": 2.5, "glm4_moe_lite": 1.8}  # routed_scaling_factor of a config without it
+ONE_BY_DEFAULT = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # shared experts; and weights are renormalised
+FIRST_DENSE = {"dots1": 0, "deepseek_v3": 3, "glm4_moe": 1, "glm4_moe_lite": 1}  # layers of a config without the key
+SHARED_SIZE = 5_632  # of a Qwen2-MoE without the key
 LAYER_KINDS = ("dense", "sparse")  # in `mlp_layer_types`
 OTHER_COUNT_KEY = "num_local_experts"  # as transformers 5 writes it
 
@@ -55,10 +68,8 @@ def mixture_blocks(config: JsonObject, family: str, num_layers: int, attention: 
         raise config.wrong("router_jitter_noise", "0 is needed, because noise would change the routes")
     size_key = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
     expert_size = config.integer(size_key, most=MOST_WIDTH)
-    left_out = 1 if family in LATENT_FAMILIES else 0
-    shared = config.integer("n_shared_experts", left_out, most=MOST_HEADS, least=0) if family in CORRECTED else 0
-    kind = MixtralLayout if family == "mixtral" else MixtureLayout
-    mixture = kind(_routing(config, family), expert_size, shared * expert_size)
+    kind = LAYOUTS.get(family, MixtureLayout)
+    mixture = kind(_routing(config, family), expert_size, _shared_size(config, family, expert_size))
     dense_layer, sparse_layer = LayerBlocks(attention, MLPLayout()), LayerBlocks(attention, mixture)
     dense = _dense_layers(config, family, num_layers)
     layers = [dense_layer if layer in dense else sparse_layer for layer in range(num_layers)]
@@ -67,6 +78,15 @@ def mixture_blocks(config: JsonObject, family: str, num_layers: int, attention: 
     while len(layers) > 1 and layers[-1] == layers[-2]:
         layers.pop()
     return tuple(layers)
+
+
+def _shared_size(config: JsonObject, family: str, expert_size: int) -> int:
+    if family == "qwen2_moe":
+        return config.integer("shared_expert_intermediate_size", SHARED_SIZE, most=MOST_WIDTH)
+    if family not in CORRECTED:
+        return 0
+    left_out = 1 if family in ONE_BY_DEFAULT else 0
+    return expert_size * config.integer("n_shared_experts", left_out, most=MOST_HEADS, least=0)
 
 
 def _routing(config: JsonObject, family: str) -> Routing:
@@ -92,7 +112,7 @@ def _routing(config: JsonObject, family: str) -> Routing:
         num_experts=experts,
         top_k=top_k,
         scoring=SCORING[family],
-        renormalise=config.flag("norm_topk_prob", family in LATENT_FAMILIES) or family == "mixtral",
+        renormalise=config.flag("norm_topk_prob", family in ONE_BY_DEFAULT) or family == "mixtral",
         corrected=family in CORRECTED,
         num_groups=groups,
         kept_groups=kept,
@@ -108,8 +128,7 @@ def _dense_layers(config: JsonObject, family: str, num_layers: int) -> set[int]:
             raise config.wrong("mlp_layer_types", f"'dense' or 'sparse' for each of the {num_layers} layers is needed")
         return {layer for layer, kind in enumerate(kinds) if kind == "dense"}
     if family in CORRECTED:
-        default = {"dots1": 0, "deepseek_v3": 3, "glm4_moe_lite": 1}[family]
-        return set(range(config.integer("first_k_dense_replace", default, most=MOST_LAYERS, least=0)))
+        return set(range(config.integer("first_k_dense_replace", FIRST_DENSE[family], most=MOST_LAYERS, least=0)))
     if family == "mixtral":
         return set()
     step = config.integer("decoder_sparse_step", 1, most=MOST_LAYERS)
@@ -137,7 +156,9 @@ def mixture_fields(spec: ModelSpec) -> dict[str, Any]:
         "norm_topk_prob": routing.renormalise,
         "sliding_window": None,
     }
-    if spec.family == "qwen3_moe":
+    if spec.family == "qwen2_moe":
+        fields |= {"shared_expert_intermediate_size": mixture.shared_size, "qkv_bias": spec.qkv_bias}
+    if spec.family in SOFTMAX:
         return fields | {"mlp_only_layers": dense, "decoder_sparse_step": 1, "output_router_logits": False}
     if spec.family == "glm4_moe_lite":
         fields["mlp_layer_types"] = [LAYER_KINDS[layer not in dense] for layer in range(spec.num_layers)]

@@ -30,7 +30,7 @@ from torch import Tensor
 from octetrl.config.blocks import PLACES
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
-from octetrl.config.lora import targets_of, unknown_target
+from octetrl.config.lora import adaptable, targets_of, unknown_target
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.layers.tensor_group import join_rows
@@ -103,9 +103,10 @@ def _adapter_config(model: Decoder, base: str | None) -> bytes:
 
 def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """PEFT's name and our view of every A and B, and of a scalar head."""
+    layouts = dict(adaptable(model.spec))
     for name, adapter in model.adapters():
-        _, layer, module, linear = name.split(".", 3)  # layers.3.attention.qkv_proj
-        submodule = linear[: linear.rfind(".") + 1]  # shared_experts.
+        _, layer, module, _ = name.split(".", 3)  # layers.3.attention.qkv_proj
+        submodule = layouts[name].submodule
         for expert, part, a_RK, b_nR in adapter.matrices():
             theirs = f"{PREFIX}.model.layers.{layer}.{THEIR_MODULES[module]}.{submodule}{expert}{part.name}"
             yield f"{theirs}.lora_A.weight", a_RK

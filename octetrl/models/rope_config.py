@@ -15,11 +15,13 @@ from octetrl.config.spec import MOST_TOKENS
 
 KINDS = ("default", "linear", "llama3", "yarn")
 LEAST, MOST = 1e-3, 1e6  # of YaRN's optional numbers; beyond them, angles or factors overflow
+SHARE = "partial_rotary_factor"
+ROTATED_SHARES = {"glm4_moe": 0.5}  # families that may rotate a part of each head, with the share if the key is missing
 ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_parameters(config: JsonObject) -> JsonObject:
-    """Theta and scaling in one mapping, from either spelling. UserError: a part of each head is rotated."""
+    """Theta, scaling and the rotated share in one mapping, from either spelling."""
     merged = {**config.object("rope_scaling"), **config.object("rope_parameters")}
     if per_layer := [key for key, value in merged.items() if isinstance(value, dict)]:
         raise UserError(
@@ -27,10 +29,23 @@ def rope_parameters(config: JsonObject) -> JsonObject:
         )
     if "rope_theta" not in merged and config.get("rope_theta") is not None:
         merged["rope_theta"] = config["rope_theta"]
-    rotated = merged.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if rotated is not None and rotated != 1:
-        raise UserError(f"partial_rotary_factor {shown(rotated)} is not supported, only 1 is; use another model")
+    if SHARE not in merged and config.get(SHARE) is not None:
+        merged[SHARE] = config[SHARE]
     return JsonObject(merged, config.where)
+
+
+def rotated_size(rope: JsonObject, family: str, head_size: int) -> int | None:
+    """How many values of a head RoPE rotates, the first ones; None: all. `rope`: the result of `rope_parameters`."""
+    if family not in ROTATED_SHARES:
+        share = rope.get(SHARE)
+        if share is not None and share != 1:
+            raise UserError(f"{SHARE} {shown(share)} is not supported for {family}, only 1 is; use another model")
+        return None
+    share = rope.number(SHARE, ROTATED_SHARES[family])
+    size = int(head_size * share) if share <= 1 else 0
+    if size % 2 or not size:
+        raise rope.wrong(SHARE, f"a share is needed that rotates an even number of the {head_size} values of a head")
+    return None if size == head_size else size
 
 
 def rope_scaling(rope: JsonObject, config: JsonObject, max_positions: int) -> RopeScaling | None:

@@ -20,6 +20,9 @@ from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.attention.latent_paged import latent_paged
 from octetrl.kernels.attention.latent_rows import latent_rows
 from octetrl.kernels.attention.latent_store import latent_replay, latent_replay_reference
+from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm
+from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME
+from octetrl.kernels.gemm.head_gemm import can_run, head_gemm, head_gemm_triton
 from octetrl.kernels.gluon import fallbacks
 from octetrl.kernels.rows.rope import rope_reference, rope_triton
 from octetrl.layers.context import PackedContext
@@ -181,6 +184,29 @@ def test_products_with_kv_b_do_not_depend_on_the_number_of_tokens() -> None:
     for tokens in (1, 2, 16, 33, 128, 129, 512):
         assert torch.equal(absorb(q_THN[:tokens], kv_b, SIZES), q_THC[:tokens]), tokens
         assert torch.equal(expand(q_THC[:tokens], kv_b, SIZES), out_TV[:tokens]), tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 90, 300])
+def test_products_of_heads_read_views_and_have_the_bits_of_grouped_ones(tokens: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    q_THX = torch.randn(tokens, HEADS, SIZES.nope + ROTARY, generator=generator, device="cuda").bfloat16()
+    o_HTC = torch.randn(HEADS, tokens, LATENT, generator=generator, device="cuda").bfloat16()
+    kv_b = (torch.randn(HEADS * sum(SIZES), LATENT, generator=generator, device="cuda") / 22).bfloat16()
+    first_H1 = torch.arange(0, HEADS * tokens + 1, tokens, dtype=torch.int32, device="cuda")
+    keys, values, o_THC = Part(0, SIZES.nope), Part(SIZES.nope), o_HTC.transpose(0, 1)
+    for x_THK, turned, part in (
+        (q_THX[..., : SIZES.nope], True, keys),
+        (o_THC, False, values),
+        (o_THC.contiguous(), False, values),
+    ):
+        assert can_run(x_THK, kv_b)
+        x_PK = x_THK.transpose(0, 1).reshape(HEADS * tokens, -1).contiguous()
+        want_PN = grouped_bf16_gemm(x_PK, kv_b, first_H1, turned=turned, part=part)
+        found_THN = head_gemm(x_THK, kv_b, turned=turned, part=part)
+        assert found_THN.is_contiguous()
+        assert torch.equal(found_THN.transpose(0, 1).flatten(0, 1), want_PN)
+        for tile in (FEW, SOME, MANY):
+            assert torch.equal(head_gemm_triton(x_THK, kv_b, turned=turned, part=part, tile=tile), found_THN), tile
 
 
 def test_gradients_are_near_those_of_a_cpu() -> None:

@@ -19,11 +19,14 @@ from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
 from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
 from octetrl.kernels.gemm.grouped_bf16_gemm import (
+    NARROW_WGRAD,
+    WIDE_WGRAD,
     Part,
     grouped_bf16_gemm,
     grouped_bf16_gemm_triton,
     grouped_wgrad,
     grouped_wgrad_reference,
+    grouped_wgrad_triton,
 )
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, grouped_fp8_gemm, grouped_fp8_gemm_triton
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
@@ -33,13 +36,14 @@ from octetrl.kernels.rows.combine_experts_backward import (
     combine_experts_backward,
     combine_experts_backward_reference,
 )
+from octetrl.kernels.rows.gather_codes import gather_codes, gather_codes_reference
 from octetrl.kernels.rows.route_tokens import RoutingRule, route_tokens, route_tokens_reference
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.kernels.rows.sort_by_expert import sort_by_expert, sort_by_expert_reference
 from octetrl.layers.stacked import Float8StackedLinear, StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.moe.experts import run_experts
-from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
+from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
 from octetrl.models.blocks.moe.rows import gather
 from octetrl.models.families import DENSE
 from tests.parity.shapes import TINY
@@ -64,6 +68,9 @@ WIDE = replace(TINY["qwen3"], hidden_size=512, intermediate_size=1152, num_heads
 LAYERS = {
     "softmax": (LayerBlocks(AttentionLayout(), MixtureLayout(Routing(32, 4, "softmax", True), 256)),),
     "sigmoid": (*DENSE, LayerBlocks(AttentionLayout(), MixtureLayout(SIGMOID, 256, 512))),
+    "gated": (
+        LayerBlocks(AttentionLayout(rotated=32), GatedMixtureLayout(Routing(32, 4, "softmax", False), 256, 512)),
+    ),
 }
 MIXTURES: dict[str, ModelSpec] = {name: replace(WIDE, blocks=blocks) for name, blocks in LAYERS.items()}
 
@@ -127,7 +134,20 @@ def test_gradients_are_near_the_references(name: str) -> None:
             assert relative_error(dx8_PK[start:stop], want) < 5e-2
     dw_NK = grouped_wgrad(dy_PN, x_PK, first_X1, torch.bfloat16)
     assert relative_error(dw_NK, grouped_wgrad_reference(dy_PN, x_PK, first_X1, torch.float32)) < 5e-3
+    for tile in (WIDE_WGRAD, NARROW_WGRAD):
+        assert torch.equal(grouped_wgrad_triton(dy_PN, x_PK, first_X1, torch.bfloat16, tile), dw_NK), tile
+    narrow_P9 = dy_PN[:, :9].contiguous()  # TMA does not read it
+    assert torch.equal(grouped_wgrad(narrow_P9, x_PK, first_X1, torch.bfloat16)[:9], dw_NK[:9])
     assert all(not part.any() for part, rows in zip(dw_NK.chunk(EXPERTS), load, strict=True) if not rows)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (1023, 2048), (4096, 7168)])
+def test_rows_of_codes_are_copied(rows: int, columns: int) -> None:
+    x8 = quantize_activation(random_matrix(256, columns, 1))
+    token_P = torch.randint(256, (rows,), device="cuda")
+    found, want = gather_codes(x8, token_P), gather_codes_reference(x8, token_P)
+    assert torch.equal(found.codes.view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(found.scale, want.scale)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -230,7 +250,8 @@ def test_adapters_of_experts_change_no_parity(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("routing", "precision"), [("softmax", "fp8_full"), ("sigmoid", "bf16"), ("sigmoid", "fp8_full")]
+    ("routing", "precision"),
+    [("softmax", "fp8_full"), ("sigmoid", "bf16"), ("sigmoid", "fp8_full"), ("gated", "fp8_full")],
 )
 def test_what_happens_in_engine_and_trainer_changes_nothing(routing: str, precision: str) -> None:
     spec, draw = MIXTURES[routing], random.Random(4)
@@ -252,7 +273,7 @@ def test_what_happens_in_engine_and_trainer_changes_nothing(routing: str, precis
             check_trainer(sides, asked, answers, **config)
 
 
-@pytest.mark.parametrize("routing", MIXTURES)
+@pytest.mark.parametrize("routing", ["softmax", "sigmoid"])
 def test_twenty_steps_repeat_their_bits_and_no_step_has_a_mismatch(routing: str) -> None:
     config = {"activation_checkpointing": "layer", "tokens_per_micro_batch": 1024}
     runs = [short_run(MIXTURES[routing], "fp8_full", "cuda", 20, **config) for _ in range(2)]

@@ -36,6 +36,7 @@ MODELS: dict[str, ModelSpec] = {
 }
 IN_TURN = {"direct": ("small_chunks", "next_turn"), "low_rank": ("one_by_one", "prefix_hit")}
 LONGEST = 80
+NAMED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
 CASES = pytest.mark.parametrize(("model", "precision"), [("direct", "bf16"), ("low_rank", "fp8_full")])
 
 
@@ -43,7 +44,7 @@ CASES = pytest.mark.parametrize(("model", "precision"), [("direct", "bf16"), ("l
 def drawn(model: str, precision: str, lora: bool = False) -> tuple[Sides, list[GenerationRequest], Answers]:
     """Some requests, and what an engine left alone answers."""
     draw = random.Random(f"{model} {precision}")
-    sides = Sides(MODELS[model], precision, lora=LoraConfig(rank=4) if lora else None)
+    sides = Sides(MODELS[model], precision, lora=LoraConfig(rank=4, targets=NAMED) if lora else None)
     for name, parameter in sides.trainer_model.named_parameters():
         if name.endswith("e_score_correction_bias"):
             parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
@@ -77,6 +78,7 @@ def test_with_adapters() -> None:
     assert {name.rsplit(".", 1)[1] for name, _ in sides.trainer_model.adapters() if ".attention." in name} == {
         "q_a_proj",
         "q_b_proj",
+        "kv_a_proj_with_mqa",
         "o_proj",
     }
     check_trainer(sides, asked, answers, **in_the_trainer(LONGEST)["one sequence a micro-batch"])

@@ -1,7 +1,8 @@
 """Mixtures of experts: the engine's log-probs are the trainer's, bit for bit, though each token goes its own way.
 
 `softmax` is Qwen3-MoE's routing. `sigmoid` is DeepSeek-V3's, with a correction bias, groups, a scale, a shared expert
-and a dense first layer. Experts' sizes are no multiples of 128, so FP8 blocks are ragged.
+and a dense first layer. `gated` is Qwen2-MoE's, whose shared expert has a gate, in a model that rotates half of each
+head, as GLM-4.5 does. Experts' sizes are no multiples of 128, so FP8 blocks are ragged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from octetrl.config.blocks import LayerBlocks
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
-from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
+from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
 from octetrl.models.families import DENSE
 from octetrl.records import GenerationRequest
 from tests.parity.shapes import TINY
@@ -29,10 +30,13 @@ SIGMOID = Routing(8, 3, "sigmoid", True, corrected=True, num_groups=4, kept_grou
 LAYERS = {
     "softmax": (LayerBlocks(AttentionLayout(), MixtureLayout(Routing(6, 2, "softmax", True), 48)),),
     "sigmoid": (*DENSE, LayerBlocks(AttentionLayout(), MixtureLayout(SIGMOID, 48, 96))),
+    "gated": (LayerBlocks(AttentionLayout(rotated=8), GatedMixtureLayout(Routing(6, 2, "softmax", False), 48, 80)),),
 }
 MIXTURES: dict[str, ModelSpec] = {name: replace(TINY["qwen3"], blocks=blocks) for name, blocks in LAYERS.items()}
 LONGEST = 60
-MODELS = pytest.mark.parametrize(("routing", "precision"), [("softmax", "bf16"), ("sigmoid", "fp8_full")])
+MODELS = pytest.mark.parametrize(
+    ("routing", "precision"), [("softmax", "bf16"), ("sigmoid", "fp8_full"), ("gated", "fp8_full")]
+)
 
 
 @lru_cache

@@ -305,13 +305,14 @@ def qkv_rotate(
     num_tokens, heads, size = qkv_TXD.shape
     assert heads == num_heads + 2 * num_kv_heads, f"qkv_rotate: {heads} heads, not {num_heads} + 2 * {num_kv_heads}"
     assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate: only one of q and k has a norm weight"
-    assert cos_TR.shape == sin_TR.shape == (num_tokens, size // 2), f"qkv_rotate: cos {tuple(cos_TR.shape)}"
+    planes = cos_TR.shape[1]
+    assert cos_TR.shape == sin_TR.shape == (num_tokens, planes) and 2 * planes <= size, f"qkv_rotate: {cos_TR.shape}"
     assert amax_2K is None or (amax_2K.shape == (2, num_kv_heads) and amax_2K.stride(1) == 1), "qkv_rotate: amax"
     if kv_mode in SCALE_PER_TOKEN:
         k_scale_K = v_scale_K = None
     elif kv_mode == "calibrated" and (v_scale_K is None or (quantize_k and k_scale_K is None)):
         raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
-    on_gpu = qkv_rotate_triton if is_fused(size) else qkv_rotate_separate
+    on_gpu = qkv_rotate_triton if is_fused(size, planes) else qkv_rotate_separate
     rotate = on_gpu if qkv_TXD.is_cuda else qkv_rotate_reference
     place = (cos_TR, sin_TR, num_heads, num_kv_heads)
     return rotate(

@@ -183,7 +183,9 @@ def qkv_rotate_backward(
     heads = dq_THD.shape[1] + dk_TKD.shape[1] + dv_TKD.shape[1]
     assert qkv_TXD.shape == (dq_THD.shape[0], heads, dq_THD.shape[2]), f"qkv_rotate_backward: qkv {qkv_TXD.shape}"
     assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate_backward: only one of q and k has a norm"
-    assert cos_TR.shape == sin_TR.shape == (dq_THD.shape[0], dq_THD.shape[2] // 2), "qkv_rotate_backward: cos and sin"
-    on_gpu = qkv_rotate_backward_triton if is_fused(dq_THD.shape[2]) else qkv_rotate_backward_separate
+    size, planes = dq_THD.shape[2], cos_TR.shape[1]
+    fits = cos_TR.shape == sin_TR.shape == (dq_THD.shape[0], planes) and 2 * planes <= size
+    assert fits, "qkv_rotate_backward: cos and sin"
+    on_gpu = qkv_rotate_backward_triton if is_fused(size, planes) else qkv_rotate_backward_separate
     backward = on_gpu if qkv_TXD.is_cuda else qkv_rotate_backward_reference
     return backward(dq_THD, dk_TKD, dv_TKD, qkv_TXD, q_weight_D, k_weight_D, eps, cos_TR, sin_TR)

@@ -1,11 +1,12 @@
-"""`qkv_store`, `qkv_rotate` and its backward for head sizes that are not powers of two: one kernel after the other.
+"""`qkv_store`, `qkv_rotate` and its backward as one kernel after the other, where the fused kernels don't fit.
 
 The fused kernels hold both halves of a head in registers and add a head's squares in `rms_norm`'s tree. Both need a
-head size that is a power of two. For 80, 96 and 192 these functions call the kernels that the fused ones replace:
-`rms_norm`, `rope`, `kv_store` or `kv_replay`. Rollout and training therefore still compute the same bits. They read and
-write Q and K up to three times instead of once.
+head size that is a power of two, and RoPE that rotates the whole head. For heads of 80, 96 and 192, and where RoPE
+rotates a part of each head, these functions call the kernels that the fused ones replace: `rms_norm`, `rope`,
+`kv_store` or `kv_replay`. Rollout and training therefore still compute the same bits. They read and write Q and K up to
+three times instead of once.
 
-T tokens, H query heads, K kv heads, X = H + 2K, D head size, S positions of the table, R = D/2 planes.
+T tokens, H query heads, K kv heads, X = H + 2K, D head size, S positions of the table, R <= D/2 planes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward_triton
 from octetrl.kernels.rows.rope import rope_triton
 
 
-def is_fused(head_size: int) -> bool:
-    """Whether the fused kernels take this head size."""
-    return head_size & (head_size - 1) == 0
+def is_fused(head_size: int, planes: int | None = None) -> bool:
+    """Whether the fused kernels take heads of this size. `planes`: of RoPE's table; None: those of the whole head."""
+    return head_size & (head_size - 1) == 0 and planes in (None, head_size // 2)
 
 
 def qkv_store_separate(

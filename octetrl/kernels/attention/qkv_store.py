@@ -291,9 +291,9 @@ def qkv_store(
     assert qkv_TX.shape[1] % size == 0 and qkv_TX.shape[1] // size > 2 * kv_heads, f"qkv_store: {qkv_TX.shape}"
     assert qkv_TX.stride(1) == 1, f"qkv_store: last axis has stride {qkv_TX.stride(1)}, must be 1"
     assert (q_norm_D is None) == (k_norm_D is None), "qkv_store: only one of q and k has a norm weight"
-    assert cos_SR.shape[1] == size // 2, f"qkv_store: cos {tuple(cos_SR.shape)}, head size {size}"
+    assert cos_SR.shape[1] <= size // 2, f"qkv_store: cos {tuple(cos_SR.shape)}, head size {size}"
     place = (cos_SR, sin_SR, positions_T, k_cache, v_cache, slot_mapping_T)
     scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)
-    on_gpu = qkv_store_triton if is_fused(size) else qkv_store_separate
+    on_gpu = qkv_store_triton if is_fused(size, cos_SR.shape[1]) else qkv_store_separate
     run = on_gpu if qkv_TX.is_cuda else qkv_store_reference
     return run(qkv_TX, q_norm_D, k_norm_D, eps, *place, *scales)

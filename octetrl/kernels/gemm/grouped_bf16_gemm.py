@@ -28,8 +28,18 @@ from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile, choose_tile, find_tile
 
 DEPTH = 64  # of a tile
-WGRAD_TILE = 128
+WGRAD_ROWS = 64  # of a tile of wgrad: they are its depth
 STAGES = {FEW: 5, SOME: 4, MANY: 3}
+
+
+class WgradTile(NamedTuple):
+    columns: int  # of dy
+    depth: int  # columns of x
+    stages: int
+    warps: int
+
+
+WIDE_WGRAD, NARROW_WGRAD = WgradTile(128, 256, 4, 8), WgradTile(64, 128, 4, 4)  # no bit depends on it
 
 
 class Part(NamedTuple):
@@ -76,16 +86,25 @@ def _grouped_bf16_gemm_kernel(
 
 @triton.jit(do_not_specialize=["num_columns", "depth"])
 def _grouped_wgrad_gradient_kernel(
-    dy_ptr, x_ptr, first_ptr, dw_ptr, num_columns, depth,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    dy_desc, x_desc, dy_ptr, x_ptr, first_ptr, dw_ptr, num_columns, depth,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Whole blocks of rows by TMA, in a pipeline; the last one by masked loads, because the rows after it are another
+    expert's. Without TMA all blocks by masked loads."""
     expert = tl.program_id(1)
     tiles_k = tl.cdiv(depth, BLOCK_K)
-    column_N = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_K = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    start_n, start_k = tl.program_id(0) // tiles_k * BLOCK_N, tl.program_id(0) % tiles_k * BLOCK_K
+    column_N, column_K = start_n + tl.arange(0, BLOCK_N), start_k + tl.arange(0, BLOCK_K)
     first, last = tl.load(first_ptr + expert), tl.load(first_ptr + expert + 1)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(first, last, BLOCK_P, num_stages=STAGES):
+    rest = first
+    if TMA:
+        rest += (last - first) // BLOCK_P * BLOCK_P
+        for start in tl.range(first, rest, BLOCK_P, num_stages=STAGES):
+            dy_PN = dy_desc.load([start, start_n])
+            x_PK = x_desc.load([start, start_k])
+            acc = tl.dot(dy_PN.T, x_PK, acc)
+    for start in tl.range(rest, last, BLOCK_P, num_stages=1):
         row_P = (start + tl.arange(0, BLOCK_P)).to(tl.int64)
         inside_PN = (row_P < last)[:, None] & (column_N < num_columns)[None, :]
         inside_PK = (row_P < last)[:, None] & (column_K < depth)[None, :]
@@ -132,14 +151,24 @@ def grouped_bf16_gemm_triton(
     return y_PN
 
 
-def grouped_wgrad_triton(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype: torch.dtype) -> Tensor:
-    """dw [X N, K]. Both operands contiguous."""
-    columns, depth, experts = dy_PN.shape[1], x_PK.shape[1], first_X1.numel() - 1
+def grouped_wgrad_triton(
+    dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype: torch.dtype, tile: WgradTile | None = None
+) -> Tensor:
+    """dw [X N, K]. Both operands contiguous. TMA needs N and K in multiples of 8; others are slow."""
+    (rows, columns), depth, experts = dy_PN.shape, x_PK.shape[1], first_X1.numel() - 1
+    assert dy_PN.is_contiguous() and x_PK.is_contiguous(), "grouped_wgrad: operands must be contiguous"
     dw_NK = torch.empty(experts * columns, depth, dtype=dtype, device=x_PK.device)
-    tiles = triton.cdiv(columns, WGRAD_TILE) * triton.cdiv(depth, WGRAD_TILE)
+    tile = (NARROW_WGRAD if min(columns, depth) < NARROW_WGRAD.depth else WIDE_WGRAD) if tile is None else tile
+    tma = rows > 0 and not (columns % 8 or depth % 8) and dy_PN.dtype == x_PK.dtype == torch.bfloat16
+    dy_desc = x_desc = None
+    if tma:
+        dy_desc = TensorDescriptor(dy_PN, [rows, columns], [columns, 1], [WGRAD_ROWS, tile.columns])
+        x_desc = TensorDescriptor(x_PK, [rows, depth], [depth, 1], [WGRAD_ROWS, tile.depth])
+    tiles = triton.cdiv(columns, tile.columns) * triton.cdiv(depth, tile.depth)
     _grouped_wgrad_gradient_kernel[(tiles, experts)](
-        dy_PN, x_PK, first_X1, dw_NK, columns, depth,
-        BLOCK_P=64, BLOCK_N=WGRAD_TILE, BLOCK_K=WGRAD_TILE, STAGES=3, num_warps=8,
+        dy_desc, x_desc, dy_PN, x_PK, first_X1, dw_NK, columns, depth,
+        BLOCK_P=WGRAD_ROWS, BLOCK_N=tile.columns, BLOCK_K=tile.depth, TMA=tma, STAGES=tile.stages,
+        num_warps=tile.warps,
     )  # fmt: skip
     return dw_NK
 

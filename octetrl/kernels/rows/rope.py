@@ -12,6 +12,8 @@ be contiguous.
 `interleaved`: element 2r of x is paired with 2r + 1, as DeepSeek's weights need it. y has the order above; the score of
 two rotated heads is the same. The backward takes this order and returns that of x.
 
+If cos and sin have fewer than D/2 planes, only the first 2R elements of a head are rotated, and the others are copied.
+
 T tokens, H heads, D head size, R = D/2 rotation planes.
 """
 
@@ -61,6 +63,10 @@ def _rope_kernel(
 def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int, interleaved: bool = False) -> Tensor:
     """The kernel's launcher; sign -1 rotates back. Returns a contiguous tensor like x."""
     num_tokens, num_heads, head_size = x_THD.shape
+    rotated = 2 * cos_TR.shape[1]
+    if rotated < head_size:
+        rotated_THR = rope_triton(x_THD[..., :rotated], cos_TR, sin_TR, sign, interleaved)
+        return torch.cat((rotated_THR, x_THD[..., rotated:]), dim=-1)
     assert x_THD.stride(2) == 1, f"rope: last axis has stride {x_THD.stride(2)}, must be 1"
     assert cos_TR.is_contiguous() and sin_TR.is_contiguous(), "rope: cos and sin must be contiguous"
     y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
@@ -78,13 +84,17 @@ def rope_triton(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int, interl
 
 def rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int = 1, interleaved: bool = False) -> Tensor:
     """The same in plain torch, the same bits."""
+    rotated = 2 * cos_TR.shape[1]
+    if rotated < x_THD.shape[2]:
+        rotated_THR = rope_reference(x_THD[..., :rotated], cos_TR, sin_TR, sign, interleaved)
+        return torch.cat((rotated_THR, x_THD[..., rotated:]), dim=-1)
     x = x_THD.float()
     first_THR, second_THR = (x[..., 0::2], x[..., 1::2]) if interleaved and sign > 0 else x.chunk(2, dim=-1)
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), (sin_TR * sign).unsqueeze(1)
-    rotated = (first_THR * cos_T1R - second_THR * sin_T1R, second_THR * cos_T1R + first_THR * sin_T1R)
+    turned = (first_THR * cos_T1R - second_THR * sin_T1R, second_THR * cos_T1R + first_THR * sin_T1R)
     if interleaved and sign < 0:
-        return torch.stack(rotated, dim=-1).flatten(-2).to(x_THD.dtype)
-    return torch.cat(rotated, dim=-1).to(x_THD.dtype)
+        return torch.stack(turned, dim=-1).flatten(-2).to(x_THD.dtype)
+    return torch.cat(turned, dim=-1).to(x_THD.dtype)
 
 
 def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: int, interleaved: bool = False) -> Tensor:
@@ -110,8 +120,9 @@ class _Rope(torch.autograd.Function):
 def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate each head by its token's angles. Differentiable in x.
 
-    x_THD: BF16 or float32, D even, last axis contiguous. cos_TR, sin_TR: float32, contiguous. Returns x's shape and
-    dtype.
+    x_THD: BF16 or float32, D even, last axis contiguous. cos_TR, sin_TR: float32, contiguous, of at most D/2 planes.
+    Returns x's shape and dtype.
     """
-    assert cos_TR.shape == (x_THD.shape[0], x_THD.shape[2] // 2), f"rope: x {x_THD.shape}, cos {cos_TR.shape}"
+    fits = cos_TR.shape[0] == x_THD.shape[0] and 2 * cos_TR.shape[1] <= x_THD.shape[2]
+    assert fits, f"rope: x {x_THD.shape}, cos {cos_TR.shape}"
     return _Rope.apply(x_THD, cos_TR, sin_TR, interleaved)

@@ -68,12 +68,21 @@ class BlockBuilder:
         return SharedNorm(self.group, size, eps, dtype=self.dtype, device=self.device)
 
 
-class RolloutInputs(NamedTuple):
-    """Inputs of a rollout's forward besides the hidden states."""
+@dataclass(slots=True)
+class RolloutInputs:
+    """Inputs of a rollout's forward besides the hidden states. `angles`: the rows of `rotary`, gathered once, when the
+    first block asks."""
 
     rotary: RotaryTable
     positions_T: Tensor
     context: PagedContext
+    _angles: Rotary | None = None
+
+    @property
+    def angles(self) -> Rotary:
+        if self._angles is None:
+            self._angles = self.rotary(self.positions_T)
+        return self._angles
 
 
 class TrainingInputs(NamedTuple):

@@ -18,7 +18,9 @@ from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
 
 TOKENS, HEADS, KV_HEADS = 7, 4, 2
-SHAPES = pytest.mark.parametrize(("size", "norm"), [(80, True), (96, False), (192, True)])
+SHAPES = pytest.mark.parametrize(
+    ("size", "norm", "rotated"), [(80, True, 80), (96, False, 96), (192, True, 192), (64, True, 32), (32, False, 24)]
+)
 CODES = 0.12  # the interpreter rounds some FP8 values to the neighbouring code
 
 
@@ -41,8 +43,8 @@ def _scales(mode: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 @pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @SHAPES
 @pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES[:3])
-def test_store_writes_the_references_pages(size: int, norm: bool, kv_mode: str, quantize_k: bool) -> None:
-    table = RotaryTable(size, 1e4, None, 64, device="cpu")
+def test_store_writes_the_references_pages(size: int, norm: bool, rotated: int, kv_mode: str, quantize_k: bool) -> None:
+    table = RotaryTable(rotated, 1e4, None, 64, device="cpu")
     inputs = (*_inputs(size, norm), table.cos_SR, table.sin_SR, torch.arange(TOKENS) * 5)
     got, want = (
         PagedCache([TOKENS], KV_HEADS, size, 16, kv_mode, torch.float32, *_scales(kv_mode), "cpu", quantize_k)
@@ -60,8 +62,8 @@ def test_store_writes_the_references_pages(size: int, norm: bool, kv_mode: str, 
 @pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @SHAPES
 @pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic", "int8"])
-def test_rotate_replays_and_observes_as_the_reference(size: int, norm: bool, kv_mode: KVMode) -> None:
-    cos_TR, sin_TR = RotaryTable(size, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
+def test_rotate_replays_and_observes_as_the_reference(size: int, norm: bool, rotated: int, kv_mode: KVMode) -> None:
+    cos_TR, sin_TR = RotaryTable(rotated, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
     inputs = (*_inputs(size, norm), cos_TR, sin_TR, HEADS, KV_HEADS, kv_mode, kv_mode != "none", *_scales(kv_mode))
     got_amax, want_amax = (torch.full((2, KV_HEADS), -1.0) for _ in range(2))
     q, kv = qkv_separate.qkv_rotate_separate(*inputs, got_amax)
@@ -75,8 +77,8 @@ def test_rotate_replays_and_observes_as_the_reference(size: int, norm: bool, kv_
 
 @pytest.mark.usefixtures("separate")
 @SHAPES
-def test_backward_is_near_the_reference(size: int, norm: bool) -> None:
-    cos_TR, sin_TR = RotaryTable(size, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
+def test_backward_is_near_the_reference(size: int, norm: bool, rotated: int) -> None:
+    cos_TR, sin_TR = RotaryTable(rotated, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
     gradients = normal(TOKENS, HEADS + 2 * KV_HEADS, size, seed=5, dtype=torch.float32).split(
         (HEADS, KV_HEADS, KV_HEADS), 1
     )
@@ -91,5 +93,6 @@ def test_backward_is_near_the_reference(size: int, norm: bool) -> None:
 
 def test_only_powers_of_two_are_fused() -> None:
     assert [size for size in (16, 32, 64, 80, 96, 128, 192, 256) if not qkv_separate.is_fused(size)] == [80, 96, 192]
+    assert qkv_separate.is_fused(64, 32) and not qkv_separate.is_fused(64, 16), "half of the head is rotated"
     with pytest.raises(AssertionError, match="not a power of two"):
         qkv_rotate.tile_of(96, 4)

@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING
 
 from octetrl.config.errors import UserError
 from octetrl.config.rope import Llama3Scaling, YarnScaling
-from octetrl.config.spec import MOST_TOKENS
+from octetrl.config.spec import MOST_TOKENS, ModelSpec
+from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 
@@ -37,6 +38,12 @@ QWEN3 = {
     "eos_token_id": 151645,
     "bos_token_id": 151643,
     "hidden_act": "silu",
+}
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
 }
 LLAMA3_SCALING = {
     "factor": 8.0,
@@ -97,12 +104,17 @@ def test_qwen2_has_a_bias_and_its_unused_window_is_fine() -> None:
     assert spec_from_config({**config, "use_sliding_window": True, "max_window_layers": 28}) == spec
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "glm4_moe_lite"])
+def latent(spec: ModelSpec) -> bool:
+    return isinstance(spec.blocks_of(0).attention, LatentAttentionLayout)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite"])
 def test_keys_that_are_left_out_have_the_values_of_transformers(family: str) -> None:
     theirs = CONFIG_MAPPING[family]()
     given = {key: value for key, value in theirs.to_dict().items() if isinstance(value, int | str) or value is None}
-    given |= {"model_type": family, "architectures": None}
-    for key in ("rms_norm_eps", "routed_scaling_factor", "n_shared_experts", "rope_theta", "rope_parameters"):
+    given |= {"model_type": family, "architectures": None} | ({"head_dim": 128} if family == "glm4_moe" else {})
+    left_out = ("rms_norm_eps", "routed_scaling_factor", "n_shared_experts", "shared_expert_intermediate_size")
+    for key in (*left_out, "rope_theta", "rope_parameters", "first_k_dense_replace", "qkv_bias"):
         given.pop(key, None)
     spec = spec_from_config(given)
     assert spec.rms_norm_eps == theirs.rms_norm_eps
@@ -110,7 +122,12 @@ def test_keys_that_are_left_out_have_the_values_of_transformers(family: str) -> 
     mixture = spec.blocks_of(spec.num_layers - 1).mlp
     assert isinstance(mixture, MixtureLayout)
     assert mixture.routing.scale == getattr(theirs, "routed_scaling_factor", 1.0)
-    assert mixture.shared_size == getattr(theirs, "n_shared_experts", 0) * mixture.expert_size
+    shared = getattr(theirs, "n_shared_experts", 0) * mixture.expert_size
+    assert mixture.shared_size == getattr(theirs, "shared_expert_intermediate_size", shared)
+    if hasattr(theirs, "first_k_dense_replace"):
+        assert isinstance(spec.blocks_of(0).mlp, MixtureLayout) != (theirs.first_k_dense_replace > 0)
+    assert spec.qkv_bias == getattr(theirs, "qkv_bias", False)
+    assert spec.rotary_size == spec.head_size * theirs.rope_parameters.get("partial_rotary_factor", 1) or latent(spec)
 
 
 @pytest.mark.parametrize("config", [QWEN3, LLAMA, {**QWEN3, "architectures": ["Qwen2ForCausalLM"]}])
@@ -147,7 +164,13 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
             },
             "'low_freq_factor' is 2.0, less than high_freq_factor 2 is needed",
         ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for qwen3, only 1 is"),
+        (
+            GLM | {"partial_rotary_factor": 0.01},
+            "'partial_rotary_factor' is 0.01, a share is needed that rotates an even",
+        ),
+        (GLM | {"partial_rotary_factor": 1.5}, "'partial_rotary_factor' is 1.5, a share is needed"),
+        (GLM | {"partial_rotary_factor": "half"}, "'partial_rotary_factor' is 'half'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "RoPE of its own for 'full_attention' is not"),
         ({"hidden_act": None}, "'hidden_act' is None"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octetrl.config.blocks import LayerBlocks
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.lora import adapter_elements, projections
+from octetrl.config.lora import adapter_elements, projections, unknown_target
 from octetrl.config.memory import estimate_memory, kv_bytes_per_token
 from octetrl.config.presets import preset_config
 from octetrl.config.rope import YarnScaling
@@ -118,6 +118,9 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
+NAMED = LoraConfig(rank=4, targets=("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"))
+
+
 def turned(x: Tensor, rotary: list[Tensor]) -> Tensor:
     """Neighbours are a complex number, turned by their angle. Real parts come first."""
     number = torch.complex(x[..., 0::2], x[..., 1::2]) * torch.complex(*rotary)
@@ -137,7 +140,7 @@ def train(model: Decoder, keep: training_forward.Keep | None, mode: str) -> tupl
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "lora"])
+@pytest.mark.parametrize("lora", [None, NAMED], ids=["whole", "lora"])
 @pytest.mark.parametrize(("name", "fp8", "mode"), [("direct", Fp8Config(), "none"), ("low_rank", FP8, "dynamic")])
 def test_the_trainers_forms_agree(name: str, fp8: Fp8Config, mode: str, lora: LoraConfig | None) -> None:
     model = make(name, fp8, lora=lora)
@@ -196,6 +199,11 @@ def test_policy_memory_and_adapters_follow_from_the_layout() -> None:
     model = make("low_rank", FP8, lora=LoraConfig(rank=4))
     adapters = sum(p.numel() for name, p in model.named_parameters() if ".lora." in name)
     assert adapter_elements(spec, LoraConfig(rank=4)) == adapters
+    of_named = [p for name, p in make("low_rank", FP8, lora=NAMED).named_parameters() if ".lora." in name]
+    assert adapter_elements(spec, NAMED) == sum(p.numel() for p in of_named)
+    assert unknown_target(("kv_a_proj_with_mqa",), spec) is None
+    assert (unknown_target(("kv_b_proj",), spec) or "").startswith("'kv_b_proj' can't have an adapter, because latent")
+    assert (unknown_target(("gate",), spec) or "").startswith("'gate' is not allowed; choose one of q_a_proj, ")
     assert projections(spec)[:3] == ("q_a_proj", "q_b_proj", "o_proj")
     assert spec.num_parameters == sum(p.numel() for p in make("low_rank").parameters())
     fp8 = {"rollout": True, "train": True, "kv_cache": "calibrated"}

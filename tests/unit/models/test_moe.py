@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +23,14 @@ from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext
-from octetrl.layers.rotary import RotaryTable
+from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.layers.router_record import RouterRecord
 from octetrl.layers.stacked import Float8StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.block import RolloutInputs, TrainingInputs
 from octetrl.models.blocks.mlp import training as mlp_training
-from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
+from octetrl.models.blocks.moe import rollout as moe_rollout
+from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
 from octetrl.models.blocks.moe.module import MixtureOfExperts
 from octetrl.models.blocks.moe.routing import route
 from octetrl.models.blocks.moe.rows import combine
@@ -42,6 +44,11 @@ from tests.parity.shapes import TINY
 SOFTMAX = Routing(6, 2, "softmax", renormalise=True)
 SIGMOID = Routing(8, 3, "sigmoid", True, corrected=True, num_groups=4, kept_groups=2, scale=2.5)
 FP8 = Fp8Config(rollout=True, train=True)
+FORMS = pytest.mark.parametrize(
+    ("fp8", "kind"),
+    [(Fp8Config(), MixtureLayout), (FP8, MixtureLayout), (FP8, GatedMixtureLayout)],
+    ids=["bf16", "fp8", "gated fp8"],
+)
 CONTEXT = PackedContext(torch.tensor([0, 1], dtype=torch.int32), 1)  # the mixture reads nothing of it
 ROTARY = RotaryTable(16, 1e4, None, 8, device="cpu")(torch.zeros(1, dtype=torch.int64))
 
@@ -50,9 +57,14 @@ def spec_of(layout: MixtureLayout, **changes: Any) -> ModelSpec:
     return replace(TINY["qwen3"], blocks=(*DENSE, LayerBlocks(AttentionLayout(), layout)), **changes)
 
 
-def mixture(routing: Routing, fp8: Fp8Config | None = None, dtype: torch.dtype = torch.bfloat16) -> MixtureOfExperts:
+def mixture(
+    routing: Routing,
+    fp8: Fp8Config | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kind: type[MixtureLayout] = MixtureLayout,
+) -> MixtureOfExperts:
     """With a shared expert, and sizes that leave ragged FP8 blocks."""
-    spec = spec_of(MixtureLayout(routing, 160, 96), hidden_size=144)
+    spec = spec_of(kind(routing, 160, 96), hidden_size=144)
     model = Decoder(spec, precision_policy(spec, fp8 or Fp8Config()), "train", dtype=dtype)
     model.random_init(0)
     block = list(model.decoder_layers())[1].mlp
@@ -105,9 +117,11 @@ def test_what_is_not_finite_does_not_become_a_plausible_weight() -> None:
     assert route(logits_TX, None, SOFTMAX).weight_TS.isnan().all()
 
 
-@pytest.mark.parametrize("routing", [SOFTMAX, SIGMOID])
-def test_values_and_gradients_are_those_of_the_formula_in_float64(routing: Routing) -> None:
-    moe = mixture(routing, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("routing", "kind"), [(SOFTMAX, MixtureLayout), (SOFTMAX, GatedMixtureLayout), (SIGMOID, MixtureLayout)]
+)
+def test_values_and_gradients_are_those_of_the_formula_in_float64(routing: Routing, kind: type[MixtureLayout]) -> None:
+    moe = mixture(routing, dtype=torch.float32, kind=kind)
     x_TE, upstream_TE = inputs_of(40, torch.float32).requires_grad_(), inputs_of(40, torch.float32, 1)
     out_TE = moe(x_TE, ROTARY, CONTEXT)
     out_TE.backward(upstream_TE)
@@ -133,6 +147,8 @@ def written_out(x_TE: Tensor, weights: dict[str, Tensor], routing: Routing) -> T
     gate_ups = weights["experts.gate_up_proj.weight"].chunk(routing.num_experts)
     downs = weights["experts.down_proj.weight"].chunk(routing.num_experts)
     out_TE = gated(x_TE, weights["shared_experts.gate_up_proj.weight"], weights["shared_experts.down_proj.weight"])
+    if "shared_expert_gate.weight" in weights:
+        out_TE = out_TE * (x_TE @ weights["shared_expert_gate.weight"].t()).sigmoid()
     for weight_T, gate_up, down in zip(weight_TX.t(), gate_ups, downs, strict=True):
         out_TE = out_TE + weight_T[:, None] * gated(x_TE, gate_up, down)
     return out_TE
@@ -143,10 +159,10 @@ def gated(x_TE: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate_TF) * up_TF) @ down.t()
 
 
-@pytest.mark.parametrize("fp8", [Fp8Config(), FP8], ids=["bf16", "fp8"])
-def test_a_token_is_the_same_alone_and_in_any_company(fp8: Fp8Config) -> None:
+@FORMS
+def test_a_token_is_the_same_alone_and_in_any_company(fp8: Fp8Config, kind: type[MixtureLayout]) -> None:
     """Alone; in reverse; among copies of itself, so that its experts are full and all others idle."""
-    moe = mixture(SIGMOID, fp8)
+    moe = mixture(SIGMOID, fp8, kind=kind)
     x_TE = inputs_of(33, torch.bfloat16)
     together_TE = moe(x_TE, ROTARY, CONTEXT)
     assert together_TE.unique(dim=0).shape[0] == 33
@@ -184,11 +200,13 @@ def test_each_expert_has_fp8_blocks_of_its_own() -> None:
         assert torch.equal(held.scale, want.scale)
 
 
-@pytest.mark.parametrize("fp8", [Fp8Config(), FP8], ids=["bf16", "fp8"])
-def test_the_fused_forms_are_the_module(fp8: Fp8Config, monkeypatch: pytest.MonkeyPatch) -> None:
+@FORMS
+def test_the_fused_forms_are_the_module(
+    fp8: Fp8Config, kind: type[MixtureLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mlp_training, "silu_mul_triton", silu_mul_reference)
     monkeypatch.setattr(mlp_training, "silu_mul_backward_triton", silu_mul_backward_reference)
-    moe = mixture(SIGMOID, fp8)
+    moe = mixture(SIGMOID, fp8, kind=kind)
     x_TE, upstream_TE = inputs_of(25, torch.bfloat16), inputs_of(25, torch.bfloat16, 1)
     leaf_TE = x_TE.clone().requires_grad_()
     out_TE = moe(leaf_TE, ROTARY, CONTEXT)
@@ -204,10 +222,56 @@ def test_the_fused_forms_are_the_module(fp8: Fp8Config, monkeypatch: pytest.Monk
     assert gradients.keys() == trained.keys()
     assert relative_error(dx_TE, leaf_TE.grad) < (0.12 if fp8.train else 0.02)
     for name, want in trained.items():
-        if "shared" in name:
+        if "shared_experts" in name:
             assert relative_error(gradients[name], want) < (0.12 if fp8.train else 0.02), name
         else:
             assert torch.equal(gradients[name], want), name
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)])
+def test_a_rollout_quantises_for_experts_and_shared_expert_once(
+    lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the codes of a GPU. An adapter of the shared expert reads the values, so nothing is shared then."""
+    monkeypatch.setattr(moe_rollout, "codes_for_both", counted := CountedCalls(moe_rollout.codes_for_both))
+    spec = spec_of(MixtureLayout(SIGMOID, 128, 256), hidden_size=128)
+    model = Decoder(spec, precision_policy(spec, FP8), "train", backend="scaled_mm", lora=lora)
+    model.random_init(0)
+    model.draw_adapters(1)
+    moe = list(model.decoder_layers())[1].mlp
+    assert isinstance(moe, MixtureOfExperts)
+    x_TE = inputs_of(9, torch.bfloat16)[:, :128].contiguous()
+    inputs = RolloutInputs(RotaryTable(16, 1e4, None, 8, device="cpu"), torch.zeros(1, dtype=torch.int64), None)
+    with torch.no_grad():
+        once_TE = moe.rollout(x_TE, inputs)
+        monkeypatch.setattr(moe_rollout, "codes_for_both", lambda *_: None)
+        assert torch.equal(moe.rollout(x_TE, inputs), once_TE)
+    assert [found is not None for found in counted.results] == [lora is None]
+
+
+class CountedCalls:
+    """A function that keeps its results."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.results = function, list[Any]()
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.results.append(self.function(*arguments))
+        return self.results[-1]
+
+
+def test_positions_are_looked_up_once_a_forward() -> None:
+    class Counting(RotaryTable):
+        calls = 0
+
+        def forward(self, positions_T: Tensor) -> Rotary:
+            self.calls += 1
+            return super().forward(positions_T)
+
+    table = Counting(16, 1e4, None, 8, device="cpu")
+    inputs = RolloutInputs(table, torch.tensor([3, 1]), None)
+    assert table.calls == 0 and inputs.angles is inputs.angles and table.calls == 1
+    assert torch.equal(inputs.angles.cos_TR, table.cos_SR[[3, 1]])
 
 
 def test_policy_memory_and_adapters_follow_from_the_layout() -> None:
@@ -242,7 +306,7 @@ def test_the_correction_bias_is_not_the_optimizers() -> None:
 
 
 def test_the_doctor_sees_routes_and_experts() -> None:
-    spec = spec_of(MixtureLayout(SIGMOID, 48, 96))
+    spec = spec_of(GatedMixtureLayout(SIGMOID, 48, 96))
     model = Decoder(spec, precision_policy(spec, Fp8Config()), "train")
     model.random_init(0)
     found = Fingerprints(7, torch.device("cpu"))
@@ -250,7 +314,7 @@ def test_the_doctor_sees_routes_and_experts() -> None:
     tap.rows_T = torch.arange(7)
     with tap.open():
         tap.forward(torch.arange(7), torch.arange(7), PackedContext(torch.tensor([0, 7], dtype=torch.int32), 7))
-    assert {site.op for site in found.bits_R if site.layer == 1} >= set(MixtureLayout.sites)
+    assert {site.op for site in found.bits_R if site.layer == 1} >= set(GatedMixtureLayout.sites)
     assert found.shapes[Site(1, "chosen experts")] == (3,)
     assert found.shapes[Site(1, "experts' gate_up_proj")] == (3, 96)
 

@@ -14,7 +14,12 @@ from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -39,7 +44,20 @@ DOTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "norm_topk_prob": True,
 }
+GLM: dict[str, Any] = DOTS | {"attention_bias": True, "routed_scaling_factor": 1.5}
+KINDS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "qwen2": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "dots1": (Dots1Config, Dots1ForCausalLM),
+    "glm": (Glm4MoeConfig, Glm4MoeForCausalLM),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen2": QWEN3 | {"shared_expert_intermediate_size": 96},
+    "qwen2 renormalised, without biases": QWEN3
+    | {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False},
+    "glm": GLM,
+    "glm with QK-norm, another share rotated": GLM
+    | {"use_qk_norm": True, "attention_bias": False, "partial_rotary_factor": 0.75, "first_k_dense_replace": 0},
     "renormalised": QWEN3 | {"norm_topk_prob": True},
     "not renormalised, a dense layer": QWEN3 | {"mlp_only_layers": [0], "num_experts_per_tok": 8},
     "every second layer": QWEN3 | {"decoder_sparse_step": 2, "norm_topk_prob": True},
@@ -51,14 +69,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def theirs(variant: str, **changes: Any) -> PreTrainedModel:
     """A float32 model of transformers with a decided router, and a correction bias that is not zero."""
     torch.manual_seed(0)
-    settings = {**SHAPE, **VARIANTS[variant], "rope_parameters": ROPE, "tie_word_embeddings": False, **changes}
-    model: PreTrainedModel
-    if "num_experts" in settings:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
-    else:
-        model = Dots1ForCausalLM(Dots1Config(**settings))
+    settings = {**SHAPE, **VARIANTS[variant], "rope_parameters": dict(ROPE), "tie_word_embeddings": False, **changes}
+    family = next((kind for kind in KINDS if variant.startswith(kind)), None)
+    config, model_class = KINDS[family or ("dots1" if "n_routed_experts" in settings else "qwen3")]
+    model: PreTrainedModel = model_class(config(**settings))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(("proj.bias", "q_norm.weight", "k_norm.weight", "shared_expert_gate.weight")):
+            tensor.data.add_(torch.randn(tensor.shape), alpha=0.3)
+        elif name.endswith("mlp.gate.weight"):
             tensor.data.normal_(std=0.3)
         elif name.endswith("e_score_correction_bias"):
             tensor.normal_(std=0.1)
@@ -122,7 +140,7 @@ def refusal(folder: Path) -> str:
         ({"moe_intermediate_size": None}, "'moe_intermediate_size' is None, a positive integer is needed"),
         ({"mlp_only_layers": [0, 1]}, "none of the 2 layers of this qwen3_moe has experts"),
         ({"mlp_only_layers": "all"}, "'mlp_only_layers' is 'all', a list of integers is needed"),
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, "unsupported architecture Qwen2MoeForCausalLM; supported are"),
+        ({"architectures": ["OlmoeForCausalLM"]}, "unsupported architecture OlmoeForCausalLM; supported are"),
     ],
 )
 def test_configs_that_cannot_be_run_are_refused(changes: dict[str, Any], words: str) -> None:

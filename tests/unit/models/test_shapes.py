@@ -186,7 +186,7 @@ def test_what_a_config_leaves_out_is_transformers_default() -> None:
         (MISTRAL | {"attention_bias": True}, "attention_bias true is not supported for mistral"),
         (MISTRAL | {"architectures": ["LlamaForCausalLM"], "use_sliding_window": True}, "not supported for llama"),
         (MISTRAL | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": YARN}, "RoPE scaling .* for phi3"),
-        (MISTRAL | {"architectures": ["Qwen2MoeForCausalLM"]}, "unsupported architecture Qwen2Moe"),
+        (MISTRAL | {"architectures": ["OlmoeForCausalLM"]}, "unsupported architecture Olmoe"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(config: dict[str, Any], told: str) -> None:

@@ -29,9 +29,11 @@ class AttentionLayout(BlockLayout):
     """Sizes, biases and QK-norm come from the spec.
 
     `window`: a token reads so many keys, its own included; None: all before it. Older pages of the KV cache are kept.
+    `rotated`: how many values of a head RoPE rotates, the first ones; None: all.
     """
 
     window: int | None = None
+    rotated: int | None = None
 
     sites = (
         "qkv_proj",
@@ -67,6 +69,8 @@ class AttentionLayout(BlockLayout):
         dn1, dout = b * hidden, b * spec.q_size
         # After attention's backward: Q, K, V, their gradients before and after RoPE, and o_proj's gradient.
         held: float = dn1 + 3 * qkv + dout
+        if self.rotated is not None:  # copies on the way from RoPE's kernel to the next (qkv_separate.py)
+            held += qkv + 4 * 2 * spec.q_size
         if padded := _padded_share(spec.head_size):
             gradients = padded * qkv
             copies = padded * b * (3 * spec.q_size + 2 * spec.kv_size)  # of Q, K, V, the output and its gradient
@@ -93,7 +97,7 @@ class AttentionLayout(BlockLayout):
         )
 
     def rotary_size(self, spec: ModelSpec) -> int:
-        return spec.head_size
+        return spec.head_size if self.rotated is None else self.rotated
 
     def pair_products(self, spec: ModelSpec) -> PairProducts:
         return PairProducts(7 * spec.q_size, 7 * spec.q_size)

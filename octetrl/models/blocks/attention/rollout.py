@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
-    rotary, positions_T, context = inputs
+    context = inputs.context
     cache = context.layers[attention.layer]
     k, v = cache.tensors
     q_norm, k_norm = attention.q_norm, attention.k_norm
@@ -36,9 +36,9 @@ def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
         None if q_norm is None else q_norm.weight,
         None if k_norm is None else k_norm.weight,
         0.0 if q_norm is None else q_norm.eps,
-        rotary.cos_SR,
-        rotary.sin_SR,
-        positions_T,
+        inputs.rotary.cos_SR,
+        inputs.rotary.sin_SR,
+        inputs.positions_T,
         k.pages,
         v.pages,
         context.slot_mapping_T,

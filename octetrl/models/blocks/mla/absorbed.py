@@ -8,7 +8,7 @@ values Wv latent. The forward never computes them:
     out      = round(o Wv^T)
 
 Decode, prefill and training have this one form, so they have one order of sums (docs/fp8.md §12). Both products with
-`kv_b` add straight along their depth, head by head, like experts' (kernels/gemm/grouped_bf16_gemm.py).
+`kv_b` add straight along their depth, head by head (kernels/gemm/head_gemm.py).
 
 The backward uses the other form, because no gradient has to equal another one bit for bit. That form has a third of
 the multiplications: it computes keys and values of every head, and the gradient of ordinary attention over them. Their
@@ -30,6 +30,7 @@ from octetrl.kernels.attention.attention_packed import attention_packed_backward
 from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm
+from octetrl.kernels.gemm.head_gemm import can_run, head_gemm
 from octetrl.layers.context import PackedContext
 from octetrl.models.blocks.mla.layout import ordinary_head_size
 
@@ -40,7 +41,7 @@ class HeadSizes(NamedTuple):
 
 
 def absorb(q_THN: Tensor, kv_b: Tensor, sizes: HeadSizes) -> Tensor:
-    """q_latent [T, H, C], a view of [H, T, C]. No gradient."""
+    """q_latent [T, H, C], its last axis contiguous. No gradient."""
     return _by_head(q_THN, kv_b, Part(0, sizes.nope), turned=True)
 
 
@@ -50,7 +51,12 @@ def expand(o_THC: Tensor, kv_b: Tensor, sizes: HeadSizes) -> Tensor:
 
 
 def _by_head(x_THK: Tensor, kv_b: Tensor, part: Part, *, turned: bool) -> Tensor:
-    """Each head's rows by its part of `kv_b`, which is read where it lies: [T, H, N], a view of [H, T, N]."""
+    """[T, H, N]: each head's rows by its part of `kv_b`, which is read where it lies.
+
+    Views that TMA cannot read are copied and multiplied as experts' rows are, with the same bits.
+    """
+    if not x_THK.is_cuda or can_run(x_THK, kv_b):
+        return head_gemm(x_THK, kv_b, turned=turned, part=part)
     tokens, heads, depth = x_THK.shape
     first_H1 = torch.arange(0, heads * tokens + 1, max(1, tokens), dtype=torch.int32, device=x_THK.device)[: heads + 1]
     x_PK = x_THK.transpose(0, 1).reshape(heads * tokens, depth).contiguous()  # of one token it is a view

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from octetrl.models.blocks.mla.module import LatentAttention
 
 
+ABSORBED = "latent attention multiplies queries and outputs by it, never a latent, so a branch has no place"
+
+
 @dataclass(frozen=True, slots=True)
 class LatentAttentionLayout(BlockLayout):
     """Sizes of one head; the latent and the rotary key are shared by all heads. `ModelSpec.head_size` is nope + rotary.
@@ -55,11 +58,12 @@ class LatentAttentionLayout(BlockLayout):
 
     def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
         heads, hidden, latent = spec.num_heads, spec.hidden_size, self.latent_size
+        up = heads * (self.nope_size + self.value_size)
         return (
             *self._of_queries(spec),
-            MatrixLayout("kv_a_proj_with_mqa.weight", latent + self.rope_size, hidden),
+            MatrixLayout("kv_a_proj_with_mqa.weight", latent + self.rope_size, hidden, adaptable=True),
             VectorLayout("kv_a_layernorm.weight", latent),
-            MatrixLayout("kv_b_proj.weight", heads * (self.nope_size + self.value_size), latent),
+            MatrixLayout("kv_b_proj.weight", up, latent, why_not_adapted=ABSORBED),
             LinearLayout("o_proj", heads * self.value_size, (Part("o_proj", hidden),)),
         )
 

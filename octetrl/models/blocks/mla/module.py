@@ -30,7 +30,7 @@ from octetrl.layers.context import CachedPages, Context, PackedContext, PagedCon
 from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
-from octetrl.layers.unquantized_linear import Linear, initial_weight
+from octetrl.layers.unquantized_linear import initial_weight
 from octetrl.models.blocks.block import Block, BlockBuilder
 from octetrl.models.blocks.mla import rollout as rollout_form
 from octetrl.models.blocks.mla import training as training_form
@@ -84,8 +84,7 @@ class LatentAttention(Block):
             self.q_a_layernorm = _norm(builder, layout.query_latent_size)
         else:
             self.q_proj = builder.linear("q_proj")
-        width = layout.latent_size + layout.rope_size
-        self.kv_a_proj_with_mqa = Linear(spec.hidden_size, width, dtype=builder.dtype, device=builder.device)
+        self.kv_a_proj_with_mqa = builder.linear("kv_a_proj_with_mqa")
         self.kv_a_layernorm = _norm(builder, layout.latent_size)
         self.kv_b_proj = UpProjection(builder, spec.num_heads * sum(self.sizes), layout.latent_size)
         self.o_proj = builder.linear("o_proj")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def rollout(mla: LatentAttention, x: Operand, inputs: RolloutInputs) -> Tensor:
     assert isinstance(x, Tensor), "several ops read the norm's result, so it is not quantised"
     projected = mla.project(x, project)
-    operands = mla.split(projected, inputs.rotary(inputs.positions_T))
+    operands = mla.split(projected, inputs.angles)
     attended = mla.attend_paged(operands, inputs.context)
     out_TE = project(mla.o_proj, attended.out_TV)
     if mla.probe is not None:

@@ -23,16 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
 from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
 from octetrl.kernels.parts import part
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.rows.combine_experts import combine_experts
+from octetrl.kernels.rows.gather_codes import gather_codes
 from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_backward
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
-from octetrl.layers.linear import Projection
+from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.stacked import Float8StackedLinear, RowGroups
 from octetrl.models.blocks.products import Operand
 
@@ -47,9 +48,19 @@ def can_fuse_experts(gate_up: Projection, down: Projection) -> bool:
     return gate_up.lora is None and down.lora is None
 
 
-def run_experts(x_TE: Tensor, groups: RowGroups, gate_up: Projection, down: Projection) -> ExpertValues:
-    """The outputs of all rows, differentiable by x and the weights."""
-    return ExpertValues(*_Experts.apply(x_TE, gate_up.weight, down.weight, groups, gate_up, down))
+def run_experts(
+    x_TE: Tensor, groups: RowGroups, gate_up: Projection, down: Projection, codes: Quantized | None = None
+) -> ExpertValues:
+    """The outputs of all rows, differentiable by x and the weights. `codes`: x quantised for `gate_up`, if known."""
+    return ExpertValues(*_Experts.apply(x_TE, gate_up.weight, down.weight, groups, gate_up, down, codes))
+
+
+def codes_for_both(x_TE: Tensor, gate_up: Projection, shared: Projection) -> Quantized | None:
+    """x quantised once for the experts and the shared expert, on a GPU. None: they read different operands."""
+    if not (isinstance(gate_up, Float8StackedLinear) and isinstance(shared, Float8Linear)):
+        return None
+    same = gate_up.backend == shared.backend == "scaled_mm" and gate_up.power_of_two == shared.power_of_two
+    return quantize_activation(x_TE, shared.power_of_two) if same and gate_up.lora is shared.lora is None else None
 
 
 class _Experts(torch.autograd.Function):
@@ -62,9 +73,10 @@ class _Experts(torch.autograd.Function):
         groups: RowGroups,
         gate_up: Projection,
         down: Projection,
+        codes: Quantized | None,
     ) -> tuple[Tensor, Tensor]:
         with part("quantize"):
-            x = _gathered(_operand(gate_up, x_TE), groups.token_P)
+            x = _gathered(_operand(gate_up, x_TE) if codes is None else codes, groups.token_P)
         with part("gemm_forward"):
             gate_up_P2F = _product(gate_up, x, groups)
         del x
@@ -102,7 +114,7 @@ class _Experts(torch.autograd.Function):
             with part("rows"):
                 once_TS = torch.ones(groups.row_TS.shape, device=x_TE.device)
                 dx_TE = combine_experts(dx_PE, once_TS, groups.row_TS.contiguous(), None)
-        return dx_TE, dgate_up_weight, ddown_weight, None, None, None
+        return dx_TE, dgate_up_weight, ddown_weight, None, None, None, None
 
 
 def _operand(linear: Projection, x: Tensor) -> Operand:
@@ -114,10 +126,7 @@ def _operand(linear: Projection, x: Tensor) -> Operand:
 def _gathered(x: Operand, token_P: Tensor) -> Operand:
     if isinstance(x, Tensor):
         return x.index_select(0, token_P)
-    codes, scale = x.codes, x.scale.t().index_select(1, token_P).t()  # scales of a block stay side by side
-    if codes.dtype != E4M3:  # their values, in the emulation
-        return Quantized(codes.index_select(0, token_P), scale)
-    return Quantized(codes.view(torch.uint8).index_select(0, token_P).view(E4M3), scale)
+    return gather_codes(x, token_P)
 
 
 def _gated(down: Projection, gate_up_P2F: Tensor) -> Operand:

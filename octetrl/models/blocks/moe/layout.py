@@ -50,7 +50,7 @@ class MixtureLayout(BlockLayout):
     expert_size: int
     shared_size: int = 0
 
-    sites = (
+    sites: ClassVar[tuple[str, ...]] = (
         "router logits",
         "chosen experts",
         "routing weights",
@@ -63,6 +63,8 @@ class MixtureLayout(BlockLayout):
         "sum of experts",
     )
 
+    shared_name: ClassVar[str] = "shared_experts"  # in a checkpoint
+    shared_gate: ClassVar[bool] = False  # the shared expert's output is multiplied by a sigmoid (shared_gate.py)
     gate_up_names: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")  # of an expert's matrices in a checkpoint
     down_name: ClassVar[str] = "down_proj"
 
@@ -79,14 +81,16 @@ class MixtureLayout(BlockLayout):
             *self._shared_tensors(spec),
         )
 
-    def _shared_tensors(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+    def _shared_tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
         inner, hidden = self.shared_size, spec.hidden_size
         if not inner:
             return ()
-        gate_up = Part("gate_proj", inner), Part("up_proj", inner)
+        gate_up, down = (Part("gate_proj", inner), Part("up_proj", inner)), (Part("down_proj", hidden),)
+        gate = (MatrixLayout("shared_expert_gate.weight", 1, hidden),) if self.shared_gate else ()
         return (
-            LinearLayout("shared_experts.gate_up_proj", hidden, gate_up),
-            LinearLayout("shared_experts.down_proj", inner, (Part("down_proj", hidden),)),
+            LinearLayout("shared_experts.gate_up_proj", hidden, gate_up, hf_submodule=self.shared_name),
+            LinearLayout("shared_experts.down_proj", inner, down, hf_submodule=self.shared_name),
+            *gate,
         )
 
     def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
@@ -95,13 +99,14 @@ class MixtureLayout(BlockLayout):
         b, hidden = how.value_bytes, spec.hidden_size
         of_shared = 3 * self.shared_size
         experts = self.routing.top_k * (2 * hidden + 3 * self.expert_size) + of_shared
+        shared_output = hidden if self.shared_gate else 0
         saved = experts if how.frozen else self.routing.top_k * (hidden + 2 * self.expert_size) + of_shared
         router = 4 * 4 * self.routing.num_experts  # logits, scores, and their gradients
         num_weights = sum(linear.num_weights for linear in self.linears(spec))
         of_weights = 0 if how.frozen else b * (num_weights + self.routing.num_experts * hidden)
         return BlockMemory(
-            saved=b * (saved + hidden) + router,
-            peaks=(Peak(b * experts + 8 * hidden + router, of_weights),),
+            saved=b * (saved + hidden + shared_output) + router,
+            peaks=(Peak(b * (experts + 2 * shared_output) + 8 * hidden + router, of_weights),),
             of_weights=of_weights,
         )
 
@@ -122,3 +127,12 @@ class MixtralLayout(MixtureLayout):
     hf_name = "block_sparse_moe"
     gate_up_names = ("w1", "w3")
     down_name = "w2"
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMixtureLayout(MixtureLayout):
+    """Qwen2-MoE's: a token also decides how much of the shared expert it takes."""
+
+    sites = (*MixtureLayout.sites, "gated shared expert")
+    shared_name = "shared_expert"
+    shared_gate = True

@@ -3,6 +3,7 @@
     logits = x Wgate^T                                        float32 (routing.py: experts and weights)
     y_e    = down_e(SiLU(gate_e(x)) * up_e(x))                for each chosen expert, rounded to the model's dtype
     out    = round(sum over the token's experts, ascending, of weight_e y_e, + shared(x))        float32, one rounding
+    shared(x) may have a gate (shared_gate.py)
 
 Both sides and all batches use one code path. Trainer and engine therefore choose the same experts, and no choice is
 replayed (docs/fp8.md §11). The experts are stacked linears (layers/stacked.py). The shared expert is an ordinary MLP.
@@ -17,6 +18,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.rows.route_tokens import Routed
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.layers.context import Context, PackedContext
@@ -32,6 +34,7 @@ from octetrl.models.blocks.moe.experts import can_fuse_experts, run_experts
 from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.blocks.moe.routing import Router
 from octetrl.models.blocks.moe.rows import combine, gather
+from octetrl.models.blocks.moe.shared_gate import SharedGate
 
 
 class Experts(nn.Module):
@@ -55,6 +58,9 @@ class MixtureOfExperts(Block):
         self.shared_experts: MLP | None = None
         if layout.shared_size:
             self.shared_experts = MLP(replace(builder, linear=partial(_shared_linear, builder)))
+        self.shared_expert_gate: SharedGate | None = None
+        if layout.shared_size and layout.shared_gate:
+            self.shared_expert_gate = SharedGate(builder.spec.hidden_size, dtype=builder.dtype, device=builder.device)
 
     @property
     def reader(self) -> Projection | None:
@@ -65,10 +71,20 @@ class MixtureOfExperts(Block):
         return self.mix(x_TE, shared_TE, context.routers if isinstance(context, PackedContext) else None)
 
     def mix(
-        self, x_TE: Tensor, shared_TE: Tensor | None, record: RouterRecord | None = None, *, fused: bool = False
+        self,
+        x_TE: Tensor,
+        shared_TE: Tensor | None,
+        record: RouterRecord | None = None,
+        *,
+        fused: bool = False,
+        codes: Quantized | None = None,
     ) -> Tensor:
-        """The experts' sum, with what the shared expert returned. `record` gets the loads. `fused`: the experts as one
-        node (experts.py), with the same bits."""
+        """The experts' sum, with what the shared expert returned, before its gate. `record` gets the loads.
+
+        `fused`: the experts as one node (experts.py), with the same bits. `codes`: x quantised for them, if known.
+        """
+        if self.shared_expert_gate is not None and shared_TE is not None:
+            shared_TE = self.shared_expert_gate(x_TE, shared_TE)
         logits_TX = self.gate(x_TE)
         routes = self.gate.routes(logits_TX)
         groups = group_rows(routes.expert_TS, self.num_experts)
@@ -77,7 +93,7 @@ class MixtureOfExperts(Block):
             routes = routes._replace(weight_TS=weight_TS)
         gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
         if fused and can_fuse_experts(gate_up, down):
-            down_PE, gate_up_P2F = run_experts(x_TE, groups, gate_up, down)
+            down_PE, gate_up_P2F = run_experts(x_TE, groups, gate_up, down, codes)
         else:
             gate_up_P2F = gate_up(gather(x_TE, groups), groups)
             down_PE = down(silu_mul(gate_up_P2F), groups)
@@ -85,6 +101,8 @@ class MixtureOfExperts(Block):
         if self.probe is not None:
             of_experts = gate_up_P2F, silu_mul(gate_up_P2F.detach()), down_PE
             self._probe_all(logits_TX, routes, groups, of_experts, sum_TE)
+            if self.shared_expert_gate is not None and shared_TE is not None:
+                self.probe(self.layer, "gated shared expert", shared_TE)
         return sum_TE
 
     def _probe_all(

@@ -1,4 +1,7 @@
-"""The mixture in a rollout's forward: the experts as one node (experts.py), and the shared expert's fused form."""
+"""The mixture in a rollout's forward: the experts as one node (experts.py), and the shared expert's fused form.
+
+Both read x; if both are FP8, it is quantised once.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from octetrl.models.blocks.moe.experts import codes_for_both
 from octetrl.models.blocks.products import Operand
 
 if TYPE_CHECKING:
@@ -15,5 +19,8 @@ if TYPE_CHECKING:
 
 def rollout(moe: MixtureOfExperts, x: Operand, inputs: RolloutInputs) -> Tensor:
     assert isinstance(x, Tensor), "several ops read the norm's result, so it is not quantised"
-    shared_TE = None if moe.shared_experts is None else moe.shared_experts.rollout(x, inputs)
-    return moe.mix(x, shared_TE, fused=True)
+    shared = moe.shared_experts
+    if shared is None:
+        return moe.mix(x, None, fused=True)
+    codes = codes_for_both(x, moe.experts.gate_up_proj, shared.gate_up_proj)
+    return moe.mix(x, shared.rollout(x if codes is None else codes, inputs), fused=True, codes=codes)

@@ -1,0 +1,121 @@
+"""The BF16 products of heads, in one launch: every head of a token by the head's matrix, or by some rows of it.
+
+    y[T, H, N] = x[T, H, K] w_h[N, K]^T,  or `turned`:  x[T, H, K] w_h[K, N]
+
+It is `grouped_bf16_gemm` for groups of equal size: the same tiles, the same straight loop over K, the same bits. But
+nothing is copied. x may be a view, such as a part of every query; y is contiguous, as the next op reads it. Latent
+attention multiplies by `kv_b` with it, twice a layer. Each of these products was up to four launches: where the groups
+begin, x by head, the product, and y by token.
+
+TMA reads x as a matrix, in which a head begins at another column (if a token's heads are side by side) or at another
+row (if a head's tokens are). `can_run` says which views can be read so.
+
+T tokens, H heads, N columns of y, K depth.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference
+from octetrl.kernels.gemm.grouped_bf16_gemm import DEPTH, STAGES, WHOLE, Part
+from octetrl.kernels.gemm.grouped_fp8_gemm import Tile, choose_tile
+
+ALIGNED = 8  # elements of BF16 in TMA's 16 bytes
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_columns", "depth", "head_row", "head_column", "w_step", "w_start"])
+def _head_gemm_kernel(
+    x_desc, w_desc, y_ptr, num_tokens, num_columns, depth, head_row, head_column, w_step, w_start,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
+    TURNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    start_n = tl.program_id(0) % tiles_n * BLOCK_N
+    start_m = tl.program_id(0) // tiles_n % tiles_m * BLOCK_M
+    head = tl.program_id(0) // tiles_n // tiles_m
+    x_row, x_column, w_row = head * head_row + start_m, head * head_column, head * w_step + w_start
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        x_MK = x_desc.load([x_row, x_column + start_k])
+        if TURNED:
+            w_KN = w_desc.load([w_row + start_k, start_n])
+        else:
+            w_NK = w_desc.load([w_row + start_n, start_k])
+            w_KN = w_NK.T
+        acc = tl.dot(w_KN.T, x_MK.T, acc) if SWAP else tl.dot(x_MK, w_KN, acc)
+    if SWAP:
+        acc = acc.T
+    token_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+    inside_MN = (token_M < num_tokens)[:, None] & (column_N < num_columns)[None, :]
+    y_ptrs = y_ptr + (token_M[:, None].to(tl.int64) * HEADS + head) * num_columns + column_N[None, :]
+    tl.store(y_ptrs, acc.to(tl.bfloat16), mask=inside_MN)
+
+
+def can_run(x_THK: Tensor, w: Tensor) -> bool:
+    """Whether TMA can read both operands, and no tile of a head reaches into another head's columns."""
+    of_token, of_head, of_value = x_THK.stride()
+    if of_value != 1 or (of_token | of_head | w.shape[1]) % ALIGNED or (x_THK.data_ptr() | w.data_ptr()) % 16:
+        return False
+    return _side_by_side(x_THK) or (of_token >= x_THK.shape[2] and of_head == x_THK.shape[0] * of_token)
+
+
+def _side_by_side(x_THK: Tensor) -> bool:
+    """Whether the heads of a token lie in one row, with a whole number of tiles in each head's depth."""
+    tokens, heads, depth = x_THK.shape
+    of_token, of_head, _ = x_THK.stride()
+    return depth % DEPTH == 0 and of_head >= depth and (tokens == 1 or of_token >= heads * of_head)
+
+
+def head_gemm_triton(
+    x_THK: Tensor, w: Tensor, *, turned: bool = False, part: Part = WHOLE, tile: Tile | None = None
+) -> Tensor:
+    """The launcher. If `turned`, K is a multiple of 64 or all rows of a head's matrix."""
+    tokens, heads, depth = x_THK.shape
+    step, width = w.shape[0] // heads, w.shape[1]
+    used = part.of(step)
+    columns = width if turned else len(used)
+    assert w.shape[0] == heads * step and depth == (len(used) if turned else width), f"head_gemm: {tuple(w.shape)}"
+    assert w.is_contiguous() and can_run(x_THK, w), f"head_gemm: strides {x_THK.stride()}, {w.stride()}"
+    tile = choose_tile(heads * tokens, heads) if tile is None else tile
+    y_THN = torch.empty(tokens, heads, columns, dtype=torch.bfloat16, device=x_THK.device)
+    if tokens == 0:
+        return y_THN
+    of_token, of_head, _ = x_THK.stride()
+    if _side_by_side(x_THK):
+        shape, head_row, head_column = [tokens, (heads - 1) * of_head + depth], 0, of_head
+        stride = max(of_token, heads * of_head)  # of one token it may be any number
+    else:
+        shape, stride, head_row, head_column = [heads * tokens, depth], of_token, tokens, 0
+    w_tile = [DEPTH, tile.columns] if turned else [tile.columns, DEPTH]
+    options = {"enable_fp_fusion": False} if x_THK.is_cuda else {}
+    _head_gemm_kernel[(heads * triton.cdiv(tokens, tile.rows) * triton.cdiv(columns, tile.columns),)](
+        TensorDescriptor(x_THK, shape, [stride, 1], [tile.rows, DEPTH]),
+        TensorDescriptor(w, list(w.shape), [width, 1], w_tile),
+        y_THN, tokens, columns, depth, head_row, head_column, step, used.start,
+        HEADS=heads, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH, SWAP=tile.swap, TURNED=turned,
+        STAGES=STAGES[tile], num_warps=8 if tile.rows >= 128 else 4, **options,
+    )  # fmt: skip
+    return y_THN
+
+
+def head_gemm_reference(x_THK: Tensor, w: Tensor, *, turned: bool = False, part: Part = WHOLE) -> Tensor:
+    """Head by head, sums in float64, rounded to float32 and then to the dtype."""
+    matrices = [of_head[part.start : part.stop] for of_head in w.chunk(x_THK.shape[1])]
+    heads = [
+        bf16_gemm_reference(x_TK, of_head.t() if turned else of_head)
+        for x_TK, of_head in zip(x_THK.unbind(1), matrices, strict=True)
+    ]
+    return torch.stack(heads, dim=1)
+
+
+def head_gemm(x_THK: Tensor, w: Tensor, *, turned: bool = False, part: Part = WHOLE) -> Tensor:
+    """y [T, H, N] in x's dtype, contiguous. w [H N, K], or `turned` [H K, N]. `part`: w has more rows of each head. A
+    GPU takes BF16 operands for which `can_run` is true. No gradient."""
+    if x_THK.is_cuda:
+        return head_gemm_triton(x_THK, w, turned=turned, part=part)
+    return head_gemm_reference(x_THK, w, turned=turned, part=part)
