@@ -31,6 +31,7 @@ from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.validate import spec_problems
+from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why_not_equal
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
@@ -87,7 +88,7 @@ def check(
             problems += [problem.text for problem in spec_problems(resolved, spec)]
             policy = precision_policy(spec, resolved.fp8, resolved.numerics)
             problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
-            problems += filter(None, [spec.refused_on_gpu()] if device.on_gpu else [])
+            problems += _refused_on_gpu(resolved, spec, policy) if device.on_gpu else []
             problems += weight_problems(resolved, policy)
             print_lines("model", _model(resolved, spec))
             print_lines("precision", chain(_precision(resolved, spec, policy, device), backend_lines(resolved)))
@@ -104,6 +105,12 @@ def check(
     if sample is not None:
         show_sample(resolved, sample)
     typer.echo("no problems")
+
+
+def _refused_on_gpu(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> list[str]:
+    """What the kernels of a GPU do not run."""
+    why = spec.refused_on_gpu(), experts_refused_on_gpu(recipe, spec, policy.precisions())
+    return [each for each in why if each is not None]
 
 
 def _own_objective(recipe: Recipe) -> list[str]:

@@ -17,6 +17,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.lora import lora_parts
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
+from octetrl.config.validate_experts import ONLY_BFLOAT16
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.layers.cut_linear import CutFloat8Linear, CutLinear
@@ -53,10 +54,7 @@ class LayerBuilder:
         if on_gpu and why_not is not None:
             raise UserError(why_not)
         if on_gpu and has_experts and (emulated or self.dtype != torch.bfloat16):
-            raise UserError(
-                "a mixture of experts runs on a GPU in bfloat16, and its FP8 is not emulated there; set"
-                " model.dtype=bfloat16 and leave fp8.emulate out, or set cluster.device=cpu"
-            )
+            raise UserError(ONLY_BFLOAT16)
 
     def blocks(self, index: int) -> tuple[Block, Block]:
         """The blocks of layer `index`, in the order of `PLACES`."""

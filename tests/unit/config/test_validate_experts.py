@@ -1,0 +1,55 @@
+"""What a GPU's kernels ask of experts is said in one line, before a model is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octetrl.config.load import recipe_from_mapping
+from octetrl.config.presets import preset_config
+from octetrl.config.validate_experts import experts_refused_on_gpu
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.families import spec_from_config
+
+
+def refusal(sizes: dict[str, int], preset: str = "tiny-moe", **sections: Any) -> str | None:
+    model = sections.pop("model", {})
+    mapping = {"model": {"path": "m", **model}, "environment": {"dataset": "d"}, **sections}
+    recipe, spec = recipe_from_mapping(mapping), spec_from_config(preset_config(preset) | sizes)
+    policy = precision_policy(spec, recipe.fp8, recipe.numerics)
+    found = experts_refused_on_gpu(recipe, spec, policy.precisions())
+    assert found is None or "\n" not in found
+    return found
+
+
+FP8 = {"fp8": {"rollout": True, "train": True}}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sections", "words"),
+    [
+        ({"moe_intermediate_size": 1440}, FP8, "experts of 2,880 x 128 (layers.0.mlp.experts.gate_up_proj) do not run"),
+        ({"moe_intermediate_size": 1440}, {"fp8": {"rollout": True}}, "both must be multiples of 128; set fp8.ignore="),
+        ({}, {"model": {"dtype": "float32"}}, "a mixture of experts runs on a GPU in bfloat16"),
+        ({}, {"fp8": {"train": True, "emulate": True}}, "its FP8 is not emulated there"),
+    ],
+)
+def test_what_does_not_run_is_refused(sizes: dict[str, int], sections: dict[str, Any], words: str) -> None:
+    assert words in (refusal(sizes, **sections) or "")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sections"),
+    [
+        ({}, FP8),
+        ({"moe_intermediate_size": 1440}, {}),
+        ({"moe_intermediate_size": 1440}, {"fp8": {"train": True, "rollout": True, "ignore": ["*.experts.*"]}}),
+    ],
+)
+def test_what_runs_is_not(sizes: dict[str, int], sections: dict[str, Any]) -> None:
+    assert refusal(sizes, **sections) is None
+
+
+def test_a_model_without_experts_is_not_asked() -> None:
+    assert refusal({"hidden_size": 144}, "tiny", model={"dtype": "float32"}) is None
