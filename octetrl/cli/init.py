@@ -26,7 +26,7 @@ algorithm:
   overlong_buffer: 1.0  # a longer answer has less reward, so the model learns to end; 0 where long answers are right
 environment: {kind: python, dataset: "environment:environment", eval_size: 16}
 evaluation: {every: 10}
-cluster: {cpu_threads: 1}  # a model this small gains nothing from more
+cluster: {cpu_threads: 1}  # for a larger model on a CPU leave it out
 steps: 30
 output_dir: runs/first
 """
@@ -110,7 +110,7 @@ def init(
     there = [name for name in (*FILES, TOKENIZER) if (target / name).exists()]
     if there:
         raise UserError(f"init: '{folder}' already has {', '.join(there)}; give a new folder")
-    from octetrl.run.tiny_model import save_tokenizer
+    from octetrl.run.tiny_model import write_tokenizer
 
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -118,6 +118,6 @@ def init(
         raise UserError(f"init: '{folder}' can't be created ({error.strerror}); give another folder") from None
     for name, text in FILES.items():
         (target / name).write_text(text, encoding="utf-8")
-    save_tokenizer(["Give a letter."], target / TOKENIZER)
+    write_tokenizer(["Give a letter."], target / TOKENIZER)
     typer.echo(f"wrote {', '.join(FILES)} and {TOKENIZER}/ in {target}")
     typer.echo(f"next: cd {shlex.quote(str(target))} && octetrl train recipe.yaml")

@@ -7,12 +7,17 @@ words, so a phrase that every prompt repeats is one or two tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+VOCABULARY = 384
 USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -43,9 +48,17 @@ TOOL_TEMPLATE = (
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int = 384, chat_template: str = CHAT_TEMPLATE
+    texts: Iterable[str], vocab_size: int = VOCABULARY, chat_template: str = CHAT_TEMPLATE
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with a chat template; EOS is `<|end|>`."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_trained(texts, vocab_size), eos_token=END, pad_token=PAD, chat_template=chat_template
+    )
+
+
+def _trained(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -61,13 +74,20 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=chat_template
-    )
+    return tokenizer
+
+
+def write_tokenizer(texts: Iterable[str], folder: Path) -> None:
+    """Write the tokenizer of `save_tokenizer`, without transformers, whose import takes seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _trained(texts, VOCABULARY).save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
 def save_tokenizer(
-    texts: Iterable[str], folder: Path, vocab_size: int = 384, chat_template: str = CHAT_TEMPLATE
+    texts: Iterable[str], folder: Path, vocab_size: int = VOCABULARY, chat_template: str = CHAT_TEMPLATE
 ) -> PreTrainedTokenizerFast:
     tokenizer = train_tokenizer(texts, vocab_size, chat_template)
     tokenizer.save_pretrained(folder)

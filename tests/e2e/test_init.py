@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.main import run_command
+from octetrl.data.tokenizer import load_tokenizer
+from octetrl.run.tiny_model import VOCABULARY, save_tokenizer, write_tokenizer
 from tests.e2e.tiny_run import read_lines
 
 
@@ -39,3 +41,21 @@ def test_a_new_project_checks_trains_and_is_tested(
     assert len(lines) == 2 and all(line["train/samples"] > 0 for line in lines)
     assert all(line["mismatch/max_abs_diff"] == 0.0 for line in lines)
     assert lines[0]["reward/mean"] < 0.3 and lines[1]["eval/accuracy"] == 0.0, "it has much to learn"
+
+
+def test_its_tokenizer_is_the_one_that_transformers_would_write(tmp_path: Path) -> None:
+    texts = ["Give a letter."]
+    write_tokenizer(texts, tmp_path / "ours")
+    save_tokenizer(texts, tmp_path / "theirs")
+    ours, theirs = (load_tokenizer(tmp_path / name, VOCABULARY) for name in ("ours", "theirs"))
+    chat = [{"role": "user", "content": "Give ant 3 a letter.\n\u00e9 <|end|>12"}]
+    assert ours.apply_chat_template(chat, add_generation_prompt=True, tokenize=True) == theirs.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True
+    )
+    for text in ("Give dog 7 a letter.", "", "a<|assistant|>b", "\u2603 123"):
+        assert ours.encode(text) == theirs.encode(text)
+    tokens = list(range(VOCABULARY))
+    for skips in (True, False):
+        assert ours.decode(tokens, skip_special_tokens=skips) == theirs.decode(tokens, skip_special_tokens=skips)
+    assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
+    assert ours.all_special_ids == theirs.all_special_ids
