@@ -136,6 +136,17 @@ def test_penalties_and_least_lengths_change_what_is_sampled(live: Live) -> None:
     assert len(late) == 10 and not eos & set(late[:9])
 
 
+def test_the_model_may_be_left_out(live: Live) -> None:
+    bodies = {
+        "/v1/completions": {"prompt": "1 + 2 =", "max_tokens": 2},
+        "/v1/chat/completions": {"messages": ASK["messages"], "max_tokens": 2},
+        "/v1/responses": {"input": "1 + 2 =", "max_output_tokens": 2},
+    }
+    for path, body in bodies.items():
+        answer = post(live, path, body)
+        assert answer.status_code == 200 and answer.json()["model"] == "tiny", answer.text
+
+
 def test_values_that_change_nothing_are_accepted(live: Live) -> None:
     neutral = {
         "repetition_penalty": 1.0, "skip_special_tokens": True, "spaces_between_special_tokens": True, "best_of": 1,
