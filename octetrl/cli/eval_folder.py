@@ -35,9 +35,8 @@ def refuse_folder(out: str) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = "holds files already" if path.is_dir() else "is a file"
         raise UserError(f"--out: '{out}' {what}; give a new folder, or a file such as eval.json")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--out: '{out}' is not in a folder that exists; create '{path.parent}', or give another")
-    refuse_unmakeable("--out", path)
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    refuse_unmakeable("--out", missing[-1] if missing else path)
 
 
 def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport]) -> Path:

@@ -39,7 +39,7 @@ class RolloutsView:
             self._console.print(self._group(group))
         shown = f"{len(selection.groups):,} of {selection.found:,} groups"
         more = ", evenly spread; --limit shows more" if selection.found > len(selection.groups) else ""
-        self._console.print(Text(f"{shown} from {selection.steps:,} steps{more}", style="dim"))
+        self._console.print(Text(f"{shown} from {counted(selection.steps, 'step')}{more}", style="dim"))
         if self._pieces is not None:
             self._console.print(_legend())
 

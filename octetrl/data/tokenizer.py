@@ -124,7 +124,8 @@ def _try_out(tokenizer: Tokenizer) -> None:
     encoded = tokenizer("a", add_special_tokens=False, return_offsets_mapping=True)
     if not encoded["input_ids"]:
         raise ValueError("it returns no tokens for a text")
-    tokenizer.decode([*encoded["input_ids"], *tokenizer.encode("a", add_special_tokens=True)])
+    token_ids = [*encoded["input_ids"], *tokenizer.encode("a", add_special_tokens=True)]
+    tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
     tokenizer.convert_ids_to_tokens(list(tokenizer.get_vocab().values())[:1])
     if not all(isinstance(special, str) for special in tokenizer.all_special_tokens):
         raise ValueError("a special token is not a string")

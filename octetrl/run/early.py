@@ -56,7 +56,7 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
             from octetrl.models.families import load_spec
 
             load_spec(path)  # its message says what to do
-    missing = next(missing_files(recipe), None)
+    missing = None if resume else next(missing_files(recipe), None)  # a resumed run is first compared with its recipe
     if missing is not None:
         raise UserError(missing)
 

@@ -78,12 +78,12 @@ def test_eval_keeps_what_was_said(
     assert run_command(["rollouts", str(out)]) == 0 and "4 of 4 groups" in capsys.readouterr().out
     assert run_command(["report", str(out)]) == 0
     assert of_run[0]["prompt"][:20] in (out / "report.html").read_text()
-    two = tmp_path / "two"
+    two = tmp_path / "new" / "two"
     assert run_command(["eval", f"{evaluated}@1", str(model), "--out", str(two)]) == 0
     assert read_lines(two / "1_run@1" / "rollouts" / "step_000001.jsonl")
     assert read_lines(two / "2_model" / "rollouts" / "step_000000.jsonl")
     capsys.readouterr()
-    for given, says in [(out, "holds files already"), (tmp_path / "gone" / "x", "is not in a folder that exists")]:
+    for given, says in [(out, "holds files already"), (out / "eval.json" / "x", "Not a directory")]:
         assert run_command(["eval", str(evaluated), "--out", str(given)]) == 2
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1

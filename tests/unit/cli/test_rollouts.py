@@ -43,7 +43,7 @@ def test_siblings_stand_side_by_side(run: Path, capsys: Capture) -> None:
     assert "#0 1.000  scored  9 tokens" in heads[0] and "#1 0.500  scored  12 tokens" in heads[0]
     assert "no reward  reward_error" in heads[1]
     assert "KeyError: 'x' (r.py:3)" in text and "answered 3" in text and "reference 3" in text
-    assert "2 of 2 groups from 1 steps" in text
+    assert "2 of 2 groups from 1 step" in text
 
 
 def test_a_narrow_terminal_has_fewer_columns(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,4 +148,4 @@ def test_whatever_is_wrong_is_one_line(arguments: list[str], says: str, run: Pat
 
 def test_one_file_will_do(run: Path, capsys: Capture) -> None:
     shutil.copy(run / "rollouts" / "step_000002.jsonl", "step_000002.jsonl")
-    assert "2 of 2 groups from 1 steps" in printed(capsys, "step_000002.jsonl")
+    assert "2 of 2 groups from 1 step" in printed(capsys, "step_000002.jsonl")
