@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 from octetrl.cli.check_turns import turns_line
@@ -11,6 +12,7 @@ from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import PrecisionPolicy
 
 LEAST_MICRO_BATCHES = 4  # of a worker
+CONNECT_SECONDS = 2.0
 
 
 def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -20,8 +22,10 @@ def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     count, gpus = cluster.num_workers, cluster.num_gpus
     place = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
-    joined = "" if cluster.starts_ray else f", of the Ray cluster at {cluster.address}, which is not checked here"
+    joined = "" if cluster.starts_ray else f", of the Ray cluster at {cluster.address}, whose machines are not checked"
     yield "cluster", f"{count} worker{'s' if count > 1 else ''} on {place}{joined}"
+    if not cluster.starts_ray and not _answers(str(cluster.address)):
+        yield "", f"warning: nothing answers at {cluster.address} from this machine; start Ray there before the run"
     if cluster.roles is not None:
         yield "", f"{cluster.roles[0]} of them train, {cluster.roles[1]} generate"
         count = cluster.num_trainers
@@ -37,6 +41,18 @@ def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "", f"warning: at their longest, a step's sequences fill {few} micro-batches of an update; {count}"
             yield "", f"workers need {LEAST_MICRO_BATCHES} each, or some wait for others. Lower trainer.minibatches or"
             yield "", "trainer.tokens_per_micro_batch, give a step more sequences, or use fewer workers"
+
+
+def _answers(address: str) -> bool:
+    """Whether a port is open. `auto` is found by Ray, when the run starts."""
+    if address == "auto":
+        return True
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def micro_batches_of_longest(recipe: Recipe) -> int:

@@ -1,12 +1,13 @@
 """Checks that the machines of a Ray cluster can run the workers of a recipe, before any of them loads a model.
 
-They must have this machine's torch and OctetRL, since other versions may compute other bits, and must see the files
-that the recipe names and the run folder.
+They must have this machine's torch and OctetRL, since others may compute other bits, and must see the files that the
+recipe names and the run folder. A version that is the same may still be another checkout, so its files are compared.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,10 @@ from pathlib import Path
 import torch
 
 import octetrl
-from octetrl.config.algorithm import DistillConfig
+from octetrl.config.algorithm import DistillConfig, OwnObjectiveConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.telemetry.source_digest import source_digest
 from octetrl.workers.many.team import Team
 
 
@@ -30,7 +32,8 @@ class Sight:
 
 def look(paths: Sequence[str]) -> Sight:
     """Of this machine."""
-    versions = f"torch {torch.__version__.partition('+')[0]} and OctetRL {octetrl.__version__}"
+    source = source_digest(ending=".py")[:8]
+    versions = f"torch {torch.__version__.partition('+')[0]} and OctetRL {octetrl.__version__} (source {source})"
     return Sight(versions, tuple(path for path in paths if not os.path.exists(path)))
 
 
@@ -76,3 +79,7 @@ def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
         "environment.reward_model": recipe.environment.reward_model,
     }
     yield from ((field, path) for field, path in named.items() if path)
+    if isinstance(algorithm, OwnObjectiveConfig):  # which the run has imported
+        file = getattr(sys.modules.get(algorithm.name.partition(":")[0]), "__file__", None)
+        if file is not None and not Path(file).is_relative_to(sys.prefix):  # installed: each machine has its own
+            yield "algorithm.name", file

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from octetrl.cli.check_cluster import worker_lines
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_workers import worker_memory_lines
 from octetrl.config.memory import MemoryEstimate
+from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
 from tests.unit.cli.test_fitting import plan
 
 NARROW = ("trainer.optimizer.states=8bit", "trainer.optimizer.master=stochastic_rounding")
@@ -83,3 +86,15 @@ def test_the_parts_are_those_of_each_worker(recipe: Path) -> None:
     shown = dict(memory_lines(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=8")))
     assert "; 1/8 of FP8 linears" in shown["weights"] and "1/8 of it" in shown["optimizer"]
     assert "1/8" not in shown["gradients"]
+
+
+def test_an_address_where_nothing_answers_is_a_warning() -> None:
+    def lines(address: str) -> list[str]:
+        recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=ClusterConfig(cpus=2, address=address))
+        return [text for _, text in worker_lines(recipe) if "answers" in text]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert lines(address) == lines("auto") == []
+    said = f"warning: nothing answers at {address} from this machine; start Ray there before the run"
+    assert lines(address) == [said]

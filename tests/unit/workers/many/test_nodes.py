@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import ModelConfig, Recipe
+from octetrl.telemetry.source_digest import source_digest
 from octetrl.workers.many.nodes import Sight, check_nodes, look
 
 
@@ -66,3 +69,21 @@ def test_equal_machines(tmp_path: Path) -> None:
     checked(machines, recipe, None)
     assert machines.asked == [str(tmp_path / "model")]  # what this machine lacks is refused elsewhere
     assert look(("/", str(tmp_path / "gone"))).missing == (str(tmp_path / "gone"),)
+
+
+def test_another_checkout_of_the_same_version_differs() -> None:
+    assert look(()).versions.endswith(f"(source {source_digest(ending='.py')[:8]})")
+
+
+def test_the_file_of_an_own_objective_must_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_losses.py").write_text("def bandit(fields):\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("my_losses")
+    recipe = Recipe(
+        model=ModelConfig(preset="tiny", init="random"), algorithm=OwnObjectiveConfig(name="my_losses:bandit")
+    )
+    message = r"algorithm\.name: worker 1 \(.*\) does not see '.*/my_losses\.py'; put it on a file system"
+    with pytest.raises(UserError, match=message):
+        checked(Machines(unseen="my_losses"), recipe, None)
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    checked(Machines(unseen="my_losses"), recipe, None)  # installed
