@@ -9,7 +9,7 @@ more than 200 MB together. Bytes are those that a kernel must move; the floor is
 with x quantised in blocks of 128 tokens and in squares, and so does the error of dW against float32: on normal values,
 and with a 64th of x's columns, or of its tokens, 50 times larger. `ordinary` is the error over the columns of dW that
 are not such outliers. A weight is timed with the transposed codes and without, beside quantising it and copying its
-codes transposed. `--sweep` times other warps, registers and orders of the programs.
+codes transposed; transposing codes alone stands beside that copy. `--sweep` times other warps, registers and orders of the programs.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_both import quantize_both
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.kernels.quantize.transpose_codes import transpose_codes
 from octetrl.kernels.rows import silu_mul_backward_quantize as silu_module
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_triton, silu_mul_triton
 from octetrl.kernels.rows.silu_mul_backward_quantize import silu_mul_backward_quantize
@@ -134,6 +135,19 @@ def weight_case(w: Tensor, transposed: bool, power_of_two: bool = False) -> Case
     return Case(name, fused, separate if transposed else None, w.numel() * (4 if transposed else 3))
 
 
+def transposed_case(n: int, k: int) -> Case:
+    """Codes that came from another worker, beside `copy_` of their transposed view."""
+    codes_NK = torch.randint(0, 256, (n, k), dtype=torch.uint8, device="cuda").view(E4M3)
+    ours_KN, theirs_KN = (torch.zeros(k, n, dtype=E4M3, device="cuda") for _ in range(2))
+    scale = torch.ones(1, device="cuda")
+    return Case(
+        "transpose_codes",
+        lambda: [Quantized(transpose_codes(codes_NK, ours_KN), scale)],
+        lambda: [Quantized(theirs_KN.copy_(codes_NK.t()), scale)],
+        2 * n * k,
+    )
+
+
 def drawn_weight_case(transposed: bool) -> Case:
     return weight_case(normal(*WEIGHT), transposed)
 
@@ -184,6 +198,8 @@ def bit_checks() -> Iterator[tuple[str, int]]:
                 want = [q, Quantized(q.codes.t(), q.scale)]
                 yield f"weight {name}", differing(weight_case(w, True, power_of_two).fused(), want)
                 yield f"weight alone {name}", differing(weight_case(w, False, power_of_two).fused(), want[:1])
+    for n, k in ((4, 1), (132, 200), (1152, 640), (24576, 4096)):
+        yield f"transposed [{n}, {k}]", differing_of(transposed_case(n, k))
     for square in (False, True):
         yield f"both [8192, 12288] square={square}", differing_of(both_case(8192, 12288, square))
         yield f"silu [4096, 12288] square={square}", differing_of(silu_case(4096, 12288, square))
@@ -220,6 +236,7 @@ def timings() -> Iterator[Row]:
         yield timed(partial(silu_case, TOKENS, 12288, square), f"{TOKENS} x 12288")
     for transposed in (False, True):
         yield timed(partial(drawn_weight_case, transposed), f"{WEIGHT[0]} x {WEIGHT[1]}")
+    yield timed(partial(transposed_case, *WEIGHT), f"{WEIGHT[0]} x {WEIGHT[1]}")
 
 
 def wgrad_timings() -> Iterator[Row]:

@@ -24,8 +24,7 @@ model's dtype.
 
 **Layouts on Hopper.** The forward reads `codes` [N, K] row-major. dgrad's operand must be row-major [K, N], so
 `requantize` also fills a transposed copy. It is created on first use; an engine's copy never has one. Emulated, each
-side keeps the codes' values in float64 and renews them when the codes' version counter changes, because decoding costs
-more than a small GEMM.
+side keeps the codes' values in float64, since decoding is slow, and renews them when the codes' version changes.
 
 **Rounding** is the same for trainer and engine. Emulated products are exact, the bias is added in float32, and the sum
 is rounded once to the output dtype. A row's bits therefore do not depend on the batch, the threads or the padding. On
@@ -46,6 +45,7 @@ from octetrl.fp8.backends import BackendName, transposed
 from octetrl.fp8.format import BLOCK, E4M3, decode_e4m3
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_weight_transposed
+from octetrl.kernels.quantize.transpose_codes import transpose_codes
 from octetrl.layers.float8_function import Float8LinearFunction
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.own_rows import OwnRows, weight_without_memory
@@ -154,7 +154,7 @@ class Float8Linear(nn.Module):
         """Declares that `codes` and `scale`, which the caller wrote, are those of the current weight."""
         assert self.weight is not None
         if self._codes_transposed is not None:
-            self._codes_transposed.copy_(self.codes.t())
+            transpose_codes(self.codes, self._codes_transposed)
         self._quantized_version = self.weight._version
         if self.backend == "emulated":
             torch.autograd.graph.increment_version(self.codes)
@@ -212,7 +212,7 @@ class Float8Linear(nn.Module):
             assert self.weight is not None, CODES_ARE_FREED
             return quantize_weight_transposed(self.weight.detach(), self.power_of_two)
         if self._codes_transposed is None:
-            self._codes_transposed = self.codes.t().contiguous()
+            self._codes_transposed = transpose_codes(self.codes)
         return Quantized(self._codes_transposed, self.scale.t())
 
     def _decoded_codes(self) -> Tensor:

@@ -19,6 +19,7 @@ from octetrl.fp8.quantize import (
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight, quantize_weight_transposed
+from octetrl.kernels.quantize.transpose_codes import transpose_codes
 from octetrl.layers.linear import Float8Linear
 from tests.golden.make import PATH
 
@@ -48,6 +49,13 @@ def test_golden_bytes(kind: str, option: str) -> None:
     x = golden["w" if kind == "weight" else "x"].cuda()
     want = Quantized(golden[f"{kind}.{option}.codes"], golden[f"{kind}.{option}.scale"])
     assert_same_bytes(KERNELS[kind][0](x, OPTIONS[option]), want)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (5, 7), (132, 200), (1152, 640), (4096, 1100)])
+def test_transposed_codes(shape: tuple[int, int]) -> None:
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).cuda()
+    out = torch.zeros(shape[1], shape[0], dtype=torch.float8_e4m3fn, device="cuda")
+    assert torch.equal(transpose_codes(codes.view(torch.float8_e4m3fn), out).view(torch.uint8), codes.t().contiguous())
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
