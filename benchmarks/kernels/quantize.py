@@ -9,7 +9,8 @@ more than 200 MB together. Bytes are those that a kernel must move; the floor is
 with x quantised in blocks of 128 tokens and in squares, and so does the error of dW against float32: on normal values,
 and with a 64th of x's columns, or of its tokens, 50 times larger. `ordinary` is the error over the columns of dW that
 are not such outliers. A weight is timed with the transposed codes and without, beside quantising it and copying its
-codes transposed; transposing codes alone stands beside that copy. `--sweep` times other warps, registers and orders of the programs.
+codes transposed. Transposing codes alone stands beside that copy. `--sweep` times other warps, registers and orders of
+the programs.
 """
 
 from __future__ import annotations

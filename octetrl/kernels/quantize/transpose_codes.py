@@ -3,7 +3,7 @@
     transposed[k, n] = codes[n, k]        bytes; no value is read
 
 A worker that quantises a weight gets both orientations in one read (quantize_weight.py). A worker that receives codes
-from others has the rows alone. `copy_` of a transposed view moves single bytes and reaches a tenth of the memory's
+from others has the rows alone. `copy_` of a transposed view moves single bytes, at less than a tenth of the memory's
 speed (benchmarks/kernels/quantize.py). Here a thread reads four neighbouring rows of a column and packs their bytes
 into one word, so what goes through shared memory and to the result are words.
 
