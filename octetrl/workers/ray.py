@@ -178,7 +178,8 @@ class RayTeam:
 
     def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
         self._check_ray()
-        stored = [ray.put(argument) for argument in arguments]  # once, not once a worker
+        small = (int, str, type(None))  # travels with the call
+        stored = [one if isinstance(one, small) else ray.put(one) for one in arguments]  # once, not once a worker
         return self.collect(phase, [self.begin(worker, verb, *stored) for worker in range(self.size)])
 
     def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
