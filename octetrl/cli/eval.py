@@ -9,6 +9,7 @@ FILE.json` writes everything as JSON, with the outcome of every task. `--out FOL
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,7 +106,8 @@ def evaluate(
         if not is_json(out):
             file = write_folder(file, resolved, reports)
         write_json(file, recipe, resolved, reports, compared)
-        console.print(f"wrote {out}", markup=False)
+        look = "" if is_json(out) or len(reports) > 1 else f"; `octetrl rollouts {shlex.quote(out)}` shows the answers"
+        console.print(f"wrote {out}{look}", markup=False)
     try:
         for target, report in reports.items():
             check_failures(resolved, report.groups, target)

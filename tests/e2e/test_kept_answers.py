@@ -74,7 +74,7 @@ def test_eval_keeps_what_was_said(
     content = json.loads((out / "eval.json").read_text())
     (line,) = read_lines(out / "metrics.jsonl")
     assert line["step"] == 2 and line["eval/reward_mean"] == content["models"][0]["estimates"]["reward_mean"]["mean"]
-    capsys.readouterr()
+    assert f"wrote {out}; `octetrl rollouts {out}` shows the answers" in capsys.readouterr().out
     assert run_command(["rollouts", str(out)]) == 0 and "4 of 4 groups" in capsys.readouterr().out
     assert run_command(["report", str(out)]) == 0
     assert of_run[0]["prompt"][:20] in (out / "report.html").read_text()
