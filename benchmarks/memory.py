@@ -33,8 +33,9 @@ from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.records import Sample
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.trainer import Trainer
 
 LONGEST = 8192
 LIMIT = 0.1

@@ -52,8 +52,9 @@ from octetrl.models.families import load_spec
 from octetrl.records import PackedBatch
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run import demo
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.trainer import Trainer
 
 BASELINE = "bf16"
 LAST = 20  # steps that a final loss is the mean of

@@ -50,10 +50,11 @@ class FinishedRun:
             recipe = load_recipe(self.folder / RECIPE_FILE, fields=dict(fields), training=False)
         return evaluate_checkpoint(str(self.folder), recipe, all_tasks=all_tasks, given=self.given)
 
-    def export(self, to: str | Path, *, adapter: bool = False) -> Path:
+    def export(self, to: str | Path, *, adapter: bool = False, fp8: bool = False) -> Path:
         """Write the last checkpoint to the new folder `to` in Hugging Face format; returns the folder.
 
-        adapter: of a run with LoRA, the adapter in PEFT's format instead of the merged model. Raises UserError where
-        `to` is not empty.
+        adapter: of a run with LoRA, the adapter in PEFT's format instead of the merged model. fp8: the linears as
+        block-FP8 (E4M3 codes, scales of 128 x 128 blocks), as published FP8 models are. Raises UserError where `to` is
+        not empty, or the model has no FP8 form: an adapter alone, a reward model, widths other than multiples of 128.
         """
-        return export_run(str(self.folder), str(to), adapter=adapter)
+        return export_run(str(self.folder), str(to), adapter=adapter, fp8=fp8)

@@ -199,7 +199,7 @@ def slowest(name: str, metrics: Mapping[str, Any]) -> float:
 # ---------------------------------------------------------------- rows
 
 
-class Drawn(Protocol):
+class ComparedTurn(Protocol):
     """The part of a turn that `digest_warnings` compares."""
 
     @property
@@ -248,9 +248,9 @@ def _times_faster(row: Row, base: Row, phase: str) -> float:
     return float(base[f"time/{phase}"]) / float(row[f"time/{phase}"])
 
 
-def digest_warnings(turns: Sequence[Drawn]) -> Iterator[str]:
+def digest_warnings(turns: Sequence[ComparedTurn]) -> Iterator[str]:
     """A line for each turn whose first tokens or log-probs are not those of the first turn of its precision."""
-    firsts: dict[tuple[str, str], Drawn] = {}
+    firsts: dict[tuple[str, str], ComparedTurn] = {}
     for turn in turns:
         first = firsts.setdefault((turn.precision, turn.numerics), turn)
         if turn.digest != first.digest:

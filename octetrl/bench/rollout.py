@@ -226,7 +226,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     backend = choose_backend(device, None) if policy.uses_fp8("rollout") else "emulated"
     model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend, fp8_weights=False)
     if bench.model.folder is None:
-        draw_weights(model, bench.seed)
+        draw_on_device(model, bench.seed)
     else:
         load_weights(model, bench.model.folder)
     model.requantize()
@@ -259,7 +259,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
 
 
 @torch.no_grad()
-def draw_weights(model: Decoder, seed: int) -> None:
+def draw_on_device(model: Decoder, seed: int) -> None:
     """Like `Decoder.random_init`, but on the device, which creates billions of numbers a second. A part of a model gets
     its rows of the whole weights."""
     generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)

@@ -66,8 +66,8 @@ from octetrl.records import (
 )
 from octetrl.rollout.samples import to_samples
 from octetrl.telemetry.spans import Spans
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
-from octetrl.trainer.trainer import KVReplay
 from octetrl.trainer.without_update import accumulate_gradients, observe_kv
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
@@ -145,7 +145,7 @@ def measure(bench: StepBench, on_turn: Callable[[int, StepTurn], None] | None = 
 def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
     """Build, measure and free one worker."""
     began = time.perf_counter()
-    arm = StepArm(bench, build_worker(bench, precision, numerics))
+    arm = StepArm(bench, build_bench_worker(bench, precision, numerics))
     arm.warm_up()
     up = arm.now()
     steps = tuple(arm.step(number) for number in range(bench.steps))
@@ -167,7 +167,7 @@ def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
     return turn
 
 
-def build_worker(bench: StepBench, precision: str, numerics: Numerics = "parity") -> Worker:
+def build_bench_worker(bench: StepBench, precision: str, numerics: Numerics = "parity") -> Worker:
     """Build the worker as a run does. The weights of a preset are created on the device."""
     spans = Spans(torch.cuda.synchronize if bench.device.type == "cuda" else None)
     return bench_worker(bench.model, step_recipe(bench, precision, numerics), bench.device, spans)

@@ -41,7 +41,7 @@ from octetrl.bench.hardware import BF16_FLOPS
 from octetrl.bench.memory import checkpointed_layers, estimate, refuse_what_does_not_fit
 from octetrl.bench.mix import Mix, Work, draw_work
 from octetrl.bench.parts import Trace, kernels_of_parts, part_rows, read_trace
-from octetrl.bench.rollout import BenchModel, Row, draw_weights, give_memory_back
+from octetrl.bench.rollout import BenchModel, Row, draw_on_device, give_memory_back
 from octetrl.bench.router_skew import skew_routers
 from octetrl.bench.turns import compared, take_in_turn
 from octetrl.config.algorithm import GrpoConfig
@@ -56,7 +56,8 @@ from octetrl.kernels.parts import part
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights
 from octetrl.records import PackedBatch
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.forward import KVReplay
+from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import accumulate_gradients, observe_kv
 
 PROFILED_STEPS = 2
@@ -155,7 +156,7 @@ def build_trainer(bench: TrainBench, precision: str, numerics: Numerics = "parit
     backend = choose_backend(bench.device, None) if policy.uses_fp8("train") else "emulated"
     model = Decoder(spec, policy, "train", dtype=torch.bfloat16, device=bench.device, backend=backend)
     if bench.model.folder is None:
-        draw_weights(model, bench.seed)
+        draw_on_device(model, bench.seed)
     else:
         load_weights(model, bench.model.folder)
     model.requantize()

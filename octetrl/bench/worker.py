@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.bench.rollout import BenchModel, draw_weights, tokenizer_of
+from octetrl.bench.rollout import BenchModel, draw_on_device, tokenizer_of
 from octetrl.config.schema import Recipe
 from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
@@ -33,7 +33,7 @@ def bench_worker(
 
     def fill(decoder: Decoder, loading: Loading) -> None:
         if model.folder is None:
-            draw_weights(decoder, recipe.seed)
+            draw_on_device(decoder, recipe.seed)
         else:
             load_weights(decoder, model.folder, loading=loading)
 

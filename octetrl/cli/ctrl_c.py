@@ -94,7 +94,7 @@ def clear_screen() -> None:
         os.write(2, _CLEAN)
 
 
-def came_of_ctrl_c(error: BaseException) -> bool:
+def is_of_ctrl_c(error: BaseException) -> bool:
     """Whether the error is a KeyboardInterrupt, or was caused by one."""
     link: BaseException | None = error
     while link is not None:

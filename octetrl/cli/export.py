@@ -17,13 +17,19 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="For a run with LoRA: write only the adapter, in PEFT's format.")
     ] = False,
+    fp8: Annotated[
+        bool,
+        typer.Option("--fp8", help="Write the linears as block-FP8 (E4M3, 128 x 128), which vLLM and others read."),
+    ] = False,
 ) -> None:
     """Write a run's last weights in Hugging Face format; adapters of LoRA are merged."""
+    if adapter and fp8:
+        raise UserError("--fp8: an adapter alone has no FP8 form; leave out --adapter to write the merged model in FP8")
     refuse_no_model(run)
     _refuse_target(to)
     from octetrl.run.export import export_run
 
-    typer.echo(f"wrote {export_run(run, to, adapter=adapter)}")
+    typer.echo(f"wrote {export_run(run, to, adapter=adapter, fp8=fp8)}")
 
 
 def _refuse_target(to: str) -> None:

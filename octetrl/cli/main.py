@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, came_of_ctrl_c, clear_screen
+from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, clear_screen, is_of_ctrl_c
 from octetrl.config.text import ESCAPE
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -40,7 +40,7 @@ def main() -> NoReturn:
         code = run_command(sys.argv[1:])
     except BaseException as error:  # a library may have made another error of a KeyboardInterrupt
         ctrl_c.end_at_next()
-        if not came_of_ctrl_c(error):
+        if not is_of_ctrl_c(error):
             raise
         code = _stopped()
     if _has_no_reader(_STDOUT):

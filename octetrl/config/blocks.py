@@ -183,7 +183,7 @@ TensorLayout = LinearLayout | MatrixLayout | VectorLayout
 class CachedTensor:
     """A tensor that one token stores in the KV cache of one layer.
 
-    Its pages are [num_pages, *shape[:-1], page_size, shape[-1]]. If `codes_turned`, pages of FP8 codes have the token's
+    Its pages are [num_pages, *shape[:-1], page_size, shape[-1]]. If `codes_turned`, pages of codes have the token's
     axis last: [num_pages, *shape, page_size]. Scales per token are [num_pages, *scales, page_size].
     """
 

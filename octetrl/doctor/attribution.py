@@ -47,6 +47,7 @@ from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.layers.unquantized_linear import Linear
 from octetrl.models.blocks.block import Block
 from octetrl.models.decoder import Decoder
+from octetrl.telemetry.mismatch import kl_terms
 from octetrl.workers.own_engine import own_engine
 
 WEIGHTS, ACTIVATIONS, LM_HEAD, OTHERS = "weights", "activations", "lm_head", "norms, embedding"  # and cached tensors
@@ -59,7 +60,7 @@ class Mismatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class KindShare:
     """One kind's shares of the two measures, and its treatment on both sides."""
 
     kind: str
@@ -74,7 +75,7 @@ class Attribution:
     """`shares` and `rest` sum to 1, in each measure."""
 
     mismatch: Mismatch
-    shares: tuple[Share, ...]
+    shares: tuple[KindShare, ...]
     rest: Mismatch  # as shares of the mismatch
 
     def lines(self) -> list[str]:
@@ -165,7 +166,7 @@ def attribute(examined: Examined) -> Attribution:
         for subset in map(frozenset, combinations(kinds, count)):
             with sides.swapped(subset):
                 logprobs_N = forward_logprobs(module_pass, examined.sequences)
-            mismatches[subset] = mismatch_of(examined.engine_logprobs_N, logprobs_N)
+            mismatches[subset] = mismatch_between(examined.engine_logprobs_N, logprobs_N)
     whole, left = mismatches[frozenset()], mismatches[frozenset(kinds)]
     measures = [
         shapley(kinds, {subset: found[which] / (whole[which] or 1.0) for subset, found in mismatches.items()})
@@ -173,14 +174,14 @@ def attribute(examined: Examined) -> Attribution:
     ]
     return Attribution(
         mismatch=whole,
-        shares=tuple(Share(kind, measures[0][kind], measures[1][kind], *treatments[kind]) for kind in kinds),
+        shares=tuple(KindShare(kind, measures[0][kind], measures[1][kind], *treatments[kind]) for kind in kinds),
         rest=Mismatch(*(after / (before or 1.0) for after, before in zip(left, whole, strict=True))),
     )
 
 
-def mismatch_of(generator_N: Tensor, trainer_N: Tensor) -> Mismatch:
+def mismatch_between(generator_N: Tensor, trainer_N: Tensor) -> Mismatch:
     difference_N = trainer_N.double() - generator_N.double()
-    return Mismatch(float(difference_N.abs().mean()), float((difference_N.expm1() - difference_N).mean()))
+    return Mismatch(float(difference_N.abs().mean()), float(kl_terms(difference_N).mean()))
 
 
 def shapley(kinds: Sequence[str], left: Mapping[Kinds, float]) -> dict[str, float]:

@@ -42,8 +42,8 @@ from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.activation_checkpoint import KEPT
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.trainer.trainer import KVReplay
 from octetrl.trainer.without_update import accumulate_gradients
 from octetrl.workers.build import fill_weights, model_spec
 from octetrl.workers.own_engine import own_engine
@@ -176,7 +176,7 @@ class ExaminedWorker:
         engine.sleep()
         other = self._other_engine(len(requests) * self.examination.sequences)
         backwards = other.generate(requests[::-1])[::-1]
-        ends.append(_end("other company, other chunks", backwards))
+        ends.append(_end("in another batch, other chunks", backwards))
         other.sleep()
         return ends, drawn
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octetrl.doctor.examine import End, ExaminedWorker
 from octetrl.doctor.passes import LOGPROB, DrawnSequences, Pass
-from octetrl.doctor.taps import Fingerprints, Rows, Site, sites_of
+from octetrl.doctor.taps import Fingerprints, RowValues, Site, sites_of
 
 LOOKED_AT = 1 << 27  # most elements of a site that are compared
 
@@ -181,7 +181,7 @@ def first_difference(
         return None
     shape = ours.shapes[site]
     looked_at = rows[: max(1, LOOKED_AT // torch.Size(shape).numel())]
-    both = Rows(site, looked_at), Rows(site, looked_at)
+    both = RowValues(site, looked_at), RowValues(site, looked_at)
     for one, kept in zip((reference, other), both, strict=True):
         one.run(kept)
     differing = {
@@ -239,7 +239,7 @@ def _at_fault(
 def forward_logprobs(one: Pass, sequences: DrawnSequences) -> Tensor:
     """Log-probs of the sampled tokens in one pass, float32 [N] on the CPU."""
     rows = sequences.drawn_R.nonzero().flatten().cpu()
-    kept = Rows(LOGPROB, rows)
+    kept = RowValues(LOGPROB, rows)
     one.run(kept)
     return torch.cat([kept.values[row] for row in rows.tolist()])
 

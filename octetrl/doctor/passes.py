@@ -7,7 +7,7 @@ A *pass* runs all sequences through one model in one way and records the values 
     decode             prompts prefilled, then one token of every sequence at a time: the engine
     chunked prefill    prompt and answer in chunks that cut every sequence
     prefix hit         uses pages that an earlier sequence with the same beginning wrote
-    other company      the first sequence decoded alone, the others together in reverse order, with pages in reverse
+    in another batch   the first sequence decoded alone, the others together in reverse order, with pages in reverse
 
 A row is a token of a sequence. Its log-prob is that of the next token, if that was sampled. The engine never computes a
 sequence's last token. Passes compute no gradients and keep no state, so a pass can run again for a closer look at one
@@ -30,7 +30,7 @@ from octetrl.doctor.taps import Note, Site, Tap
 from octetrl.engine.kv_cache import CacheFormat, KVCache
 from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
 from octetrl.layers.context import PackedContext, PagedContext
-from octetrl.trainer.trainer import KVReplay
+from octetrl.trainer.forward import KVReplay
 
 LOGITS, LOGPROB = Site(None, "logits"), Site(None, "log-prob")
 LOGIT_ROWS = 64  # recorded at a time
@@ -253,8 +253,8 @@ def engine_plans(drawn: DrawnSequences, limits: EngineLimits) -> list[Plan]:
     hit = _prefix_hits(drawn, limits)
     if hit is not None:
         plans.append(hit)
-    company = (*_rollout(drawn, alone, limits), *_rollout(drawn, rest, limits))
-    return [*plans, Plan("other company", company, _own_pages(drawn, reverse, size), size)]
+    batches = (*_rollout(drawn, alone, limits), *_rollout(drawn, rest, limits))
+    return [*plans, Plan("in another batch", batches, _own_pages(drawn, reverse, size), size)]
 
 
 def _rollout(

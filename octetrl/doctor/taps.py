@@ -16,7 +16,7 @@ scale, at a site named "norm, quantised" and so on. Both fused forwards have the
 
 `Fingerprints` keeps 64 bits of each token's row at each site, so the activations of a whole model need not fit into
 memory. A row's bits are summed with odd factors modulo 2^64. One changed element always shows; several cancel with a
-chance of 2^-64. If fingerprints differ, the pass runs again and `Rows` keeps the values of that site.
+chance of 2^-64. If fingerprints differ, the pass runs again and `RowValues` keeps the values of that site.
 
 R rows: tokens of all sequences end to end; T tokens of one forward; C elements of a token's row at a site.
 """
@@ -106,7 +106,7 @@ class Fingerprints:
         return seen_R
 
 
-class Rows:
+class RowValues:
     """The values of some rows at one site: float32 [C] by row."""
 
     def __init__(self, site: Site, rows: Tensor) -> None:

@@ -29,9 +29,10 @@ from octetrl.config.blocks import SCALE_PER_TOKEN, CachedTensor
 from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.pinned import to_device
-from octetrl.fp8.format import E4M3, is_code
+from octetrl.fp8.format import E4M3
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.kernels.attention.kv_store import is_transposed, v_page
 from octetrl.kernels.rows.count_kept_rows import count_kept_rows
 from octetrl.layers.context import CachedPages, LayerCache
 from octetrl.layers.tensor_group import TensorGroup
@@ -56,9 +57,12 @@ class StoredTensor:
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         *outer, inner = self.layout.shape
-        if self.layout.codes_turned and is_code(self.dtype):
-            return (*outer, inner, page_size)
-        return (*outer, page_size, inner)
+        return (*outer, *(v_page(page_size, inner, self.dtype) if self.layout.codes_turned else (page_size, inner)))
+
+    @property
+    def turned(self) -> bool:
+        """Whether a page has a token's values in a column, as V's codes (kernels/attention/kv_store.py)."""
+        return self.layout.codes_turned and is_transposed(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ class Pool:
 
     def __init__(self, stored: StoredTensor, page: CacheFormat, num_pages: int, device: torch.device) -> None:
         self.row_of = {layer: row for row, layer in enumerate(_layers_with(stored, page))}
-        self.turned = stored.layout.codes_turned and is_code(stored.dtype)
+        self.turned = stored.turned
         outer = (len(self.row_of), num_pages)
         shape = (*outer, prod(stored.page_shape(page.page_size)) * stored.dtype.itemsize)
         zeros = torch.zeros(shape, dtype=torch.uint8, device=device)

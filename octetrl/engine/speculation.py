@@ -76,7 +76,7 @@ class Speculator:
         self._transcript, self._scheduler, self._runner, self._cache = transcript, scheduler, runner, cache
         self._tally = tally
         self._counts = DraftTally()
-        self._told: dict[RunningSequence, int] = {}  # tokens of each completion that the source has
+        self._num_known: dict[RunningSequence, int] = {}  # tokens of each completion that the source has
         self._switch, self._times = DraftSwitch(config.min_gain), ForwardTimes()
         self._budget = DraftBudget(config.max_draft_tokens, tally.max_batch, runner.padded_rows, self._times)
         self._most: tuple[Batch, list[int]] | None = None  # drafts of each sequence in the next forward, at most
@@ -136,10 +136,10 @@ class Speculator:
     def _drafts_of(self, sequence: RunningSequence, most: int, new: int, length: int, step: Step) -> Sequence[int]:
         """`new`: tokens of the completion that the transcript has since the sequence joined; `length`: of all."""
         assert self._source is not None, "drafts need a source"
-        told, known = self._told.get(sequence, -1), len(sequence.token_ids) - sequence.prompt_length + new
+        told, known = self._num_known.get(sequence, -1), len(sequence.token_ids) - sequence.prompt_length + new
         if told < known:
             self._source.extend(sequence, self._transcript.since(sequence, max(told, 0))[0])
-            self._told[sequence] = known
+            self._num_known[sequence] = known
         most = min(most, sequence.limit - length - 1)
         drafts = self._source.propose(sequence, most) if most > 0 else ()
         assert len(drafts) <= max(most, 0), "the source proposed too many drafts"
@@ -199,9 +199,9 @@ class Speculator:
         tokens: list[int] = token_N.tolist()
         runs = zip(batch.sequences, drafts.first_B.tolist(), right_B.tolist(), ends_B.tolist(), strict=True)
         for sequence, first, right, may_end in runs:
-            if not may_end and sequence in self._told:
+            if not may_end and sequence in self._num_known:
                 self._source.extend(sequence, tokens[first : first + 1 + right])
-                self._told[sequence] += 1 + right
+                self._num_known[sequence] += 1 + right
 
     def _again(self, batch: Batch, drafts: DraftRows) -> Results:
         """Decodes without drafts what a forward with drafts should have decoded."""
@@ -246,7 +246,7 @@ class Speculator:
         """Forgets a sequence that has ended; its tokens become drafts of others."""
         if self._source is None:
             return
-        self._told.pop(sequence, None)
+        self._num_known.pop(sequence, None)
         self._source.end(sequence)
 
 

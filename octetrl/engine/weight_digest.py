@@ -1,14 +1,19 @@
-"""A digest of weights from sums over their bytes, computed where they are."""
+"""A digest of weights from sums over their bytes, computed where they are.
+
+R rows, W words of a row, P rows of a part.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 SMALL_BYTES = 1 << 20
+PART = 1 << 23  # words of eight bytes whose products are in memory at once
 
 
 def digest_of(version: int, tensors: Iterable[Tensor]) -> str:
@@ -34,10 +39,28 @@ def rows_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def row_sums(tensor: Tensor) -> Tensor:
-    """int64 sums of the bytes of each row, in words of eight bytes if possible. They may wrap around."""
+    """int64 sums over each row, in words of eight bytes if possible. They may wrap around.
+
+    Each word is multiplied by an odd number of its place, so two words that changed places show. Parts of `PART` words
+    bound the memory of the products.
+    """
     octets = torch.atleast_2d(tensor.contiguous().view(torch.uint8)).flatten(1)
-    words = octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets
-    return words.sum(dim=1, dtype=torch.int64)
+    words_RW = octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets
+    factor_W = _factors_of_row(words_RW.shape[1], words_RW.device)
+    step = max(1, PART // max(1, words_RW.shape[1]))
+    sums = [(part_PW * factor_W).sum(dim=1) for part_PW in words_RW.split(step)]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+@lru_cache(maxsize=16)
+def _factors_of_row(count: int, device: torch.device) -> Tensor:
+    """Kept, because a model's tensors have few widths and each costs three launches."""
+    return _odd_factors(count, device)
+
+
+def _odd_factors(count: int, device: torch.device) -> Tensor:
+    """Different odd int64 numbers with bits in all places."""
+    return (torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB) | 1
 
 
 def _sum_of_rows(rows: Sequence[Tensor]) -> int:
@@ -45,5 +68,4 @@ def _sum_of_rows(rows: Sequence[Tensor]) -> int:
     if not rows:
         return 0
     all_rows = torch.cat(list(rows))
-    weights = 2 * torch.arange(all_rows.numel(), device=all_rows.device, dtype=torch.int64) + 1
-    return int((all_rows * weights).sum())
+    return int((all_rows * _odd_factors(all_rows.numel(), all_rows.device)).sum())

@@ -7,6 +7,7 @@ beside it, slower and with the same bits, which runs everywhere else.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from functools import cache
 
 import torch
@@ -16,7 +17,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 COMPILER_ERRORS = (ImportError, CompilationError, OutOfResources, PTXASError, RuntimeError)
 ALIGNMENT = 16  # bytes: of the rows that a Gluon kernel copies
-fallbacks: dict[str, str] = {}  # kernels that do not compile here, with the reason
+fallbacks: dict[Hashable, str] = {}  # what does not compile here, FP8 GEMMs by their config: its name and the reason
 
 
 def is_of_compiler(error: Exception) -> bool:
@@ -27,7 +28,7 @@ def is_of_compiler(error: Exception) -> bool:
 
 def can_run(kernel: str, *tensors: Tensor) -> bool:
     """Whether `kernel` may be tried on these tensors: on Hopper, aligned, and not given up before."""
-    if kernel in fallbacks or not all(x.is_cuda and x.data_ptr() % ALIGNMENT == 0 for x in tensors):
+    if gave_up(kernel) or not all(x.is_cuda and x.data_ptr() % ALIGNMENT == 0 for x in tensors):
         return False
     return _is_hopper(tensors[0].device)
 
@@ -37,10 +38,17 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def give_up(kernel: str, error: Exception) -> None:
-    """Notes that `kernel` does not compile here, with a warning; raises `error` if it is another one."""
+def gave_up(kernel: Hashable) -> bool:
+    """Whether `kernel` is known not to compile here."""
+    return kernel in fallbacks
+
+
+def give_up(kernel: Hashable, error: Exception, name: str | None = None) -> None:
+    """Notes that `kernel` does not compile here, with a warning; raises `error` if it is another one. `name`: in
+    texts, if it is not the key itself."""
     if not is_of_compiler(error):
         raise error
-    fallbacks[kernel] = f"{type(error).__name__}: {error}".splitlines()[0]
-    said = f"{kernel} does not compile on this machine, so plain Triton runs, slower ({fallbacks[kernel]})"
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    fallbacks[kernel] = f"{name or kernel}: {reason}"
+    said = f"{name or kernel} does not compile on this machine, so plain Triton runs, slower ({reason})"
     warnings.warn(said, stacklevel=3)

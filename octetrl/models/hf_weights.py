@@ -288,9 +288,7 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
     block of the tensors as they are named there, so blocks start again at k, v and up; the rest does not change.
     UserError: a width that is not a multiple of 128.
     """
-    if ragged := {name: size for name, size in model.spec.linear_sizes().items() if size % BLOCK}:
-        given = ", ".join(f"{name} {size}" for name, size in ragged.items())
-        raise UserError(f"FP8 weights are exported in whole blocks of {BLOCK}, and this model has {given}; export BF16")
+    refuse_ragged(model.spec)
     config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
     config["quantization_config"] = {
         "quant_method": "fp8",
@@ -304,6 +302,13 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
         config["quantization_config"]["modules_to_not_convert"] = not_converted
     linears = {piece.name for piece in pieces(model.spec, scalar=model.is_scalar) if piece.is_linear}
     _write(_quantized(_split(model), linears), config, model.spec, Path(folder), max_shard_bytes)
+
+
+def refuse_ragged(spec: ModelSpec) -> None:
+    """Raise UserError for a model that `save_weights_fp8` can't write."""
+    if ragged := {name: size for name, size in spec.linear_sizes().items() if size % BLOCK}:
+        given = ", ".join(f"{name} {size}" for name, size in ragged.items())
+        raise UserError(f"FP8 weights are exported in whole blocks of {BLOCK}, and this model has {given}; export BF16")
 
 
 def _split(model: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -83,7 +83,7 @@ def converse(
     prompt_token_ids: tuple[int, ...],
     completion: Completion,
     place: RolloutPlace,
-    speaking: ConversationSettings,
+    settings: ConversationSettings,
 ) -> RolloutSteps:
     """Runs the rollout of `task` from its first completion on. Its reward does not yet include `dialogue.scorer`."""
     conversation = dialogue.begin(task, str(place))
@@ -92,10 +92,10 @@ def converse(
     components: dict[str, float] = {}
     metrics: dict[str, float] = {}
     detail = trace = None
-    speaking = replace(speaking, chat=speaking.chat.of(task))
+    settings = replace(settings, chat=settings.chat.of(task))
     first = Turn(prompt_token_ids, completion), first_request(place.place, task)
     try:
-        status = yield from _speak(dialogue, conversation, turns, first, place, speaking)
+        status = yield from _take_turns(dialogue, conversation, turns, first, place, settings)
         judged = yield from dialogue.judge(conversation)
         reward, components, metrics = judged.reward, judged.components, judged.metrics
     except Failed as failed:
@@ -118,16 +118,16 @@ def converse(
     )
 
 
-def _speak(
+def _take_turns(
     dialogue: Dialogue,
     conversation: Conversation,
     turns: list[Turn],
     first: tuple[Turn, str],
     place: RolloutPlace,
-    speaking: ConversationSettings,
+    settings: ConversationSettings,
 ) -> Generator[Wanted, Any, RolloutStatus]:
     """Runs the conversation to its end and appends each turn to `turns`. `first`: the first one, and its request."""
-    chat, sampling = speaking.chat, speaking.sampling
+    chat, sampling = settings.chat, settings.sampling
     token_ids: tuple[int, ...] = ()
     new, completion = first[0].prompt_token_ids, first[0].completion
     drawn = (first[1], place.sibling)
@@ -151,7 +151,7 @@ def _speak(
         except TextTooLong:  # too long for the context, by its length alone
             return RolloutStatus.UNFINISHED
         prompt = token_ids + new
-        if len(turns) == dialogue.limits.max_turns or len(prompt) >= speaking.context_length:
+        if len(turns) == dialogue.limits.max_turns or len(prompt) >= settings.context_length:
             return RolloutStatus.UNFINISHED
         turn = len(turns)
         name = f"{place.place}.{place.sibling}.{turn}:{conversation.task.id}"

@@ -35,7 +35,7 @@ from octetrl.rollout.token_versions import versions_of
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
-from octetrl.workers.many.separate import SeparateWorkers
+from octetrl.workers.protocol import WorkersAhead
 
 if TYPE_CHECKING:
     from octetrl.run.build import Run
@@ -52,14 +52,14 @@ class Lead:
         return learnt >= step - 1 - self.most
 
 
-class Stopped(Exception):
+class RunEnds(Exception):
     """The run ends while a batch is drawn."""
 
 
 class Ahead:
     """Of one run. `step` is `train_step` with batches that were drawn ahead. It starts the thread."""
 
-    def __init__(self, run: Run, workers: SeparateWorkers) -> None:
+    def __init__(self, run: Run, workers: WorkersAhead) -> None:
         self._run, self._workers = run, workers
         self._lead = Lead(run.config.cluster.max_staleness)
         self._changed = threading.Condition()
@@ -167,7 +167,7 @@ class Ahead:
                     self._draws = False
                     self._changed.notify_all()
             self._hand_over(finished)
-        except Stopped:
+        except RunEnds:
             pass
         except BaseException as error:  # the step that waits for the batch raises it
             with self._changed:
@@ -185,7 +185,7 @@ class Ahead:
                 lambda: self._ends or (not self._pauses and self._lead.may_begin(step, self._learnt))
             )
             if self._ends:
-                raise Stopped
+                raise RunEnds
             self._draws = True
         return time.perf_counter() - began
 
@@ -210,7 +210,7 @@ class Ahead:
 
     def _check(self) -> None:
         if self._ends:
-            raise Stopped
+            raise RunEnds
 
 
 def staleness(samples: Sequence[Sample], policy_version: int, most: int) -> dict[str, float]:
@@ -234,7 +234,7 @@ def staleness(samples: Sequence[Sample], policy_version: int, most: int) -> dict
 class _Stoppable:
     """Generates until `check` raises, which closes the session."""
 
-    def __init__(self, workers: SeparateWorkers, check: Callable[[], None]) -> None:
+    def __init__(self, workers: WorkersAhead, check: Callable[[], None]) -> None:
         self._workers, self._check = workers, check
 
     def generate(
@@ -274,6 +274,6 @@ class _StoppableSession:
 
 def ahead_of(run: Run) -> Ahead | None:
     """None, if a step of the recipe generates and then learns."""
-    if not run.config.cluster.max_staleness or not isinstance(run.workers, SeparateWorkers):
+    if not run.config.cluster.max_staleness or not isinstance(run.workers, WorkersAhead):
         return None
     return Ahead(run, run.workers)

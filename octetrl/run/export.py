@@ -5,6 +5,9 @@ evaluated and exported weights are the same bytes. A checkpoint of several worke
 several files. Export joins them and holds one file of its own at a time. A checkpoint of a LoRA run holds only the
 adapter, in PEFT's format. Export then reads the base weights again and adds the branches; with `adapter` it copies the
 adapter. A reward model's head belongs to its adapter.
+
+With `fp8` the linears are written as block-FP8 (`save_weights_fp8`), from weights in memory. The codes are those that
+the quantiser gives for these weights, so a run in `fp8_full` would generate with the same ones.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from safetensors import safe_open
 
 from octetrl.config.errors import UserError
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import load_spec
-from octetrl.models.hf_weights import load_weights, save_from_shards, save_weights
+from octetrl.models.families import SCALAR, load_spec
+from octetrl.models.hf_weights import load_weights, refuse_ragged, save_from_shards, save_weights, save_weights_fp8
 from octetrl.models.peft_adapters import (
     CONFIG,
     WEIGHTS,
@@ -29,22 +32,33 @@ from octetrl.models.peft_adapters import (
 )
 from octetrl.models.row_shards import RowShards
 from octetrl.models.scalar_decoder import ScalarDecoder
+from octetrl.models.weight_files import checked_headers
 from octetrl.run.build import full_precision
 from octetrl.run.resume import OF_THE_RUN, trained_model, weights_folder
 
+FULL_WEIGHTS = ("model.safetensors", "model-")  # what the names of whole weights begin with
 
-def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False) -> Path:
+
+def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: bool = False) -> Path:
     """Write the model of a run's last checkpoint (or of a checkpoint) to `to`, a folder that is new or empty.
 
-    `adapter`: of a run with LoRA, the adapter in PEFT's form instead of the merged model.
+    `adapter`: of a run with LoRA, the adapter in PEFT's form instead of the merged model. `fp8`: the linears as E4M3
+    codes with scales of 128 x 128 blocks. UserError for `fp8`: an adapter alone, a reward model, or a width that is not
+    a multiple of 128.
     """
+    if adapter and fp8:
+        raise UserError("--fp8: an adapter alone has no FP8 form; leave out --adapter to write the merged model in FP8")
     source, target = weights_folder(Path(run_or_checkpoint)), Path(to)
     if adapter and not is_adapter(source):
         raise UserError(f"--adapter: '{run_or_checkpoint}' was trained without model.lora; export it without the flag")
     if target.is_dir() and any(target.iterdir()):
         raise UserError(f"--to: '{target}' exists and is not empty; give a new folder")
+    if fp8:
+        _refuse_fp8(source, run_or_checkpoint)
     merged = merged_model(source) if is_adapter(source) and not adapter else None
-    left_out = (*OF_THE_RUN, *((CONFIG, WEIGHTS) if merged is not None else ()))
+    if fp8 and merged is None:
+        merged = _whole_model(source)
+    left_out = (*OF_THE_RUN, *((CONFIG, WEIGHTS) if merged is not None else ()), *(FULL_WEIGHTS if fp8 else ()))
     try:
         target.mkdir(parents=True, exist_ok=True)
         for file in source.iterdir():
@@ -52,13 +66,32 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False) -> Pat
                 shutil.copyfile(file, target / file.name)  # not the mode: safetensors writes 0600
         shards = RowShards.find(source)
         if merged is not None:
-            save_weights(merged, target)
+            (save_weights_fp8 if fp8 else save_weights)(merged, target)
         elif shards is not None and not adapter:
             save_from_shards(shards, target)
     except OSError as error:
         shutil.rmtree(target, ignore_errors=True)
         raise UserError(f"--to: cannot write in '{target}' ({error.strerror}); choose another folder") from error
     return target
+
+
+def _refuse_fp8(source: Path, given: str) -> None:
+    merged = is_adapter(source)
+    if read_adapter_config(source)[2] if merged else SCALAR in (source / "config.json").read_text(encoding="utf-8"):
+        raise UserError(f"--fp8: '{given}' is a reward model, which has no FP8 form; export it without --fp8")
+    base = Path(trained_model(source)["path"]) if merged else source
+    if (base / "config.json").is_file():  # `merged_model` says where it is missing
+        refuse_ragged(load_spec(base))
+
+
+def _whole_model(folder: Path) -> Decoder:
+    """The model of a checkpoint with whole weights, on the CPU, in their dtype."""
+    spec = load_spec(folder)
+    dtypes = {header.dtype for header in checked_headers(folder, spec).values()}
+    dtype = torch.float32 if "F32" in dtypes and "BF16" not in dtypes else torch.bfloat16
+    model = Decoder(spec, full_precision(spec), "train", dtype=dtype)
+    load_weights(model, folder)
+    return model
 
 
 def merged_model(folder: Path) -> Decoder:

@@ -43,13 +43,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RequestFailed:
     """The engine failed while the request was in flight."""
 
     message: str
 
 
-Event = SessionEvent | Accepted | Refused | Failed
+Event = SessionEvent | Accepted | Refused | RequestFailed
 Deliver = Callable[[list[tuple[str, Event]]], None]
 
 
@@ -207,7 +207,7 @@ class EngineThread:
         self.failures += 1
         failed, self._siblings = list(self._siblings), {}
         self._begun.set()
-        self._deliver([(request_id, Failed(self.error)) for request_id in failed])
+        self._deliver([(request_id, RequestFailed(self.error)) for request_id in failed])
 
     def _await_command(self) -> None:
         """Wait for a command, so that a broken engine is only restarted for a request."""

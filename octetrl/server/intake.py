@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from octetrl.records import Completion, GenerationRequest, SessionEvent
-from octetrl.server.engine_thread import Accepted, EngineThread, Event, Failed, Refused
+from octetrl.server.engine_thread import Accepted, EngineThread, Event, Refused, RequestFailed
 from octetrl.server.errors import ApiError, engine_failed, refused, shutting_down, wrong
 
 
@@ -74,7 +74,7 @@ class Answer:
                 return []
             case Refused(message):
                 raise refused(message)
-            case Failed(message):
+            case RequestFailed(message):
                 raise engine_failed(message)
             case _:
                 raise event
@@ -157,7 +157,7 @@ class Intake:
                 continue  # the answer was closed
             if isinstance(event, SessionEvent) and event.completion is not None:
                 self._siblings[request_id] -= 1
-            if isinstance(event, Failed | Refused) or self._siblings[request_id] == 0:
+            if isinstance(event, RequestFailed | Refused) or self._siblings[request_id] == 0:
                 self._inside[answer].discard(request_id)
             answer.put(event)
 

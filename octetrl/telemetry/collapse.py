@@ -83,7 +83,7 @@ class CollapseGate:
         self._dead_groups = 0.0  # number of groups since "reward is dead" began
         self._last_step = 0
         self._last_found: Collapse | None = None
-        self._is_told = False  # a collapse was returned, and no PATIENCE sound steps in a row have followed yet
+        self._is_reported = False  # a collapse was returned, and no PATIENCE sound steps in a row have followed yet
         self._sound_in_a_row = 0
 
     @property
@@ -117,12 +117,12 @@ class CollapseGate:
         if "reward is dead" in found:
             self._dead_groups += self._groups(now)
         self._sound_in_a_row = 0 if self._since else self._sound_in_a_row + 1
-        self._is_told = self._is_told and self._sound_in_a_row < PATIENCE
-        if not self._since and not self._is_told:
+        self._is_reported = self._is_reported and self._sound_in_a_row < PATIENCE
+        if not self._since and not self._is_reported:
             self._past.append(now)
-        collapse = None if self._is_told else self._certain(step, found)
+        collapse = None if self._is_reported else self._certain(step, found)
         if collapse is not None:
-            self._is_told, self._last_found = True, collapse
+            self._is_reported, self._last_found = True, collapse
         return collapse
 
     def _forget(self, sound: set[What]) -> None:

@@ -26,7 +26,16 @@ from rich.text import Text
 
 from octetrl.config.text import escaped
 from octetrl.telemetry.progress import Counts, Phase, bar_line, heartbeat
-from octetrl.telemetry.step_line import WIDTH, Part, StepLine, Tone, duration, environment_parts, evaluation_parts, line
+from octetrl.telemetry.step_line import (
+    WIDTH,
+    LinePart,
+    StepLine,
+    Tone,
+    duration,
+    environment_parts,
+    evaluation_parts,
+    line,
+)
 
 Mode = Literal["auto", "plain", "quiet"]
 
@@ -230,7 +239,7 @@ class Console:
         self._step = step + 1 if step < self._total_steps else None
         self._step_began, self._between = time.perf_counter(), None
 
-    def _print_parts(self, parts: list[Part]) -> None:
+    def _print_parts(self, parts: list[LinePart]) -> None:
         if self._quiet or not parts:
             return
         if not self._is_live:

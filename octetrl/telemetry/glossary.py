@@ -141,7 +141,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("correction/{kind}_fraction", SHARE, "Trained tokens that this kind of correction changes."),
         Metric("fp8/kv_saturation", SHARE, "K and V values clamped on their way into a calibrated FP8 cache.",
                "Above 0: raise fp8.calibration_margin."),
-        Metric("fp8/gemm_fallbacks", "", "Shapes whose FP8 GEMM runs as plain Triton, slower and with the same bits."),
+        Metric("fp8/gluon_fallbacks", "",
+               "Gluon kernels (FP8 GEMMs, latent attention) that run as plain Triton, slower and with the same bits."),
     ),
     "Training": (
         Metric("train/tokens", TOKENS, "Tokens in the packed micro-batches, prompts included."),

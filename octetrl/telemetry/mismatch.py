@@ -72,7 +72,7 @@ def mismatch_metrics(
         return {}
     difference_N = trainer_logprobs_N.double() - generator_logprobs_N.double()
     error_N = difference_N.abs().exp()
-    kl_N = difference_N.expm1() - difference_N
+    kl_N = kl_terms(difference_N)
     decile_N = (positions_N.long() * DECILES // sequence_lengths_N.long()).clamp(0, DECILES - 1)
     zeros = error_N.new_zeros(DECILES)
     count_by_decile = zeros.scatter_add(0, decile_N, torch.ones_like(error_N))
@@ -102,6 +102,11 @@ def mismatch_metrics(
     return metrics
 
 
+def kl_terms(difference_N: Tensor) -> Tensor:
+    """Terms of `gen_kl`, from the log-probs' differences trainer - engine: e^d - 1 - d."""
+    return difference_N.expm1() - difference_N
+
+
 def mismatch_by_age(logprobs: TokenLogprobs, policy_version: int) -> dict[str, float]:
     """The same by the age of a token: how many versions before `policy_version`, the trainer's, sampled it.
 
@@ -114,7 +119,7 @@ def mismatch_by_age(logprobs: TokenLogprobs, policy_version: int) -> dict[str, f
         of_version_n = difference_N[logprobs.versions_N == version]
         age = f"mismatch/age_{policy_version - version}"
         metrics[f"{age}/tokens"] = float(of_version_n.numel())
-        metrics[f"{age}/gen_kl"] = float((of_version_n.expm1() - of_version_n).mean())
+        metrics[f"{age}/gen_kl"] = float(kl_terms(of_version_n).mean())
         metrics[f"{age}/max_abs_diff"] = float(of_version_n.abs().max())
     return metrics
 

@@ -72,7 +72,7 @@ class RunRecord:
         found = [(label, _at(self.recipe, path)) for label, path in _SETTINGS]
         if several := self.environments:
             found = [(label, value) for label, value in found if label not in ("tasks", "dataset", "reward")]
-            found += [(f"environment {name}", _told(section)) for name, section in several.items()]
+            found += [(f"environment {name}", _environment_text(section)) for name, section in several.items()]
         shown = [(label, str(value)) for label, value in found if value is not None]
         fp8 = _at(self.recipe, "fp8") or {}
         sides = [name for name, key in (("rollout", "rollout"), ("training", "train")) if fp8.get(key)]
@@ -168,7 +168,7 @@ def mismatch_by_length(run: RunRecord) -> list[tuple[str, float, float]]:
     return found
 
 
-def _told(section: Mapping[str, Any]) -> str:
+def _environment_text(section: Mapping[str, Any]) -> str:
     """One of several environments in a few words."""
     reward = f", reward {section['reward']}" if section.get("reward") else ""
     return f"{section.get('kind', '')} {section.get('dataset', '')}{reward}, weight {section.get('weight', 1):g}"

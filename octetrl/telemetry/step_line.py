@@ -19,7 +19,7 @@ WIDTH = 120  # columns at most
 SLOW_REWARDS = 0.1  # of the step's time: a step that waits longer for rewards says so
 
 
-class Part(NamedTuple):
+class LinePart(NamedTuple):
     """A piece of a line. `label` comes before the value; empty: the value explains itself."""
 
     label: str
@@ -83,10 +83,10 @@ class StepLine:
         self._widths: dict[str, int] = {}
         self._seen: set[str] = set()
 
-    def parts(self, step: int, metrics: Mapping[str, float], left: str = "", width: int = WIDTH) -> list[Part]:
+    def parts(self, step: int, metrics: Mapping[str, float], left: str = "", width: int = WIDTH) -> list[LinePart]:
         """The parts of a step's line, which is at most `width` columns wide. `left`: the time left, in words."""
-        title = Part("step", f"{step:>{len(str(self._total))}}/{self._total}")
-        end = [Part("", self._padded("left", f"{left} left"))] if left else []
+        title = LinePart("step", f"{step:>{len(str(self._total))}}/{self._total}")
+        end = [LinePart("", self._padded("left", f"{left} left"))] if left else []
         found = {name: part._replace(value=self._padded(name, part.value)) for name, part in self._measured(metrics)}
         room = width - len(title.text) - (self._widths["left"] + 2 if "left" in self._widths else 0)
         kept: set[str] = set()
@@ -103,7 +103,7 @@ class StepLine:
         self._widths[name] = max(self._widths.get(name, 0), len(text))
         return text.rjust(self._widths[name])
 
-    def _measured(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, Part]]:
+    def _measured(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, LinePart]]:
         for number in NUMBERS:
             value = metrics.get(number.metric)
             if value is None or (number.metric == "loss" and "reward/mean" in metrics):
@@ -115,57 +115,59 @@ class StepLine:
                 yield number.metric, _agreement(value, metrics)
             else:
                 tone: Tone = number.tone if number.warn is not None and value > number.warn else "plain"
-                yield number.metric, Part(number.label, format(value, number.form), tone)
+                yield number.metric, LinePart(number.label, format(value, number.form), tone)
         seconds, waited = metrics.get(TIME), metrics.get(REWARDS, 0.0)
         if seconds:
-            yield TIME, Part("", duration(seconds))
+            yield TIME, LinePart("", duration(seconds))
             if waited > SLOW_REWARDS * seconds:
-                yield REWARDS, Part("waiting for rewards", f"{waited / seconds:.0%}", "warn")
+                yield REWARDS, LinePart("waiting for rewards", f"{waited / seconds:.0%}", "warn")
 
 
-def _agreement(error: float, metrics: Mapping[str, float]) -> Part:
+def _agreement(error: float, metrics: Mapping[str, float]) -> LinePart:
     """Whether the log-probs of engine and trainer are equal. `error`: mean of exp(absolute difference)."""
     unequal = metrics.get("mismatch/unequal_tokens", 0.0 if error == 1 else None)
     if unequal is None:
-        return Part("log-probs", f"{error - 1:.3%} apart", "warn" if error > 1.03 else "plain")
+        return LinePart("log-probs", f"{error - 1:.3%} apart", "warn" if error > 1.03 else "plain")
     if unequal:
-        return Part("log-probs", f"differ in {counted(round(unequal), 'token')}", "bad")
-    return Part("log-probs", "equal", "good")
+        return LinePart("log-probs", f"differ in {counted(round(unequal), 'token')}", "bad")
+    return LinePart("log-probs", "equal", "good")
 
 
-def evaluation_parts(step: int, total: int, metrics: Mapping[str, float], earlier: Mapping[int, float]) -> list[Part]:
+def evaluation_parts(
+    step: int, total: int, metrics: Mapping[str, float], earlier: Mapping[int, float]
+) -> list[LinePart]:
     """The parts of an evaluation's line. `earlier`: accuracy of the evaluations before, by step."""
     accuracy = metrics["eval/accuracy"]
-    parts = [Part("eval", f"{step:>{len(str(total))}}/{total}"), Part("held-out accuracy", f"{accuracy:.3f}")]
+    parts = [LinePart("eval", f"{step:>{len(str(total))}}/{total}"), LinePart("held-out accuracy", f"{accuracy:.3f}")]
     if "eval/accuracy_low" in metrics and "eval/accuracy_high" in metrics:
         interval = f"{metrics['eval/accuracy_low']:.3f} to {metrics['eval/accuracy_high']:.3f}"
-        parts.append(Part("95% interval", interval))
+        parts.append(LinePart("95% interval", interval))
     if earlier:
         best = max(earlier, key=lambda one: earlier[one])
         if accuracy > earlier[best]:
-            parts.append(Part("", f"the best so far, {accuracy - earlier[best]:+.3f} against step {best}", "good"))
+            parts.append(LinePart("", f"the best so far, {accuracy - earlier[best]:+.3f} against step {best}", "good"))
         else:
-            parts.append(Part("best so far", f"{earlier[best]:.3f} at step {best}"))
+            parts.append(LinePart("best so far", f"{earlier[best]:.3f} at step {best}"))
     seconds = metrics.get("time/evaluate")
-    return [*parts, Part("", duration(seconds))] if seconds else parts
+    return [*parts, LinePart("", duration(seconds))] if seconds else parts
 
 
-def environment_parts(metrics: Mapping[str, float], label: str, form: str) -> list[Part]:
+def environment_parts(metrics: Mapping[str, float], label: str, form: str) -> list[LinePart]:
     """The parts of a line with a number of each environment, - if no rollout has a reward. Empty for a single one.
 
     form: the metric's name, such as `environments/{}/reward`."""
     begin, end = form.split("{}")
     found = {name.removeprefix(begin).removesuffix(end): value for name, value in metrics.items()
              if name.startswith(begin) and name.endswith(end)}  # fmt: skip
-    shown = {name: Part(name, f"{value:.3f}") for name, value in found.items()}
+    shown = {name: LinePart(name, f"{value:.3f}") for name, value in found.items()}
     for metric in metrics:
         if metric.startswith(begin) and metric.endswith("/failure_share"):
             name = metric.removeprefix(begin).removesuffix("/failure_share")
-            shown.setdefault(name, Part(name, "-", "bad"))
-    return [Part("", label), *(shown[name] for name in sorted(shown))] if shown else []
+            shown.setdefault(name, LinePart(name, "-", "bad"))
+    return [LinePart("", label), *(shown[name] for name in sorted(shown))] if shown else []
 
 
-def line(parts: list[Part]) -> str:
+def line(parts: list[LinePart]) -> str:
     return "  ".join(part.text for part in parts)
 
 

@@ -28,15 +28,14 @@ from torch import Tensor
 from octetrl.algorithms.finite import count_non_finite, first_non_finite
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import TrainerConfig
-from octetrl.fp8.non_finite import NonFiniteError as NonFiniteError
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.models.decoder import Decoder
 from octetrl.records import PackedBatch, PolicyUpdate
 from octetrl.trainer.call_metrics import call_metrics
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.failed_step import describe_failed_step
 from octetrl.trainer.first_passes import first_passes
-from octetrl.trainer.forward import Forward
-from octetrl.trainer.forward import KVReplay as KVReplay
+from octetrl.trainer.forward import Forward, KVReplay
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.optimizer import copy_all
 from octetrl.trainer.packing import PackingLayout
@@ -52,8 +51,7 @@ from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers
 from octetrl.trainer.schedule import learning_rate
 from octetrl.trainer.shared_weights import optimizer_of
-from octetrl.trainer.train_call import Accumulated, OptimizerStep, TrainCall, check_digest
-from octetrl.trainer.train_call import TrainerState as TrainerState
+from octetrl.trainer.train_call import Accumulated, OptimizerStep, TrainCall, TrainerState, check_digest
 
 
 class Trainer:

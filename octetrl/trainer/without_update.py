@@ -5,6 +5,7 @@ L layers, S scales of a layer's cache.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 
 from octetrl.records import MicroBatch, PackedBatch
 from octetrl.trainer.forward import KVReplay
-from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.packing import pack_for_calibration
 from octetrl.trainer.prepared import PreparedMicroBatch, on_device
-from octetrl.trainer.train_call import OptimizerStep
+from octetrl.trainer.train_call import OptimizerStep, TrainCall
 from octetrl.trainer.trainer import Trainer
 
 
@@ -31,14 +31,15 @@ def accumulate_gradients(
     amax_LS = trainer.forward.unobserved_amax() if collect_kv_amax else None
     if trainer.remakes_codes:
         trainer.model.release_codes()
-    loss = torch.zeros((), device=trainer.device)
+    steps = []
     for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
         prepared = [PreparedMicroBatch(on_device(micro_batch, trainer.device)) for micro_batch in minibatch]
         count = len(prepared)
-        step = OptimizerStep(prepared, kv, True, denominator, num_micro_batches=count, most_micro_batches=count)
-        for one in prepared:
-            loss += trainer.backward(step, one, MetricMeans(), amax_LS).loss
-            trainer.optimizer.gradients.end_micro_batch()
+        steps.append(OptimizerStep(prepared, kv, True, denominator, num_micro_batches=count, most_micro_batches=count))
+    call = TrainCall(tuple(steps), epochs=1, lr=None, kv_amax_LS=amax_LS, started=time.perf_counter())
+    loss = torch.zeros((), device=trainer.device)
+    for step in call.steps:
+        loss += trainer.accumulate(call, step).loss
     return loss, amax_LS
 
 

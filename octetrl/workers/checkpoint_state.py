@@ -37,7 +37,8 @@ from octetrl.trainer.sharded_state import (
 )
 from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.state_files import Content, in_shards
-from octetrl.trainer.trainer import Trainer, TrainerState
+from octetrl.trainer.train_call import TrainerState
+from octetrl.trainer.trainer import Trainer
 
 CRITIC, CRITIC_OPTIMIZER, CRITIC_STEM = "critic.safetensors", "critic_optimizer.safetensors", "critic"
 REFERENCE, KV_SCALES = "reference.safetensors", "kv_scales.safetensors"

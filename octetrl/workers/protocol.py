@@ -1,9 +1,11 @@
 """What a run asks of its workers: those who hold a model, in one process or in many.
 
     LearningWorkers     train, publish, save (copy, then write), load, metrics: all that a run on given data needs
-    Workers             and generate, an open session, calibrate, score: what draws rollouts
+    Workers             and generate, an open session, calibrate, score: what samples rollouts
+    WorkersAhead        and adopt: what samples the next steps' rollouts while a step is learnt
 
-The step, the loop, evaluation and checkpoints speak these verbs and could not tell one worker from many. Arguments and
+The step, the loop, evaluation and checkpoints call these methods, and they are the same for one worker and for many.
+Only run/ahead.py needs `WorkersAhead`, which workers that only train and others that only generate are. Arguments and
 results are records and paths: no model, no tensor of one, no engine and no trainer crosses this border. What `train`
 learnt comes back in its `PolicyUpdate`; state on disk is written and read by the workers themselves.
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from octetrl.environments.scoring import Score
 from octetrl.records import Completion, GenerationRequest, OnCompletions, PackedBatch, PolicyUpdate, Published, Task
@@ -45,7 +47,7 @@ class LearningWorkers(Protocol):
         finite."""
 
     def publish(self, policy_version: int, /) -> Published:
-        """Puts the trained weights and KV scales where completions are drawn, and compares what is held there."""
+        """Puts the trained weights and KV scales where completions are sampled, and compares what is held there."""
 
     def prepare_saving(self) -> None:
         """Allocates the host memory that `copy_state` needs, before the first step; perhaps beside it."""
@@ -75,7 +77,7 @@ class LearningWorkers(Protocol):
 
 
 class Workers(LearningWorkers, Protocol):
-    """Hold a policy: they draw completions with the weights that they train."""
+    """Hold a policy: they sample completions with the weights that they train."""
 
     @property
     def needs_calibration(self) -> bool:
@@ -101,3 +103,15 @@ class Workers(LearningWorkers, Protocol):
 
     def rollout_metrics(self) -> Mapping[str, float]:
         """Of the last generation; empty before the first."""
+
+
+@runtime_checkable
+class WorkersAhead(Workers, Protocol):
+    """Some only train and others only generate: these keep the weights that they have until `adopt`."""
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long nothing could be generated when weights were last adopted."""
+
+    def adopt(self) -> None:
+        """The workers that generate continue with the weights last published, also in an open session."""

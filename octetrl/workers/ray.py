@@ -34,7 +34,7 @@ from octetrl.workers.build import build_worker
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan, last_lines
-from octetrl.workers.many.status import STATUS_FILE, Heard, WorkerStatus, write_status
+from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, write_status
 from octetrl.workers.many.team import Call
 from octetrl.workers.ray_cluster import RayCluster, connect
 
@@ -99,11 +99,11 @@ class RayTeam:
 
     def lines(self) -> list[str]:
         """What each worker does now, by what it last said."""
-        return [one.line for one in self._all_heard()]
+        return [one.line for one in self._reports()]
 
-    def _all_heard(self) -> list[Heard]:
+    def _reports(self) -> list[StatusReport]:
         now, said = time.monotonic(), zip(self._heard, self._heard_at, strict=True)
-        return [Heard(status, now - at) for status, at in said if status is not None]
+        return [StatusReport(status, now - at) for status, at in said if status is not None]
 
     # ------------------------------------------------------------ starting and ending
 
@@ -331,7 +331,7 @@ class RayTeam:
 
     def _write_status(self) -> None:
         if self._folder is not None:
-            write_status(self._folder, self._all_heard())
+            write_status(self._folder, self._reports())
 
     def _listen(self, asked: dict[Any, int]) -> None:
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_SECONDS)

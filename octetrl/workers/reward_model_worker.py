@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.engine.weight_digest import digest_of
@@ -26,6 +24,7 @@ from octetrl.trainer.state_files import Content
 from octetrl.trainer.state_writer import StateWriter
 from octetrl.workers.checkpoint_state import load_reward_model, reward_model_files
 from octetrl.workers.kernel_paths import path_metrics
+from octetrl.workers.peak_memory import peak_memory
 
 
 class RewardModelWorker:
@@ -72,7 +71,7 @@ class RewardModelWorker:
             return self.trainer.train(batch)
 
     def publish(self, policy_version: int) -> Published:
-        """There is nobody to publish to. The digest tells whether several workers hold the same weights."""
+        """Nothing generates with these weights. The digest tells whether several workers hold the same ones."""
         if self.trainer.peers.share.count == 1:
             return Published(policy_version, weights_digest="", metrics={})
         held = weight_set(self.model, policy_version)
@@ -84,11 +83,7 @@ class RewardModelWorker:
 
     def memory_metrics(self) -> dict[str, float]:
         """The device's peak since the last call; nothing on a CPU."""
-        if self.device.type != "cuda":
-            return {}
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return {"memory/peak_gb": peak / 1e9}
+        return peak_memory(self.device)
 
     # ------------------------------------------------------------ saving and loading
 

@@ -42,16 +42,18 @@ from octetrl.telemetry.mismatch import mismatch_of
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.state_files import Content
 from octetrl.trainer.state_writer import StateWriter
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
 from octetrl.workers.build_engine import build_engine
 from octetrl.workers.checkpoint_state import load_state, saved_earlier_scales, saved_scales, state_files
 from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.models import LoadWeights, ModelBuilder
+from octetrl.workers.peak_memory import peak_memory
 
 
 class Worker:
@@ -181,11 +183,7 @@ class Worker:
 
     def memory_metrics(self) -> dict[str, float]:
         """The device's peak since the last call; nothing on a CPU."""
-        if self.device.type != "cuda":
-            return {}
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return {"memory/peak_gb": peak / 1e9}
+        return peak_memory(self.device)
 
     # ------------------------------------------------------------ saving and loading
 

@@ -29,11 +29,12 @@ from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
 from octetrl.trainer.peers import ALONE, Peers, join_store, serve_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.tensor_peers import connect_grid
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import accumulate_gradients
 from tests.objectives import objective
 from tests.parity.shapes import FULL, TINY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,37 +13,21 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import Fp8Config, OptimizerConfig, TrainerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import DENSE
 from octetrl.records import Sample
 from octetrl.trainer.checkpoint import load, save
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
-from octetrl.trainer.trainer import KVReplay, Trainer, TrainerState
+from octetrl.trainer.train_call import TrainerState
+from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import accumulate_gradients
 from tests.objectives import objective
+from tests.tiny_spec import TINY_SPEC
 
 pytestmark = pytest.mark.gpu
 
-SPEC = ModelSpec(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=256,
-    intermediate_size=512,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=64,
-    vocab_size=1000,
-    max_positions=512,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    qkv_bias=False,
-    qk_norm=True,
-    tied_embeddings=True,
-    blocks=DENSE,
-)
+SPEC = replace(TINY_SPEC, hidden_size=256, intermediate_size=512, head_size=64, vocab_size=1000, max_positions=512)
 BF16 = Fp8Config()
 FP8 = Fp8Config(rollout=True, train=True, kv_cache="dynamic")
 MODES = pytest.mark.parametrize(

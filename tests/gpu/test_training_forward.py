@@ -14,8 +14,8 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import DENSE
 from octetrl.models.training_forward import Keep, fused_layer_runner
+from tests.tiny_spec import TINY_SPEC
 
 pytestmark = pytest.mark.gpu
 # The largest of several seeds on an H200 stands behind each bound, which is 28% above it.
@@ -25,23 +25,8 @@ FP8_APART = 0.087  # of an FP8 gradient from the modules', relative: 0.06768
 FP8_RATIO = 1.092  # the one over the other: 1.07195
 FP8_SLACK = 0.0135  # the one less the other: 0.01053
 
-QWEN3 = ModelSpec(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=512,
-    intermediate_size=1152,
-    num_heads=8,
-    num_kv_heads=2,
-    head_size=128,
-    vocab_size=1000,
-    max_positions=2048,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    qkv_bias=False,
-    qk_norm=True,
-    tied_embeddings=True,
-    blocks=DENSE,
+QWEN3 = replace(
+    TINY_SPEC, hidden_size=512, intermediate_size=1152, num_heads=8, head_size=128, vocab_size=1000, max_positions=2048
 )
 SPECS = {
     "qwen3": QWEN3,

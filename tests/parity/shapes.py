@@ -10,28 +10,12 @@ from dataclasses import replace
 from octetrl.config.presets import preset_config
 from octetrl.config.rope import Llama3Scaling
 from octetrl.config.spec import ModelSpec
-from octetrl.models.families import DENSE, spec_from_config
+from octetrl.models.families import spec_from_config
+from tests.tiny_spec import TINY_SPEC
 
 CONTEXT = 8192
 _LLAMA_ROPE = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
-_TINY = ModelSpec(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=96,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    vocab_size=90,
-    max_positions=320,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    qkv_bias=False,
-    qk_norm=True,
-    tied_embeddings=True,
-    blocks=DENSE,
-)
+_TINY = replace(TINY_SPEC, vocab_size=90, max_positions=320)
 TINY = {
     "llama": replace(_TINY, family="llama", qk_norm=False, tied_embeddings=False, rope_scaling=_LLAMA_ROPE),
     "qwen2.5": replace(_TINY, family="qwen2", qk_norm=False, qkv_bias=True, num_kv_heads=1),

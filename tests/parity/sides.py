@@ -37,8 +37,9 @@ from octetrl.models.rollout_forward import can_fuse, rollout_forward
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
 from octetrl.trainer.activation_checkpoint import layer_runner
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import accumulate_gradients, observe_kv
 from tests.objectives import objective
 

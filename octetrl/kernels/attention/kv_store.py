@@ -10,7 +10,7 @@ loads:
 
 V in codes is transposed because codes are converted in registers and V is multiplied from the left with D as rows. Its
 codes then load in the needed layout, which is worth 7-12% of a decode on an H200 (128 x 2,560 keys). The cost is that
-this kernel stores single bytes. Only this file knows the layout: `v_pages_shape` gives V's shape, and `by_key` a view
+this kernel stores single bytes. Only this file knows the layout: `v_page` gives a page's shape, and `by_key` a view
 with the layout of K.
 
 How a value becomes a code:
@@ -50,13 +50,22 @@ from octetrl.kernels.attention.kv_codes import quantize_heads
 
 def v_pages_shape(num_pages: int, num_heads: int, page_size: int, head_size: int, dtype: torch.dtype) -> torch.Size:
     """The shape of a V cache in this dtype. Pages of codes are transposed (see the module's docstring)."""
-    rows = (head_size, page_size) if is_code(dtype) else (page_size, head_size)
-    return torch.Size((num_pages, num_heads, *rows))
+    return torch.Size((num_pages, num_heads, *v_page(page_size, head_size, dtype)))
+
+
+def v_page(page_size: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The shape of one head of one page of V."""
+    return (head_size, page_size) if is_transposed(dtype) else (page_size, head_size)
+
+
+def is_transposed(dtype: torch.dtype) -> bool:
+    """Whether V's pages in this dtype have the head's elements as rows."""
+    return is_code(dtype)
 
 
 def by_key(v_cache: Tensor) -> Tensor:
     """View [num_pages, K, page_size, D] of a V cache in its own layout."""
-    return v_cache.transpose(2, 3) if is_code(v_cache.dtype) else v_cache
+    return v_cache.transpose(2, 3) if is_transposed(v_cache.dtype) else v_cache
 
 
 def scale_in_use(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor | None:

@@ -27,7 +27,6 @@ M rows, N columns, K depth of the GEMM.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -42,7 +41,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.gluon import COMPILER_ERRORS, is_of_compiler
+from octetrl.kernels.gluon import COMPILER_ERRORS, gave_up, give_up
 
 gluon_launcher: Callable[..., Tensor] | None
 try:
@@ -125,9 +124,6 @@ def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
     return gluon_launcher(x, w, check_operands(x, w), config.tile_m, config.tile_n, config.stages, config.group)
 
 
-fallbacks: dict[Config, str] = {}  # Gluon configs that do not compile here, with the reason; a run reports them
-
-
 def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
     """y[M, N] = x[M, K] w[N, K]^T in BF16. x: scale [M, ceil(K/128)] with strides (1, M); w: scale [ceil(N/128),
     ceil(K/128)], contiguous.
@@ -145,15 +141,11 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
         config = plain_config(m)
     if config.kernel != "gluon":
         return run_config(config, x, w)
-    if config not in fallbacks:
+    if not gave_up(config):
         try:
             return run_config(config, x, w)
         except COMPILER_ERRORS as error:
-            if not is_of_compiler(error):
-                raise
-            fallbacks[config] = f"{type(error).__name__}: {error}".splitlines()[0]
-            said = f"fp8_gemm: {config} does not compile on this machine, so plain Triton runs ({fallbacks[config]})"
-            warnings.warn(said, stacklevel=2)
+            give_up(config, error, f"fp8_gemm, {config}")
     return run_config(plain_config(m), x, w)
 
 

@@ -53,17 +53,17 @@ class SeparateWorkers:
         self._published: Published | None = None  # and sent, but not adopted
         self._weights = threading.RLock()  # they are sent and adopted in different threads
         trainer_team = PartOfTeam(team, range(roles[0]))
-        drawer_team = PartOfTeam(team, range(roles[0], sum(roles)))
-        self._team, self._trainer_team, self._drawer_team = team, trainer_team, drawer_team
+        engine_team = PartOfTeam(team, range(roles[0], sum(roles)))
+        self._team, self._trainer_team, self._engine_team = team, trainer_team, engine_team
         self._trainers = ManyWorkers(trainer_team, costs, deadlines, console, spans, admission)
-        self._drawers = ManyWorkers(drawer_team, costs, deadlines, console, spans, admission, trains=False)
+        self._engine_workers = ManyWorkers(engine_team, costs, deadlines, console, spans, admission, trains=False)
         self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
         meetings = [
             trainer_team.begin(0, "meet_for_weights", address),
-            *(drawer_team.begin(worker, "meet_for_weights", address) for worker in range(drawer_team.size)),
+            *(engine_team.begin(worker, "meet_for_weights", address) for worker in range(engine_team.size)),
         ]
         trainer_team.collect("load", meetings[:1])
-        drawer_team.collect("load", meetings[1:])
+        engine_team.collect("load", meetings[1:])
 
     # ------------------------------------------------------------ the trainers
 
@@ -121,7 +121,7 @@ class SeparateWorkers:
     def _send(self) -> int:
         """Sends what the trainers have published to the workers that generate. Returns bytes."""
         sending = self._trainer_team.begin(0, "send_weights")
-        self._drawer_team.ask("publish", "receive_weights")
+        self._engine_team.ask("publish", "receive_weights")
         num_bytes: int = self._trainer_team.collect("publish", [sending])[0]
         return num_bytes
 
@@ -134,12 +134,12 @@ class SeparateWorkers:
                 self._adopt(published)
 
     def _adopt(self, published: Published) -> None:
-        held: list[Published] = self._drawer_team.ask("publish", "adopt_weights")
+        held: list[Published] = self._engine_team.ask("publish", "adopt_weights")
         self.pause_seconds = max(one.metrics["time/publish_pause"] for one in held)
         for worker, one in enumerate(held):
             if (one.policy_version, one.weights_digest) != (published.policy_version, published.weights_digest):
                 raise WorkersDiffer(
-                    f"publish: {self._drawer_team.place(worker)} holds other weights than were sent to it (digest"
+                    f"publish: {self._engine_team.place(worker)} holds other weights than were sent to it (digest"
                     f" {one.weights_digest[:12]}, not {published.weights_digest[:12]}); its machine may be faulty:"
                     " leave it out, and continue with --resume"
                 )
@@ -149,21 +149,21 @@ class SeparateWorkers:
     def generate(
         self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
     ) -> list[list[Completion]]:
-        return self._drawers.generate(requests, on_completions)
+        return self._engine_workers.generate(requests, on_completions)
 
     @contextmanager
     def session(self) -> Iterator[ManySession]:
-        with self._drawers.session() as session:
+        with self._engine_workers.session() as session:
             yield session
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
-        return self._drawers.score(completions)
+        return self._engine_workers.score(completions)
 
     def forget_prefixes(self) -> None:
-        self._drawers.forget_prefixes()
+        self._engine_workers.forget_prefixes()
 
     def rollout_metrics(self) -> Mapping[str, float]:
-        return self._drawers.rollout_metrics()
+        return self._engine_workers.rollout_metrics()
 
     # ------------------------------------------------------------ all
 

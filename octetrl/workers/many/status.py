@@ -44,8 +44,8 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """The last that a worker said, and how long ago."""
+class StatusReport:
+    """The last status that a worker sent, and how long ago."""
 
     status: WorkerStatus
     seconds_ago: float
@@ -71,9 +71,9 @@ def size(gb: float) -> str:
     return f"{gb:.1f} GB" if gb >= 0.1 else f"{1e3 * gb:.2g} MB"
 
 
-def write_status(folder: Path, heard: Sequence[Heard]) -> None:
+def write_status(folder: Path, reports: Sequence[StatusReport]) -> None:
     workers: list[Mapping[str, Any]] = []
-    for one in heard:
+    for one in reports:
         said = asdict(one.status)
         del said["last_lines"]
         workers.append({**said, "seconds_ago": one.seconds_ago})
@@ -88,7 +88,7 @@ def status_lines(folder: Path) -> Iterator[str]:
     try:
         written = json.loads(path.read_text())
         age = max(0.0, time.time() - float(written["time"]))
-        heard = [Heard(_status(worker), float(worker["seconds_ago"]) + age) for worker in written["workers"]]
+        reports = [StatusReport(_status(worker), float(worker["seconds_ago"]) + age) for worker in written["workers"]]
     except FileNotFoundError:
         if not folder.exists():
             raise UserError(f"'{folder}' does not exist; give the folder of a run{nearest_file(folder)}") from None
@@ -101,7 +101,7 @@ def status_lines(folder: Path) -> Iterator[str]:
         raise UserError(f"'{path}' can't be read ({error}); remove it if no run is live") from error
     if age > STALE_SECONDS:
         yield f"the run's process {written.get('driver')} wrote this {age:.0f} s ago; it has stopped or is very busy"
-    yield from (one.line for one in heard)
+    yield from (one.line for one in reports)
 
 
 def _status(worker: Mapping[str, Any]) -> WorkerStatus:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octetrl.bench.bandwidth_model import modelled_seconds, weight_bytes
 from octetrl.bench.expert_shares import check_skew, expert_shares
-from octetrl.bench.rollout import draw_weights, find_model
+from octetrl.bench.rollout import draw_on_device, find_model
 from octetrl.bench.router_skew import skew_routers
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
@@ -31,7 +31,7 @@ def policy_of(model: str, precision: str) -> PrecisionPolicy:
 
 def model_of(name: str, precision: str) -> Decoder:
     model = Decoder(find_model(name).spec, policy_of(name, precision), "rollout")
-    draw_weights(model, 0)
+    draw_on_device(model, 0)
     model.requantize()
     return model
 

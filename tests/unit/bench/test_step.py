@@ -20,7 +20,7 @@ from octetrl.bench.step import (
     StepBench,
     StepTimes,
     StepTurn,
-    build_worker,
+    build_bench_worker,
     check_memory,
     estimate_bytes,
     measure,
@@ -120,7 +120,7 @@ def test_precisions_alternate_learn_what_they_drew_and_leave_nothing_behind() ->
 
 
 def test_phases_are_no_more_than_the_step() -> None:
-    arm = StepArm(bench("fp8"), build_worker(bench("fp8"), "fp8"))
+    arm = StepArm(bench("fp8"), build_bench_worker(bench("fp8"), "fp8"))
     began = time.perf_counter()
     step = arm.step(0)
     wall = time.perf_counter() - began
@@ -147,7 +147,7 @@ def test_the_peak_of_learning_has_no_cache_in_it_that_is_given_back(
     releases: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = replace(bench("bf16"), trainer=TrainerConfig(tokens_per_micro_batch=16))  # enough of them for a pace
-    arm = StepArm(plan, build_worker(plan, "bf16"))
+    arm = StepArm(plan, build_bench_worker(plan, "bf16"))
     worker, memory, cache = arm.worker, Memory(), 50.0
     generate, train = worker.generate, worker.train
     engine = worker.recipe.engine.model_copy(update={"release_for_training": releases})
@@ -254,7 +254,7 @@ def test_learning_from_a_share_takes_the_time_of_the_whole(share: float, monkeyp
     plan = replace(bench("bf16"), workload=uniform_lengths(8, 2, 6, LengthRange(3, 8), TINY.spec.vocab_size, seed=0))
     learnt = []
     for of_all in (share, 1.0):
-        arm = StepArm(replace(plan, learn_share=of_all), build_worker(plan, "bf16"))
+        arm = StepArm(replace(plan, learn_share=of_all), build_bench_worker(plan, "bf16"))
         clock.watch(arm.worker)
         learnt.append(arm.for_all(arm.step(0), optimizer_seconds=0.7))
     extrapolated, whole = learnt
@@ -268,7 +268,7 @@ def test_learning_from_a_share_takes_the_time_of_the_whole(share: float, monkeyp
 
 
 def test_what_happens_once_in_a_learning_is_counted_once() -> None:
-    arm = StepArm(bench("bf16"), build_worker(bench("bf16"), "bf16"))
+    arm = StepArm(bench("bf16"), build_bench_worker(bench("bf16"), "bf16"))
     arm._learnt_tokens, arm._all_tokens = 100, 400
     step = replace(times(6.0, 3.0, 1.0), pace=Pace(before=1.0, settling=0.5, steady=0.01))
     assert arm.for_all(step, 0.25).learn == pytest.approx(6.0), "300 tokens more, 10 ms each"

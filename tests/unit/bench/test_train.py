@@ -31,8 +31,8 @@ from octetrl.bench.workload import LengthRange
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config, Numerics, TrainerConfig
 from octetrl.fp8.policy import precision_policy
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout
-from octetrl.trainer.trainer import KVReplay
 from octetrl.trainer.without_update import accumulate_gradients
 
 TINY = find_model("tiny")

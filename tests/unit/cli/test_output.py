@@ -165,8 +165,13 @@ def test_export_says_what_it_wrote(
 ) -> None:
     make_models(tmp_path, monkeypatch, "runs/x")
     replace_function(
-        monkeypatch, "octetrl.run.export", "export_run", lambda run, to, adapter: f"{to} of {run} {adapter}"
+        monkeypatch,
+        "octetrl.run.export",
+        "export_run",
+        lambda run, to, adapter, fp8: f"{to} of {run} {adapter} {fp8}",
     )
-    for flags, asked in (([], False), (["--adapter"], True)):
+    for flags, asked in (([], "False False"), (["--adapter"], "True False"), (["--fp8"], "False True")):
         assert run_command(["export", "runs/x", "--to", "out", *flags]) == 0
         assert capsys.readouterr().out == f"wrote out of runs/x {asked}\n"
+    assert run_command(["export", "runs/x", "--to", "out", "--adapter", "--fp8"]) == 2
+    assert "leave out --adapter" in capsys.readouterr().err

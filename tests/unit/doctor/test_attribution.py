@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from octetrl.config.presets import preset_config
-from octetrl.doctor.attribution import Attribution, Sides, attribute, mismatch_of, shapley
+from octetrl.doctor.attribution import Attribution, Sides, attribute, mismatch_between, shapley
 from octetrl.doctor.examine import ExaminedWorker
 from octetrl.doctor.findings import examine, forward_logprobs
 from tests.e2e import tiny_run
@@ -175,7 +175,7 @@ def test_the_mismatch_is_that_of_the_metrics() -> None:
     from octetrl.telemetry.mismatch import mismatch_metrics
 
     generator_N, trainer_N = torch.randn(2, 50)
-    found = mismatch_of(generator_N, trainer_N)
+    found = mismatch_between(generator_N, trainer_N)
     metrics = mismatch_metrics(generator_N, trainer_N, torch.arange(50), torch.full((50,), 50))
     assert found.gen_kl == pytest.approx(metrics["mismatch/gen_kl"])
     assert found.mean_abs == pytest.approx(float((generator_N - trainer_N).abs().mean()))

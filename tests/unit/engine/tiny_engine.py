@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from octetrl.config.schema import EngineConfig, Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import DENSE
 from octetrl.records import GenerationRequest, SamplingParams
+from tests.tiny_spec import TINY_SPEC
 
 EOS = 1
 CONTEXT_LENGTH = 160
-SPEC = ModelSpec(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=96,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    vocab_size=50,
-    max_positions=CONTEXT_LENGTH,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    qkv_bias=False,
-    qk_norm=True,
-    tied_embeddings=True,
-    blocks=DENSE,
-    eos_token_ids=(EOS,),
-)
+SPEC = replace(TINY_SPEC, max_positions=CONTEXT_LENGTH, eos_token_ids=(EOS,))
 PRECISIONS = {
     "bf16": Fp8Config(),
     "fp8": Fp8Config(rollout=True, train=True),

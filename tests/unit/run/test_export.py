@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from octetrl.config.errors import UserError
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import spec_from_config
-from octetrl.models.hf_weights import load_weights, save_weights
+from octetrl.models.families import hf_config, load_spec, spec_from_config
+from octetrl.models.hf_weights import load_weights, save_weights, take_published_codes
 from octetrl.run.export import export_run
 from octetrl.run.resume import weights_folder
 from octetrl.run.run_identity import CHECKPOINTS, write_run_id
@@ -111,4 +112,52 @@ def test_what_is_no_run_is_refused(made: str, tmp_path: Path) -> None:
         (tmp_path / "run" / CHECKPOINTS).mkdir(parents=True)
     with pytest.raises(UserError, match=r"no checkpoint yet|does not exist; give a run folder"):
         export_run(str(tmp_path / "run"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+WIDE = spec_from_config(
+    preset_config("tiny")
+    | {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 384}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 40}
+)
+
+
+def trained_wide(folder: Path) -> Decoder:
+    """A model with FP8 codes, saved as the checkpoint of a run."""
+    decoder = Decoder(WIDE, precision_policy(WIDE, Fp8Config(rollout=True, train=True)), "train")
+    decoder.random_init(3)
+    checkpoint.save(
+        folder / CHECKPOINTS, 1, {"cursor.json": {"step": 1}}, write_more=lambda f: save_weights(decoder, f)
+    )
+    return decoder
+
+
+def test_an_fp8_export_has_the_codes_that_the_run_had(tmp_path: Path) -> None:
+    trained = trained_wide(tmp_path / "run")
+    out = export_run(str(tmp_path / "run"), str(tmp_path / "out"), fp8=True)
+    config = AutoConfig.from_pretrained(out)
+    assert config.quantization_config["quant_method"] == "fp8" and load_spec(out) == WIDE
+    again = Decoder(WIDE, trained.policy, "train")
+    load_weights(again, out)
+    assert take_published_codes(again, out) == len(dict(trained.float8_linears())) > 0
+    for (name, mine), (_, read) in zip(trained.float8_linears(), again.float8_linears(), strict=True):
+        assert torch.equal(mine.codes.view(torch.uint8), read.codes.view(torch.uint8)), name
+        assert torch.equal(mine.scale, read.scale), name
+    assert torch.equal(trained.embedding.weight, again.embedding.weight)
+    assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_what_has_no_fp8_form_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--fp8: an adapter alone has no FP8 form; leave out --adapter"):
+        export_run(str(run), str(tmp_path / "out"), adapter=True, fp8=True)
+    with pytest.raises(UserError, match=r"whole blocks of 128, and this model has hidden size 32.*export BF16"):
+        export_run(str(run), str(tmp_path / "out"), fp8=True)
+    checkpoint.save(
+        tmp_path / "scorer" / CHECKPOINTS,
+        1,
+        {"config.json": hf_config(WIDE, scalar=True)},
+        write_more=lambda folder: None,
+    )
+    with pytest.raises(UserError, match="is a reward model, which has no FP8 form; export it without --fp8"):
+        export_run(str(tmp_path / "scorer"), str(tmp_path / "out"), fp8=True)
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octetrl.records import SessionEvent
-from octetrl.server.engine_thread import Accepted, EngineThread, Event, Failed, Refused
+from octetrl.server.engine_thread import Accepted, EngineThread, Event, Refused, RequestFailed
 from tests.unit.engine.tiny_engine import request, tiny_engine
 
 Told = SimpleQueue[tuple[str, Event]]
@@ -80,9 +80,9 @@ def test_a_failure_fails_those_at_hand_and_the_next_is_served(bench: Bench) -> N
     assert bench.next() == ("a", Accepted())
     bench.thread.submit(request("b"), streams=False)
     begun.set()
-    assert bench.next() == ("a", Failed("RuntimeError: no luck"))
+    assert bench.next() == ("a", RequestFailed("RuntimeError: no luck"))
     told = [bench.next() for _ in range(2)]
-    assert told == [("b", Accepted()), ("b", Failed("RuntimeError: no luck"))]
+    assert told == [("b", Accepted()), ("b", RequestFailed("RuntimeError: no luck"))]
     assert bench.thread.error == "RuntimeError: no luck" and bench.thread.failures == 2
     bench.engine._runner.launch = launch  # type: ignore[method-assign]
     bench.thread.submit(request("c"), streams=False)
@@ -99,7 +99,7 @@ def test_who_cancels_while_no_session_is_open_is_not_served(bench: Bench) -> Non
 
     bench.engine._runner.launch = fail  # type: ignore[method-assign,assignment]
     bench.thread.submit(request("a"), streams=False)
-    assert [type(bench.next()[1]) for _ in range(2)] == [Accepted, Failed]
+    assert [type(bench.next()[1]) for _ in range(2)] == [Accepted, RequestFailed]
     bench.engine._runner.launch = launch  # type: ignore[method-assign]
     opening, opens = threading.Event(), bench.thread._open_session
 

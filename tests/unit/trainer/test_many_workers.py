@@ -22,10 +22,12 @@ from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, PolicyUpdate, Sample
 from octetrl.trainer.critic import Critic
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shards import GradientMode
-from octetrl.trainer.trainer import KVReplay, Trainer, TrainerState
+from octetrl.trainer.train_call import TrainerState
+from octetrl.trainer.trainer import Trainer
 from tests.objectives import objective
 from tests.team import run_team
 from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples, supervised

@@ -25,9 +25,10 @@ from octetrl.config.objective_settings import AlgorithmConfig, KlSettings
 from octetrl.config.schema import CriticConfig, OptimizerConfig, TrainerConfig
 from octetrl.records import Sample
 from octetrl.trainer.critic import Critic
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.reward_trainer import RewardTrainer
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.trainer import Trainer
 from tests.objectives import objective
 from tests.unit.trainer.test_critic import tiny_scalar_model
 from tests.unit.trainer.test_objectives_training import ALL_CORRECTIONS, WIDE, drawn

@@ -13,10 +13,12 @@ from octetrl.algorithms.gae import gae_advantages
 from octetrl.algorithms.sequences import sequence_mean, sequence_sum, sum_to_go
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import OptimizerConfig
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import Sample
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.prepared import PreparedMicroBatch, token_rewards
-from octetrl.trainer.trainer import KVReplay, NonFiniteError, Trainer
+from octetrl.trainer.trainer import Trainer
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import random_samples, tiny_decoder, tiny_trainer
 

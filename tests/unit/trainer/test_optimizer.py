@@ -10,10 +10,10 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import decode_moment
 from octetrl.records import PackedBatch
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.optimizer import Optimizer
 from octetrl.trainer.optimizer_offload import pieces_of, update_piece
 from octetrl.trainer.packing import pack
-from octetrl.trainer.trainer import KVReplay
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import random_samples, supervised, tiny_trainer
 

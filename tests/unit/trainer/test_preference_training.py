@@ -12,8 +12,9 @@ import torch
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Fp8Config, OptimizerConfig
 from octetrl.records import Sample
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.trainer import Trainer
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, random_samples, supervised, tiny_decoder, tiny_trainer
 

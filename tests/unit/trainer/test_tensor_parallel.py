@@ -19,9 +19,10 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
 from octetrl.records import PackedBatch
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.trainer import KVReplay, Trainer
+from octetrl.trainer.trainer import Trainer
 from tests.grid import run_grid, smallest_shape
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, random_samples, supervised

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import PackedBatch, PolicyUpdate, Sample
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.trainer.trainer import KVReplay, NonFiniteError, Trainer, TrainerState
+from octetrl.trainer.train_call import TrainerState
+from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, FP8, random_samples, supervised, tiny_decoder, tiny_trainer

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Fp8Config, OptimizerConfig, TrainerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import DENSE
 from octetrl.records import Sample
 from octetrl.trainer.trainer import Trainer
 from tests.objectives import objective
+from tests.tiny_spec import TINY_SPEC
 
-SPEC = ModelSpec(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=16,
-    vocab_size=40,
-    max_positions=64,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    qkv_bias=False,
-    qk_norm=True,
-    tied_embeddings=True,
-    blocks=DENSE,
+SPEC = replace(
+    TINY_SPEC, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1, vocab_size=40, max_positions=64
 )
 BF16 = Fp8Config()
 FP8 = Fp8Config(rollout=True, train=True, kv_cache="dynamic")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
-from octetrl.trainer.trainer import KVReplay
-from octetrl.workers.many.status import Heard, WorkerStatus
+from octetrl.workers.many.status import StatusReport, WorkerStatus
 from octetrl.workers.training_progress import counted, num_micro_batches
 from tests.unit.trainer.tiny_trainer import random_samples, tiny_trainer
 
@@ -29,8 +29,8 @@ def test_every_micro_batch_counts_once(epochs: int, minibatches: int) -> None:
 def test_a_workers_line_says_how_far_it_is() -> None:
     status = WorkerStatus(0, "gpu1", "3", 77, "train", 12.0, True, 61.25, done=3, total=8)
     line = "worker 0 (host gpu1, GPU 3): train for 12 s (3/8 micro-batches), 61.2 GB, process 77"
-    assert Heard(status, 0.0).line == line
+    assert StatusReport(status, 0.0).line == line
     loaded = replace(status, read_gb=4.123, quantized_gb=3.5)
-    assert Heard(loaded, 0.0).line == line + ", read 4.1 GB and quantised 3.5 GB of weights"
+    assert StatusReport(loaded, 0.0).line == line + ", read 4.1 GB and quantised 3.5 GB of weights"
     small = replace(status, read_gb=0.041, quantized_gb=0.033)
-    assert Heard(small, 0.0).line == line + ", read 41 MB and quantised 33 MB of weights"
+    assert StatusReport(small, 0.0).line == line + ", read 41 MB and quantised 33 MB of weights"

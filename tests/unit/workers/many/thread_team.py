@@ -26,7 +26,7 @@ from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan
 from octetrl.workers.many.separate import SeparateWorkers
-from octetrl.workers.many.status import Heard
+from octetrl.workers.many.status import StatusReport
 from octetrl.workers.many.team import Call
 from octetrl.workers.many.workers import ManyWorkers
 from tests.e2e.test_turns import UNTIMED
@@ -53,7 +53,7 @@ class ThreadTeam:
         return f"worker {worker}"
 
     def lines(self) -> list[str]:
-        return [Heard(worker.status(), 0.0).line for worker in self.workers]
+        return [StatusReport(worker.status(), 0.0).line for worker in self.workers]
 
     def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
         return self.ask_each(phase, verb, [arguments] * self.size)
