@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from octetrl.trainer import optimizer_offload
 from octetrl.trainer.peers import PeersLost, ProcessGroupPeers, join_store, serve_store
 from octetrl.trainer.shards import GradientMode, Share
 from tests.gpu.test_parity import SMALL
+from tests.gpu.test_two_gpus import assert_equal, exchanged
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
 from tests.required import missing
+from tests.team import run_team
 from tests.unit.trainer.test_shards import updated
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +43,12 @@ def on_one_gpu(rank: int, address: str, precision: str, gradients: GradientMode,
     else:
         time.sleep(4.0)
     os._exit(0)  # a collective that was given up must not be waited for
+
+
+def test_workers_on_one_gpu_exchange_through_the_host() -> None:
+    """As those of cluster.workers_per_gpu do."""
+    on_cpu, on_gpu = (run_team(2, partial(exchanged, device=torch.device(name))) for name in ("cpu", "cuda"))
+    assert_equal(on_gpu, on_cpu)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -114,6 +114,7 @@ def on_one_gpu(rank: int, address: str, folder: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     device = torch.device("cuda", 0)
     peers = ProcessGroupPeers(join_store(address), Share(rank, COUNT), device, deadline_seconds=DEADLINE_SECONDS)
+    assert peers.link_speed() > 1.0, "GB/s"
     torch.save(exchanged(peers, device), folder / f"{rank}.pt")
     peers.close()
 
