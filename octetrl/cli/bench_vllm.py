@@ -13,7 +13,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.vllm import why_no_vllm
 
 if TYPE_CHECKING:
-    from octetrl.bench.rollout import Bench, Turn
+    from octetrl.bench.rollout import Bench, Row, Turn
     from octetrl.bench.vllm import VllmTurn
 
 OURS, VLLM = "octetrl", "vllm"
@@ -58,20 +58,40 @@ def backends_of(text: str, *, on_gpu: bool, refused: bool) -> tuple[str, ...]:
 
 
 def measure_backends(plan: Bench, backends: Sequence[str], folder: Path, name: str) -> None:
-    """Measure, print and write a file for each backend."""
-    from octetrl.bench.rollout import Turn, rows_of
-    from octetrl.bench.vllm import VllmTurn, measure_beside, vllm_rows
-    from octetrl.telemetry.bench_record import write_result
+    """Measure, print and write a file for each backend. The files are written after each turn: turns take minutes."""
+    from octetrl.bench.vllm import measure_beside
 
-    turns = measure_beside(plan, backends, _say)
-    ours = rows_of([turn for turn in turns if isinstance(turn, Turn)])
-    theirs = vllm_rows([turn for turn in turns if isinstance(turn, VllmTurn)])
+    taken: list[Turn | VllmTurn] = []
+
+    def on_turn(number: int, turn: Turn | VllmTurn) -> None:
+        taken.append(turn)
+        _say(number, turn)
+        _write(taken, folder, name)
+
+    measure_beside(plan, backends, on_turn)
+    ours, theirs = _rows(taken)
     title = f"rollout, {plan.model.name} on {plan.device.type}"
     shown = [*({**row, "rollout/backend": OURS} for row in ours), *theirs]
     print_table(title, ("rollout/backend", "precision", "workload"), COLUMNS, shown, LEGEND)
-    for rows, suffix in ((ours, f"_beside_{VLLM}"), (theirs, f"_{VLLM}")):
-        if rows:
-            typer.echo(f"wrote {write_result('rollout', name + suffix, rows, folder)}")
+    for path in _write(taken, folder, name):
+        typer.echo(f"wrote {path}")
+
+
+def _rows(turns: Sequence[Turn | VllmTurn]) -> tuple[list[Row], list[Row]]:
+    """Of our engine, and of vLLM."""
+    from octetrl.bench.rollout import Turn, rows_of
+    from octetrl.bench.vllm import VllmTurn, vllm_rows
+
+    ours = rows_of([turn for turn in turns if isinstance(turn, Turn)])
+    return ours, vllm_rows([turn for turn in turns if isinstance(turn, VllmTurn)])
+
+
+def _write(turns: Sequence[Turn | VllmTurn], folder: Path, name: str) -> list[Path]:
+    from octetrl.telemetry.bench_record import write_result
+
+    suffixes = f"_beside_{VLLM}", f"_{VLLM}"
+    found = zip(_rows(turns), suffixes, strict=True)
+    return [write_result("rollout", name + suffix, rows, folder) for rows, suffix in found if rows]
 
 
 def _say(number: int, turn: Turn | VllmTurn) -> None:

@@ -15,8 +15,8 @@ from benchmarks.picture import VLLM, draw
 from octetrl.backends.vllm.measure import AskedRequest, Measured
 from octetrl.bench.rollout import Bench, find_model
 from octetrl.bench.vllm import VllmTurn, asked_of, measure_beside, precision_in_vllm, vllm_rows
-from octetrl.bench.workload import Shape, fixed_lengths, lognormal_lengths
-from octetrl.cli.bench_vllm import backends_of
+from octetrl.bench.workload import Shape, Workload, fixed_lengths, lognormal_lengths
+from octetrl.cli.bench_vllm import backends_of, measure_backends
 from octetrl.config.errors import UserError
 
 WORKLOAD = fixed_lengths(Shape(256, 8, 4), 8, 300, seed=1)
@@ -65,6 +65,21 @@ def test_each_turn_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("octetrl.bench.vllm.subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 3))
     with pytest.raises(RuntimeError, match="vLLM's process ended with 3"):
         measure_beside(BENCH, ("vllm",))
+
+
+def test_a_turn_that_fails_leaves_the_results_of_those_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def turn(_: Bench, precision: str, workload: Workload) -> VllmTurn:
+        if precision != "bf16":
+            raise RuntimeError("out of time")
+        return VllmTurn(precision, workload, 256, Measured(9.0, 0.1, 2.0, 1024, 4096))
+
+    monkeypatch.setattr("octetrl.bench.vllm.vllm_turn", turn)
+    with pytest.raises(RuntimeError, match="out of time"):
+        measure_backends(BENCH, ("vllm",), tmp_path, "tiny")
+    (row,) = json.loads((tmp_path / "rollout_tiny_vllm.json").read_text())["rows"]
+    assert row["precision"] == "bf16" and row["rollout/tokens_per_second"] == 512
 
 
 def vars_of(measured: Measured) -> dict[str, Any]:
