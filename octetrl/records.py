@@ -8,6 +8,8 @@ here imports torch: records with tensors name the type for the type checker only
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -230,6 +232,22 @@ class RolloutGroup:
     def penalized_rewards(self) -> tuple[float, ...]:
         """Rewards plus length penalties. Advantages are computed from these."""
         return tuple(rollout.reward + rollout.penalty for rollout in self.rollouts if rollout.reward is not None)
+
+
+REWARD_ROUNDINGS = 16  # of float64 rewards that count as equal: algorithms/spread.py gives the reasons
+
+
+def has_spread(low: float, high: float, eps: float = sys.float_info.epsilon, roundings: int = REWARD_ROUNDINGS) -> bool:
+    """Whether values between `low` and `high` differ by more than rounding. Values that are not finite always do."""
+    if low == high:
+        return False
+    size = max(abs(low), abs(high))
+    return not (math.isfinite(size) and high - low <= roundings * eps * size)
+
+
+def differ(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a group differ by more than rounding. Fewer than two rewards do not."""
+    return len(rewards) > 1 and has_spread(min(rewards), max(rewards))
 
 
 @dataclass(frozen=True, slots=True)

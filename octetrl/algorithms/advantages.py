@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from octetrl.algorithms.spread import differ, differences_from_mean, near_one
+from octetrl.algorithms.spread import differences_from_mean, near_one
+from octetrl.records import differ
 
 # Rewards of all groups of a step -> as many advantages; None: the rollout with this reward is not trained on.
 Advantages = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float | None]]]

@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-from octetrl.algorithms.spread import differ
-from octetrl.records import Rollout, RolloutGroup, RolloutStatus
+from octetrl.records import Rollout, RolloutGroup, RolloutStatus, differ
 
 
 def has_reward(group: RolloutGroup) -> bool:

@@ -17,22 +17,14 @@ bound is far below any intended spread: a billionth of the rewards' size still c
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-REWARD_ROUNDINGS = 16  # of float64 rewards
+from octetrl.records import differ, has_spread
+
 TENSOR_ROUNDINGS = 4  # of float32 values of tokens: a product, a sum and the rounding to float32 are 3 halves each
-
-
-def has_spread(low: float, high: float, eps: float = sys.float_info.epsilon, roundings: int = REWARD_ROUNDINGS) -> bool:
-    """Whether values between `low` and `high` differ by more than rounding. Values that are not finite always do."""
-    if low == high:
-        return False
-    size = max(abs(low), abs(high))
-    return not (math.isfinite(size) and high - low <= roundings * eps * size)
 
 
 def tensor_differs(values: Tensor) -> bool:
@@ -41,11 +33,6 @@ def tensor_differs(values: Tensor) -> bool:
         return False
     low, high = torch.stack([values.min(), values.max()]).tolist()
     return has_spread(low, high, torch.finfo(torch.float32).eps, TENSOR_ROUNDINGS)
-
-
-def differ(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ by more than rounding. Fewer than two rewards do not."""
-    return len(rewards) > 1 and has_spread(min(rewards), max(rewards))
 
 
 def differences_from_mean(rewards: Sequence[float]) -> list[float]:

@@ -21,7 +21,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from octetrl.config.algorithm import RftConfig
-from octetrl.config.blocks import StackedLinearLayout
 from octetrl.config.cluster import cluster_problems
 from octetrl.config.errors import UserError
 from octetrl.config.lora import adapter_elements, projections, targets_of, unknown_target
@@ -34,6 +33,7 @@ from octetrl.config.several_environments import mixture_problems, problems_of_ea
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_backend import backend_problems, backend_spec_problems
 from octetrl.config.validate_environment import environment_problems
+from octetrl.config.validate_experts import expert_problems
 from octetrl.config.validate_overdraw import overdraw_problems
 from octetrl.config.validate_roles import role_problems
 from octetrl.config.validate_sandbox import sandbox_problems
@@ -355,7 +355,7 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             f" give 0 to {spec.num_layers}, or leave it out for all"
         )
         yield Problem(("trainer.checkpointed_layers",), text)
-    yield from _mixture_problems(recipe, spec)
+    yield from expert_problems(recipe, spec)
     yield from chain(tensor_problems(recipe, spec), backend_spec_problems(recipe, spec))
     if lora is not None and unknown is None and not adapter_elements(spec, lora):
         text = (
@@ -376,25 +376,3 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             f" in FP8; lower them, or use precision: bf16"
         )
         yield Problem(("fp8.bf16_first_layers", "fp8.bf16_last_layers"), text)
-
-
-def _mixture_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
-    router = recipe.trainer.router
-    given = [name for name, value in router if value]
-    has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in spec.linears())
-    if given and not has_experts:
-        text = f"trainer.router.{given[0]}: this model has no experts; remove the section trainer.router"
-        yield Problem((f"trainer.router.{given[0]}",), text)
-    elif router.bias_rate and not any(spec.without_gradient()):
-        text = (
-            f"trainer.router.bias_rate: {router.bias_rate:g}, but the routers of {spec.family} have no correction bias;"
-            f" use trainer.router.balance_loss"
-        )
-        yield Problem(("trainer.router.bias_rate",), text)
-    lora = recipe.model.lora
-    if lora is not None and lora.experts and not has_experts:
-        yield Problem(("model.lora.experts",), "model.lora.experts: this model has no experts; set it to false")
-    elif lora is not None and lora.experts and lora.rank % 8:
-        multiple = -(-lora.rank // 8) * 8
-        text = f"model.lora.rank: {lora.rank}, but adapters of experts need a multiple of 8; set it to {multiple}"
-        yield Problem(("model.lora.rank", "model.lora.experts"), text)

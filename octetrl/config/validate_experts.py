@@ -1,10 +1,13 @@
-"""What a GPU asks of a mixture of experts. No torch, so that `octetrl check` says it before a model is built."""
+"""What goes with a mixture of experts, and what a GPU asks of one. No torch: `octetrl check` says it before a run."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from octetrl.config.blocks import StackedLinearLayout
 from octetrl.config.memory import Precisions
 from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
 
 BLOCK = 128  # of fp8/format.py, which needs torch
@@ -12,6 +15,34 @@ ONLY_BFLOAT16 = (
     "a mixture of experts runs on a GPU in bfloat16, and its FP8 is not emulated there; set model.dtype=bfloat16 and"
     " leave fp8.emulate out, or set cluster.device=cpu"
 )
+
+
+def expert_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
+    router = recipe.trainer.router
+    given = [name for name, value in router if value]
+    has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in spec.linears())
+    if given and not has_experts:
+        text = f"trainer.router.{given[0]}: this model has no experts; remove the section trainer.router"
+        yield Problem((f"trainer.router.{given[0]}",), text)
+    elif router.bias_rate and not any(spec.without_gradient()):
+        text = (
+            f"trainer.router.bias_rate: {router.bias_rate:g}, but the routers of {spec.family} have no correction bias;"
+            f" use trainer.router.balance_loss"
+        )
+        yield Problem(("trainer.router.bias_rate",), text)
+    lora = recipe.model.lora
+    if router.bias_rate and lora is not None:
+        text = (
+            f"trainer.router.bias_rate: {router.bias_rate:g} would move the correction biases of the routers, which"
+            " model.lora freezes and an adapter's file does not hold; remove one of the two"
+        )
+        yield Problem(("trainer.router.bias_rate", "model.lora"), text)
+    if lora is not None and lora.experts and not has_experts:
+        yield Problem(("model.lora.experts",), "model.lora.experts: this model has no experts; set it to false")
+    elif lora is not None and lora.experts and lora.rank % 8:
+        multiple = -(-lora.rank // 8) * 8
+        text = f"model.lora.rank: {lora.rank}, but adapters of experts need a multiple of 8; set it to {multiple}"
+        yield Problem(("model.lora.rank", "model.lora.experts"), text)
 
 
 def experts_refused_on_gpu(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> str | None:

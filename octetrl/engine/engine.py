@@ -176,7 +176,7 @@ class Engine:
         """Metrics of the last `generate` or session, by the names of a step's metrics; empty before the first."""
         if self.metrics is None:
             return {}
-        return self.metrics.named(scales_are_calibrated=self._policy.kv_mode != "none")
+        return self.metrics.named(scales_are_calibrated=self._policy.kv_mode == "calibrated")
 
     def generate(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -81,6 +81,10 @@ class EngineMetrics:
     def merged(self, others: Sequence[EngineMetrics]) -> EngineMetrics:
         """These and those of sessions that ran at the same time on other workers."""
         return merged([self, *others])
+
+    def followed_by(self, later: EngineMetrics) -> EngineMetrics:
+        """These and those of a session that ran afterwards."""
+        return merged([self, later], in_turn=True)
 
     @property
     def tokens_per_second(self) -> float:
@@ -204,8 +208,9 @@ class Tally:
         return tail / sum(self._step_seconds) if self._step_seconds else 0.0
 
 
-def merged(parts: Sequence[EngineMetrics]) -> EngineMetrics:
-    """The metrics of sessions that ran beside each other on several workers: sums of sums, weighted by what each did.
+def merged(parts: Sequence[EngineMetrics], *, in_turn: bool = False) -> EngineMetrics:
+    """The metrics of several sessions: sums of sums, weighted by what each did. They ran beside each other on several
+    workers, or `in_turn` on the same ones.
 
     Without the time of single steps, and without the saturation by layer.
     """
@@ -222,39 +227,41 @@ def merged(parts: Sequence[EngineMetrics]) -> EngineMetrics:
     places = [part.generated_tokens / part.batch_occupancy for part in parts if part.batch_occupancy]
     cached = [float(part.generated_tokens + part.prefilled_tokens) for part in parts]
     seconds = [part.seconds for part in parts]
+    over_time: Callable[[Sequence[float]], float] = sum if in_turn else max
+    capacities = [part.kv_capacity_tokens for part in parts]
     return EngineMetrics(
         completions=total("completions"),
         generated_tokens=total("generated_tokens"),
         prompt_tokens=total("prompt_tokens"),
         prefilled_tokens=total("prefilled_tokens"),
         steps=total("steps"),
-        seconds=max(seconds),
+        seconds=over_time(seconds),
         preemptions=total("preemptions"),
         batch_occupancy=total("generated_tokens") / sum(places) if places else 0.0,
         cache_occupancy=max(part.cache_occupancy for part in parts),
-        kv_capacity_tokens=total("kv_capacity_tokens"),
+        kv_capacity_tokens=capacities[-1] if in_turn else sum(capacities),
         kv_saturation=weighted("kv_saturation", cached),
         kv_saturation_LS=None,
         non_finite_tokens=total("non_finite_tokens"),
         tail_share=weighted("tail_share", seconds),
         step_seconds=(),
         capture_seconds=max(part.capture_seconds for part in parts),
-        session_capture_seconds=max(captured) if captured else None,
+        session_capture_seconds=over_time(captured) if captured else None,
         cancelled=total("cancelled"),
         idle_share=weighted("idle_share", seconds),
-        drafts=_drafts_of([part.drafts for part in parts if part.drafts is not None]),
+        drafts=_drafts_of([part.drafts for part in parts if part.drafts is not None], over_time),
     )
 
 
-def _drafts_of(parts: Sequence[DraftTally]) -> DraftTally | None:
-    """Sums over workers; of the forwards saved, which they save beside one another, the most."""
+def _drafts_of(parts: Sequence[DraftTally], over_time: Callable[[Sequence[float]], float]) -> DraftTally | None:
+    """Sums; of the forwards saved, which workers save beside one another, by `over_time`."""
     if not parts:
         return None
     return DraftTally(
         forwards=sum(part.forwards for part in parts),
         drafted=sum(part.drafted for part in parts),
         accepted=sum(part.accepted for part in parts),
-        saved=max(part.saved for part in parts),
+        saved=over_time([part.saved for part in parts]),
     )
 
 

@@ -52,6 +52,9 @@ class GenerationMetrics(Protocol):
     def merged(self, others: Sequence[Self], /) -> Self:
         """These and the metrics of sessions that ran at the same time on other workers, as one."""
 
+    def followed_by(self, later: Self, /) -> Self:
+        """These and the metrics of a session that ran afterwards, as one."""
+
     def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
         """By the names of the step's metrics. Values that were not measured are left out."""
 

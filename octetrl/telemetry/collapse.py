@@ -115,7 +115,7 @@ class CollapseGate:
         for what in found:
             self._since.setdefault(what, step)
         if "reward is dead" in found:
-            self._dead_groups += self._groups(now)
+            self._dead_groups += self._chances(now)
         self._sound_in_a_row = 0 if self._since else self._sound_in_a_row + 1
         self._is_reported = self._is_reported and self._sound_in_a_row < PATIENCE
         if not self._since and not self._is_reported:
@@ -140,13 +140,20 @@ class CollapseGate:
     def _is_improbable(self) -> bool:
         """Whether chance is an improbable cause of so many groups with equal rewards in a row.
 
-        The probability follows from the past's share of such groups."""
-        groups = sum(self._groups(step) for step in self._past)
-        equal = sum(step.get(ALL_EQUAL, 1.0) * self._groups(step) for step in self._past)
+        The probability follows from the past's share of such groups. Where groups have one answer, a step's rewards
+        count as one group."""
+        groups = equal = 0.0
+        for step in self._past:
+            groups += self._chances(step)
+            equal += step.get(ALL_EQUAL, step.get(SPREAD_OF_REWARDS) == 0) * self._chances(step)
         return self._dead_groups * math.log((equal + 1) / (groups + 2)) < math.log(IMPROBABLE)
 
     def _groups(self, step: Mapping[str, float]) -> float:
         return step.get("rollout/count", 0.0) / self._group_size
+
+    def _chances(self, step: Mapping[str, float]) -> float:
+        """Groups whose rewards could have differed. Groups of one answer could not; their step counts as one."""
+        return self._groups(step) if self._group_size > 1 else 1.0
 
     def _judged(self, now: Mapping[str, float]) -> Iterator[What]:
         """Yield the symptoms that the step's metrics can confirm or exclude. Missing metrics do neither."""

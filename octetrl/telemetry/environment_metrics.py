@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Collection, Sequence
 
 from octetrl.records import RolloutGroup, RolloutStatus
+from octetrl.telemetry.failures import Failures
+from octetrl.telemetry.rollouts import equal_rewards
 
 SHARES = {"truncated_share": RolloutStatus.TRUNCATED, "unfinished_share": RolloutStatus.UNFINISHED}
 
@@ -27,17 +29,14 @@ def environment_metrics(groups: Sequence[RolloutGroup], names: Collection[str], 
     for name, of_name in by_environment(groups, names).items():
         found = {"share": len(of_name) / len(groups)} if groups else {}
         rollouts = [rollout for group in of_name for rollout in group.rollouts]
-        rewards = [group.rewards for group in of_name if group.rewards]
-        every = [reward for of_group in rewards for reward in of_group]
+        every = [reward for group in of_name for reward in group.rewards]
         if rollouts:
             for share, status in SHARES.items():
                 found[share] = statistics.fmean(rollout.status is status for rollout in rollouts)
-            found["failure_share"] = statistics.fmean(
-                rollout.reward is None and rollout.status is not RolloutStatus.PROMPT_TOO_LONG for rollout in rollouts
-            )
+            found["failure_share"] = Failures.among(of_name).share
         if every:
             found["reward"] = statistics.fmean(every)
             found["accuracy"] = statistics.fmean(reward >= right_from for reward in every)
-            found["zero_variance_fraction"] = statistics.fmean(len(set(of_group)) == 1 for of_group in rewards)
         metrics |= {f"environments/{name}/{key}": value for key, value in found.items()}
+        metrics |= equal_rewards(f"environments/{name}", of_name)
     return metrics

@@ -44,7 +44,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
                "Near 1: it teaches nothing."),
         Metric("environments/{name}/truncated_share", SHARE, "Its rollouts with an answer that reached its limit."),
         Metric("environments/{name}/unfinished_share", SHARE, "Its rollouts whose turns or context ran out."),
-        Metric("environments/{name}/failure_share", SHARE, "Its rollouts that failed in the environment."),
+        Metric("environments/{name}/failure_share", SHARE, "Its drawn rollouts without a reward."),
         Metric("loss", "", "The objective's loss, summed over the step and divided by its one denominator.",
                "With policy gradients its value says little."),
         Metric("grad_norm", "", "Norm of the gradient before clipping.", "Sudden growth: lower the learning rate."),
@@ -53,7 +53,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
                "Near 0: the policy always says the same (docs/collapse.md)."),
         Metric("kl", NATS, "Mean KL divergence from the reference model, estimated on the sampled tokens."),
         Metric("kl/scale", "", "Factor of the KL penalty in this step."),
-        Metric("ratio/clip_fraction", SHARE, "Trained tokens whose gradient the clipping of the ratio removes."),
+        Metric("ratio/clip_fraction", SHARE, "Trained tokens whose ratio is clipped.",
+               "Their gradient is removed, except with cispo."),
         Metric("ratio/limited_fraction", SHARE, "Trained tokens whose ratio is outside of the clipping range."),
     ),
     "Evaluation on held-out tasks": (

@@ -31,7 +31,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import ESCAPE
-from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus
+from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, differ
 from octetrl.telemetry.failures import Failures
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders of a run: of its steps, and of the held-out tasks
@@ -47,6 +47,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     `reward/penalty` is the mean length penalty. `reward/mean` does not include it.
     `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
+    Rewards that differ by rounding alone are the same, and groups with a single reward do not count.
     `SHARES` are shares of all rollouts, each of one status. `reward/component/*` are the parts of the rewards,
     unweighted. `environment/*` are metrics of environments.
     """
@@ -65,13 +66,20 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         metrics["reward/mean"] = statistics.fmean(rewards)
         metrics["reward/std"] = statistics.pstdev(rewards)
         metrics["reward/penalty"] = statistics.fmean(one.penalty for group in groups for one in group.scored)
-        scored = [group.rewards for group in groups if group.rewards]
-        metrics["reward/zero_variance_fraction"] = statistics.fmean(len(set(r)) == 1 for r in scored)
+        metrics |= equal_rewards("reward", groups)
     if lengths:
         metrics["rollout/mean_length"] = statistics.fmean(lengths)
         metrics["rollout/max_length"] = max(lengths)
     metrics |= _means("reward/component", [rollout.components for rollout in rollouts])
     return metrics | _means("environment", [rollout.metrics for rollout in rollouts])
+
+
+def equal_rewards(family: str, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """`FAMILY/zero_variance_fraction`, if any group has two rewards."""
+    several = [group.rewards for group in groups if len(group.rewards) > 1]
+    if not several:
+        return {}
+    return {f"{family}/zero_variance_fraction": statistics.fmean(not differ(rewards) for rewards in several)}
 
 
 def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

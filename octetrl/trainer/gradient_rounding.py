@@ -19,6 +19,7 @@ resume. Workers that sum whole gradients draw different bits, so that their erro
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import torch
@@ -57,10 +58,11 @@ class GradientRounding:
     def end(self, norm: Tensor, peers: Peers) -> None:
         """The sums are complete. norm: of the whole gradient."""
         squared = peers.sum(self._squared_error.reshape(1), "gradient error")[0]
-        self._relative_errors.append(squared.sqrt() / norm.double())
+        self._relative_errors.append(squared.sqrt() / norm.double())  # NaN: the gradient is 0, and so is its error
 
     def take_metrics(self) -> dict[str, float]:
         """`gradients/rounding_error`: expected norm of the error over the norm of the gradient, the mean of the
         optimizer steps since the last call."""
         errors, self._relative_errors = self._relative_errors, []
-        return {"gradients/rounding_error": float(torch.stack(errors).mean())} if errors else {}
+        error = float(torch.stack(errors).nanmean()) if errors else math.nan
+        return {} if math.isnan(error) else {"gradients/rounding_error": error}

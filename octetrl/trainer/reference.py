@@ -92,12 +92,13 @@ class Reference:
 
 
 def _tensors(model: Decoder, like: Decoder) -> dict[str, Tensor]:
-    """Live tensors of `model`: codes and scales where `like` has no weight, and all other trained parameters."""
+    """Live tensors of `model`: codes and scales where `like` has no weight, and all other parameters that
+    change."""
     dropped = {name for name, linear in like.float8_linears() if linear.weight is None and like.lora is None}
+    moved = () if like.lora is not None else model.spec.without_gradient()  # correction biases of routers
+    changing = dict(model.trained_parameters()) | {name: model.get_parameter(name) for name in moved}
     tensors = {
-        name: parameter.detach()
-        for name, parameter in model.trained_parameters()
-        if name.removesuffix(".weight") not in dropped
+        name: parameter.detach() for name, parameter in changing.items() if name.removesuffix(".weight") not in dropped
     }
     for name, linear in model.float8_linears():
         if name in dropped:

@@ -28,6 +28,7 @@ from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.reward_scorer import RewardModelScorer
+from octetrl.workers.session_sum import SessionSum
 from octetrl.workers.training_progress import counted, most_tokens
 from octetrl.workers.worker import Worker
 
@@ -90,6 +91,7 @@ class LocalWorkers(LocalLearningWorkers):
     def __init__(self, worker: Worker, console: Console, scorer: RewardModelScorer | None = None) -> None:
         super().__init__(worker, console)
         self._policy, self._scorer = worker, scorer
+        self._sessions = SessionSum()
 
     @property
     def needs_calibration(self) -> bool:
@@ -103,12 +105,15 @@ class LocalWorkers(LocalLearningWorkers):
         self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
     ) -> list[list[Completion]]:
         with self._shown(most_tokens(requests)) as on_progress:
-            return self._policy.generate(requests, on_progress, on_completions)
+            drawn = self._policy.generate(requests, on_progress, on_completions)
+        self._sessions.add(self._policy.engine.metrics)
+        return drawn
 
     @contextmanager
     def session(self) -> Iterator[MeasuredSession]:
         with self._shown() as on_progress, self._policy.session(on_progress) as session:
             yield session
+        self._sessions.add(self._policy.engine.metrics)
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         assert self._scorer is not None, "the recipe has no environment.reward_model"
@@ -118,7 +123,7 @@ class LocalWorkers(LocalLearningWorkers):
         self._policy.forget_prefixes()
 
     def rollout_metrics(self) -> dict[str, float]:
-        return self._policy.rollout_metrics()
+        return self._sessions.take(scales_are_calibrated=self._policy.policy.kv_mode == "calibrated")
 
     @contextmanager
     def _shown(self, most: int | None = None) -> Iterator[OnProgress]:

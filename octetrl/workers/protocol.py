@@ -102,7 +102,7 @@ class Workers(LearningWorkers, Protocol):
         """The next request prefills its whole prompt, whatever was generated before."""
 
     def rollout_metrics(self) -> Mapping[str, float]:
-        """Of the last generation; empty before the first."""
+        """Of the generations since the last call, as one; empty if there was none."""
 
 
 @runtime_checkable

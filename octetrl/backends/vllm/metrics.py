@@ -31,15 +31,24 @@ class VllmMetrics:
     def merged(self, others: Sequence[VllmMetrics]) -> VllmMetrics:
         """These and those of sessions that ran at the same time on other workers."""
         every = [self, *others]
+        return self._joined(every, seconds=max(one.seconds for one in every))
+
+    def followed_by(self, later: VllmMetrics) -> VllmMetrics:
+        """These and those of a session that ran afterwards."""
+        return self._joined([self, later], seconds=self.seconds + later.seconds)
+
+    def _joined(self, every: Sequence[VllmMetrics], seconds: float) -> VllmMetrics:
+        """Shares are means, weighted by the seconds of their sessions."""
+        whole = sum(one.seconds for one in every) or 1.0
         return replace(
             self,
             completions=sum(one.completions for one in every),
             generated_tokens=sum(one.generated_tokens for one in every),
             prompt_tokens=sum(one.prompt_tokens for one in every),
-            seconds=max(one.seconds for one in every),
-            batch_occupancy=sum(one.batch_occupancy for one in every) / len(every),
+            seconds=seconds,
+            batch_occupancy=sum(one.batch_occupancy * one.seconds for one in every) / whole,
             cache_occupancy=max(one.cache_occupancy for one in every),
-            idle_share=sum(one.idle_share for one in every) / len(every),
+            idle_share=sum(one.idle_share * one.seconds for one in every) / whole,
         )
 
     def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:

@@ -331,7 +331,7 @@ class HostedWorker:
         self._open.close()
         self._session_end.result()
         self._session = self._session_end = None
-        return RolloutFacts(self._policy.engine.metrics, self._policy.policy.kv_mode != "none")
+        return RolloutFacts(self._policy.engine.metrics, self._policy.policy.kv_mode == "calibrated")
 
     @property
     def _open(self) -> HostedSession:

@@ -43,6 +43,7 @@ from octetrl.workers.many.plan import RolloutFacts, WorkerState
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.status import size
 from octetrl.workers.many.team import PartOfTeam, Team
+from octetrl.workers.session_sum import SessionSum
 from octetrl.workers.training_progress import most_tokens
 
 LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for
@@ -178,6 +179,7 @@ class ManyWorkers(ManyLearningWorkers):
         self._drawing = team if size == 1 else PartOfTeam(team, range(0, team.size, size))
         self._admission = admission
         self._rollout: list[RolloutFacts] = []  # of the last session
+        self._sessions = SessionSum()
 
     @property
     def needs_calibration(self) -> bool:
@@ -234,6 +236,7 @@ class ManyWorkers(ManyLearningWorkers):
                 self._team.ask("rollout", "close_session")
                 raise
             self._rollout = self._team.ask("rollout", "close_session")[:: self._size]
+            self._sessions.add(self.last_session)
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """Each worker scores a contiguous part."""
@@ -251,8 +254,8 @@ class ManyWorkers(ManyLearningWorkers):
         return parts[0].merged(parts[1:]) if parts else None
 
     def rollout_metrics(self) -> dict[str, float]:
-        session = self.last_session
-        return {} if session is None else session.named(scales_are_calibrated=self._rollout[0].scales_are_calibrated)
+        calibrated = bool(self._rollout) and self._rollout[0].scales_are_calibrated
+        return self._sessions.take(scales_are_calibrated=calibrated)
 
 
 def _say_what_was_read(console: Console, states: Sequence[WorkerState]) -> None:

@@ -244,6 +244,8 @@ def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(
     assert "4 of 48 with latent attention; all share latent of 64, rotary key of 16" in out
     assert "latent fp8, rotary key bf16, dynamic scales" in out and "of 400 bytes" in out
     assert code == 0, err
+    code, _, err = check(capsys, "model.lora={}", "trainer.router.bias_rate=0.01")
+    assert code == 2 and "trainer.router.bias_rate: 0.01 would move" in err and "which model.lora freezes" in err
     code, _, err = check(capsys, "precision=fp8_full", "fp8.kv_cache=int8")
     assert code == 2 and "'int8' is not available for latent attention" in err
     code, _, err = check(capsys, "precision=fp8_full", "--memory-gib", "80")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.table import build_algorithm
 from octetrl.config.blocks import LayerBlocks
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements
@@ -38,7 +39,9 @@ from octetrl.models.blocks.products import Input
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import DENSE, spec_from_config
 from octetrl.trainer.metric_means import MetricMeans
+from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers
+from tests.objectives import objective
 from tests.parity.shapes import TINY
 
 SOFTMAX = Routing(6, 2, "softmax", renormalise=True)
@@ -359,3 +362,18 @@ def test_correction_biases_move_towards_a_balanced_load() -> None:
     assert routers.metrics() == {"router/load_max_over_mean": 3.0, "router/idle_experts": 1.0}
     routers.begin_call()
     assert routers.metrics() == {}
+
+
+def test_a_refreshed_reference_has_the_moved_correction_biases() -> None:
+    spec = spec_of(MixtureLayout(replace(SIGMOID, num_experts=4, num_groups=1, kept_groups=1), 48))
+    policy, model = (Decoder(spec, precision_policy(spec, Fp8Config()), "train") for _ in range(2))
+    for one in (policy, model):
+        one.random_init(0)
+    reference = Reference(model, build_algorithm(objective(kl_coefficient=0.1, reference_every=2)))
+    name = "layers.1.mlp.gate.e_score_correction_bias"
+    policy.get_parameter(name).data.fill_(0.25)
+    reference.follow(policy, 1, None)
+    assert not model.get_parameter(name).any(), "not due yet"
+    reference.follow(policy, 2, None)
+    assert (model.get_parameter(name) == 0.25).all()
+    assert f"reference.{name}" in reference.state(), "a resumed run has it as well"

@@ -54,6 +54,19 @@ def test_a_reward_that_dies_is_found(share: float, at: int) -> None:
     assert collapse.sound_until == at - 2, "the rollouts of step t are of the weights after step t - 1"
 
 
+def test_a_rare_reward_of_single_answers_that_dies_is_found() -> None:
+    """Without siblings there is no share of groups with equal rewards."""
+    chance, gate = random.Random(3), CollapseGate(1)
+    for step in range(1, 61):
+        rewards = [float(step < 41 and chance.random() < 0.05) for _ in range(64)]
+        mean = sum(rewards) / 64
+        now = {"reward/mean": mean, "reward/std": (mean - mean**2) ** 0.5, "rollout/count": 64.0}
+        collapse = gate.look(step, now)
+        if collapse is not None:
+            break
+    assert collapse is not None and collapse.what == "reward is dead" and collapse.since >= 41 and step < 50
+
+
 @pytest.mark.parametrize("scale", [100.0, -1.0])
 def test_a_reward_that_falls_is_found_whatever_its_scale(scale: float) -> None:
     """To a twentieth of the prompts solved, not to none; for -1 the reward is a penalty for what goes wrong."""

@@ -1,11 +1,13 @@
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.telemetry.environment_metrics import environment_metrics
 from octetrl.telemetry.rollouts import RolloutFiles, rollout_metrics
 
 TASK = Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
@@ -43,6 +45,24 @@ def test_metrics_leave_rollouts_without_reward_out_and_count_them() -> None:
     assert metrics["rollout/truncated_share"] == 1 / 6 and metrics["rollout/unfinished_share"] == 0
     assert metrics["rollout/prompt_too_long"] == 1 and metrics["rollout/reward_timeout"] == 0
     assert "reward/mean" not in rollout_metrics([])
+
+
+def test_equal_rewards_are_counted_over_groups_that_have_two() -> None:
+    def group(*rewards: float) -> RolloutGroup:
+        return RolloutGroup(TASK, tuple(rollout(RolloutStatus.SCORED, reward, turn((7,))) for reward in rewards))
+
+    name = "reward/zero_variance_fraction"
+    assert name not in rollout_metrics([group(0.0), group(1.0)]), "groups of one answer have no siblings"
+    assert rollout_metrics([group(0.1 + 0.2, 0.3), group(1.0), group(0.0, 1.0)])[name] == 0.5, "by more than rounding"
+
+
+def test_an_environment_fails_by_the_rule_of_the_run() -> None:
+    def group(status: RolloutStatus) -> RolloutGroup:
+        return RolloutGroup(replace(TASK, environment="y"), (rollout(status, None),))
+
+    groups = [*(group(RolloutStatus.REWARD_ERROR) for _ in range(3)), group(RolloutStatus.PROMPT_TOO_LONG)]
+    assert rollout_metrics(groups)["rollout/failure_share"] == 1.0
+    assert environment_metrics(groups, ["y"], 1.0)["environments/y/failure_share"] == 1.0
 
 
 def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:

@@ -54,6 +54,14 @@ def test_the_error_is_as_docs_say_and_as_the_metric_says(
     assert rounding.take_metrics() == {}
 
 
+def test_a_gradient_of_zero_has_no_relative_error() -> None:
+    rounding, sum_ = GradientRounding(3, CPU), torch.zeros(SHAPE).bfloat16()
+    rounding.begin(0)
+    rounding.add(sum_, torch.zeros(SHAPE), "weight")
+    rounding.end(torch.tensor(0.0), ALONE)
+    assert rounding.take_metrics() == {}
+
+
 @pytest.mark.parametrize("states", ["float32", "bfloat16"])
 def test_a_sum_without_rounding_updates_as_a_float32_sum(states: str) -> None:
     """Also if it is clipped."""
