@@ -19,6 +19,7 @@ from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
 from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
 from octetrl.kernels.gemm.grouped_bf16_gemm import (
+    BF16_MANY,
     NARROW_WGRAD,
     WIDE_WGRAD,
     Part,
@@ -28,7 +29,7 @@ from octetrl.kernels.gemm.grouped_bf16_gemm import (
     grouped_wgrad_reference,
     grouped_wgrad_triton,
 )
-from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, grouped_fp8_gemm, grouped_fp8_gemm_triton
+from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, FP8_MANY, MANY, SOME, grouped_fp8_gemm, grouped_fp8_gemm_triton
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.kernels.rows.combine_experts import combine_experts, combine_experts_reference
@@ -98,8 +99,9 @@ def test_grouped_products_have_the_bits_of_single_ones(name: str) -> None:
         own = Quantized(w8.codes[w_rows], w8.scale[blocks])
         assert torch.equal(found8[start:stop], fp8_gemm(quantize_activation(x_PK[start:stop]), own)), expert
         assert torch.equal(found[start:stop], bf16_gemm_straight(x_PK[start:stop], w_NK[w_rows])), expert
-    for tile in (FEW, SOME, MANY):
+    for tile in (FEW, SOME, MANY, FP8_MANY):
         assert torch.equal(grouped_fp8_gemm_triton(x8, w8, first_X1, tile), found8), tile
+    for tile in (FEW, SOME, MANY, BF16_MANY):
         assert torch.equal(grouped_bf16_gemm_triton(x_PK, w_NK, first_X1, tile), found), tile
 
 

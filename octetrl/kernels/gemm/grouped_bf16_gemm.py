@@ -28,18 +28,19 @@ from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile, choose_tile, find_tile
 
 DEPTH = 64  # of a tile
-WGRAD_ROWS = 64  # of a tile of wgrad: they are its depth
-STAGES = {FEW: 5, SOME: 4, MANY: 3}
+BF16_MANY = Tile(128, 256, 4)  # instead of MANY, for wide matrices
+STAGES = {FEW: 5, SOME: 4, MANY: 3, BF16_MANY: 4}
 
 
 class WgradTile(NamedTuple):
     columns: int  # of dy
     depth: int  # columns of x
+    rows: int  # of both at a time
     stages: int
     warps: int
 
 
-WIDE_WGRAD, NARROW_WGRAD = WgradTile(128, 256, 4, 8), WgradTile(64, 128, 4, 4)  # no bit depends on it
+WIDE_WGRAD, NARROW_WGRAD = WgradTile(128, 256, 32, 6, 8), WgradTile(64, 128, 64, 4, 4)  # no bit depends on it
 
 
 class Part(NamedTuple):
@@ -133,7 +134,9 @@ def grouped_bf16_gemm_triton(
     assert w.shape[0] == experts * step and depth == (len(used) if turned else w.shape[1]), f"{tuple(w.shape)}"
     assert depth % 8 == 0 and columns % 8 == 0, f"grouped_bf16_gemm: {columns} x {depth} must be multiples of 8"
     assert x_PK.is_contiguous() and w.is_contiguous(), "grouped_bf16_gemm: operands must be contiguous"
-    tile = choose_tile(rows, experts) if tile is None else tile
+    if tile is None:
+        tile = choose_tile(rows, experts)
+        tile = BF16_MANY if tile == MANY and columns >= BF16_MANY.columns else tile
     y_PN = torch.empty(rows, columns, dtype=torch.bfloat16, device=x_PK.device)
     if rows == 0:
         return y_PN
@@ -162,12 +165,12 @@ def grouped_wgrad_triton(
     tma = rows > 0 and not (columns % 8 or depth % 8) and dy_PN.dtype == x_PK.dtype == torch.bfloat16
     dy_desc = x_desc = None
     if tma:
-        dy_desc = TensorDescriptor(dy_PN, [rows, columns], [columns, 1], [WGRAD_ROWS, tile.columns])
-        x_desc = TensorDescriptor(x_PK, [rows, depth], [depth, 1], [WGRAD_ROWS, tile.depth])
+        dy_desc = TensorDescriptor(dy_PN, [rows, columns], [columns, 1], [tile.rows, tile.columns])
+        x_desc = TensorDescriptor(x_PK, [rows, depth], [depth, 1], [tile.rows, tile.depth])
     tiles = triton.cdiv(columns, tile.columns) * triton.cdiv(depth, tile.depth)
     _grouped_wgrad_gradient_kernel[(tiles, experts)](
         dy_desc, x_desc, dy_PN, x_PK, first_X1, dw_NK, columns, depth,
-        BLOCK_P=WGRAD_ROWS, BLOCK_N=tile.columns, BLOCK_K=tile.depth, TMA=tma, STAGES=tile.stages,
+        BLOCK_P=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, TMA=tma, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
     return dw_NK

@@ -41,6 +41,7 @@ class Tile(NamedTuple):
 
 
 FEW, SOME, MANY = Tile(16, 64, 6, swap=True), Tile(64, 64, 4), Tile(128, 128, 3)
+FP8_MANY = Tile(64, 128, 4)  # for codes, instead of SOME and MANY (docs/log.md)
 
 OWNED = Tile(OWNED_ROWS, 128, 4, swap=True)  # if `owner_O3` is given
 
@@ -125,7 +126,8 @@ def grouped_fp8_gemm_triton(
     if owner_O3 is not None:
         assert tile is None, "grouped_fp8_gemm: owners are of tiles of one size"
         tile = OWNED
-    tile = choose_tile(rows, experts) if tile is None else tile
+    if tile is None:
+        tile = FEW if choose_tile(rows, experts) == FEW else FP8_MANY
     y_PN = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)
     if rows == 0:
         return y_PN

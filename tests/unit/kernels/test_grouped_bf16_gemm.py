@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octetrl.kernels.gemm.grouped_bf16_gemm import (
+    BF16_MANY,
     NARROW_WGRAD,
     WIDE_WGRAD,
     Part,
@@ -48,7 +49,7 @@ def test_each_row_is_multiplied_by_its_experts_matrix(load: tuple[int, ...]) -> 
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("tile", [FEW, SOME, MANY])
+@pytest.mark.parametrize("tile", [FEW, SOME, MANY, BF16_MANY])
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_the_kernels_are_near_the_references(load: tuple[int, ...], tile: Tile) -> None:
     x_PK, dy_PN, w_NK = operands(load)

@@ -10,7 +10,15 @@ import torch
 from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt, transposed
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error
-from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile, grouped_fp8_gemm, grouped_fp8_gemm_triton
+from octetrl.kernels.gemm.grouped_fp8_gemm import (
+    FEW,
+    FP8_MANY,
+    MANY,
+    SOME,
+    Tile,
+    grouped_fp8_gemm,
+    grouped_fp8_gemm_triton,
+)
 from octetrl.kernels.rows.sort_by_expert import OWNED_ROWS, owners_of_tiles
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import LOADS, first_rows
@@ -44,7 +52,7 @@ def test_each_row_is_multiplied_by_its_experts_matrix(load: tuple[int, ...]) -> 
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("tile", [FEW, SOME, MANY, Tile(16, 128, 2, swap=True)])
+@pytest.mark.parametrize("tile", [FEW, SOME, MANY, FP8_MANY, Tile(16, 128, 2, swap=True)])
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_the_kernel_is_near_the_reference(load: tuple[int, ...], tile: Tile) -> None:
     x, w = operands(load, K)
