@@ -175,19 +175,20 @@ def test_of_the_new_groups_the_shortest_are_kept_and_the_rest_is_not_drawn_to_it
     assert collected.metrics["rollout/put_back_groups"] == 2 and source.num_put_back == 2
     kept = [longest(group) for group in collected.groups]
     lost = {task.id for task in collected.put_back}
-    times = {}
+    times, tokens = {}, 0
     for place, task in enumerate(every.next_batch(6)):
         from octetrl.rollout.first_requests import request_of
 
         request = request_of(task, place, plain)
         is_request = isinstance(request, GenerationRequest)
-        times[task.id] = max(length_of(request, one) for one in range(SIBLINGS)) if is_request else 0
+        lengths = [length_of(request, one) for one in range(SIBLINGS)] if is_request else [0]
+        times[task.id], tokens = max(lengths), tokens + sum(lengths)
     assert max(kept) == collected.metrics["rollout/longest_kept_answer"] <= min(times[name] for name in lost)
     assert sorted(kept) == sorted(times.values())[:4]
     workers = Workers(100)
     collect_batch(tasks(), lambda group: True, Scores(), workers, plain_overdrawn())  # type: ignore[arg-type]
-    assert workers.opened.drawn < SIBLINGS * sum(times.values())
-    assert workers.opened.drawn <= 2 * 6 * max(kept), "nobody draws past the slowest that is kept"
+    assert workers.opened.drawn < tokens, "groups that can't be kept are stopped"
+    assert workers.opened.drawn <= 2 * 6 * max(kept), "no answer grows past the longest that is kept"
 
 
 def plain_overdrawn() -> CollectionSettings:
