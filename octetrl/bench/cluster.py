@@ -145,7 +145,7 @@ class ClusterSteps:
         self.algorithm = build_algorithm(GrpoConfig())
         self.digest = ""
         if workers.needs_calibration:
-            workers.calibrate([request.prompt_token_ids for request in bench.workload.requests[:: bench.group_size]])
+            workers.calibrate(bench.workload.prompts)
 
     def warm_up(self) -> None:
         """A step of short answers, which trains on two micro-batches a worker; and again with samples one token

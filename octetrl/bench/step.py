@@ -222,7 +222,7 @@ class StepArm:
         self._batch: PackedBatch | None = None  # of the last step
         self._learnt_tokens = self._all_tokens = 0
         if worker.needs_calibration:
-            worker.calibrate([request.prompt_token_ids for request in bench.workload.requests[:: bench.group_size]])
+            worker.calibrate(bench.workload.prompts)
 
     def now(self) -> float:
         if self.bench.device.type == "cuda":

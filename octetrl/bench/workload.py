@@ -95,6 +95,11 @@ class Workload:
         return [(len(request.prompt_token_ids), answer) for request in self.requests for answer in _lengths_of(request)]
 
     @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Token ids of each prompt once."""
+        return list(dict.fromkeys(tuple(request.prompt_token_ids) for request in self.requests))
+
+    @property
     def longest(self) -> Shape:
         """The shape of the completion with the most tokens."""
         return Shape(1, *max(self.siblings, key=sum))

@@ -103,6 +103,7 @@ def test_lognormal_lengths_have_their_mean_and_their_spread() -> None:
     assert {request.num_siblings for request in separate.requests} == {1}
     assert len({request.seed for request in separate.requests}) == 4000
     assert [request.prompt_token_ids for request in separate.requests] == [one for one in prompts for _ in range(8)]
+    assert workload.prompts == separate.prompts == list(dict.fromkeys(prompts)), "what calibration reads: each once"
 
 
 def test_lognormal_lengths_end_with_the_models_positions() -> None:
