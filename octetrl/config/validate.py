@@ -178,7 +178,7 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
     if engine.prefix_cache == "keep" and recipe.fp8.kv_cache == "calibrated":
         text = (
             "engine.prefix_cache: 'keep' would read old codes with the new scales of a calibrated KV cache;"
-            " use 'drop_on_publish', or fp8.kv_cache 'dynamic' or 'none'"
+            " use 'drop_on_publish', or fp8.kv_cache 'int8', 'dynamic' or 'none'"
         )
         yield Problem(("engine.prefix_cache", "fp8.kv_cache"), text)
 

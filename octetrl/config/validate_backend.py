@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from octetrl.config.blocks import SCALE_PER_TOKEN
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
@@ -33,7 +34,7 @@ def backend_problems(recipe: Recipe) -> Iterator[Problem]:
         (recipe.engine.prefix_cache == "keep", "engine.prefix_cache", "drops its prefixes; use drop_on_publish,"),
         (recipe.model.lora is not None, "model.lora", "gets no adapters so far; train the weights,"),
         (recipe.model.dtype != "bfloat16", "model.dtype", "runs in bfloat16 here; use that,"),
-        (fp8.kv_cache == "dynamic", "fp8.kv_cache", "has no scales of tokens here; use calibrated or none,"),
+        (fp8.kv_cache in SCALE_PER_TOKEN, "fp8.kv_cache", "has no scales of tokens here; use calibrated or none,"),
         (fp8.emulate is True, "fp8.emulate", "does not emulate FP8; leave it out,"),
         (0 < recipe.rollout.temperature < LEAST_TEMPERATURE, "rollout.temperature", "starts at 0.01; use more,"),
     )

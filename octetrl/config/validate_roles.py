@@ -61,7 +61,8 @@ def _mixed_scales_problem(recipe: Recipe) -> Iterator[Problem]:
     if how != "off" and recipe.fp8.kv_cache == "calibrated":
         text = (
             f"cluster.weights_in_flight: {how}, but a calibrated KV cache has other scales after each update, and the"
-            " trainer cannot replay a batch with several; use fp8.kv_cache=dynamic or none, or weights_in_flight=off"
+            " trainer cannot replay a batch with several; use fp8.kv_cache=int8, dynamic or none, or"
+            " weights_in_flight=off"
         )
         yield Problem(("cluster.weights_in_flight", "fp8.kv_cache"), text)
 

@@ -45,7 +45,7 @@ class CacheScales:
         if self.policy_version is None:
             raise RuntimeError(
                 "the KV cache is calibrated FP8 and has no scales: calibrate on some prompts and call set_kv_scales"
-                " before generate, or set fp8.kv_cache to dynamic or none"
+                " before generate, or set fp8.kv_cache to int8, dynamic or none"
             )
         if self.policy_version != policy_version:
             raise RuntimeError(

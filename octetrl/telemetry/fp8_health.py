@@ -22,7 +22,7 @@ def kv_saturation_warning(metrics: Mapping[str, float], config: Fp8Config) -> st
         margin = config.calibration_margin
         exact = "" if config.calibration == "exact" else "fp8.calibration=exact (measured with the new weights) or "
         larger = f"fp8.calibration_margin={min(4.0, 1.5 * margin):.2f} (now {margin})"
-        remedy = f"set {larger}, or use {exact}fp8.kv_cache=dynamic"
+        remedy = f"set {larger}, or use {exact}fp8.kv_cache=int8"
     return (
         f"{KV_SATURATION} is {share:.2%}, above fp8.saturation_warn={config.saturation_warn:.2%}: that share of K and V"
         f" was clamped in the cache; {remedy}"

@@ -178,7 +178,7 @@ def advice(metrics: Mapping[str, float]) -> str:
     saturation = metrics.get("fp8/kv_saturation", 0.0)
     errors = [metrics[name] for name in _decile_names() if name in metrics]
     if saturation > 0:
-        return f"{saturation:.2%} of K and V were clamped: raise fp8.calibration_margin, or use fp8.kv_cache=dynamic."
+        return f"{saturation:.2%} of K and V were clamped: raise fp8.calibration_margin, or use fp8.kv_cache=int8."
     if len(errors) > 1 and errors[-1] - 1 > 2 * (errors[0] - 1):
         return (
             "It grows along the sequence, so look at the KV cache: try fp8.kv_replay=true, fp8.calibration=exact,"

@@ -154,7 +154,7 @@ IMPOSSIBLE = [
     ),
     (
         [*AHEAD, ("cluster.weights_in_flight", "recompute_cache"), ("precision", "fp8_full")],
-        "the trainer cannot replay a batch with several; use fp8.kv_cache=dynamic or none",
+        "the trainer cannot replay a batch with several; use fp8.kv_cache=int8, dynamic or none",
     ),
     ([*AHEAD, ("trainer.epochs", 2), ("algorithm.corrections", [])], "has neither tis nor sequence_tis for stale"),
     ([("cluster.trainer_cpus", 2)], "needs both cluster.trainer_cpus and cluster.engine_cpus; give both, or use cpus"),

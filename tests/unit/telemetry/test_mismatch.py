@@ -90,7 +90,7 @@ def test_saturation_warning_names_share_limit_and_remedy() -> None:
     assert kv_saturation_warning({"fp8/kv_saturation": 0.0005}, config) is None
     assert kv_saturation_warning({}, config) is None
     said = kv_saturation_warning({"fp8/kv_saturation": 0.02}, config) or ""
-    assert "2.00%" in said and "0.10%" in said and "calibration_margin=1.58" in said and "dynamic" in said
+    assert "2.00%" in said and "0.10%" in said and "calibration_margin=1.58" in said and "kv_cache=int8" in said
     dynamic = kv_saturation_warning({"fp8/kv_saturation": 0.02}, Fp8Config(kv_cache="dynamic")) or ""
     assert "margin" not in dynamic and "fp8.kv_cache=none" in dynamic
 
