@@ -55,7 +55,9 @@ def collect_batch(
     give."""
     if collection.overdraw > 1.0:
         assert not isinstance(environment, Dialogues), "`refuse_for_turns` comes first"
-        return collect_overdrawn(tasks, keeps, environment, workers, collection)
+        before = _reward_restarts(environment)
+        batch = collect_overdrawn(tasks, keeps, environment, workers, collection)
+        return replace(batch, reward_restarts=_reward_restarts(environment) - before)
     groups: list[RolloutGroup] = []
     kept: list[RolloutGroup] = []
     wanted, draws, occupancy = collection.prompts, 0, Occupancy()

@@ -14,7 +14,8 @@ because nothing is put back twice.
 A group's time is counted in decode forwards: the tokens of its longest answer. So the groups that are kept follow from
 the answers alone, whatever the speed of the machine, the batch, the number of workers or speculation. The same seed
 keeps the same groups. While they are drawn, `prompts` complete groups give a bound on the last one's time. A group
-with an unfinished answer of that many tokens is cancelled, because it can no longer be kept.
+with an unfinished answer of that many tokens is cancelled, because it can no longer be kept. A prompt that is too long
+has no answer. It comes last, so that it takes no group's place.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ class Race:
         in_order = sorted(self._times, key=lambda place: (self._times[place], place))
         return sorted(in_order[self._wanted :])
 
+    @property
+    def longest_kept(self) -> float:
+        """Tokens of the longest answer of the groups that are kept; 0 if none of them has one."""
+        kept = sorted(self._times.values())[: self._wanted]
+        return max((tokens for tokens in kept if math.isfinite(tokens)), default=0.0)
+
 
 def collect_overdrawn(
     tasks: Tasks,
@@ -99,7 +106,8 @@ def collect_overdrawn(
     for place, (task, request) in asked.items():
         if place in lost:
             assert race is not None
-            collection.lengths.expect_at_least(task, round(race.bound))
+            if isinstance(request, GenerationRequest):
+                collection.lengths.expect_at_least(task, round(race.bound))
         elif isinstance(request, TooLong):
             groups.append(RolloutGroup(task, without_answers(task, request, collection)))
         else:
@@ -115,7 +123,7 @@ def collect_overdrawn(
     kept = [group for group in groups if keeps(group)]
     counted = {"rollout/put_back_groups": float(len(lost)), "rollout/drawn_again_groups": float(min(again, prompts))}
     if race is not None:
-        counted["rollout/longest_kept_answer"] = race.bound
+        counted["rollout/longest_kept_answer"] = race.longest_kept
     return CollectedBatch(groups, kept, 0, of_order=tasks.metrics, put_back=put_back, of_overdraw=counted)
 
 
@@ -129,9 +137,6 @@ def _draw(
     requests = {place: one for place, (_, one) in asked.items() if isinstance(one, GenerationRequest)}
     place_of = {request.id: place for place, request in requests.items()}
     answers: dict[int, Answers] = {place: {} for place in requests}
-    for place in asked:
-        if race is not None and place not in requests:
-            race.end(place, 0)  # its prompt was too long
     with begin_round(scorer) as scoring:
         with workers.session() as session:
             for request in requests.values():

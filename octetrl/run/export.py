@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from octetrl.config.errors import UserError
 from octetrl.models.decoder import Decoder
@@ -58,6 +58,7 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: b
     merged = merged_model(source) if is_adapter(source) and not adapter else None
     if fp8 and merged is None:
         merged = _whole_model(source)
+    existed = target.is_dir()
     left_out = (*OF_THE_RUN, *((CONFIG, WEIGHTS) if merged is not None else ()), *(FULL_WEIGHTS if fp8 else ()))
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -69,10 +70,21 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: b
             (save_weights_fp8 if fp8 else save_weights)(merged, target)
         elif shards is not None and not adapter:
             save_from_shards(shards, target)
-    except OSError as error:
-        shutil.rmtree(target, ignore_errors=True)
-        raise UserError(f"--to: cannot write in '{target}' ({error.strerror}); choose another folder") from error
+    except BaseException as error:
+        _empty(target, keep=existed)
+        if isinstance(error, OSError | SafetensorError):
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise UserError(f"--to: cannot write in '{target}' ({reason}); choose another folder") from error
+        raise
     return target
+
+
+def _empty(target: Path, *, keep: bool) -> None:
+    """Removes what a failed export has written, and the folder unless it was there before."""
+    for file in target.iterdir() if target.is_dir() else ():
+        file.unlink(missing_ok=True)
+    if not keep and target.is_dir():
+        target.rmdir()
 
 
 def _refuse_fp8(source: Path, given: str) -> None:

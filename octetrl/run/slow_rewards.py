@@ -41,9 +41,10 @@ class SlowRewards:
         slowest = 0.0 if last is None else last.slowest
         crashed, replaced = metrics.get("rollout/reward_crash", 0.0), metrics.get("rollout/reward_restarts", 0.0)
         if crashed and slowest < SHARE * waited:
+            restarts = f", in which {replaced:.0f} reward processes were replaced" if replaced else ""
             return (
-                f"{said}, in which {replaced:.0f} reward processes were replaced ({crashed:.0f} reward_crash: the score"
-                f" ended its process); rollouts/step_{step:06d}.jsonl says why"
+                f"{said}{restarts} ({crashed:.0f} reward_crash: the score ended its process);"
+                f" rollouts/step_{step:06d}.jsonl says why"
             )
         section = "environment"
         if last is not None and last.slowest_task:

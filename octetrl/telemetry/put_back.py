@@ -7,6 +7,7 @@ first removes the lines after its checkpoint's step. Without such steps there is
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ class PutBackFile:
         self.path = path
         if path.is_file():
             lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= resumed_step]
+            kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= resumed_step]
             aside = path.with_suffix(".jsonl.partial")
             aside.write_bytes(b"".join(kept))
             aside.replace(path)
@@ -39,3 +40,12 @@ class PutBackFile:
                 os.fsync(file.fileno())
         except OSError as error:
             raise no_space(self.path, error) from error
+
+
+def _step_of(line: bytes) -> float:
+    """Infinite for a line that is not of this file, which is then left out: the checkpoint has the tasks themselves."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf

@@ -191,6 +191,23 @@ def test_of_the_new_groups_the_shortest_are_kept_and_the_rest_is_not_drawn_to_it
     assert workers.opened.drawn <= 2 * 6 * max(kept), "no answer grows past the longest that is kept"
 
 
+def test_prompts_that_are_too_long_take_no_groups_place() -> None:
+    source = Taskset(
+        [Task(str(i), f"question {i}7" if i % 2 else f"question {i}0") for i in range(12)], eval_size=0, seed=1
+    )
+    drawn = 6
+    collected = collect(source, 1, room=100)
+    first = Taskset(
+        [Task(str(i), f"question {i}7" if i % 2 else f"question {i}0") for i in range(12)], eval_size=0, seed=1
+    )
+    answerable = [task for task in first.next_batch(drawn) if not task.prompt.endswith("7")]
+    assert 0 < len(answerable) <= PROMPTS
+    answered = {group.task.id for group in collected.groups if longest(group)}
+    assert answered == {task.id for task in answerable}, "all that can be learnt from are kept"
+    assert len(collected.groups) == PROMPTS and len(collected.put_back) == drawn - PROMPTS
+    assert collected.metrics["rollout/longest_kept_answer"] == max(longest(group) for group in collected.groups)
+
+
 def plain_overdrawn() -> CollectionSettings:
     sampling = SamplingParams(max_new_tokens=LONGEST)
     return CollectionSettings(
@@ -260,7 +277,9 @@ def test_a_resumed_run_puts_back_the_same(model: Path, tmp_path: Path) -> None:
     train(tiny_recipe(model, tmp_path / "whole", changes))
     train(tiny_recipe(model, tmp_path / "cut", changes | {"steps": 2}))
     text = (tmp_path / "cut" / PUT_BACK).read_text()
-    (tmp_path / "cut" / PUT_BACK).write_text(text + '{"step": 3, "task_ids": ["of a killed step"]}\n{"st')
+    (tmp_path / "cut" / PUT_BACK).write_text(
+        text + '{"step": 3, "task_ids": ["of a killed step"]}\nx\n[1]\n{"a": 1}\n{"st'
+    )
     train(tiny_recipe(model, tmp_path / "cut", changes), resume=True)
     assert (tmp_path / "cut" / PUT_BACK).read_text() == (tmp_path / "whole" / PUT_BACK).read_text()
     whole, cut = (

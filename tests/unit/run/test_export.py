@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from octetrl.config.errors import UserError
@@ -86,6 +88,25 @@ def test_an_empty_folder_may_be_given(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     export_run(str(run), str(tmp_path / "out"))
     assert same(weights_of(tmp_path / "out"), model(seed=2))
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left on device"), OSError(28, "No space left")])
+def test_a_full_disk_leaves_what_was_there(
+    was_there: bool, error: Exception, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    if was_there:
+        target.mkdir()
+
+    def copyfile(source: Path, to: Path) -> None:
+        to.write_text("half")
+        raise error
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    with pytest.raises(UserError, match=r"cannot write in .*No space left"):
+        export_run(str(run), str(target))
+    assert target.is_dir() == was_there and list(tmp_path.glob("out/*")) == []
 
 
 def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
