@@ -30,6 +30,7 @@ from octetrl.engine.ngram_drafts import draft_source_of
 from octetrl.engine.session import Session
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
+from octetrl.engine.whole_answers import whole_answers
 from octetrl.fp8.kv_scales import KVScales, same_bits
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
@@ -191,18 +192,9 @@ class Engine:
         """
         self._check_scales()
         groups = [self._admission.group(index, request) for index, request in enumerate(requests)]
-        finished: list[dict[int, Completion]] = [{} for _ in groups]
         wanted = pages_wanted(groups, self._config.max_batch, self._page.page_size)
         with self._open(min(wanted, host_pages(self._config, self._page)), on_progress) as session:
-            for group in groups:
-                session.accept(group)
-            while session.has_work:
-                ended = [(one.group.index, one.sibling, completion) for one, completion in session.advance()]
-                for index, sibling, completion in ended:
-                    finished[index][sibling] = completion
-                if on_completions is not None:
-                    on_completions(ended)
-        return [[by_sibling[i] for i in sorted(by_sibling)] for by_sibling in finished]
+            return whole_answers(session, groups, on_completions)
 
     def session(self, on_progress: OnProgress | None = None) -> Session:
         """Opens a session that takes requests while others run (session.py). Use it as a context manager, one at a

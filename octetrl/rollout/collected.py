@@ -19,7 +19,7 @@ class CollectedBatch:
     occupancy: Occupancy = field(default_factory=Occupancy)
     reward_restarts: int = 0  # reward processes that were replaced
     of_order: Mapping[str, float] = field(default_factory=dict)  # metrics of the order of the tasks
-    put_back: tuple[Task, ...] = ()  # drawn in vain, because their groups were the slowest (overdraw.py)
+    put_back: tuple[Task, ...] = ()  # whose groups were too slow and are left out (overdraw.py)
     of_overdraw: Mapping[str, float] = field(default_factory=dict)  # metrics of that
 
     @property

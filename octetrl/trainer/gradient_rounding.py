@@ -19,8 +19,8 @@ resume. Workers that sum whole gradients draw different bits, so that their erro
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class GradientRounding:
         self._seed, self._step, self.worker = seed, 0, ""
         self._additions: Counter[str] = Counter()  # of each parameter in this optimizer step
         self._squared_error = torch.zeros((), dtype=torch.float64, device=device)
-        self._relative_errors: list[Tensor] = []  # of the optimizer steps since `take_metrics`
+        self._norms: list[Tensor] = []  # of error and gradient [2], of the optimizer steps since `take_metrics`
 
     def begin(self, step: int) -> None:
         """A new sum. `step`: number of the optimizer step."""
@@ -58,11 +58,11 @@ class GradientRounding:
     def end(self, norm: Tensor, peers: Peers) -> None:
         """The sums are complete. norm: of the whole gradient."""
         squared = peers.sum(self._squared_error.reshape(1), "gradient error")[0]
-        self._relative_errors.append(squared.sqrt() / norm.double())  # NaN: the gradient is 0, and so is its error
+        self._norms.append(torch.stack([squared.sqrt(), norm.double()]))
 
     def take_metrics(self) -> dict[str, float]:
         """`gradients/rounding_error`: expected norm of the error over the norm of the gradient, the mean of the
-        optimizer steps since the last call."""
-        errors, self._relative_errors = self._relative_errors, []
-        error = float(torch.stack(errors).nanmean()) if errors else math.nan
-        return {} if math.isnan(error) else {"gradients/rounding_error": error}
+        optimizer steps since the last call whose gradient is not 0."""
+        norms, self._norms = self._norms, []
+        errors = [error / gradient for error, gradient in (both.tolist() for both in norms) if gradient != 0]
+        return {"gradients/rounding_error": fmean(errors)} if errors else {}

@@ -26,6 +26,7 @@ from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
+from octetrl.engine.whole_answers import whole_answers
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
@@ -189,19 +190,10 @@ class VllmBackend:
         on_completions: OnCompletions | None = None,
     ) -> list[list[Completion]]:
         """The completions of each request, `num_siblings` each, in the requests' order."""
-        finished: list[dict[int, Completion]] = [{} for _ in requests]
         with self.session(on_progress) as session:
             capacity = session.num_pages * self._config.page_size
             groups = [checked(one, index, self._admission, capacity) for index, one in enumerate(requests)]
-            for group in groups:
-                session.accept(group)
-            while session.has_work:
-                ended = [(one.group.index, one.sibling, completion) for one, completion in session.advance()]
-                for index, sibling, completion in ended:
-                    finished[index][sibling] = completion
-                if on_completions is not None:
-                    on_completions(ended)
-        return [[by_sibling[number] for number in sorted(by_sibling)] for by_sibling in finished]
+            return whole_answers(session, groups, on_completions)
 
     @contextmanager
     def session(self, on_progress: OnProgress | None = None) -> Iterator[VllmSession]:

@@ -61,7 +61,7 @@ def engine_arguments(
         "max_num_batched_tokens": max(config.prefill_chunk, config.max_batch),
         "block_size": config.page_size,
         "enable_prefix_caching": config.prefix_cache != "off",
-        "kv_cache_dtype": "auto" if policy.kv_mode == "none" else "fp8_e4m3",
+        "kv_cache_dtype": {"none": "auto", "calibrated": "fp8_e4m3"}[policy.kv_mode],  # no scales of tokens
         "kv_cache_memory_bytes": cache_bytes,
         "gpu_memory_utilization": 0.01,  # `kv_cache_memory_bytes` decides; vLLM only checks that this much is free
         "logprobs_mode": "processed_logprobs",  # after the temperature; its raw ones ignore it
