@@ -2,7 +2,8 @@
 
 Each turn starts a process that measures one precision and workload and ends (backends/vllm/measure.py; ours in
 bench/rollout.py), so no turn finds memory, graphs or kernels of another. Weights are random; vLLM gets a folder with a
-config.json and no weights. Its prefix cache is on, and empty when the time begins, as ours is.
+config.json and no weights. Its prefix cache is on, and empty when the time begins, as ours is. The whole workload runs
+once before it is timed: vLLM compiles FP8 kernels while it runs, which on a new machine took as long as the workload.
 
 | our precision | vLLM's, in the results | linears | KV cache |
 |---|---|---|---|
@@ -103,7 +104,6 @@ def asked_of(bench: Bench, precision: str, workload: Workload, folder: Path) -> 
         context_length=longest.prompt + longest.answer,
         max_batch=bench.max_batch,
         memory_fraction=bench.kv_fraction,
-        warmup_tokens=bench.warmup_tokens,
         requests=requests,
     )
 

@@ -89,9 +89,9 @@ def _rows(turns: Sequence[Turn | VllmTurn]) -> tuple[list[Row], list[Row]]:
 def _write(turns: Sequence[Turn | VllmTurn], folder: Path, name: str) -> list[Path]:
     from octetrl.telemetry.bench_record import write_result
 
-    suffixes = f"_beside_{VLLM}", f"_{VLLM}"
-    found = zip(_rows(turns), suffixes, strict=True)
-    return [write_result("rollout", name + suffix, rows, folder) for rows, suffix in found if rows]
+    ours, theirs = _rows(turns)
+    found = ("rollout", f"{name}_beside_{VLLM}", ours), (VLLM, name, theirs)
+    return [write_result(bench, of, rows, folder) for bench, of, rows in found if rows]
 
 
 def _say(number: int, turn: Turn | VllmTurn) -> None:

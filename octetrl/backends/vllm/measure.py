@@ -40,7 +40,6 @@ class Asked:
     context_length: int
     max_batch: int
     memory_fraction: float
-    warmup_tokens: int
     requests: list[AskedRequest]
 
 
@@ -57,7 +56,7 @@ class Measured:
 
 
 def run(asked: Asked) -> Measured:
-    """Start vLLM, warm up on the workload's prompts, forget them, and time the whole workload."""
+    """Start vLLM, run the whole workload once, forget its prefixes, and time it."""
     prepare_environment(in_process=False)
     from vllm import LLM
 
@@ -80,8 +79,7 @@ def run(asked: Asked) -> Measured:
     up = time.perf_counter()
     _generate(llm, first, 1, siblings=1)
     again = time.perf_counter()
-    if asked.warmup_tokens:
-        _generate(llm, asked.requests, asked.warmup_tokens)
+    _generate(llm, asked.requests, None)  # DeepGEMM compiles a kernel when it first meets a number of rows
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not drop the prefixes of the warm-up")
     start = time.perf_counter()

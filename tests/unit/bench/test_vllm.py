@@ -78,7 +78,7 @@ def test_a_turn_that_fails_leaves_the_results_of_those_before_it(
     monkeypatch.setattr("octetrl.bench.vllm.vllm_turn", turn)
     with pytest.raises(RuntimeError, match="out of time"):
         measure_backends(BENCH, ("vllm",), tmp_path, "tiny")
-    (row,) = json.loads((tmp_path / "rollout_tiny_vllm.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "vllm_tiny.json").read_text())["rows"]
     assert row["precision"] == "bf16" and row["rollout/tokens_per_second"] == 512
 
 
