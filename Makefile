@@ -22,9 +22,9 @@ help:  ## list the verbs
 demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)
 	$(PYTHON) -m octetrl demo
 
-test: lint types  ## lint, types and all tests that need no GPU, in JOBS=2 processes
+test: lint types  ## lint, types and all tests that need no GPU, in JOBS=3 processes, as some of them wait
 	@bash setup/bubblewrap.sh || true
-	$(PYTHON) -m pytest -n $(or $(JOBS),2) --dist worksteal --durations=25 --durations-min=5 -m "not gpu"
+	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu"
 
 test-gpu: $(READY)  ## the tests that need a Hopper GPU; fails without one
 	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n 6 --dist loadgroup -m gpu

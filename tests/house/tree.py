@@ -41,8 +41,9 @@ def functions(path: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunct
         for child in ast.iter_child_nodes(node):
             if isinstance(child, FUNCTIONS):
                 yield f"{prefix}{child.name}", child
-            inner = f"{prefix}{child.name}." if isinstance(child, (*FUNCTIONS, ast.ClassDef)) else prefix
-            yield from walk(child, inner)
+            if not isinstance(child, ast.expr):  # an expression holds no function
+                inner = f"{prefix}{child.name}." if isinstance(child, (*FUNCTIONS, ast.ClassDef)) else prefix
+                yield from walk(child, inner)
 
     yield from walk(syntax(path), "")
 

@@ -29,6 +29,7 @@ from octetrl.kernels.attention import (
     kv_store,
 )
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
+from tests.unit.kernels.interpreting import quicken_interpreter
 
 LENGTHS = [3, 130]
 STORED = 30  # tokens that the Triton store and replay are given: the interpreter takes its time over each
@@ -36,6 +37,7 @@ SCALE = 0.2
 
 
 def mend_interpreter() -> None:
+    quicken_interpreter()
     create_dot = interpreter.InterpreterBuilder.create_dot
     patch_tensor = interpreter._patch_lang_tensor
 
