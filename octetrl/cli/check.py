@@ -1,12 +1,14 @@
 """`octetrl check`: what a recipe means, before anything is built: essentials, what is FP8, memory by part, problems.
 
 The shape comes from config.json, the device from nvidia-smi. Torch only counts the GPUs for several workers. A recipe
-for a machine elsewhere is checked with that machine's memory: `--memory-gib 140`.
+for a machine elsewhere is checked with that machine's memory: `--memory-gib 140`. Quick checks come first: if names
+or sizes are wrong, no tokenizer is loaded and no score is called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Annotated
 
@@ -17,7 +19,7 @@ from octetrl.cli.check_backend import backend_lines, backend_problems_here
 from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
 from octetrl.cli.check_device import Device, find_device
 from octetrl.cli.check_environments import environment_lines
-from octetrl.cli.check_files import TokenizerFile, file_problems
+from octetrl.cli.check_files import content_problems, file_problems, start_tokenizer
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_sample import refuse_sample, show_sample
 from octetrl.cli.check_workers import worker_memory_lines
@@ -40,6 +42,7 @@ from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.model_source import is_of_hub, with_found_model
 from octetrl.run.own_objective import try_objective
 from octetrl.run.rehearsal import rehearse
+from octetrl.run.tokenizer_process import TokenizerProcess
 
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
 
@@ -72,39 +75,66 @@ def check(
     problems: list[str] = []
     if model_problem is not None:
         problems.append(model_problem)
-    too_large = None
     spec = None
     try:
         spec = _model_spec(resolved) if model_problem is None else None
     except UserError as error:
         problems.append(str(error))
-    tokenizer = TokenizerFile.read(resolved, spec)
-    problems += file_problems(resolved, spec, tokenizer)
-    device = find_device(resolved, memory_gib)
-    problems += [*worker_problems(resolved.cluster), *backend_problems_here(resolved, device)] if device.is_here else []
-    print_lines("recipe", _essentials(resolved, device))
-    try:
-        if spec is not None:
-            problems += [problem.text for problem in spec_problems(resolved, spec)]
-            policy = precision_policy(spec, resolved.fp8, resolved.numerics)
-            problems += filter(None, [refused_gate(resolved, policy, on_gpu=device.on_gpu)])
-            problems += _refused_on_gpu(resolved, spec, policy) if device.on_gpu else []
-            problems += weight_problems(resolved, policy)
-            print_lines("model", _model(resolved, spec))
-            print_lines("precision", chain(_precision(resolved, spec, policy, device), backend_lines(resolved)))
-            plan = MemoryPlan.of(resolved, largest_part(resolved, spec), policy, device)
-            print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan)))
-            too_large = plan.problem(lambda changes: _is_allowed(recipe, overrides, changes))
-    except UserError as error:
-        problems.append(str(error))
-    problems += _own_objective(resolved)
-    rehearsal = rehearse(resolved, tokenizer.tokenizer)
-    problems += [problem for problem in rehearsal.problems if problem not in problems]
-    print_lines("rehearsal", iter(rehearsal.lines))
+    tokenizer, wrong_files = start_tokenizer(resolved, spec)  # it loads while the rest is checked
+    with tokenizer or nullcontext():
+        problems += [] if wrong_files is None else [wrong_files]
+        problems += file_problems(resolved, spec)
+        device = find_device(resolved, memory_gib)
+        if device.is_here:
+            problems += [*worker_problems(resolved.cluster), *backend_problems_here(resolved, device)]
+        print_lines("recipe", _essentials(resolved, device, imports=not problems))
+        found, too_large = _plan(recipe, overrides, resolved, spec, device)
+        problems += found
+        if problems:
+            print_lines("rehearsal", iter([("not tried", "tasks, tokenizer and score; the problems below come first")]))
+            _refuse(recipe, problems, too_large)
+        problems = _try_out(resolved, spec, tokenizer)
     _refuse(recipe, problems, too_large)
     if sample is not None:
         show_sample(resolved, sample)
     typer.echo("no problems")
+
+
+def _plan(
+    name: str, overrides: Sequence[str], recipe: Recipe, spec: ModelSpec | None, device: Device
+) -> tuple[list[str], str | None]:
+    """Show model, precision and memory. Returns what is wrong with them, and whether the memory is too small."""
+    problems: list[str] = []
+    if spec is None:
+        return problems, None
+    try:
+        problems += [problem.text for problem in spec_problems(recipe, spec)]
+        policy = precision_policy(spec, recipe.fp8, recipe.numerics)
+        problems += filter(None, [refused_gate(recipe, policy, on_gpu=device.on_gpu)])
+        problems += _refused_on_gpu(recipe, spec, policy) if device.on_gpu else []
+        problems += weight_problems(recipe, policy)
+        print_lines("model", _model(recipe, spec))
+        print_lines("precision", chain(_precision(recipe, spec, policy, device), backend_lines(recipe)))
+        plan = MemoryPlan.of(recipe, largest_part(recipe, spec), policy, device)
+        print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan)))
+        return problems, plan.problem(lambda changes: _is_allowed(name, overrides, changes))
+    except UserError as error:
+        return [*problems, str(error)], None
+
+
+def _try_out(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> list[str]:
+    """Load tokenizer, tasks and modules, call the score, and show what it gives. Returns what is wrong."""
+    problems = _own_objective(recipe)
+    problems += content_problems(recipe, spec, tokenizer)
+    rehearsal = rehearse(recipe, tokenizer)
+    problems += rehearsal.problems
+    try:
+        if tokenizer is not None:
+            tokenizer.wait()
+    except UserError as error:
+        problems.append(str(error))
+    print_lines("rehearsal", iter(rehearsal.lines))
+    return list(dict.fromkeys(problems))
 
 
 def _refused_on_gpu(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> list[str]:
@@ -175,7 +205,7 @@ def _model_spec(recipe: Recipe) -> ModelSpec:
     return load_spec(str(recipe.model.path), scalar=recipe.algorithm.name == "reward_model")
 
 
-def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
+def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tuple[str, str]]:
     rollout, algorithm, optimizer = recipe.rollout, recipe.algorithm, recipe.trainer.optimizer
     if isinstance(algorithm, DatasetSettings):
         what = "conversations" if algorithm.learns_from == "conversations" else "pairs"
@@ -196,7 +226,7 @@ def _essentials(recipe: Recipe, device: Device) -> Iterator[tuple[str, str]]:
     yield "lengths", f"{longest}, context {recipe.model.context_length:,}"
     if isinstance(algorithm, DistillConfig):
         yield "teacher", f"{algorithm.teacher}, {algorithm.teacher_precision}, {algorithm.distillation}"
-    yield from environment_lines(recipe)
+    yield from environment_lines(recipe, imports=imports)
     yield "device", device.name
     yield from worker_lines(recipe)
 

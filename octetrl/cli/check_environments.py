@@ -11,8 +11,8 @@ from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, never_drawn
 
 
-def environment_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """(name, text) of each environment."""
+def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, str]]:
+    """(name, text) of each environment. imports: whether modules of the user may be imported for it."""
     total = sum(one.weight for one in recipe.environments.values())
     for name, one in alone(recipe).items():
         config = one.environment
@@ -20,7 +20,7 @@ def environment_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
             share = f"{recipe.environments[name].weight / total:.1%} of the tasks, " if name else ""
             label = f"environment {name}" if name else "environment"
             yield label, f"{config.kind} {config.dataset}, {share}{config.eval_size} tasks held out"
-            yield from turns_line(one)
+            yield from turns_line(one) if imports else ()
         if config.kind == "code" or "python" in config.tools:
             yield from _sandbox(config.sandbox)
     for line in never_drawn(recipe):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from octetrl.cli.check_turns import check_turns
 from octetrl.config.algorithm import DistillConfig
@@ -19,54 +17,51 @@ from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import FILES
+from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.run.early import missing_files
+from octetrl.run.tokenizer_process import TokenizerProcess
 
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
 
 
-def file_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerFile | None = None) -> Iterator[str]:
-    """What the recipe names and is not there, or is wrong. `spec`: the model's, None where that is wrong itself.
-    `tokenizer`: None if it has not been read yet."""
-    tokenizer = tokenizer or TokenizerFile.read(recipe, spec)
-    if tokenizer.problem is not None:
-        yield tokenizer.problem
+def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
+    """What the recipe names and is not there, or is wrong in weights' headers. Quick: nothing is loaded or imported.
+    `spec`: the model's, None where that is wrong itself."""
     yield from _weight_problems(recipe, reports=spec is None)
     yield from missing_files(recipe)
+    try:
+        _look_at_output(recipe)
+    except UserError as error:
+        yield str(error)
+
+
+def content_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> Iterator[str]:
+    """What is wrong in tokenizer, adapter, conversations, tasks and modules. `tokenizer`: None where that is wrong."""
     yield from _source_problems(recipe)
-    read_adapter = partial(_read_adapter, spec=spec)
-    for read in (_look_at_output, read_adapter):
-        try:
-            read(recipe)
-        except UserError as error:
-            yield str(error)
+    try:
+        _read_adapter(recipe, spec)
+    except UserError as error:
+        yield str(error)
     for name, one in alone(recipe).items():
-        for read in (_read_dataset, check_turns):
+        for read in (_read_dataset, partial(check_turns, tokenizer=tokenizer)):
             try:
                 read(one)
             except UserError as error:
                 yield renamed(str(error), name)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFile:
-    """A recipe's tokenizer, or what is wrong with it. Neither where the model's folder is wrong itself."""
-
-    tokenizer: Any = None
-    problem: str | None = None
-
-    @classmethod
-    def read(cls, recipe: Recipe, spec: ModelSpec | None) -> TokenizerFile:
-        from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
-
-        own = recipe.model.tokenizer
-        if own is None and spec is None:  # a fault of a model folder is reported once
-            return cls()
-        try:
-            return cls(load_tokenizer(tokenizer_folder(recipe), None if spec is None else spec.vocab_size))
-        except UserError as error:
-            return cls(problem=f"model.tokenizer: {error}" if own is not None else str(error))
+def start_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> tuple[TokenizerProcess | None, str | None]:
+    """Begin to load a recipe's tokenizer. Returns what is wrong with its files, if anything. Neither where the model's
+    folder is wrong, which is reported once."""
+    if recipe.model.tokenizer is None and spec is None:
+        return None, None
+    field = "" if recipe.model.tokenizer is None else "model.tokenizer: "
+    try:
+        return TokenizerProcess(tokenizer_folder(recipe), None if spec is None else spec.vocab_size, field), None
+    except UserError as error:
+        return None, str(error)
 
 
 def _weight_problems(recipe: Recipe, *, reports: bool) -> Iterator[str]:

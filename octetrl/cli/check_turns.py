@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octetrl.config.errors import UserError
@@ -11,21 +10,23 @@ from octetrl.config.validate_environment import FILES, refuse_for_turns
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe
+    from octetrl.run.tokenizer_process import TokenizerProcess
 
 
-def check_turns(recipe: Recipe) -> None:
-    """Raise UserError for an incomplete environment, or one whose tools the model cannot call."""
-    from octetrl.data.tokenizer import load_tokenizer, tool_family
+def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
+    """Raise UserError for an incomplete environment, or one whose tools the model cannot call. tokenizer: None where
+    it is wrong itself, then tools are not checked."""
     from octetrl.environments.turns.dialogue import check_environment, toolbox_of
 
     environment = _dialogue(recipe)
     if environment is None:
         return
     refuse_for_turns(recipe)
-    folder = recipe.model.tokenizer or recipe.model.path
     family = None
-    if toolbox_of(environment).tools and folder is not None:
-        family = tool_family(load_tokenizer(Path(folder)))
+    if toolbox_of(environment).tools:
+        if tokenizer is None:
+            return
+        family = tokenizer.tool_family()
     replaced = recipe.environment.reward is not None or recipe.environment.judge is not None
     has_scorer = replaced or hasattr(environment, "score")
     check_environment(environment, family, has_scorer=has_scorer)

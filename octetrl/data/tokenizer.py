@@ -1,4 +1,7 @@
-"""Load and check the tokenizer of a model folder. Only this module uses transformers' tokenizer classes."""
+"""Load and check the tokenizer of a model folder. Only this module uses transformers' tokenizer classes.
+
+transformers is imported when a tokenizer is loaded, because its import takes seconds. Missing files are refused before.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-
-from transformers import AutoConfig, AutoTokenizer
 
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
@@ -31,13 +32,9 @@ def load_tokenizer(
 
     Raises UserError if there is none, or if it has no EOS token, a broken chat template, or tokens outside the model's
     `vocab_size` (None: not checked)."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise UserError(f"tokenizer: no folder '{path}'; {remedy} with a tokenizer")
-    if not any((path / name).is_file() for name in VOCABULARIES):
-        raise UserError(f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)}; {remedy} with a tokenizer")
-    _check_settings(path)
-    _refuse_prefixed_pieces(path / "tokenizer.json")
+    path = check_tokenizer_files(folder, remedy=remedy)
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _try_out(tokenizer)
@@ -59,6 +56,18 @@ def load_tokenizer(
     except UserError as error:
         raise UserError(f"{error} (of '{path}')") from error.__cause__
     return tokenizer
+
+
+def check_tokenizer_files(folder: str | Path, *, remedy: str = "give model.tokenizer a Hugging Face folder") -> Path:
+    """Check a tokenizer's files as far as that needs no transformers. Returns the folder. Raises UserError."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise UserError(f"tokenizer: no folder '{path}'; {remedy} with a tokenizer")
+    if not any((path / name).is_file() for name in VOCABULARIES):
+        raise UserError(f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)}; {remedy} with a tokenizer")
+    _check_settings(path)
+    _refuse_prefixed_pieces(path / "tokenizer.json")
+    return path
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -110,6 +119,8 @@ def _refuse_config(path: Path) -> None:
     """Raise UserError if transformers cannot read the folder's config.json, which it reads before the tokenizer."""
     if not (path / "config.json").is_file():
         return
+    from transformers import AutoConfig
+
     try:
         AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above: huggingface_hub's own errors, and any error from a value of the wrong type

@@ -18,15 +18,14 @@ from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
-from octetrl.config.text import TextTooLong
 from octetrl.environments.base import Environment
 from octetrl.environments.judge import Judge
 from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.scoring import RETURNED_BY, RewardWorkers, Score
 from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
 from octetrl.records import RolloutStatus, Task
-from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
 from octetrl.run.environment import build_environment, build_environments, build_tasks, build_taskset, reward_processes
+from octetrl.run.tokenizer_process import TokenizerProcess
 
 MOST_TASKS, MOST_SECONDS = 64, 5.0  # of the sample: tasks may take long to make
 REFERENCES = 2  # tasks whose reference answers are scored
@@ -52,7 +51,7 @@ class Rehearsal:
             self.problems.append(str(error))
 
 
-def rehearse(recipe: Recipe, tokenizer: ChatTokenizer | None) -> Rehearsal:
+def rehearse(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Rehearsal:
     """Try tasks, prompts and score. tokenizer: None if it can't be read, then no prompt is tokenized.
 
     An environment that can't be built is no problem here, because the checks of files report it. A reward model's run
@@ -75,7 +74,7 @@ def rehearse(recipe: Recipe, tokenizer: ChatTokenizer | None) -> Rehearsal:
     return found
 
 
-def _rehearse_alone(recipe: Recipe, tokenizer: ChatTokenizer | None) -> Rehearsal:
+def _rehearse_alone(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Rehearsal:
     found, config = Rehearsal(), recipe.environment
     if config.dataset is None or recipe.algorithm.name == "reward_model":
         return found
@@ -115,14 +114,14 @@ def _sample(environment: Environment, config: EnvironmentConfig) -> list[Task]:
 
 
 def _rehearse_prompts(
-    found: Rehearsal, recipe: Recipe, environment: Environment, tokenizer: ChatTokenizer, tasks: Sequence[Task]
+    found: Rehearsal, recipe: Recipe, environment: Environment, tokenizer: TokenizerProcess, tasks: Sequence[Task]
 ) -> None:
     system_prompt = recipe.rollout.system_prompt
     if system_prompt is None:
         system_prompt = getattr(environment, "system_prompt", None)
-    chat = ChatTokens(tokenizer, system_prompt, tools=toolbox_of(environment).schemas())
-    limit = recipe.rollout.max_prompt_tokens
-    lengths = sorted(_num_tokens(chat, task.prompt, recipe.model.context_length) for task in tasks)
+    tools, limit = toolbox_of(environment).schemas(), recipe.rollout.max_prompt_tokens
+    prompts = [task.prompt for task in tasks]
+    lengths = sorted(tokenizer.prompt_lengths(prompts, system_prompt, tools, recipe.model.context_length))
     late = lengths[math.ceil(0.99 * len(lengths)) - 1]
     too_long = sum(length > limit for length in lengths)
     found.lines.append(
@@ -139,14 +138,6 @@ def _rehearse_prompts(
         )
     elif too_long > MANY_TOO_LONG * len(lengths):
         found.warn(f"prompts that are too long get no answer; rollout.max_prompt_tokens={late} takes 99% of them")
-
-
-def _num_tokens(chat: ChatTokens, prompt: str, limit: int) -> int:
-    """Exact, or a lower bound above `limit`."""
-    try:
-        return len(chat.prompt_tokens(prompt, limit))
-    except TextTooLong as error:
-        return max(error.tokens, limit + 1)
 
 
 def _load_reward(config: EnvironmentConfig) -> None:

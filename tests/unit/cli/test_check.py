@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from octetrl.cli.check_turns import check_turns
 from octetrl.cli.main import run_command
+from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.fp8.policy import tokens_that_pay
 from octetrl.models.families import spec_from_config
@@ -364,15 +367,10 @@ def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFix
     code, _, err = checked("Agent")
     assert code == 2 and "it has tools (look), and the tokenizer's chat template has none" in err
     talk = ("environment.kind=python", "environment.dataset=talks_to_check:Talk", "rollout.max_prompt_tokens=64")
-    for change, problem in (
-        (
-            "engine.kv_cache_tokens=512",
-            "engine.kv_cache_tokens: 512 cannot hold a conversation of model.context_length",
-        ),
-        ("environment.reward_model=judge", "environment.reward_model: it scores one answer to one prompt"),
-    ):
-        code, _, err = check(capsys, *talk, "rollout.max_new_tokens=64", change)
-        assert code == 2 and problem in err, err
+    code, _, err = check(capsys, *talk, "rollout.max_new_tokens=64", "engine.kv_cache_tokens=512")
+    assert code == 2 and "engine.kv_cache_tokens: 512 cannot hold a conversation of model.context_length" in err, err
+    with pytest.raises(UserError, match="environment.reward_model: it scores one answer to one prompt"):
+        check_turns(load_recipe("r.yaml", [*talk, "environment.reward_model=judge"]), None)
     code, _, err = check(capsys, "environment.turns.max_turn=3")
     assert code == 2 and "did you mean 'max_turns'" in err
 

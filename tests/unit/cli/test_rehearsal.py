@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,8 @@ def one(task): return 1.0
 async def later(task, text): return 1.0
 def picky(task, text):
     return 1.0 / len(text)
+import pathlib
+pathlib.Path("imported").write_text("")
 def broken(task, text):
     return task.nothing
 def equal(task, text): return 0.5
@@ -84,7 +88,7 @@ def test_prompts_that_are_all_too_long_are_refused(
         ("text", ["of type str, not a number", "text, rewards_to_try.py:5", "return a finite number"]),
         ("one", ["(one, rewards_to_try.py:9) takes (task), but is called with (task, completion_text)"]),
         ("later", ["(later, rewards_to_try.py:10) is async; write a plain function"]),
-        ("broken", ["the score fails on every text that was tried", "AttributeError", "(rewards_to_try.py:14)"]),
+        ("broken", ["the score fails on every text that was tried", "AttributeError", "(rewards_to_try.py:16)"]),
     ],
 )
 def test_a_score_that_cannot_be_used_is_refused_by_name_and_line(
@@ -123,3 +127,40 @@ def test_too_few_tasks_for_the_held_out_ones_are_refused(
 ) -> None:
     code, _, err = check(folder, monkeypatch, capsys, "environment.eval_size=21")
     assert code == 2 and "environment.eval_size: 21 held-out tasks asked for, but there are only 20 different" in err
+
+
+def test_quick_checks_come_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong in names and sizes is said before a module of the user's is imported."""
+    reward, kind = "environment.reward=rewards_to_try:length", ("environment.kind=python", "environment.eval_size=0")
+    of_its_own = (*kind, "environment.dataset=rewards_to_try:length")
+    for wrong in ("model.path=nowhere", "output_dir=r.yaml", "model.tokenizer=nowhere", "fp8.ignore=['*.none']"):
+        for given in ((reward,), of_its_own) if wrong == "model.path=nowhere" else ((reward,),):
+            (folder / "imported").unlink(missing_ok=True)
+            code, out, err = check(folder, monkeypatch, capsys, *given, wrong)
+            assert code == 2 and err.count("\n") == 1, err
+            assert "not tried tasks, tokenizer and score" in out and not (folder / "imported").exists()
+    assert check(folder, monkeypatch, capsys, reward)[0] == 0 and (folder / "imported").exists()
+
+
+def test_it_needs_neither_torch_nor_transformers_in_its_own_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their import takes longer than all the rest. The process that loads the tokenizer instead counts the same."""
+    program = (
+        "import sys\n"
+        "from octetrl.cli.main import run_command\n"
+        "code = run_command(['check', 'r.yaml'])\n"
+        "print(code, sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    assert shown.stderr == "" and shown.stdout.endswith("no problems\n0 []\n")
+    _, out, _ = check(folder, monkeypatch, capsys)
+    assert out.split("rehearsal")[1] in " ".join(shown.stdout.split())
+    (folder / "model/tokenizer.json").rename(folder / "kept.json")
+    (folder / "model/tokenizer.json").write_text("{}")
+    shown = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    (folder / "kept.json").rename(folder / "model/tokenizer.json")
+    assert shown.stdout.endswith("2 []\n") and shown.stderr.count("\n") == 1
+    assert "tokenizer: 'model' cannot be loaded" in shown.stderr
