@@ -34,6 +34,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.validate import spec_problems
 from octetrl.config.validate_experts import experts_refused_on_gpu
+from octetrl.config.validate_overdraw import describe_overdraw
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why_not_equal
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
@@ -214,6 +215,9 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
     else:
         size = f"{rollout.prompts_per_step} prompts x {rollout.group_size} siblings a step"
         yield "algorithm", f"{algorithm.name}, {size}, temperature {rollout.temperature:g}"
+        overdraw = describe_overdraw(recipe)
+        if overdraw is not None:
+            yield "over-drawing", overdraw
     yield "steps", f"{recipe.steps:,}, seed {recipe.seed}, into {recipe.output_dir}"
     yield "optimizer", f"AdamW, lr {optimizer.lr:g}, {optimizer.decay}, {optimizer.warmup_steps} warm-up steps"
     longest = f"{rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} answer tokens"

@@ -31,6 +31,9 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
     `spec`: the model's, None where that is wrong itself."""
     yield from _weight_problems(recipe, reports=spec is None)
     yield from missing_files(recipe)
+    lora = recipe.model.lora
+    if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
+        yield f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json"
     try:
         _look_at_output(recipe)
     except UserError as error:
@@ -116,8 +119,6 @@ def _look_at_output(recipe: Recipe) -> None:
 
 def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:
     lora = recipe.model.lora
-    if lora is not None and lora.path is not None and spec is None and not Path(lora.path).is_dir():
-        raise UserError(f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json")
     if lora is not None and lora.path is not None and spec is not None:
         from octetrl.models.peft_adapters import check_adapter
 

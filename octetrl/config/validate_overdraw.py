@@ -15,6 +15,21 @@ def overdrawn(prompts: int, overdraw: float) -> int:
     return int(prompts * overdraw + 1e-9)
 
 
+def describe_overdraw(recipe: Recipe) -> str | None:
+    """How many prompts a step draws and how many it keeps, and what that costs. None without over-drawing."""
+    rollout = recipe.rollout
+    if rollout.overdraw == 1.0 or recipe.algorithm.learns_from != "rollouts":
+        return None
+    prompts, drawn = rollout.prompts_per_step, overdrawn(rollout.prompts_per_step, rollout.overdraw)
+    later = "are drawn again in the next step"
+    if rollout.overdraw_return == "long_step":
+        later = "are drawn again once they fill a step"
+    return (
+        f"{drawn} prompts are drawn, the {prompts} groups with the shortest answers are kept, the other"
+        f" {drawn - prompts} {later}; not exact: it prefers short answers"
+    )
+
+
 def overdraw_problems(recipe: Recipe) -> Iterator[Problem]:
     overdraw, prompts = recipe.rollout.overdraw, recipe.rollout.prompts_per_step
     if overdraw == 1.0:

@@ -15,6 +15,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.text import ESCAPE, counted
+from octetrl.config.validate_overdraw import describe_overdraw
 from octetrl.environments.given import is_given
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
@@ -58,6 +59,7 @@ def banner(run: Run) -> Screen:
         ("device", _device(recipe, run.console)),
         ("data", _data(run)),
         ("step", _step(recipe)),
+        ("over-drawing", describe_overdraw(recipe) or ""),
         ("run", _plan(recipe)),
         ("folder", recipe.output_dir),
     ]

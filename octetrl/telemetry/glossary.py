@@ -32,7 +32,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/penalty", "", "Mean of what was added to the rewards for their length, 0 or less."),
         Metric(
             "reward/zero_variance_fraction", SHARE, "Groups whose siblings all have the same reward.",
-            "They teach nothing. Near 1: tasks are too easy or too hard, or the reward never tells answers apart.",
+            "They teach nothing. Near 1: tasks are learnt (high reward), too hard (low), or rewards never differ.",
         ),
         Metric("reward/component/{name}", "", "Mean of one term of the reward, before its weight."),
         Metric("environment/{name}", "", "Mean of a measurement that the environment returns."),
@@ -90,7 +90,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
                "Growth without reward: look at the answers."),
         Metric("rollout/max_length", TOKENS, "Largest number of sampled tokens of a rollout."),
         Metric("rollout/truncated_share", SHARE, "Rollouts with an answer that reached its token limit.",
-               "Above some %: raise rollout.max_new_tokens."),
+               "Above some %: raise rollout.max_new_tokens, unless answers should be as long as they can."),
         Metric("rollout/unfinished_share", SHARE, "Conversations that ran out of turns or context.",
                "Above some %: raise environment.turns.max_turns or model.context_length."),
         Metric("rollout/too_long_share", SHARE, "Rollouts whose prompt was too long to be generated.",
@@ -114,7 +114,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/with_environment", "rollouts", "Mean number of conversations that waited for an environment."),
         Metric("rollout/waiting_share", SHARE, "Part of the rollout in which no conversation was answered."),
         Metric("rollout/abandoned_calls", "", "Calls of the environment that had not returned at the time-out."),
-        Metric("rollout/{status}", "rollouts", "Rollouts that ended with this status (docs/environments.md)."),
+        Metric("rollout/{status}", "rollouts", "Rollouts that ended with this status (docs/environments.md).",
+               "`rollout/truncated_share` is `rollout/truncated` divided by the number of rollouts."),
     ),
     "Engine against trainer": (
         Metric("mismatch/equal_fraction", SHARE, "Trained tokens whose log-probs are equal bit for bit.",

@@ -133,9 +133,19 @@ def findings(run: RunRecord) -> list[str]:
         ("train/non_finite_tokens", 0.0, "activations were not finite in training"),
         ("train/skipped", 0.0, "no update, because no group had a learning signal"),
         ("rollout/failure_share", 0.0, "rollouts without a reward; the failed ones below say why"),
-        ("rollout/truncated_share", 0.1, "more than 10% of the answers are truncated; raise rollout.max_new_tokens"),
+        (
+            "rollout/truncated_share",
+            0.1,
+            "more than 10% of the answers reach rollout.max_new_tokens; raise it if good answers need more tokens,"
+            " leave it if they should be as long as they can",
+        ),
         ("rollout/preemptions", 0.0, "sequences were prefilled twice; a larger KV cache is faster"),
-        ("reward/zero_variance_fraction", 0.8, "in most groups all rewards are equal; choose other tasks"),
+        (
+            "reward/zero_variance_fraction",
+            0.8,
+            "in most groups all rewards are equal, so they teach nothing; if the mean reward is high, the tasks are"
+            " learnt and the run can end; if it is low, choose easier tasks",
+        ),
     )
     for name, limit, says in checks:
         steps = steps_with(name, limit)

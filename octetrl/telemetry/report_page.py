@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -43,6 +44,8 @@ CURVES: tuple[tuple[str, str], ...] = (
     ("explained variance", "value/explained_variance"), ("rollout, tokens/s", "rollout/tokens_per_second"),
     ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),
 )  # fmt: skip
+_ACCURACY, _REWARD = "eval/accuracy", "eval/reward_mean"
+_SAME = " The mean held-out reward is the same number."
 HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
 _TONES = (("#2f5fb3", "#8db4f5"), ("#b26a00", "#f0b35c"), ("#2b7a4b", "#6fcf97"), ("#8a3fa0", "#d39be6"),
           ("#b3372f", "#f08a80"), ("#3b7f8c", "#7cc9d6"), ("#75746b", "#b9bcc4"))  # fmt: skip
@@ -81,7 +84,7 @@ def terminal_report(runs: Sequence[RunRecord]) -> Iterator[str]:
                 told = f"{shown_number(values[0])} → {shown_number(values[-1])}"
                 yield f"  {name:<20} {sparkline(values):<32}  {told}"
         for line in findings(run):
-            yield f"  look: {line}"
+            yield from textwrap.wrap(f"look: {line}", 98, initial_indent="  ", subsequent_indent="        ")
     for name in ("eval/accuracy", "reward/mean"):
         for other in runs[1:]:
             found = paired_difference(runs[0], other, name)
@@ -140,7 +143,10 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards, constant = [], []
+    rewards_are_accuracy = all(run.values(_REWARD) == run.values(_ACCURACY) for run in runs)
     for title, name in (*CURVES, *_of_environments(runs)):
+        if name == _REWARD and rewards_are_accuracy:
+            continue
         values = {row.get(name) for run in runs for row in run.rows}
         if len(values) == 1 and name not in HEADLINES and all(len(run.rows) > 1 for run in runs):
             constant += [[title, shown_number(value), _meaning(name)] for value in values if value is not None]
@@ -151,9 +157,8 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
             if any(line.x for line in lines):
                 charts.append(f'<div class="by-{x_name}s">{line_chart(lines, x_name)}</div>')
         if charts:
-            cards.append(
-                f'<div class="card"><h3>{escape(title)}</h3><p>{escape(_meaning(name))}</p>{"".join(charts)}</div>'
-            )
+            says = _meaning(name) + (_SAME if name == _ACCURACY and rewards_are_accuracy else "")
+            cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(says)}</p>{"".join(charts)}</div>')
     yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
     if constant:
         yield "<h2>The same in every step</h2>" + _table(["", "value", ""], constant, " settings")

@@ -139,6 +139,14 @@ def test_it_warns_below_four_micro_batches_a_worker(folder: Path, capsys: pytest
     assert "micro-batches of an update" not in check(capsys, *given, "trainer.tokens_per_micro_batch=128")[1]
 
 
+def test_over_drawing_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = "38 prompts are drawn, the 32 groups with the shortest answers are kept, the other 6 are drawn again"
+    for returned, when in (("next_step", "in the next step"), ("long_step", "once they fill a step")):
+        code, out, _ = check(capsys, "rollout.overdraw=1.2", f"rollout.overdraw_return={returned}")
+        assert code == 0 and f"over-drawing {drawn} {when}; not exact: it prefers short answers" in out
+    assert "over-drawing" not in check(capsys)[1]
+
+
 def test_codes_that_are_remade_need_one_worker(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = check(capsys, "cluster.cpus=2", "precision=fp8", "trainer.weight_codes=remade")
     assert code == 2 and "trainer.weight_codes: remade quantises whole weights" in err and err.count("\n") == 1
@@ -369,7 +377,7 @@ def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFix
     talk = ("environment.kind=python", "environment.dataset=talks_to_check:Talk", "rollout.max_prompt_tokens=64")
     code, _, err = check(capsys, *talk, "rollout.max_new_tokens=64", "engine.kv_cache_tokens=512")
     assert code == 2 and "engine.kv_cache_tokens: 512 cannot hold a conversation of model.context_length" in err, err
-    with pytest.raises(UserError, match="environment.reward_model: it scores one answer to one prompt"):
+    with pytest.raises(UserError, match=r"environment\.reward_model: it scores one answer to one prompt"):
         check_turns(load_recipe("r.yaml", [*talk, "environment.reward_model=judge"]), None)
     code, _, err = check(capsys, "environment.turns.max_turn=3")
     assert code == 2 and "did you mean 'max_turns'" in err

@@ -65,6 +65,19 @@ def test_what_never_changed_is_a_line_of_a_table(tmp_path: Path) -> None:
     assert "<h3>learning rate</h3>" in curves and "<td>log-probs equal</td><td>1</td>" in constant, "they differ"
 
 
+def test_a_reward_that_is_the_accuracy_has_no_second_chart(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run"))
+    for row in run.rows:
+        if "eval/accuracy" in row:
+            row["eval/reward_mean"] = row["eval/accuracy"]
+    page = report_page([run])
+    assert "<h3>held-out accuracy</h3>" in page and "<h3>held-out reward</h3>" not in page
+    assert "The mean held-out reward is the same number." in page
+    run.rows[-1]["eval/reward_mean"] = 0.25  # partial credit
+    page = report_page([run])
+    assert "<h3>held-out reward</h3>" in page and "is the same number" not in page
+
+
 def test_differences_are_paired_by_step(tmp_path: Path) -> None:
     one = read_run(make_run(tmp_path / "one"))
     two = read_run(make_run(tmp_path / "two", **{"reward/mean": 2.0}))
@@ -81,6 +94,17 @@ def test_findings_name_the_steps(tmp_path: Path) -> None:
     learnt = read_run(make_run(tmp_path / "learnt", **{"rollout/truncated_share": 0.3}))
     learnt.rows[-1]["rollout/truncated_share"] = 0.1
     assert findings(learnt) == [], "in the end the answers are short enough"
+
+
+def test_a_finding_says_when_there_is_nothing_to_do(tmp_path: Path) -> None:
+    """Answers may be meant to be long, and tasks that are learnt have equal rewards."""
+    (cut,) = findings(read_run(make_run(tmp_path / "cut", **{"rollout/truncated_share": 0.3})))
+    assert "leave it if they should be as long as they can" in cut
+    run = read_run(make_run(tmp_path / "run", **{"reward/zero_variance_fraction": 0.9}))
+    (equal,) = findings(run)
+    assert "if the mean reward is high, the tasks are learnt" in equal and "if it is low, choose easier tasks" in equal
+    look = [line for line in terminal_report([run]) if "equal" in line or "learnt" in line]
+    assert len(look) == 2 and max(map(len, terminal_report([run]))) <= 100
 
 
 def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
