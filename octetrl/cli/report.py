@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.out_file import refuse_file, writes
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, refuse_empty
 from octetrl.config.text import ESCAPE
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN [RUN ...]", help="Folders of runs.")],
     out: Annotated[Path | None, typer.Option(help="The page; default: report.html in the first run's folder.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Print the report in short instead.")] = False,
 ) -> None:
@@ -23,12 +23,14 @@ def report(
 
     if terminal and out is not None:
         raise UserError("--terminal and --out exclude each other; give one of them")
-    records = [read_run(folder) for folder in runs]
+    for run in runs:
+        refuse_empty(run, "run", "the folder of a run")
+    records = [read_run(Path(run)) for run in runs]
     if terminal:
         for line in terminal_report(records):
             typer.echo(line)
         return
-    path = runs[0] / "report.html" if out is None else out
+    path = Path(runs[0]) / "report.html" if out is None else out
     refuse_file("--out", path, "report.html")
     page = report_page(records)
     with writes("--out", path):

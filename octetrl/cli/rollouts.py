@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.cli.out_file import refuse_file, writes
-from octetrl.config.errors import UserError, nearest
+from octetrl.config.errors import UserError, nearest, refuse_empty
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, select
 from octetrl.telemetry.rollouts import EVALUATIONS
@@ -60,6 +60,7 @@ def rollouts(
     ] = False,
 ) -> None:
     """Show the rollouts of a run."""
+    refuse_empty(run, "run", "a run folder, or a file step_NNNNNN.jsonl of one")
     wanted = Filter(
         steps=_span("--step", step, whole=True) or Interval(),
         rewards=_span("--reward", reward, whole=False),

@@ -10,11 +10,13 @@ from typing import Annotated
 
 import typer
 
+from octetrl.config.errors import refuse_empty
 from octetrl.workers.many.status import STATUS_FILE, status_lines
 
 
 def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]) -> None:
     """Show what a run does: each of its workers and its memory, or the last step."""
+    refuse_empty(run, "run", "the folder of a run")
     folder = Path(run)
     is_alone = not (folder / STATUS_FILE).exists() and (folder / "metrics.jsonl").is_file()
     for line in _last_step(folder) if is_alone else status_lines(folder):

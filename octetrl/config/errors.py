@@ -39,6 +39,12 @@ class RunFailed(RuntimeError):
     """The input is valid, but the run cannot continue."""
 
 
+def refuse_empty(name: object, what: str, give: str) -> None:
+    """Raise UserError for an empty name, as of a shell variable that is not set: a path takes it for this folder."""
+    if not str(name).strip():
+        raise UserError(f"'{name}' names no {what}; give {give}")
+
+
 def type_of(value: object) -> str:
     """Name a value's Python type with its article, for a message: "an int", "a list"."""
     name = type(value).__name__

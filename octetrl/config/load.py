@@ -18,8 +18,7 @@ Rules:
   override that changes the kind drops those of the former kind.
 - `environments` (several, by name) takes the place of `environment`. A file with one of them replaces the other of its
   base files.
-- Values that YAML often misreads: `1e-6` is a number. `1:30`, `010`, `yes` and `2024-01-01` are texts. A key given
-  twice, an alias (`*name`) and a number that is not finite are errors.
+- YAML is read as `config/recipe_yaml.py` says: `1e-6` is a number, `yes` and `1:30` are texts.
 
 All problems of a recipe are collected before an error is raised; see `config/validate.py`.
 """
@@ -27,10 +26,8 @@ All problems of a recipe are collected before an error is raised; see `config/va
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +40,7 @@ from octetrl.config.json_file import read_text
 from octetrl.config.model_layers import below_model, below_model_overrides
 from octetrl.config.objective_keys import drop_defaults_of_others
 from octetrl.config.problems import for_command_line, for_python, is_field, may_be_null, section_of
+from octetrl.config.recipe_yaml import RecipeDumper, parse_yaml
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
 from octetrl.config.shipped import find_recipe, shipped_path
@@ -138,7 +136,7 @@ def _field_that_is_not_plain(value: Any, name: str = "") -> str:
 
 def dump_recipe(recipe: Recipe) -> str:
     """Write the resolved recipe as YAML. `load_recipe` reads the same recipe from it."""
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_RecipeDumper, sort_keys=False)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=RecipeDumper, sort_keys=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,7 @@ def _is_one_of(path: Path, seen: Sequence[Path]) -> bool:
 def _read_file(path: Path, extended_by: str | None) -> Tree:
     reader = f" ({extended_by} extends it)" if extended_by else ""
     text = read_text(path, f"give the path of a YAML file{reader}", most_bytes=MOST_BYTES)
-    tree = _parse_yaml(text, str(path))
+    tree = parse_yaml(text, str(path))
     if tree is None:
         raise UserError(f"{path}: the recipe is empty{reader}; it needs at least a `model:` section")
     if not isinstance(tree, dict):
@@ -211,9 +209,9 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[list[tuple[tuple[str, ..
             problems.append(Problem((), f"{_OVERRIDE}'{override}' is not section.key=value{value}"))
             continue
         try:
-            given.append((keys, _parse_yaml(text, f"override '{override}'")))
+            given.append((keys, parse_yaml(text, f"override '{override}'")))
         except UserError as error:
-            problems.append(Problem((name,), f"{error}; put the value in quotes"))
+            problems.append(Problem((name,), str(error) if ";" in str(error) else f"{error}; put the value in quotes"))
     return given, problems
 
 
@@ -295,106 +293,3 @@ def _gives(tree: Any, keys: list[str]) -> bool:
             return False
         tree = tree[key]
     return True
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML into plain data: text, numbers, booleans, null, lists, and mappings with text keys."""
-    try:
-        return json.loads(json.dumps(yaml.load(text, Loader=_RecipeLoader)))
-    except yaml.constructor.ConstructorError as error:
-        raise UserError(f"{source}{_where(error)}: {error.problem}") from None
-    except yaml.MarkedYAMLError as error:
-        raise UserError(f"{source}{_where(error)}: not YAML, {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{source}: not YAML, {str(error).splitlines()[0]}") from None
-    except RecursionError:
-        raise UserError(f"{source}: not a recipe, it is nested too deeply") from None
-
-
-def _where(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    return f", line {mark.line + 1}" if mark is not None else ""
-
-
-class _RecipeLoader(yaml.SafeLoader):
-    """A YAML loader with the plain scalars of YAML 1.2. It accepts only plain data."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.events.AliasEvent):  # a few lines of aliases can expand to gigabytes
-            event = self.peek_event()
-            raise _refusal(f"the alias *{event.anchor} is not allowed in a recipe; write the value out", event)
-        return super().compose_node(parent, index)
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, LookupError):  # the text does not have the type of its tag
-            what = f"{getattr(node, 'value', '')!r} is not of type {node.tag.rpartition(':')[2]}"
-            raise _refusal(f"{what}, which its tag names; leave the tag out", node) from None
-
-    def construct_plain_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
-        if not isinstance(node, yaml.MappingNode):
-            raise _refusal("a value tagged !!map is not a mapping; leave the tag out", node)
-        seen = set()
-        for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.tag != "tag:yaml.org,2002:str":
-                raise _refusal(f"the key {getattr(key, 'value', '')!r} is not a text; put it in quotes", key)
-            if key.value in seen:
-                raise _refusal(f"the key '{key.value}' is given twice; remove one of them", key)
-            seen.add(key.value)
-        self.flatten_mapping(node)
-        return self.construct_mapping(node, deep=True)
-
-    def construct_finite_float(self, node: yaml.ScalarNode) -> float:
-        value = self.construct_yaml_float(node)
-        if not math.isfinite(value):
-            raise _refusal(f"{node.value} is not a finite number", node)
-        return value
-
-    def construct_text(self, node: yaml.ScalarNode) -> str:
-        text = self.construct_yaml_str(node)
-        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise _refusal(f"{text!r} contains half of a character; write the whole character", node)
-        return text
-
-    def construct_list(self, node: yaml.SequenceNode) -> list[Any]:
-        return self.construct_sequence(node, deep=True)
-
-    def refuse(self, node: yaml.Node) -> None:
-        raise _refusal(f"{node.tag.replace('tag:yaml.org,2002:', '!!')} is not allowed in a recipe", node)
-
-
-class _RecipeDumper(yaml.SafeDumper):
-    """A YAML dumper that quotes every text which `_RecipeLoader` would not read as text."""
-
-
-def _refusal(problem: str, place: Any) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, problem, place.start_mark)
-
-
-_PLAIN_SCALARS = (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(0|[1-9][0-9_]{0,24})", list("-+0123456789")),
-    ("float", r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
-    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
-    ("merge", r"<<", ["<"]),
-)
-_RecipeLoader.yaml_constructors = {}  # inherits nothing, so any tag not named below is refused
-_RecipeLoader.yaml_implicit_resolvers, _RecipeDumper.yaml_implicit_resolvers = {}, {}
-for _tag, _pattern, _first in _PLAIN_SCALARS:
-    for _class in (_RecipeLoader, _RecipeDumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
-for _tag, _constructor in (
-    ("null", yaml.SafeLoader.construct_yaml_null),
-    ("bool", yaml.SafeLoader.construct_yaml_bool),
-    ("int", yaml.SafeLoader.construct_yaml_int),
-    ("float", _RecipeLoader.construct_finite_float),
-    ("str", _RecipeLoader.construct_text),
-    ("seq", _RecipeLoader.construct_list),
-    ("map", _RecipeLoader.construct_plain_mapping),
-):
-    _RecipeLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _constructor)
-_RecipeLoader.add_constructor(None, _RecipeLoader.refuse)

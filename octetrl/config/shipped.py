@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from octetrl.config.errors import UserError, nearest
+from octetrl.config.errors import UserError, nearest, refuse_empty
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 SCHEMA = "recipe.schema.json"
@@ -39,8 +39,9 @@ def shipped_path(name: str) -> Path:
 def find_recipe(path: str | Path) -> Path:
     """Return `path`, or the shipped recipe of that bare name if no such file exists.
 
-    Raises UserError for a run's folder, and for a bare name without a suffix that is neither a file nor a shipped
-    recipe."""
+    Raises UserError for an empty name, a run's folder, and for a bare name without a suffix that is neither a file nor
+    a shipped recipe."""
+    refuse_empty(path, "recipe", "the path of a YAML file, or a name that `octetrl recipes` lists")
     path = Path(path)
     if path.name != str(path) or path.suffix in (".yaml", ".yml") or "\0" in path.name or path.is_file():
         _refuse_run(path)

@@ -27,6 +27,11 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["check", ""], "'' names no recipe; give the path of a YAML file, or a name that `octetrl recipes` lists"),
+        (["train", " "], "' ' names no recipe"),
+        (["report", ""], "'' names no run; give the folder of a run"),
+        (["rollouts", ""], "'' names no run; give a run folder"),
+        (["status", ""], "'' names no run; give the folder of a run"),
         (["check", "demo_grpo", "--memory-gib", "abc"], "octetrl: --memory-gib: 'abc' is not a number (see `octetrl"),
         (["check", "demo_grpo", "--memory-gib=abc"], "octetrl: --memory-gib: 'abc' is not a number (see"),
         (["generate", "x", "-p", "a", "-n", "1.5"], "octetrl: --n: '1.5' is not a whole number (see"),
