@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest
+from octetrl.config.errors import UserError
 from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.spec import (
     MOST_HEADS,
@@ -282,7 +282,9 @@ def _family(config: JsonObject, scalar: bool) -> str:
     if not architectures and model_type is not None and model_type in ARCHITECTURES:
         return model_type
     given = architectures[0] if architectures else f"model_type {model_type!r}"
-    raise UserError(f"unsupported architecture {given}; supported are {', '.join(FAMILIES)}{nearest(given, FAMILIES)}")
+    raise UserError(
+        f"unsupported architecture {given}; supported are {', '.join(FAMILIES)}; docs/models.md says why others are not"
+    )
 
 
 def _refuse_what_we_lack(config: JsonObject, family: str) -> None:

@@ -36,6 +36,7 @@ from octetrl.models.weight_files import checked_headers
 from octetrl.run.build import full_precision
 from octetrl.run.resume import OF_THE_RUN, trained_model, weights_folder
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # FP8 codes come from weights that were checked
 FULL_WEIGHTS = ("model.safetensors", "model-")  # what the names of whole weights begin with
 
 
@@ -43,8 +44,8 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: b
     """Write the model of a run's last checkpoint (or of a checkpoint) to `to`, a folder that is new or empty.
 
     `adapter`: of a run with LoRA, the adapter in PEFT's form instead of the merged model. `fp8`: the linears as E4M3
-    codes with scales of 128 x 128 blocks. UserError for `fp8`: an adapter alone, a reward model, or a width that is not
-    a multiple of 128.
+    codes with scales of 128 x 128 blocks. UserError for weights that are not finite, and for `fp8`: an adapter alone, a
+    reward model, or a width that is not a multiple of 128.
     """
     if adapter and fp8:
         raise UserError("--fp8: an adapter alone has no FP8 form; leave out --adapter to write the merged model in FP8")
@@ -70,6 +71,7 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: b
             (save_weights_fp8 if fp8 else save_weights)(merged, target)
         elif shards is not None and not adapter:
             save_from_shards(shards, target)
+        _refuse_non_finite(target, source)
     except BaseException as error:
         _empty(target, keep=existed)
         if isinstance(error, OSError | SafetensorError):
@@ -77,6 +79,18 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: b
             raise UserError(f"--to: cannot write in '{target}' ({reason}); choose another folder") from error
         raise
     return target
+
+
+def _refuse_non_finite(target: Path, source: Path) -> None:
+    """Raise UserError if a weight that was written is not a finite number. No reader could use the model."""
+    for file in sorted(target.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                tensor = tensors.get_tensor(name)
+                if tensor.dtype in FLOATS and not tensor.isfinite().all():
+                    raise UserError(
+                        f"'{source}': {name} is not finite everywhere; export an earlier checkpoint, as RUN@STEP"
+                    )
 
 
 def _empty(target: Path, *, keep: bool) -> None:

@@ -283,7 +283,7 @@ def test_it_is_evaluated_and_generated_from(
         ("model.lora.alpha=-1", "model.lora.alpha: -1 is out of range; it must be above 0"),
         ("model.lora.dropout=0.1", "model.lora.dropout: unknown key"),
         ("model.lora=8", "model.lora: 8 is not a section"),
-        ("model.lora.path=nowhere", "'nowhere' has no adapter_config.json"),
+        ("model.lora.path=nowhere", "model.lora.path: no folder 'nowhere'"),
     ],
 )
 def test_bad_input_is_one_line(override: str, what: str, capsys: pytest.CaptureFixture[str], demo: Path) -> None:

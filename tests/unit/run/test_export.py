@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from octetrl.config.errors import UserError
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
+from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, load_spec, spec_from_config
@@ -24,10 +25,15 @@ from octetrl.trainer import checkpoint
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 40}
 SPEC = spec_from_config(preset_config("tiny") | SMALL)
+WIDE = spec_from_config(
+    preset_config("tiny")
+    | {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 384}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 40}
+)
 
 
-def model(seed: int) -> Decoder:
-    decoder = Decoder(SPEC, precision_policy(SPEC, Fp8Config()), "train")
+def model(seed: int, spec: ModelSpec = SPEC) -> Decoder:
+    decoder = Decoder(spec, precision_policy(spec, Fp8Config()), "train")
     decoder.random_init(seed)
     return decoder
 
@@ -75,6 +81,18 @@ def test_a_run_exports_its_own_newest_not_an_older_runs(run: Path, tmp_path: Pat
 def test_a_checkpoint_exports_itself(run: Path, tmp_path: Path) -> None:
     export_run(str(run / CHECKPOINTS / "step_000001"), str(tmp_path / "out"))
     assert same(weights_of(tmp_path / "out"), model(seed=1))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(fp8: bool, value: float, tmp_path: Path) -> None:
+    broken = model(seed=1, spec=WIDE if fp8 else SPEC)
+    next(one for one in broken.parameters() if one.ndim == 2).data[0, 0] = value
+    folder = tmp_path / "run" / CHECKPOINTS
+    checkpoint.save(folder, 1, {}, write_more=lambda to: save_weights(broken, to))
+    with pytest.raises(UserError, match="is not finite everywhere"):
+        export_run(str(tmp_path / "run"), str(tmp_path / "out"), fp8=fp8)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_is_a_model_folder(run: Path, tmp_path: Path) -> None:
@@ -134,13 +152,6 @@ def test_what_is_no_run_is_refused(made: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no checkpoint yet|does not exist; give a run folder"):
         export_run(str(tmp_path / "run"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-WIDE = spec_from_config(
-    preset_config("tiny")
-    | {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 384}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 40}
-)
 
 
 def trained_wide(folder: Path) -> Decoder:
