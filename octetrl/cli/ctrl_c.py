@@ -52,7 +52,7 @@ class CtrlC:
         """No cleaning up is left: the next Ctrl-C ends the process."""
         self._is_last = True
 
-    def finish(self, *, was_stopped: bool) -> None:
+    def finish(self, code: int, *, was_stopped: bool) -> None:
         """The process is about to end, and further signals change nothing. While the interpreter shuts down it has no
         handlers, and it may end by SIGINT if the KeyboardInterrupt came within an `exec`; so a command that was stopped
         ends here, with its exit code."""
@@ -61,7 +61,7 @@ class CtrlC:
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(INTERRUPTED)
+            os._exit(code)
 
     def _unraisable(self, what: Any) -> None:
         """Repeat a KeyboardInterrupt that was raised where nothing can be raised (in a `__del__`)."""

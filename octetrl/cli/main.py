@@ -1,8 +1,9 @@
 """The command line: `octetrl VERB ...`, one file per command.
 
 Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong (one line on stderr, no traceback, nothing written);
-130 stopped by Ctrl-C. Nothing here imports torch: a verb imports what it runs when it runs, so `--help`, `check` and
-every error in a recipe appear at once. Only the command that is asked for is imported, after Ctrl-C has its handler.
+130 stopped by Ctrl-C; 143 stopped by SIGTERM while Ray starts. Nothing here imports torch: a verb imports what it runs
+when it runs, so `--help`, `check` and every error in a recipe appear at once. Only the command that is asked for is
+imported, after Ctrl-C has its handler.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, clear_screen, is_of_ctrl_c
+from octetrl.config.errors import TERMINATED, Terminated
 from octetrl.config.text import ESCAPE
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -45,7 +47,7 @@ def main() -> NoReturn:
         code = _stopped()
     if _has_no_reader(_STDOUT):
         code = _end_of_pipe()
-    ctrl_c.finish(was_stopped=code == INTERRUPTED)
+    ctrl_c.finish(code, was_stopped=code in (INTERRUPTED, TERMINATED))
     sys.exit(code)
 
 
@@ -55,6 +57,9 @@ def run_command(arguments: Sequence[str]) -> int:
         return _run_verb(arguments)
     except KeyboardInterrupt:
         return _stopped()
+    except Terminated:
+        print("octetrl: stopped by SIGTERM", file=sys.stderr)
+        return TERMINATED
     except Stopped as stopped:
         return _stopped(str(stopped))
 
@@ -88,6 +93,8 @@ def _run_verb(arguments: Sequence[str]) -> int:
         if error.errno not in OF_A_PATH or not where:
             raise
         return _refuse(str(UserError(f"{where.strip()} can't be used ({error.strerror}); give another path")))
+    except Terminated:
+        raise
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError) and (_has_no_reader(_STDOUT) or _leads_nowhere(_STDOUT)):
             return _end_of_pipe()  # a closed stdout is a SystemExit of typer's, or of rich's, which replaces it too

@@ -1,8 +1,9 @@
-"""The two exceptions that a user may see.
+"""The exceptions that a user may see.
 
 A `UserError` is one line that says what was given, what is allowed and what to do. The command line prints it without a
 traceback and exits with code 2. A `RunFailed` says why a run with valid input could not continue: it diverged, or a
-check that its recipe asks for failed. Its exit code is 1. Any other exception is a bug.
+check that its recipe asks for failed. Its exit code is 1. `Terminated` is SIGTERM, where the process has something to
+end first. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 MOST_NAMES = 2_000  # of a folder's files that are compared with a name
+TERMINATED = 128 + 15  # exit code: a shell's for SIGTERM
 LONGEST_LINE = 1_000  # characters of a message's line; the quoted input may have megabytes
 
 
@@ -43,6 +45,13 @@ def refuse_empty(name: object, what: str, give: str) -> None:
     """Raise UserError for an empty name, as of a shell variable that is not set: a path takes it for this folder."""
     if not str(name).strip():
         raise UserError(f"'{name}' names no {what}; give {give}")
+
+
+class Terminated(SystemExit):
+    """SIGTERM came while Ray was started or joined. Exit code 143, as a shell shows for a process that it ends."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
 
 
 def type_of(value: object) -> str:

@@ -36,7 +36,7 @@ from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan, last_lines
 from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, write_status
 from octetrl.workers.many.team import Call
-from octetrl.workers.ray_cluster import RayCluster, connect
+from octetrl.workers.ray_cluster import RayCluster, connect, terminable
 
 CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
@@ -77,13 +77,15 @@ class RayTeam:
         self._places: PlacementGroup | None = None
         self._ends = threading.Event()
         self._watch = threading.Thread(target=self._watch_all, name="workers", daemon=True)
-        self._cluster: RayCluster | None = connect(recipe.cluster, self._folder)
-        self._logs = self._folder or self._cluster.folder
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
+        with terminable():
+            self._cluster: RayCluster | None = connect(recipe.cluster, self._folder)
+            self._logs = self._folder or self._cluster.folder
+            try:
+                self._start()
+            except BaseException:
+                self.close()
+                self.forget_logs()
+                raise
 
     @property
     def size(self) -> int:
@@ -166,8 +168,8 @@ class RayTeam:
             time.sleep(0.05)
 
     def forget_logs(self) -> None:
-        """Removes what the workers of a refused run printed."""
-        if self._folder is not None:
+        """Removes what the workers of a refused run printed. A run that has begun keeps its logs."""
+        if self._folder is not None and not (self._folder / "config.yaml").exists():
             shutil.rmtree(self._folder / "logs", ignore_errors=True)
 
     def _log_of(self, worker: int) -> Path:

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,21 +23,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import ray
+import ray._private.utils as ray_utils
 import ray._private.worker as ray_worker
 import torch
 from ray.exceptions import AuthenticationError
 
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
-from octetrl.config.errors import RunFailed, UserError
+from octetrl.config.errors import RunFailed, Terminated, UserError
 from octetrl.workers import ray_watcher
+from octetrl.workers.ray_address import FOLDER_PREFIX, REMEDY, address_to_join
 from octetrl.workers.ray_daemons import Daemons
 from octetrl.workers.ray_start import StartGuard
 
 OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch is tens of megabytes
 LEAST_STORE_BYTES = 80 << 20  # that Ray accepts
-CONNECT_SECONDS = 10.0
 WATCHER_SECONDS = 30.0
 FREED_SECONDS = 5.0  # until Ray knows that a GPU is free again
 
@@ -104,7 +105,7 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     logging.getLogger("ray").setLevel(logging.ERROR)  # what it warns of, it was told
     if hasattr(ray_worker, "print_to_stdstream"):  # Ray's logs have it; a daemon's end is said by us, in one line
         ray_worker.print_to_stdstream = _print_nothing
-    with _own_sigterm():
+    with terminable():
         found = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(str(cluster.address))
     try:
         _check_places(cluster)
@@ -115,14 +116,26 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Ray sets a handler of SIGTERM that prints a stack of C++. This puts back the one before, in the main thread."""
-    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+def terminable() -> Iterator[None]:
+    """In the main thread, SIGTERM raises Terminated meanwhile, unless the process has a handler of its own. A second
+    one ends the process. Ray is kept from setting its handler, which would stay and print a stack of C++."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, set_by_ray = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
+    if before in (signal.SIG_DFL, None):
+        signal.signal(signal.SIGTERM, _terminate)
+    ray_utils.set_sigterm_handler = _print_nothing
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        ray_utils.set_sigterm_handler = set_by_ray
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated
 
 
 def _print_nothing(*_: object, **__: object) -> None:
@@ -135,7 +148,7 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
         raise UserError(lack)
     if ray.is_initialized():
         raise UserError("cluster.address: this process is connected to a Ray already; give cluster.address: auto")
-    folder = Path(tempfile.mkdtemp(prefix="octetrl-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
     watched = [str(folder)] if run_folder is None else [str(folder), str(run_folder)]
     watcher = subprocess.Popen(
         [sys.executable, "-I", "-S", ray_watcher.__file__, *watched],
@@ -147,7 +160,7 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     guard = StartGuard(cluster.deadlines.silent_seconds, started.processes, started.dismiss_watcher)
     try:
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # Ray's own niceness for workers is 15
-        with guard, _environment({**settings, ray_watcher.MARK: str(folder)}):
+        with guard, _kept_stderr(), _environment({**settings, ray_watcher.MARK: str(folder)}):
             ray.init(
                 address="local",
                 num_cpus=max(cluster.num_workers, os.cpu_count() or 1),
@@ -192,15 +205,7 @@ def _store_bytes() -> int:
 def _join(address: str) -> RayCluster:
     if ray.is_initialized():
         return RayCluster(is_ours=False)
-    remedy = "start one with `ray start --head --port=6379`, or leave cluster.address out"
-    if address != "auto":
-        host, colon, port = address.rpartition(":")
-        if not colon or not port.isdigit():
-            raise UserError(f"cluster.address: '{address}' is not host:port, auto or local; the usual port is 6379")
-        try:
-            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            raise UserError(f"cluster.address: no Ray answers at {address} ({error}); {remedy}") from error
+    address = address_to_join(address, ray_utils.read_ray_address)
     _use_token_of_user()
     token = "set RAY_AUTH_TOKEN_PATH to its token, or RAY_AUTH_MODE=disabled if it was started so"
     with _kept_stderr() as printed:
@@ -211,11 +216,11 @@ def _join(address: str) -> RayCluster:
         except ConnectionError as error:
             if "InvalidAuthToken" in printed():
                 raise UserError(f"cluster.address: the Ray at {address} wants another token; {token}") from error
-            raise UserError(f"cluster.address: no Ray answers at {address}; {remedy}") from error
+            raise UserError(f"cluster.address: no Ray answers at {address}; {REMEDY}") from error
         except RuntimeError as error:
             if "ersion mismatch" in str(error):
                 raise UserError(other_versions(address, error)) from error
-            raise UserError(f"cluster.address: no Ray answers at {address} ({_one_line(error)}); {remedy}") from error
+            raise UserError(f"cluster.address: no Ray answers at {address} ({_one_line(error)}); {REMEDY}") from error
     return RayCluster(is_ours=True)
 
 

@@ -38,6 +38,7 @@ class StartGuard:
         self._thread = threading.Thread(target=self._watch, name="Ray's start", daemon=True)
 
     def __enter__(self) -> Self:
+        self._stderr = os.dup(2)  # ray_cluster.py keeps what Ray prints meanwhile
         self._thread.start()
         return self
 
@@ -46,6 +47,7 @@ class StartGuard:
     ) -> None:
         self._ends.set()
         self._thread.join()
+        os.close(self._stderr)
 
     def _watch(self) -> None:
         began = time.monotonic()
@@ -59,7 +61,7 @@ class StartGuard:
                 os.kill(process, signal.SIGKILL)
         if not self._ends.wait(RAISE_SECONDS):
             self._on_exit()
-            os.write(2, f"octetrl: Ray did not start: {self.why}\n".encode())
+            os.write(self._stderr, f"octetrl: Ray did not start: {self.why}\n".encode())
             os._exit(1)
 
     def _lost(self) -> str | None:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.installed_ray import ray  # noqa: F401  # isort: skip: the imports of octetrl.workers.ray_* need it
 
+from octetrl.config.errors import TERMINATED
+from octetrl.config.load import dump_recipe
 from octetrl.run.loop import train
 from octetrl.workers.ray_watcher import processes_of
 from tests.e2e.faults import (
@@ -54,6 +56,44 @@ def test_a_seed_names_its_moments_and_strikes_everything() -> None:
     assert len({(moment.victim, moment.signal) for moment in moments(7, 10)}) == 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "line"),
+    [
+        (signal.SIGTERM, TERMINATED, "octetrl: stopped by SIGTERM\n"),
+        (signal.SIGINT, 130, "octetrl: stopped before the run began; nothing was written\n"),
+    ],
+)
+def test_a_signal_while_ray_starts_ends_the_run_with_one_line_and_leaves_nothing(
+    how: signal.Signals, code: int, line: str, model: Path, tmp_path: Path
+) -> None:
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(dump_recipe(tiny_recipe(model, run, CHANGES | {"cluster.cpus": 2})))
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "octetrl", "train", str(recipe)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPO,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
+    )
+    try:
+        wait_for(lambda: driver.poll() is not None or child_of(driver.pid, "gcs_server") is not None, "gcs_server")
+        folder = ray_folder_of(driver.pid)
+        driver.send_signal(how)
+        _, said = driver.communicate(timeout=120)
+    finally:
+        driver.kill()
+    assert (driver.returncode, said) == (code, line)
+    assert folder is not None and not run.exists()
+    wait_for(lambda: not folder.exists() and not processes_of(folder, exempt=set()), "Ray to be gone", 60.0)
+
+
+def child_of(driver: int, name: str) -> int | None:
+    found = (pid for pid, parts in command_lines() if parent_of(pid) == driver and Path(parts[0]).name == name)
+    return next(found, None)
+
+
 STARTS = """
 from octetrl.config.cluster import ClusterConfig, DeadlineConfig
 from octetrl.workers import ray_start
@@ -68,13 +108,11 @@ def test_a_start_whose_gcs_server_stops_ends_with_one_line_and_leaves_nothing() 
     """`ray.init` alone would never return."""
     driver = subprocess.Popen([sys.executable, "-c", STARTS], stderr=subprocess.PIPE, text=True, cwd=REPO)
 
-    def child(name: str) -> int | None:
-        found = (pid for pid, parts in command_lines() if parent_of(pid) == driver.pid and Path(parts[0]).name == name)
-        return next(found, None)
-
     try:
-        wait_for(lambda: driver.poll() is not None or child("raylet") is not None, "raylet to appear", 60.0)
-        gcs_server = child("gcs_server")
+        wait_for(
+            lambda: driver.poll() is not None or child_of(driver.pid, "raylet") is not None, "raylet to appear", 60.0
+        )
+        gcs_server = child_of(driver.pid, "gcs_server")
         assert gcs_server is not None
         folder = ray_folder_of(driver.pid)
         os.kill(gcs_server, signal.SIGSTOP)

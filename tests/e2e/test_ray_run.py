@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from octetrl.run.loop import one_step, train
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.status import STATUS_FILE
+from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
 from octetrl.workers.ray_cluster import RayCluster, connect
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.grid import WIDE
@@ -240,6 +242,17 @@ def test_workers_that_share_a_model_save_what_one_worker_goes_on_from(running: R
     train(tiny_recipe(model, shared, changes | {"steps": 2}), resume=True)  # one process, which has the whole model
     line = read_lines(shared / "metrics.jsonl")[-1]
     assert (line["step"], line["mismatch/max_abs_diff"]) == (2, 0.0)
+
+
+def test_the_ray_of_a_run_is_not_joined_by_another(running: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    address = ray.get_runtime_context().gcs_address
+    assert LocalRay(address, is_of_a_run=True) in set(local_rays())
+    for given in (address, f"127.0.0.1:{address.rpartition(':')[2]}"):
+        with pytest.raises(UserError, match=r"belongs to another run of octetrl, which ends it; start one with"):
+            address_to_join(given, lambda: None)
+    monkeypatch.setattr("octetrl.workers.ray_address._OF_A_RUN", re.compile("nothing"))
+    assert address_to_join(address, lambda: None) == address  # it does speak Ray's protocol
 
 
 def test_nothing_answers_at_the_address(model: Path, tmp_path: Path) -> None:
