@@ -81,6 +81,7 @@ class GenerationRequest:
 class FinishReason(StrEnum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_new_tokens or the context limit
+    FAILED = "failed"  # a server gave no answer (engine.backend: openai)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Completion:
     policy_version: int  # optimizer steps before the weights that sampled it; with `updates`, its first token
     precision_digest: str  # which tensors were FP8 (fp8/policy.py); must equal the trainer's
     updates: tuple[tuple[int, int], ...] = ()  # (n, version): sampled by that version from token n on, not by the first
+    detail: str | None = None  # why it FAILED; then it has neither tokens nor text
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ class RolloutStatus(StrEnum):
     TOOL_ERROR = "tool_error"  # a tool raised or hung, and the recipe ends such a rollout
     ENVIRONMENT_ERROR = "environment_error"  # its start, reply or finish raised, or returned no valid reply
     ENVIRONMENT_TIMEOUT = "environment_timeout"  # one of them returned nothing in reply_timeout_seconds
+    GENERATION_ERROR = "generation_error"  # a server gave no answer, after all retries
     PROMPT_TOO_LONG = "prompt_too_long"  # never generated
 
     @property

@@ -20,8 +20,10 @@ from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_prob
 from octetrl.cli.check_device import Device, find_device
 from octetrl.cli.check_environments import environment_lines
 from octetrl.cli.check_files import content_problems, file_problems, start_tokenizer
+from octetrl.cli.check_lines import print_lines
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_sample import refuse_sample, show_sample
+from octetrl.cli.check_server import check_server
 from octetrl.cli.check_workers import worker_memory_lines
 from octetrl.cli.fitting import Change
 from octetrl.config.algorithm import DistillConfig
@@ -48,19 +50,23 @@ from octetrl.run.tokenizer_process import TokenizerProcess
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
 
 
+MemoryGib = Annotated[
+    float | None,
+    typer.Option("--memory-gib", help="Plan for a GPU with this much memory; 0.001 to 1,000,000.", show_default=False),
+]
+Sample = Annotated[
+    int | None,
+    typer.Option("--sample", min=1, max=1000, help="Draw this many answers and show them with their rewards."),
+]
+Evaluates = Annotated[bool, typer.Option("--eval", help="Check an evaluation by a server (engine.backend=openai).")]
+
+
 def check(
     recipe: RecipePath,
     overrides: Overrides = None,
-    memory_gib: Annotated[
-        float | None,
-        typer.Option(
-            "--memory-gib", help="Plan for a GPU with this much memory; 0.001 to 1,000,000.", show_default=False
-        ),
-    ] = None,
-    sample: Annotated[
-        int | None,
-        typer.Option("--sample", min=1, max=1000, help="Draw this many answers and show them with their rewards."),
-    ] = None,
+    memory_gib: MemoryGib = None,
+    sample: Sample = None,
+    evaluates: Evaluates = False,
 ) -> None:
     """Show what a recipe means, what it needs, and every problem it has."""
     if memory_gib is not None and not SMALLEST_GIB <= memory_gib <= LARGEST_GIB:
@@ -68,6 +74,9 @@ def check(
             f"--memory-gib: {memory_gib:g} is no GPU's memory; give {SMALLEST_GIB:g} to {LARGEST_GIB:,.0f}, as 140"
         )
     overrides = overrides or []
+    if evaluates:
+        check_server(recipe, overrides, only=memory_gib is None and sample is None)
+        return
     resolved = load_recipe(recipe, overrides)
     search_beside(recipe)
     resolved, model_problem = _with_model(resolved)
@@ -189,15 +198,6 @@ def _refuse(recipe: str, problems: Sequence[str], too_large: str | None) -> None
 def largest_part(recipe: Recipe, spec: ModelSpec) -> ModelSpec:
     """What the worker with the largest part of the model has; a model that cannot be cut whole."""
     return spec.cut(largest_cut(spec, recipe.cluster.tensor_parallel))
-
-
-def print_lines(title: str, lines: Iterator[tuple[str, str]]) -> None:
-    rows = list(lines)  # all of them first: a section is shown whole or not at all
-    width = max(20, *(len(name) + 2 for name, _ in rows)) if rows else 20
-    if rows:
-        typer.echo(title)
-    for name, value in rows:
-        typer.echo(f"  {name:<{width}}{value}")
 
 
 def _model_spec(recipe: Recipe) -> ModelSpec:

@@ -60,7 +60,8 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="RUN_OR_MODEL... [section.key=value]...",
-            help="Run folders, checkpoints or Hugging Face folders, and fields that differ from the recipe.",
+            help="Run folders, checkpoints or Hugging Face folders, and fields that differ from the recipe. None with"
+            " engine.backend=openai: the server's model is evaluated.",
             show_default=False,
         ),
     ],
@@ -91,11 +92,10 @@ def evaluate(
     for target in targets:
         refuse_no_model(target)
     from octetrl.cli.eval_table import report_table
-    from octetrl.run.evaluate import evaluate_targets
     from octetrl.run.journal import check_failures
     from octetrl.telemetry.failures import FailureShareError
 
-    reports = evaluate_targets(targets, resolved, all_tasks=all_tasks)
+    reports = _evaluated(targets, resolved, all_tasks)
     compared = _compared(reports)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -114,6 +114,18 @@ def evaluate(
     except FailureShareError as error:
         typer.echo(f"octetrl: the evaluation failed: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _evaluated(targets: Sequence[str], resolved: Recipe, all_tasks: bool) -> dict[str, EvalReport]:
+    """The report of each target, or that of the server's model by its name."""
+    server = resolved.engine.openai
+    if resolved.engine.backend != "openai" or server is None:
+        from octetrl.run.evaluate import evaluate_targets
+
+        return evaluate_targets(targets, resolved, all_tasks=all_tasks)
+    from octetrl.run.server_run import evaluate_server
+
+    return {server.name: evaluate_server(resolved, all_tasks=all_tasks)}
 
 
 def write_json(
@@ -208,7 +220,13 @@ def _whole_numbers(text: str) -> list[int]:
 
 def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tasks: bool, out: str | None) -> None:
     """Report errors that can be found before the work."""
-    if not targets:
+    if resolved.engine.backend == "openai":
+        if targets:
+            raise UserError(
+                f"eval: '{targets[0]}' is given and engine.backend is openai; leave it out (the server's model is"
+                " evaluated), or engine.backend=octetrl"
+            )
+    elif not targets:
         raise UserError("eval: no run or model is given, only fields; name a run folder, a checkpoint or model folder")
     twice = [target for place, target in enumerate(targets) if target in targets[:place]]
     if twice:

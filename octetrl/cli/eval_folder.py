@@ -48,7 +48,7 @@ def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport]
         for place, (target, report) in enumerate(reports.items(), start=1):
             name = re.sub(r"[^\w.@-]+", "_", Path(target).resolve().name)
             of_target = folder if len(reports) == 1 else folder / f"{place}_{name}"
-            step = _step_of(target)
+            step = 0 if recipe.engine.backend == "openai" else _step_of(target)
             RolloutFiles(of_target / ROLLOUTS).write(step, report.groups)
             row = json.dumps({"step": step, **report.metrics})
             (of_target / "metrics.jsonl").write_text(row + "\n", encoding="utf-8")

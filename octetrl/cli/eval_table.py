@@ -91,7 +91,9 @@ def _labels(reports: Iterable[EvalReport]) -> list[str]:
 
 
 def _short(target: str, targets: Iterable[str]) -> str:
-    """The last part of the target's path, if no other target has the same."""
+    """The last part of the target's path, if no other target has the same. A server is named whole."""
+    if "://" in target:
+        return target
     name = Path(target).name
     return target if [Path(other).name for other in targets].count(name) > 1 or not name else name
 

@@ -4,8 +4,11 @@
     {"messages": [{"role": "user", "content": "Hi"}]}         in: a conversation that the model continues
     {"prompt": "1 + 1 =", "n": 4}                             in: 4 completions of this row, whatever --n says
     {"prompt": ..., "sample": 0, "completion": ..., "finish_reason": "stop", "tokens": 7}     out, for each completion
+    {"prompt": ..., "answer": ...} or {"messages": [...]}     out with --for-sft, as algorithm.conversations reads it
 
-All other keys of a row are written to its lines unchanged.
+All other keys of a row are written to its lines unchanged. A completion that a server did not give has finish_reason
+"failed" and the reason as `error`. With --for-sft only answers that ended are written, and a row's own `answer`, the
+reference of a task, becomes `reference`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.json_file import kind_of, parse_json
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.data.rows import read_jsonl
-from octetrl.records import Completion
+from octetrl.records import Completion, FinishReason
 
 STDIN = "-"
 REMEDY = 'a line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
@@ -48,7 +51,22 @@ def result_lines(rows: Sequence[Row], completions: Sequence[Sequence[Completion]
     for row, siblings in zip(rows, completions, strict=True):
         for sample, completion in enumerate(siblings):
             values = (sample, completion.text, str(completion.finish_reason), len(completion.token_ids))
-            yield json.dumps(row | dict(zip(OURS, values, strict=True)), ensure_ascii=False)
+            error = {} if completion.detail is None else {"error": completion.detail}
+            yield json.dumps(row | dict(zip(OURS, values, strict=True)) | error, ensure_ascii=False)
+
+
+def conversation_lines(rows: Sequence[Row], completions: Sequence[Sequence[Completion]]) -> Iterator[str]:
+    """A JSON line for each completion that ended, with the prompt, for `algorithm.conversations`."""
+    for row, siblings in zip(rows, completions, strict=True):
+        kept = {"reference" if key == "answer" else key: value for key, value in row.items() if key != "n"}
+        for completion in siblings:
+            if completion.finish_reason is not FinishReason.STOP:
+                continue
+            if "prompt" in kept:
+                said: Row = {"prompt": kept["prompt"], "answer": completion.text}
+            else:
+                said = {"messages": [*kept["messages"], {"role": "assistant", "content": completion.text}]}
+            yield json.dumps(kept | said, ensure_ascii=False)
 
 
 def _stdin_rows() -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from octetrl.config.cluster import ClusterConfig
 from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
 from octetrl.config.objective_settings import DatasetSettings
+from octetrl.config.openai import OpenaiConfig
 from octetrl.config.section import Fraction, Section
 from octetrl.config.speculation import SpeculationConfig
 
@@ -139,9 +140,10 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    backend: Literal["octetrl", "vllm"] = "octetrl"
+    backend: Literal["octetrl", "vllm", "openai"] = "octetrl"
     """What generates. octetrl: this project's engine. vllm: vLLM on the same GPU, with the trainer's codes and scales;
-    equal log-probs are not promised. See docs/engines.md."""
+    equal log-probs are not promised. openai: a server by its address (`openai`), only for `octetrl eval`. See
+    docs/engines.md."""
     page_size: Literal[16, 32, 64, 128] = 128
     """Number of tokens in one page of the KV cache. Siblings share whole pages of their prompt."""
     kv_cache_tokens: int | None = Field(default=None, ge=16, le=1 << 40)
@@ -161,6 +163,7 @@ class EngineConfig(Section):
     prefill_chunk: int = Field(default=2048, ge=16, le=1 << 24)
     """Largest number of prompt tokens in one forward. A longer prompt is prefilled in chunks."""
     speculation: SpeculationConfig = SpeculationConfig()
+    openai: OpenaiConfig | None = None
 
 
 class OptimizerConfig(Section):

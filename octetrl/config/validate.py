@@ -89,7 +89,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from mixture_problems(recipe)
     yield from problems_of_each(recipe, lambda one: environment_problems(one, training and not recipe.environments))
     yield from problems_of_each(recipe, sandbox_problems)
-    yield from chain(speculation_problems(recipe), overdraw_problems(recipe), backend_problems(recipe))
+    yield from chain(speculation_problems(recipe), overdraw_problems(recipe), backend_problems(recipe, training))
     yield from _trainer_problems(recipe)
     yield from chain(cluster_problems(recipe.cluster), role_problems(recipe))
     yield from _run_problems(recipe)

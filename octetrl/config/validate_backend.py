@@ -1,10 +1,11 @@
-"""What vLLM as rollout backend cannot do (`engine.backend`), as config/validate.py reports it. No torch."""
+"""What another rollout backend cannot do (`engine.backend`), as config/validate.py reports it. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from octetrl.config.blocks import SCALE_PER_TOKEN
+from octetrl.config.openai import MOST_STOPS, openai_problems
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
@@ -15,10 +16,16 @@ BLOCK = 128  # rows of a block with one scale
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
 
 
-def backend_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the settings that vLLM does not have, or that have no effect with it."""
-    if recipe.engine.backend != "vllm":
-        return
+def backend_problems(recipe: Recipe, training: bool = True) -> Iterator[Problem]:
+    """Yield the settings that the backend does not have, or that have no effect with it. training: see
+    `combination_problems`."""
+    if recipe.engine.backend == "vllm":
+        yield from _vllm_problems(recipe)
+    elif recipe.engine.backend == "openai":
+        yield from _openai_problems(recipe, training)
+
+
+def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
     cluster, fp8 = recipe.cluster, recipe.fp8
     own = "or engine.backend: octetrl"
     rules = (
@@ -65,3 +72,38 @@ def backend_spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
                 f" ({tensor.never_fp8}); use none"
             )
             yield Problem(("fp8.kv_cache", FIELD), text)
+
+
+def _openai_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:
+    server, rollout = recipe.engine.openai, recipe.rollout
+    if training:
+        text = (
+            f"{FIELD}: openai answers with a server's own weights, for octetrl eval; {recipe.algorithm.name} needs"
+            " answers of the weights that it trains, and mismatch their log-probs; use octetrl or vllm (octetrl check"
+            " --eval checks an evaluation, octetrl generate --base-url draws data for SFT)"
+        )
+        yield Problem((FIELD,), text)
+    if server is None:
+        text = "it is missing; give engine.openai.base_url and engine.openai.model, the server's address and model"
+        yield Problem(("engine.openai", FIELD), f"engine.openai: {text}")
+        return
+    yield from openai_problems(server)
+    cluster = recipe.cluster
+    scored = [name for name, one in recipe.each_environment.items() if one.reward_model is not None]
+    section = "environments.NAME" if recipe.environments else "environment"
+    only_text = server.answers == "text"
+    rules = (
+        (cluster.uses_ray, "cluster.gpus", "loads no model; leave the workers out"),
+        (recipe.engine.speculation.name != "none", "engine.speculation.name", "drafts in its own way; use none"),
+        (bool(scored), f"{section}.reward_model", "loads no model; score with reward, judge or the environment"),
+        (only_text and rollout.top_k > 0, "rollout.top_k", "has no top_k with answers: text; set it to 0"),
+        (only_text and rollout.min_p > 0, "rollout.min_p", "has no min_p with answers: text; set it to 0"),
+        (
+            only_text and len(rollout.stop) > MOST_STOPS,
+            "rollout.stop",
+            f"takes {MOST_STOPS} stop strings with answers: text; give fewer",
+        ),
+    )
+    for is_wrong, field, text in rules:
+        if is_wrong:
+            yield Problem((field, FIELD), f"{field}: engine.backend: openai {text}")

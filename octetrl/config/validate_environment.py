@@ -114,6 +114,12 @@ def refuse_for_turns(recipe: Recipe) -> None:
             "environment.reward_model: it scores one answer to one prompt, but this environment has several turns;"
             " set it to null, or use environment.reward"
         )
+    server = recipe.engine.openai
+    if recipe.engine.backend == "openai" and server is not None and server.answers == "text":
+        raise UserError(
+            "engine.openai.answers: text has no token ids, and the turns of this environment are joined token by token;"
+            " use a server that gives them (answers: tokens), or an environment with one turn"
+        )
     if recipe.rollout.overdraw > 1.0:
         raise UserError(
             f"rollout.overdraw: {recipe.rollout.overdraw:g} compares lengths of single answers, but this environment"

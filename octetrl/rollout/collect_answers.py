@@ -25,6 +25,8 @@ def collect_answers(
         def score(ended: Sequence[tuple[int, int, Completion]]) -> None:
             for index, sibling, completion in ended:
                 place, task, _ = requests[index]
+                if completion.finish_reason is FinishReason.FAILED:
+                    continue
                 scoring.submit((place, sibling), task, completion.text)
             scoring.advance()
 
@@ -34,7 +36,9 @@ def collect_answers(
         mean = sum(len(one.token_ids) for one in completions) // len(completions)
         collection.lengths.record(task, len(request.prompt_token_ids), mean)
     return {
-        (place, sibling): rollout_of(task, request, completion, scores[place, sibling], collection)
+        (place, sibling): without_answer(task, completion)
+        if completion.finish_reason is FinishReason.FAILED
+        else rollout_of(task, request, completion, scores[place, sibling], collection)
         for (place, task, request), completions in zip(requests, generated, strict=True)
         for sibling, completion in enumerate(completions)
     }
@@ -56,3 +60,8 @@ def rollout_of(
         trace=score.trace,
         answered=score.answered,
     )
+
+
+def without_answer(task: Task, failed: Completion) -> Rollout:
+    """A rollout that got no answer, with the reason."""
+    return Rollout(task=task, turns=(), status=RolloutStatus.GENERATION_ERROR, reward=None, detail=failed.detail)

@@ -136,6 +136,8 @@ def _take_turns(
         token_ids += (*new, *completion.token_ids)
         if not conversation.turns:
             yield from dialogue.hook("start", conversation)
+        if completion.finish_reason is FinishReason.FAILED:
+            raise Failed(RolloutStatus.GENERATION_ERROR, completion.detail or "no answer")
         heard = dialogue.hear(conversation, completion)
         if completion.finish_reason is FinishReason.LENGTH:
             has_all = len(completion.token_ids) >= sampling.max_new_tokens

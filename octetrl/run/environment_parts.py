@@ -6,6 +6,8 @@ joined (environments/mixed/).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, errors_named
@@ -21,7 +23,7 @@ from octetrl.environments.mixed.scorer import MixedScorer
 from octetrl.environments.python_reward import named_reward
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Dialogues, Limits, is_dialogue, toolbox_of
-from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
 from octetrl.run.environment import NOTHING_GIVEN, Environments, reward_processes
 from octetrl.workers.build import model_scores
 from octetrl.workers.protocol import Workers
@@ -29,8 +31,11 @@ from octetrl.workers.protocol import Workers
 Rewards = RewardWorkers | FunctionRewards | Judge | MixedScorer | Dialogues | Workers
 
 
-def build_chats(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environments: Environments) -> ChatTokens:
-    """The chat tokens. Of several environments each has its own; given conversations have those without tools."""
+def build_chats(
+    recipe: Recipe, spec: ModelSpec | None, tokenizer: ChatTokenizer, environments: Environments
+) -> ChatTokens:
+    """The chat tokens. Of several environments each has its own; given conversations have those without tools. spec:
+    None for a model of which nothing is known (engine.backend: openai)."""
     recipes = alone(recipe)
     if not recipe.environments:
         return build_chat(recipe, spec, tokenizer, environments[""])
@@ -41,7 +46,7 @@ def build_chats(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environme
     return ChatTokens(
         tokenizer,
         recipe.rollout.system_prompt,
-        ends=spec.eos_token_ids,
+        ends=_ends(spec),
         context_length=recipe.model.context_length,
         by_environment=chats,
     )
@@ -71,7 +76,9 @@ def build_scorers(
     return MixedDialogues(dialogues) if has_turns else MixedScorer(scorers)
 
 
-def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environment: Environment) -> ChatTokens:
+def build_chat(
+    recipe: Recipe, spec: ModelSpec | None, tokenizer: ChatTokenizer, environment: Environment
+) -> ChatTokens:
     """The chat tokens with the environment's tools, and with its system prompt if the recipe has none."""
     system_prompt = recipe.rollout.system_prompt
     if system_prompt is None:
@@ -80,9 +87,13 @@ def build_chat(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, environmen
         tokenizer,
         system_prompt,
         tools=toolbox_of(environment).schemas(),
-        ends=spec.eos_token_ids,
+        ends=_ends(spec),
         context_length=recipe.model.context_length,
     )
+
+
+def _ends(spec: ModelSpec | None) -> Collection[int]:
+    return () if spec is None else spec.eos_token_ids
 
 
 def build_rewards(

@@ -35,6 +35,8 @@ def build_engine(
     trains: bool,
 ) -> RolloutBackend:
     """The backend of one worker. `model`: our engine's, filled by its worker. `trains`: a trainer shares the device."""
+    if recipe.engine.backend == "openai":
+        raise UserError("engine.backend: openai is for octetrl eval without a run or model; use octetrl or vllm here")
     if recipe.engine.backend == "vllm":
         return build_vllm(recipe, model.spec, policy=policy, tokenizer=tokenizer, device=device, trains=trains)
     return Engine(

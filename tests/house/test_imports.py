@@ -29,8 +29,9 @@ ARROWS: dict[str, set[str]] = {
 }
 ARROWS["backends"] = {
     "engine",
+    "environments",
     *ARROWS["engine"],
-}  # other engines: they follow rollout/backend.py, and are ours to drive
+}  # other engines: they follow rollout/backend.py, and are ours to drive; a server's by environments/endpoint.py
 ARROWS["server"] = {"engine", "rollout", "environments", *BASE}  # HTTP around the engine: nothing imports it but run
 ARROWS["workers"] = {
     "trainer",

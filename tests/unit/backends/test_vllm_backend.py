@@ -1,4 +1,4 @@
-"""The adapter of vLLM against a double of vLLM, and what it shares with our own engine.
+"""The adapter of vLLM against a double of vLLM. What it shares with every backend is in test_contract.py.
 
 The double answers vLLM's calls and is no model (vllm_double.py). tests/gpu/test_vllm.py runs the adapter on
 vLLM itself.
@@ -20,163 +20,19 @@ from octetrl.backends.vllm.names import attention_name, model_config, vllm_name
 from octetrl.backends.vllm.session import sibling_seed
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, Fp8Config
-from octetrl.engine.engine import Engine
 from octetrl.engine.logit_options import LogitOptions
 from octetrl.engine.weights import weight_set, weights_digest
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
-from octetrl.records import Completion, FinishReason, GenerationRequest, SamplingParams, SessionEvent, WeightSet
-from octetrl.rollout.backend import RolloutBackend
-from tests.parity.shapes import TINY
 from tests.parity.sides import PRECISIONS, Sides
+from tests.unit.backends.setting import SPEC, Letters, Setting, request
 from tests.unit.backends.vllm_double import VllmDouble, tensors_of
-
-SPEC = replace(TINY["qwen3"], tied_embeddings=False)
-SAMPLING = SamplingParams(6, temperature=0.9, ignore_eos=True)
-
-
-class Letters:
-    """Each token is one letter."""
-
-    eos_token_id = 3
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
-        return "".join(chr(ord("A") + token % 26) for token in token_ids)
-
-
-class Setting:
-    """Trained weights, an adapter over a double, and our own engine with the same weights."""
-
-    def __init__(self, precision: str, *, num_pages: int = 64) -> None:
-        self.sides = Sides(SPEC, precision, calibrate_on=[[1, 2, 3, 4]])
-        trained = self.sides.trainer_model
-        self.weights = weight_set(trained, 0, self.sides.scales)
-        ours = {name: one.detach() for name, one in trained.named_parameters()}
-        self.double = VllmDouble(tensors_of(SPEC, self.sides.policy, ours), vocab_size=90, num_pages=num_pages)
-        common: dict[str, Any] = {
-            "spec": SPEC,
-            "policy": self.sides.policy,
-            "tokenizer": Letters(),
-            "config": EngineConfig(page_size=16, max_batch=4),
-            "context_length": 64,
-        }
-        self.adapter = VllmBackend(self.double, **common)
-        self.own = Engine(self.sides.engine_model, dtype=torch.bfloat16, device="cpu", **common)
-        for backend in (self.adapter, self.own):
-            backend.put_weights(self.weights)
-
-    def later(self, version: int) -> WeightSet:
-        """The weights after an update, with scales of that version."""
-        with torch.no_grad():
-            self.sides.trainer_model.norm.weight.add_(0.25 * version)
-        scales = self.sides.scales
-        return weight_set(
-            self.sides.trainer_model, version, None if scales is None else replace(scales, policy_version=version)
-        )
 
 
 @pytest.fixture
 def fp8_full() -> Setting:
     return Setting("fp8_full")
-
-
-def request(name: str, seed: int = 5, **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(name, (1, 2, seed), replace(SAMPLING, **sampling), 2, seed=seed)
-
-
-def drain(session: Any) -> list[SessionEvent]:
-    events: list[SessionEvent] = []
-    while session.has_work:
-        events += session.events()
-    return events
-
-
-# ---------------------------------------------------------------- what every backend does
-
-
-@pytest.fixture(scope="module", params=["own", "adapter"])
-def backend(request: pytest.FixtureRequest) -> RolloutBackend:
-    chosen: RolloutBackend = getattr(Setting("fp8_full"), request.param)
-    return chosen
-
-
-def test_answers_depend_on_seed_and_sibling_alone(backend: RolloutBackend) -> None:
-    asked = [request("a", 5), request("b", 6)]
-    together = backend.generate(asked)
-    assert [len(group) for group in together] == [2, 2]
-    assert backend.generate(asked[::-1]) == together[::-1]
-    first, second = together[0]
-    assert first.token_ids != second.token_ids and together[0] != together[1]
-    lone = replace(asked[0], id="c", num_siblings=1, first_sibling=1)
-    assert backend.generate([lone]) == [[second]]
-    for one in (first, second):
-        assert len(one.token_ids) == len(one.logprobs) == 6 and one.finish_reason is FinishReason.LENGTH
-        assert one.policy_version == 0 and all(logprob <= 0 for logprob in one.logprobs)
-
-
-def test_an_answer_ends_at_a_stop_token_a_stop_string_or_the_context(backend: RolloutBackend) -> None:
-    ((whole,),) = backend.generate([replace(request("a", max_new_tokens=20), num_siblings=1)])
-
-    def ended(**sampling: Any) -> Completion:
-        asked = replace(request("a", **{"max_new_tokens": 20, **sampling}), num_siblings=1)
-        ((found,),) = backend.generate([asked])
-        return found
-
-    place = next(at for at in range(3, 20) if whole.token_ids[at] not in whole.token_ids[:at])
-    found = ended(stop_token_ids=(whole.token_ids[place],))
-    assert found.token_ids == whole.token_ids[: place + 1] and found.finish_reason is FinishReason.STOP
-    assert found.text == whole.text[:place] and found.logprobs == whole.logprobs[: place + 1]
-    end = next(at for at in range(4, 20) if whole.text.find(whole.text[at - 2 : at]) == at - 2)
-    found = ended(stop=(whole.text[end - 2 : end],))
-    assert found.token_ids == whole.token_ids[:end] and found.finish_reason is FinishReason.STOP
-    assert found.text == whole.text[: end - 2]
-    to_the_context = ended(max_new_tokens=500)
-    assert len(to_the_context.token_ids) == 61 and to_the_context.token_ids[:20] == whole.token_ids
-
-
-def test_siblings_may_have_limits_of_their_own(backend: RolloutBackend) -> None:
-    whole = backend.generate([request("a")])[0]
-    cut = backend.generate([replace(request("a"), answer_limits=(2, 6))])[0]
-    assert [one.token_ids for one in cut] == [whole[0].token_ids[:2], whole[1].token_ids]
-
-
-def test_a_session_streams_and_cancels(backend: RolloutBackend) -> None:
-    expected = backend.generate([request("a")])[0]
-    with backend.session() as session:
-        session.submit(request("a"), streams=True)
-        session.submit(request("b", 6))
-        with pytest.raises(UserError, match="request with this id is not finished"):
-            session.submit(request("b", 7))
-        events = [*session.events(), *session.events()]
-        session.cancel("b")
-        session.cancel("unknown")
-        events += drain(session)
-        assert session.pages_in_use == 0 and session.progress().done == 2
-    assert {event.request_id for event in events} == {"a"}
-    for sibling, completion in enumerate(expected):
-        parts = [event for event in events if event.sibling == sibling]
-        assert len(parts) > 1 and parts[-1].completion == completion
-        assert sum((part.token_ids for part in parts), ()) == completion.token_ids
-        assert sum((part.logprobs for part in parts), ()) == completion.logprobs
-
-
-def test_what_cannot_be_served_is_refused_before_any_work(backend: RolloutBackend) -> None:
-    for asked, expected in (
-        (replace(request("a"), prompt_token_ids=()), "the prompt has no tokens"),
-        (replace(request("a"), prompt_token_ids=(90,)), "the model knows 0 to 89"),
-        (request("a", temperature=-1.0), "temperature is -1.0"),
-    ):
-        with pytest.raises(UserError, match=expected):
-            backend.generate([request("b"), asked])
-    assert len(backend.generate([request("a")])[0]) == 2
-
-
-def test_weights_are_refused_while_a_session_is_open(backend: RolloutBackend) -> None:
-    with backend.session(), pytest.raises(RuntimeError, match="open session"):
-        backend.sleep()
-    metrics = backend.rollout_metrics()
-    assert {"rollout/tokens_per_second", "rollout/batch_occupancy"} <= set(metrics)
 
 
 # ---------------------------------------------------------------- weights

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from octetrl.cli.eval_table import report_table
-from octetrl.cli.generate import completions_text
+from octetrl.cli.generate_answers import completions_text
 from octetrl.cli.main import run_command
 from octetrl.records import (
     Completion,

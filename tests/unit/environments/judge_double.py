@@ -18,6 +18,7 @@ class Double:
         Any
     ]  # a reply, the whole answer, (status, text, headers), seconds to wait, or what makes one. Last: again
     url: str = ""
+    models: Any = None  # the answer to each GET
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)  # path, body, headers
     under_way: int = 0
     most: int = 0  # in flight at once
@@ -48,10 +49,17 @@ def judge_double(*answers: Any) -> Iterator[Double]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, text, headers = double.answer(self.path, body, dict(self.headers))
             self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(text.encode()))}.items():
+            for name, value in {"Content-Length": str(len(text.encode())), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(text.encode())
+
+        def do_GET(self) -> None:
+            text = json.dumps(double.models).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
 
         def log_message(self, *args: Any) -> None:
             """Nothing."""

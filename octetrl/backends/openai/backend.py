@@ -1,0 +1,157 @@
+"""A server with OpenAI's API as a rollout backend (rollout/backend.py): for evaluation and for data.
+
+    generate, session     HTTP requests, `engine.openai.concurrency` of them at once (session.py)
+    sleep, wake           nothing: this process holds no cache
+    put_weights, digest   refused: a server answers with its own weights
+
+So it serves no training run. With `answers: tokens` prompts go and answers come as token ids, and several turns are
+exact. With `answers: text` only texts travel: completions have no token ids and no log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from octetrl.backends.openai.answers import SECTION, failure_of
+from octetrl.backends.openai.metrics import ServerMetrics
+from octetrl.backends.openai.session import OpenaiSession, checked
+from octetrl.backends.openai.text import VOCABULARY, CharacterTokenizer
+from octetrl.config.errors import UserError
+from octetrl.config.openai import OpenaiConfig
+from octetrl.config.spec import ModelSpec
+from octetrl.engine.admission import Admission
+from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
+from octetrl.engine.whole_answers import whole_answers
+from octetrl.environments.endpoint import Endpoint, EndpointError
+from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
+
+NO_LIMIT = 1 << 30  # tokens of a context that only the server knows
+
+
+class OpenaiBackend:
+    """`RolloutBackend` over a server. `close` ends its connections."""
+
+    def __init__(self, endpoint: Endpoint, config: OpenaiConfig, admission: Admission, tokenizer: Tokenizer) -> None:
+        self.metrics: ServerMetrics | None = None
+        self._endpoint, self._config, self._admission = endpoint, config, admission
+        self._decode = decoder_of(tokenizer)
+        self._session: OpenaiSession | None = None
+
+    @classmethod
+    def of_tokens(
+        cls, config: OpenaiConfig, *, spec: ModelSpec, tokenizer: Tokenizer, context_length: int
+    ) -> OpenaiBackend:
+        """For `answers: tokens`, with the tokenizer of the server's model. Asks the server for its models first.
+        Raises UserError if it has not this one, or a shorter context."""
+        endpoint = Endpoint(config, SECTION)
+        try:
+            check_server(endpoint, config, context_length)
+        except BaseException:
+            endpoint.close()
+            raise
+        eos = {*spec.eos_token_ids, *(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))}
+        admission = Admission(
+            vocab_size=spec.vocab_size,
+            context_length=context_length,
+            eos_token_ids=frozenset(eos),
+            decode=memoised(decoder_of(tokenizer)),
+        )
+        return cls(endpoint, config, admission, tokenizer)
+
+    @classmethod
+    def of_text(cls, config: OpenaiConfig) -> OpenaiBackend:
+        """For `answers: text`. Prompts are those of `CharacterTokenizer`."""
+        tokenizer = CharacterTokenizer()
+        admission = Admission(
+            vocab_size=VOCABULARY,
+            context_length=NO_LIMIT,
+            eos_token_ids=frozenset(),
+            decode=decoder_of(tokenizer),
+        )
+        return cls(Endpoint(config, SECTION), config, admission, tokenizer)
+
+    # ------------------------------------------------------------ weights and memory
+
+    def put_weights(self, weights: WeightSet) -> None:
+        raise _no_weights()
+
+    def weights_digest(self, *, covers_all: bool = False) -> str:
+        raise _no_weights()
+
+    def forget_prefixes(self) -> None:
+        """Nothing: a server decides on its own what it caches."""
+
+    def sleep(self) -> None:
+        """Nothing to free here."""
+        self._refuse_while_open("sleep")
+
+    def wake(self) -> None:
+        """Nothing to allocate here."""
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._endpoint.close()
+
+    # ------------------------------------------------------------ generation
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_progress: OnProgress | None = None,
+        on_completions: OnCompletions | None = None,
+    ) -> list[list[Completion]]:
+        """The completions of each request, `num_siblings` each, in the requests' order. One that the server did not
+        answer has `finish_reason` FAILED."""
+        with self.session(on_progress) as session:
+            groups = [checked(one, index, self._admission, self._config) for index, one in enumerate(requests)]
+            return whole_answers(session, groups, on_completions)
+
+    @contextmanager
+    def session(self, on_progress: OnProgress | None = None) -> Iterator[OpenaiSession]:
+        """An open session. One at a time."""
+        self._refuse_while_open("another session")
+        self._session = OpenaiSession(
+            self._endpoint,
+            self._config,
+            admission=self._admission,
+            decode=self._decode,
+            on_close=self._closed,
+            on_progress=on_progress,
+        )
+        with self._session as session:
+            yield session
+
+    def _closed(self, session: OpenaiSession) -> None:
+        self.metrics, self._session = session.metrics(), None
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """Metrics of the last `generate` or session; empty before the first."""
+        return {} if self.metrics is None else self.metrics.named(scales_are_calibrated=False)
+
+    def _refuse_while_open(self, what: str) -> None:
+        if self._session is not None:
+            raise RuntimeError(f"{what} is not possible while the server has an open session; close it first")
+
+
+def check_server(endpoint: Endpoint, config: OpenaiConfig, context_length: int) -> None:
+    """Raises UserError if the server is not there, does not have the model, or has a shorter context."""
+    try:
+        listed = endpoint.get("models").get("data")
+    except EndpointError as error:
+        raise failure_of(error, config) from None
+    models = {one.get("id"): one for one in listed if isinstance(one, dict)} if isinstance(listed, list) else {}
+    if config.model not in models:
+        known = ", ".join(map(str, models)) or "none"
+        raise UserError(f"{SECTION}.model: the server has no '{config.model}'; its models are: {known}")
+    has: Any = models[config.model].get("max_model_len")
+    if isinstance(has, int) and has < context_length:
+        raise UserError(
+            f"{SECTION}.model: the server's context has {has} tokens and model.context_length is {context_length};"
+            f" set model.context_length to {has}, with rollout.max_prompt_tokens and rollout.max_new_tokens to fit"
+        )
+
+
+def _no_weights() -> RuntimeError:
+    return RuntimeError("engine.backend: openai answers with the server's own weights; none can be put into it")

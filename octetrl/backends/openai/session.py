@@ -1,0 +1,203 @@
+"""An open session with a server: requests in, events out. A sibling is one HTTP request, in a thread of its own.
+
+`concurrency` threads send requests and wait; the caller's thread receives what they got. The threads are daemons: a
+Ctrl-C does not wait for a server that is still generating. An answer comes whole, so a request that streams has a
+single event.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from octetrl.backends.openai.answers import STAMP, NoAnswer, ask, check_sampling, read
+from octetrl.backends.openai.metrics import ServerMetrics, Tally
+from octetrl.config.errors import UserError
+from octetrl.config.openai import OpenaiConfig
+from octetrl.engine.admission import Admission
+from octetrl.engine.request import RequestGroup, RunningSequence
+from octetrl.engine.stopping import Decode
+from octetrl.environments.endpoint import Endpoint
+from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
+
+GIVES_UP = 8  # failed answers before any good one
+_TURN = 0.5  # seconds that `advance` waits at most
+Outcome = dict[str, Any] | BaseException
+
+
+class OpenaiSession:
+    """Created by `OpenaiBackend.session`. Leaving it forgets unfinished requests."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        config: OpenaiConfig,
+        *,
+        admission: Admission,
+        decode: Decode,
+        on_close: Callable[[OpenaiSession], None],
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._endpoint, self._config = endpoint, config
+        self._admission, self._decode = admission, decode
+        self._on_close, self._on_progress = on_close, on_progress
+        self._tally = Tally(config.concurrency)
+        self._running: dict[int, RunningSequence] = {}  # by ticket
+        self._to_ask: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._answered: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._num_threads = self._num_tickets = self._num_submitted = 0
+        self._is_open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
+        """Adds a request. Raises UserError for one that cannot be served, or whose id belongs to an unfinished one."""
+        if any(sibling.group.request.id == request.id for sibling in self._running.values()):
+            raise UserError(f"request '{request.id}': a request with this id is not finished yet; use a different id")
+        self.accept(self.checked(request))
+
+    def checked(self, request: GenerationRequest) -> RequestGroup:
+        """The request's siblings, not yet submitted. Raises UserError."""
+        return checked(request, self._num_submitted, self._admission, self._config)
+
+    def accept(self, group: RequestGroup) -> None:
+        """`submit` for a request that was checked."""
+        assert self._is_open, "the session is closed"
+        self._num_submitted += 1
+        for sibling in self._admission.siblings(group):
+            ticket = self._num_tickets
+            self._num_tickets += 1
+            self._running[ticket] = sibling
+            self._to_ask.put(ticket)
+        self._count()
+        while self._num_threads < min(len(self._running), self._config.concurrency):
+            self._num_threads += 1
+            threading.Thread(target=self._work, name=f"openai-{self._num_threads}", daemon=True).start()
+
+    def cancel(self, request_id: str) -> None:
+        """Forgets the request's siblings. The server may go on with those that it has."""
+        for ticket in [one for one, sibling in self._running.items() if sibling.group.request.id == request_id]:
+            del self._running[ticket]
+        self._count()
+
+    def adopt(self, put: Callable[[], int], *, keeps_cache: bool) -> Sequence[SessionEvent]:
+        """Weights in flight: a server has its own. Raises UserError."""
+        raise UserError("cluster.weights_in_flight: engine.backend: openai takes no weights; turn it off")
+
+    def _work(self) -> None:
+        """A thread: asks for one answer after the other."""
+        while (ticket := self._to_ask.get()) is not None:
+            sibling = self._running.get(ticket)
+            if sibling is None:
+                continue  # cancelled
+            outcome: Outcome
+            try:
+                outcome = ask(self._endpoint, self._config, sibling)
+            except BaseException as error:  # raised again where the session is read
+                outcome = error
+            self._answered.put((ticket, outcome))
+
+    # ------------------------------------------------------------ answers
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
+        """New events. Waits for the first, at most `wait_seconds`, if there is work."""
+        return [
+            SessionEvent(
+                sibling.group.request.id, sibling.sibling, completion.token_ids, completion.logprobs, completion
+            )
+            for sibling, completion in self._advance(wait_seconds)
+        ]
+
+    def advance(self) -> list[tuple[RunningSequence, Completion]]:
+        """The siblings that ended. Waits for the first, not for long."""
+        return self._advance(_TURN)
+
+    def _advance(self, wait_seconds: float) -> list[tuple[RunningSequence, Completion]]:
+        assert self._is_open, "the session is closed"
+        ended: list[tuple[RunningSequence, Completion]] = []
+        while self._running:
+            try:
+                ticket, outcome = self._answered.get(timeout=0.0 if ended else max(wait_seconds, 1e-4))
+            except queue.Empty:
+                break
+            sibling = self._running.pop(ticket, None)
+            if sibling is not None:
+                ended.append((sibling, self._completion(sibling, outcome)))
+        self._count()
+        if self._on_progress is not None:
+            self._on_progress(self.progress())
+        return ended
+
+    def _completion(self, sibling: RunningSequence, outcome: Outcome) -> Completion:
+        """What came back. Raises the errors that no other request would be spared."""
+        try:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            completion = read(outcome, self._config, sibling, self._decode)
+        except NoAnswer as error:
+            self._tally.failed += 1
+            if not self._tally.done and self._tally.failed >= GIVES_UP:
+                raise UserError(
+                    f"engine.openai: the first {self._tally.failed} requests failed, the last one with: {error}"
+                ) from error
+            return replace(Completion((), (), "", FinishReason.FAILED, *STAMP), detail=str(error))
+        self._tally.done += 1
+        self._tally.generated_tokens += len(completion.token_ids)
+        return completion
+
+    def _count(self) -> None:
+        self._tally.unfinished(len(self._running))
+
+    # ------------------------------------------------------------ what it did
+
+    def answer_lengths(self) -> dict[str, int]:
+        """Answers come whole: nothing is known of an unfinished one."""
+        return {sibling.group.request.id: 0 for sibling in self._running.values()}
+
+    def progress(self) -> GenerationProgress:
+        return self._tally.progress(len(self._running))
+
+    def metrics(self) -> ServerMetrics:
+        return self._tally.metrics()
+
+    @property
+    def num_pages(self) -> int:
+        """The server's cache is its own."""
+        return 0
+
+    @property
+    def pages_in_use(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Forgets unfinished requests and ends the threads that wait for one. Does nothing on a closed session."""
+        if self._is_open:
+            self._running.clear()
+            self._count()
+            self._is_open = False
+            for _ in range(self._num_threads):
+                self._to_ask.put(None)
+            self._on_close(self)
+
+
+def checked(request: GenerationRequest, index: int, admission: Admission, config: OpenaiConfig) -> RequestGroup:
+    """The request as a group of siblings. Raises UserError for what the server cannot be asked, and for what any engine
+    refuses."""
+    check_sampling(request, config)
+    return admission.group(index, request)

@@ -1,0 +1,55 @@
+"""The part of `octetrl generate` for a server's model: `octetrl generate NAME --base-url URL`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from octetrl.config.errors import UserError
+from octetrl.config.openai import OpenaiConfig, openai_problems
+
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--base-url",
+        metavar="URL",
+        help="Ask the server with OpenAI's API at this address, such as http://localhost:8000/v1.",
+        show_default=False,
+    ),
+]
+ApiKeyVariable = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key-variable",
+        metavar="NAME",
+        help="With --base-url: the environment variable that holds the key, such as OPENAI_API_KEY.",
+        show_default=False,
+    ),
+]
+InFlight = Annotated[
+    int, typer.Option("--in-flight", min=1, max=4096, help="With --base-url: number of requests at once.")
+]
+OPTIONS = {"engine.openai.base_url": "--base-url", "engine.openai.api_key_variable": "--api-key-variable"}
+
+
+def server_config(model: str, base_url: str, api_key_variable: str | None, in_flight: int) -> OpenaiConfig:
+    """The server's settings. Raises UserError."""
+    if not model.strip():
+        raise UserError("generate: MODEL is empty; with --base-url it is the model's name at the server")
+    config = OpenaiConfig(
+        base_url=base_url, model=model, answers="text", api_key_variable=api_key_variable, concurrency=in_flight
+    )
+    for problem in openai_problems(config):
+        field = problem.fields[0]
+        raise UserError(problem.text.replace(field, OPTIONS[field], 1))
+    return config
+
+
+def refuse_local(precision: str | None, cluster: Mapping[str, Any]) -> None:
+    """Raise UserError for options of a model that is loaded here."""
+    given = {"--precision": precision, **{f"--{name}": value for name, value in cluster.items() if value != "auto"}}
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(f"{name}: with --base-url no model is loaded here; leave it out")

@@ -1,0 +1,56 @@
+"""The recipe's `engine.openai` section: a server with OpenAI's API that answers for an evaluation (docs/engines.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from octetrl.config.section import Problem, Section
+
+MOST_STOPS = 4  # stop strings that OpenAI's API takes
+_URL = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class OpenaiConfig(Section):
+    """The server of `engine.backend: openai`. It answers with weights of its own: nothing is published to it."""
+
+    base_url: str
+    """Address including /v1, such as http://localhost:8000/v1. It must not contain a user, a key or a query."""
+    model: str = Field(min_length=1)
+    """The model's name at the server."""
+    answers: Literal["tokens", "text"] = "tokens"
+    """What the server gives. tokens: token ids and log-probs (`octetrl serve`, vLLM); `model.path` has its tokenizer.
+    text: messages in, text out (any server with OpenAI's chat API); the recipe's model is not used."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key, such as OPENAI_API_KEY; null: no key is sent. The key itself is written
+    nowhere."""
+    concurrency: int = Field(default=64, ge=1, le=4_096)
+    """Number of requests in flight at once. Each asks for one answer."""
+    timeout_seconds: float = Field(default=600.0, gt=0.0, le=1e6)
+    """Time limit of each request, in seconds, for the whole answer."""
+    retries: int = Field(default=5, ge=0, le=1_000)
+    """Number of retries if the server cannot be reached, breaks off an answer, is busy (408, 409, 429), or fails
+    (5xx)."""
+    backoff_seconds: float = Field(default=1.0, ge=0.0, le=1e6)
+    """Wait before the first retry, in seconds. It doubles with each retry, up to a minute. A server's Retry-After is
+    respected."""
+
+    @property
+    def name(self) -> str:
+        """How results name what was evaluated."""
+        return f"{self.model} at {self.base_url}"
+
+
+def openai_problems(config: OpenaiConfig, section: str = "engine.openai") -> Iterator[Problem]:
+    """Yield what is wrong with single fields. Their values are not shown: one of them may be a key by mistake."""
+    if not _URL.fullmatch(config.base_url):
+        text = "is not an address; write it as http://localhost:8000/v1, without a user, a key or a query"
+        yield Problem((f"{section}.base_url",), f"{section}.base_url: this {text}")
+    variable = config.api_key_variable
+    if variable is not None and not _VARIABLE.fullmatch(variable):
+        text = "this is not the name of an environment variable; give one, such as OPENAI_API_KEY, and never the key"
+        yield Problem((f"{section}.api_key_variable",), f"{section}.api_key_variable: {text}")

@@ -1,0 +1,87 @@
+"""An evaluation of a server's model: `octetrl eval` with `engine.backend: openai`. No weights are loaded.
+
+With `answers: tokens` the recipe's model gives the tokenizer, the chat template and the vocabulary, which must be those
+of the server's model. With `answers: text` the server has all of these, and the recipe's model is not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from octetrl.algorithms.table import build_algorithm
+from octetrl.backends.openai.backend import NO_LIMIT, OpenaiBackend
+from octetrl.backends.openai.text import CharacterTokenizer
+from octetrl.config.schema import Recipe
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.environments.given import Given
+from octetrl.run.build import Run, build_collection
+from octetrl.run.device import seed_everything
+from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
+from octetrl.run.environment_parts import Rewards, build_chats, build_scorers
+from octetrl.run.evaluate import evaluate
+from octetrl.run.journal import Journal
+from octetrl.run.model_source import with_found_model
+from octetrl.telemetry.console import Console
+from octetrl.telemetry.eval_report import EvalReport
+from octetrl.telemetry.spans import Spans
+from octetrl.workers.build import model_spec
+from octetrl.workers.protocol import LearningWorkers
+from octetrl.workers.server import ServerWorkers
+
+
+def evaluate_server(recipe: Recipe, *, all_tasks: bool = False, given: Given = NOTHING_GIVEN) -> EvalReport:
+    """Evaluates the model of `engine.openai` by the recipe's environment. all_tasks: not only those held out."""
+    run = build_server_run(recipe, given)
+    try:
+        return evaluate(run, run.taskset.all_tasks() if all_tasks else None)
+    finally:
+        run.close()
+
+
+def build_server_run(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Run:
+    """What an evaluation needs, with a server in the place of workers. Raises UserError for what the user can correct,
+    and if the server is not there."""
+    server = recipe.engine.openai
+    assert server is not None, "validated: engine.backend openai has its section"
+    seed_everything(recipe.seed)
+    if server.answers == "tokens":
+        recipe = with_found_model(recipe, weights=False)
+        spec = model_spec(recipe)
+        tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
+    else:
+        spec, tokenizer = None, cast(Tokenizer, CharacterTokenizer())
+    console = Console(recipe.logging.console, recipe.steps)
+    environments = build_environments(recipe, given)
+    chat = build_chats(recipe, spec, tokenizer, environments)
+    collection = build_collection(recipe, chat)
+    if spec is None:
+        collection = replace(collection, max_prompt_tokens=NO_LIMIT, context_length=NO_LIMIT)
+    taskset = build_tasks(recipe, environments)
+    with console.phase("load"):
+        backend = (
+            OpenaiBackend.of_text(server)
+            if spec is None
+            else OpenaiBackend.of_tokens(
+                server, spec=spec, tokenizer=tokenizer, context_length=recipe.model.context_length
+            )
+        )
+    workers = ServerWorkers(backend, console)
+    try:
+        rewards = build_scorers(recipe, environments, tokenizer, given)
+    except BaseException:
+        workers.close()
+        raise
+    return Run(
+        config=recipe,
+        tokenizer=tokenizer,
+        taskset=taskset,
+        conversations=None,
+        rewards=cast(Rewards, rewards),  # validated: no reward model scores, so there are some
+        algorithm=build_algorithm(recipe.algorithm),
+        workers=cast(LearningWorkers, workers),  # it generates, which is all that an evaluation asks
+        journal=Journal.of(recipe),
+        console=console,
+        spans=Spans(),
+        base_collection=collection,
+    )

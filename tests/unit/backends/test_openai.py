@@ -1,0 +1,293 @@
+"""`engine.backend: openai` against a server that answers as a test wants: what is asked, what is read, every fault."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from octetrl.backends.openai.answers import sibling_seed
+from octetrl.backends.openai.backend import OpenaiBackend
+from octetrl.backends.openai.text import UNKNOWN, CharacterTokenizer, asked_of
+from octetrl.config.errors import UserError
+from octetrl.config.openai import OpenaiConfig
+from octetrl.engine.logit_options import LogitOptions
+from octetrl.records import Completion, FinishReason, GenerationRequest, SamplingParams
+from octetrl.rollout.chat_tokens import ChatTokens
+from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
+from tests.unit.environments.judge_double import judge_double
+
+KEY = "sk-quite-secret"
+CHAT = ChatTokens(CharacterTokenizer(), "Be short.")
+
+
+def settings(url: str, **changes: Any) -> OpenaiConfig:
+    given: dict[str, Any] = {
+        "base_url": url,
+        "model": "m",
+        "retries": 1,
+        "backoff_seconds": 0.0,
+        "timeout_seconds": 5.0,
+    }
+    return OpenaiConfig(**given | changes)
+
+
+def texts(url: str, **changes: Any) -> OpenaiBackend:
+    return OpenaiBackend.of_text(settings(url, answers="text", **changes))
+
+
+def tokens(url: str, **changes: Any) -> OpenaiBackend:
+    given: dict[str, Any] = {"spec": SPEC, "tokenizer": Letters(), "context_length": CONTEXT_LENGTH}
+    return OpenaiBackend.of_tokens(settings(url, **changes), **given)
+
+
+def asked(prompt: str = "hi", siblings: int = 1, **sampling: Any) -> GenerationRequest:
+    given = SamplingParams(**{"max_new_tokens": 8, **sampling})
+    return GenerationRequest("7:task", CHAT.prompt_tokens(prompt), given, siblings, seed=5)
+
+
+def said(text: str = "four", reason: str = "stop", model: str = "m", **usage: int) -> dict[str, Any]:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
+    return {"model": model, "choices": [choice], "usage": usage or {"completion_tokens": 3}}
+
+
+def drawn(token_ids: list[int], logprobs: list[float], reason: str = "stop") -> dict[str, Any]:
+    choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+    return {"model": "m", "choices": [choice]}
+
+
+def one(backend: OpenaiBackend, request: GenerationRequest) -> Completion:
+    try:
+        ((found,),) = backend.generate([request])
+    finally:
+        backend.close()
+    return found
+
+
+# ---------------------------------------------------------------- what is asked, and read
+
+
+def test_messages_and_sampling_travel_by_name() -> None:
+    with judge_double(said("four", "length", completion_tokens=8)) as double:
+        found = one(texts(double.url), asked("2 + 2 =", temperature=0.5, top_p=0.9, stop=("\n",)))
+    ((path, body, headers),) = double.asked
+    assert path == "/v1/chat/completions" and "Authorization" not in headers
+    assert body == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2 ="}],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 5,
+        "stop": ["\n"],
+        "max_completion_tokens": 8,
+    }
+    assert (found.text, found.finish_reason, found.token_ids) == ("four", FinishReason.LENGTH, (UNKNOWN,) * 8)
+    assert found.logprobs == ()
+
+
+def test_a_plain_prompt_is_completed_without_a_template() -> None:
+    answer = said() | {"choices": [{"text": " four", "finish_reason": "stop"}]}
+    with judge_double(answer) as double:
+        request = GenerationRequest("p", CHAT.plain_tokens("2 + 2 é ="), SamplingParams(8))
+        assert one(texts(double.url), request).text == " four"
+    ((path, body, _),) = double.asked
+    assert path == "/v1/completions" and (body["prompt"], body["max_tokens"]) == ("2 + 2 é =", 8)
+
+
+def test_token_ids_go_and_come() -> None:
+    with judge_double(drawn([7, 9, 4], [-0.5, -1, -0.25])) as double:
+        double.models = {"data": [{"id": "m", "max_model_len": CONTEXT_LENGTH}]}
+        request = GenerationRequest("t", (1, 2), SamplingParams(30, top_k=4, min_p=0.1, stop=("JE",)), seed=3)
+        found = one(tokens(double.url), request)
+    ((path, body, _),) = double.asked
+    assert path == "/v1/completions" and body["prompt"] == [1, 2] and body["max_tokens"] == 30
+    assert (body["top_k"], body["min_p"], body["stop"]) == (4, 0.1, ["JE"])
+    assert body["stop_token_ids"] == sorted({Letters.eos_token_id, *SPEC.eos_token_ids})
+    assert (body["ignore_eos"], body["logprobs"], body["return_token_ids"]) == (True, 0, True)
+    assert (found.token_ids, found.logprobs, found.text) == ((7, 9, 4), (-0.5, -1, -0.25), "H"), (
+        "cut at the stop string"
+    )
+
+
+def test_what_the_server_cannot_take_is_refused_by_name() -> None:
+    for changes, expected in (
+        ({"top_k": 4}, "top_k cannot be asked"),
+        ({"min_p": 0.1}, "min_p cannot be asked"),
+        ({"stop_token_ids": (4,)}, "stop_token_ids cannot be asked"),
+        ({"ignore_eos": True}, "ignore_eos cannot be asked"),
+        ({"stop": ("a", "b", "c", "d", "e")}, "more than 4 stop strings"),
+        ({"logits": LogitOptions(num_top=2)}, "penalties, grammars and further log-probs"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            one(texts("http://127.0.0.1:9/v1"), asked(**changes))
+
+
+def test_any_text_survives_the_stand_in_tokenizer() -> None:
+    for text in ("", "naïve 数学 🙂\x00\n", "\ud800 half", '"}]'):
+        fields = asked_of(CHAT.prompt_tokens(text))
+        assert fields["messages"][1]["content"] == text or "\ud800" in text
+        assert asked_of(CHAT.plain_tokens(text)).keys() == {"prompt"}
+
+
+def test_seeds_of_siblings_differ_and_the_firsts_is_the_requests() -> None:
+    with judge_double(said()) as double:
+        backend = texts(double.url)
+        backend.generate([asked(siblings=4)])
+        backend.close()
+    seeds = sorted(body["seed"] for _, body, _ in double.asked)
+    assert len(set(seeds)) == 4 and 5 in seeds and seeds == sorted(sibling_seed(5, sibling) for sibling in range(4))
+
+
+def test_requests_in_flight_are_limited() -> None:
+    with judge_double(said()) as double:
+        backend = texts(double.url, concurrency=3)
+        (answers,) = backend.generate([asked(siblings=20)])
+        assert backend.metrics is not None and backend.metrics.completions == 20
+        backend.close()
+    assert len(answers) == 20 and double.most == 3
+
+
+def test_a_cancelled_request_has_no_event() -> None:
+    with judge_double(said()) as double:
+        backend = texts(double.url, concurrency=1)
+        with backend.session() as session:
+            session.submit(asked("a", siblings=2))
+            session.cancel("7:task")
+            assert not session.has_work and session.events() == []
+            session.submit(asked("b"))
+            events = []
+            while session.has_work:
+                events += session.events(1.0)
+        backend.close()
+    assert [event.completion is not None for event in events] == [True]
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_a_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"engine.openai.api_key_variable: the environment variable MY_KEY is not set"):
+        texts("http://h/v1", api_key_variable="MY_KEY")
+    monkeypatch.setenv("MY_KEY", KEY)
+    with judge_double((401, f"wrong key {KEY}", {})) as double:
+        with pytest.raises(UserError, match=r"refuses access .*; correct the key in MY_KEY") as error:
+            one(texts(double.url, api_key_variable="MY_KEY"), asked())
+        assert KEY not in str(error.value) and "***" in str(error.value)
+    assert double.asked[0][2]["Authorization"] == f"Bearer {KEY}" and len(double.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((404, "no model m", {}), "it has no model 'm', or no such path"),
+        ((403, "no", {}), "refuses access .*name the key's variable in engine.openai.api_key_variable"),
+        ((400, "temperature: unknown field", {}), "refuses the request .*temperature: unknown field"),
+        (said(model="another"), "'m' was asked and 'another' answered"),
+        (said() | {"usage": None}, "gives no usage.completion_tokens"),
+    ],
+)
+def test_what_no_request_is_spared_ends_the_run(answer: Any, expected: str) -> None:
+    with judge_double(answer) as double, pytest.raises(UserError, match=expected) as error:
+        one(texts(double.url), asked())
+    assert "\n" not in str(error.value) and len(double.asked) == 1
+
+
+CUT = {"Content-Length": "4096", "Connection": "close"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "tries"),
+    [
+        ((400, '{"error": {"code": "context_length_exceeded"}}', {}), "context_length_exceeded", 1),
+        ((429, "slow down", {}), "status 429", 2),
+        ((503, "busy", {}), "status 503", 2),
+        ((200, '{"choices": [', {}), "not JSON", 1),
+        ((200, "[]", {}), "not a JSON object", 1),
+        ((200, json.dumps(said())[:40], CUT), "RemoteProtocolError", 2),
+        (said(reason="content_filter"), "no text with finish_reason stop or length", 1),
+        (said() | {"choices": []}, "one choice was asked", 1),
+        (said() | {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}, "no text", 1),
+    ],
+)
+def test_a_request_that_fails_is_counted_and_the_others_go_on(answer: Any, expected: str, tries: int) -> None:
+    def by_prompt(body: dict[str, Any]) -> Any:
+        return answer if body["messages"][1]["content"] == "bad" else said()
+
+    with judge_double(by_prompt) as double:
+        backend = texts(double.url, concurrency=1)
+        (good,), (bad,) = backend.generate([asked("good"), replaced(asked("bad"), "8:task")])
+        assert backend.metrics is not None and (backend.metrics.completions, backend.metrics.failed) == (1, 1)
+        backend.close()
+    assert (good.text, good.detail) == ("four", None)
+    assert bad.finish_reason is FinishReason.FAILED and (bad.text, bad.token_ids) == ("", ())
+    assert expected in str(bad.detail) and "\n" not in str(bad.detail)
+    assert len(double.asked) == 1 + tries
+
+
+def replaced(request: GenerationRequest, name: str) -> GenerationRequest:
+    return GenerationRequest(name, request.prompt_token_ids, request.sampling, request.num_siblings, request.seed)
+
+
+def test_a_passing_fault_is_retried() -> None:
+    with judge_double((503, "", {}), (200, "x", CUT), (429, "", {"Retry-After": "0"}), said()) as double:
+        assert one(texts(double.url, retries=3), asked()).text == "four"
+    assert len(double.asked) == 4
+
+
+def test_a_server_that_always_fails_ends_the_run() -> None:
+    expected = r"the first 8 requests failed, the last one with: .*out of order"
+    with judge_double((500, "out of order", {})) as double, pytest.raises(UserError, match=expected):
+        one(texts(double.url, retries=0), asked(siblings=30))
+
+
+def test_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    for make in (lambda url: one(texts(url), asked()), tokens):
+        with pytest.raises(UserError, match=r"engine.openai.base_url: the server cannot be reached .*start it"):
+            make(f"http://127.0.0.1:{port}/v1")
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        ({"data": [{"id": "other"}]}, "the server has no 'm'; its models are: other"),
+        ({"data": []}, "its models are: none"),
+        ([], "not a JSON object"),
+        ({"data": [{"id": "m", "max_model_len": 32}]}, "has 32 tokens and model.context_length is 64; set"),
+    ],
+)
+def test_a_server_without_the_model_or_the_room(models: Any, expected: str) -> None:
+    with judge_double(said()) as double:
+        double.models = models
+        with pytest.raises((UserError, RuntimeError), match=expected):
+            tokens(double.url)
+    assert not double.asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "expected"),
+    [
+        (said(), UserError, "gave no token_ids and no logprobs, which answers: tokens needs"),
+        (drawn([7], [float("nan")]), None, "token ids and log-probs do not match"),
+        (drawn([7, 8], [-1.0]), None, "token ids and log-probs do not match"),
+        (drawn([7, 8], [-1.0, -1.0]), None, "ended after 2 tokens .*without a stop token"),
+        (drawn([], []), None, "ended after 0 tokens"),
+    ],
+)
+def test_tokens_that_cannot_be_right(answer: Any, kind: type[Exception] | None, expected: str) -> None:
+    with judge_double(answer) as double:
+        double.models = {"data": [{"id": "m"}]}
+        ask: Callable[[], Completion] = lambda: one(  # noqa: E731
+            tokens(double.url), GenerationRequest("t", (1, 2), SamplingParams(4))
+        )
+        if kind is not None:
+            with pytest.raises(kind, match=expected):
+                ask()
+            return
+        found = ask()
+    assert found.finish_reason is FinishReason.FAILED and re.search(expected, str(found.detail))
