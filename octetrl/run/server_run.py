@@ -40,7 +40,7 @@ def evaluate_server(recipe: Recipe, *, all_tasks: bool = False, given: Given = N
 
 
 def build_server_run(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Run:
-    """What an evaluation needs, with a server in the place of workers. Raises UserError for what the user can correct,
+    """What an evaluation needs, with a server instead of workers. Raises UserError for what the user can correct,
     and if the server is not there."""
     server = recipe.engine.openai
     assert server is not None, "validated: engine.backend openai has its section"

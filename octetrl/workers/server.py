@@ -1,4 +1,4 @@
-"""A server in the place of workers: for an evaluation with `engine.backend: openai`. Nothing is loaded here.
+"""A server instead of workers: for an evaluation with `engine.backend: openai`. Nothing is loaded here.
 
 It has the generating part of `Workers` (protocol.py), which is all that an evaluation calls.
 """
