@@ -76,7 +76,7 @@ def generate(
     api_key_variable: ApiKeyVariable = None,
     in_flight: InFlight = 64,
 ) -> None:
-    """Generate text from a model, a run, or a server's model."""
+    """Generate text from a model or a run."""
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=_finite("--temperature", temperature),
