@@ -211,12 +211,12 @@ def pack_rows(pack: str, lengths: list[int]) -> Iterator[Row]:
     case = case_of(lengths, (HEADS, KV_HEADS), HEAD_SIZE)
     tables = (case.cu_seqlens, case.max_seqlen, case.scale)
     operands = operands_of(case.dout, case.q, case.kv, case.cu_seqlens, case.scale)
-    launch_dq(operands, case.out, case.lse2, DQ_TILES[0])
+    launch_dq(operands, case.out, case.lse2, DQ_TILES[0], case.max_seqlen)
     calls: dict[str, tuple[int, Callable[..., Any]]] = {  # name: GEMMs counted, call
         "forward": (2, partial(attention_packed_forward_triton, case.q, case.kv, *tables))
     }
     for tile in DQ_TILES:
-        calls[f"dq {name_of(tile)}"] = (3, partial(launch_dq, operands, case.out, case.lse2, tile))
+        calls[f"dq {name_of(tile)}"] = (3, partial(launch_dq, operands, case.out, case.lse2, tile, case.max_seqlen))
     for tile in DKDV_TILES:
         calls[f"dkdv {name_of(tile)}"] = (4, partial(launch_dkdv, operands, tile))
     for name, backward in candidates().items():

@@ -158,14 +158,14 @@ def total_of_columns(l_XC, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def update_rows(s_RN, m_R, l_RX, o_RD, v_ND, v_scale_N, ROWS: tl.constexpr, V_MODE: tl.constexpr):
+def update_rows(s_RN, m_R, l_RX, o_RD, v_ND, v_scale_1N, ROWS: tl.constexpr, V_MODE: tl.constexpr):
     """One tile for `ROWS` queries. Takes scaled, masked scores, and V in its operand dtype; returns new m, l, o."""
     m_new_R = tl.maximum(m_R, tl.max(s_RN, 1))
     alpha_R = tl.exp2(m_R - m_new_R)
     p_RN = tl.exp2(s_RN - m_new_R[:, None])
     l_RX = l_RX * alpha_R[:, None] + _classes_of_rows(p_RN, ROWS)
     if V_MODE == 2:
-        p_RN = p_RN * v_scale_N[None, :]
+        p_RN = p_RN * v_scale_1N
     o_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, o_RD * alpha_R[:, None])
     return m_new_R, l_RX, o_RD
 

@@ -40,6 +40,7 @@ from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile, backward_tiles
 from octetrl.kernels.attention.attention_order import LOG2E, MODE_NUMBER, mode_of
 from octetrl.kernels.attention.kv_store import ReplayedKV
+from octetrl.kernels.attention.token_scales import align_scales, first_column, scale_table
 
 SEARCH = tl.constexpr(128)  # sequences that a program compares at a time when it searches for its own
 ALIGN = tl.constexpr(4)  # float32 values in 16 bytes; TMA's tiles of lse2 and delta start at multiples of 16 bytes
@@ -71,8 +72,8 @@ def _store_block(ptr, x, start, length, ROWS: tl.constexpr, HEADS: tl.constexpr,
 @triton.jit
 def _dq_tile(
     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
-    score_scale, k_token_ptr, v_token_ptr,
-    KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
+    score_scale, k_rows_desc, v_rows_desc, first_scale,
+    HEAD_SIZE: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dQ, without its constant factor, plus the contribution of the keys from `start`."""
@@ -84,17 +85,21 @@ def _dq_tile(
     s_IJ = tl.dot(q_ID, tl.trans(k_JD))
     dp_IJ = tl.dot(dout_ID, tl.trans(v_JD))
     if K_MODE == 2:
-        k_scale_J = tl.load(k_token_ptr + key_J * KV_HEADS, mask=key_J < length, other=0.0)
-        s_IJ = s_IJ * (k_scale_J * score_scale)[None, :]
+        k_scale_1J = k_rows_desc.load([kv_head, first_scale + start])
+        if MASKED:
+            k_scale_1J = tl.where((key_J < length)[None, :], k_scale_1J, 0.0)
+        s_IJ = s_IJ * (k_scale_1J * score_scale)
     else:
         s_IJ = s_IJ * score_scale
     p_IJ = tl.exp2(s_IJ - lse2_I[:, None])
     if V_MODE == 2:
-        v_scale_J = tl.load(v_token_ptr + key_J * KV_HEADS, mask=key_J < length, other=0.0)
-        dp_IJ = dp_IJ * v_scale_J[None, :]
+        v_scale_1J = v_rows_desc.load([kv_head, first_scale + start])
+        if MASKED:
+            v_scale_1J = tl.where((key_J < length)[None, :], v_scale_1J, 0.0)
+        dp_IJ = dp_IJ * v_scale_1J
     ds_IJ = p_IJ * (dp_IJ - delta_I[:, None])
     if K_MODE == 2:
-        ds_IJ = ds_IJ * k_scale_J[None, :]
+        ds_IJ = ds_IJ * k_scale_1J
     if MASKED:  # for a row of the sequence, this also hides all keys past its end
         query_I = first_query + tl.arange(0, BLOCK_I)
         ds_IJ = tl.where(query_I[:, None] >= key_J[None, :], ds_IJ, 0.0)
@@ -111,7 +116,6 @@ def _dq_kernel(
     BLOCK_J: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr, WINDOW: tl.constexpr,
     STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
-    KV_HEADS: tl.constexpr = HEADS // GROUP
     head = tl.program_id(0)
     sequence, first, length, number = _find_sequence(
         tl.program_id(1), cu_seqlens_ptr, num_sequences, num_tokens, BLOCK_I
@@ -122,17 +126,11 @@ def _dq_kernel(
         dq_ID = tl.zeros([BLOCK_I, HEAD_SIZE], tl.float32)
         if sequence < num_sequences:
             kv_head = head // GROUP
-            k_token_ptr = k_scale_ptr
-            v_token_ptr = v_scale_ptr
             score_scale = base_scale
             dq_scale = softmax_scale
             if K_MODE == 1:
                 score_scale *= tl.load(k_scale_ptr + kv_head)
                 dq_scale *= tl.load(k_scale_ptr + kv_head)
-            if K_MODE == 2:
-                k_token_ptr += token * KV_HEADS + kv_head
-            if V_MODE == 2:
-                v_token_ptr += token * KV_HEADS + kv_head
 
             q_ID = q_desc.load([first + first_query, head * HEAD_SIZE])
             dout_ID = dout_desc.load([first + first_query, head * HEAD_SIZE])
@@ -157,14 +155,14 @@ def _dq_kernel(
             for start in tl.range(begin, whole, BLOCK_J, num_stages=STAGES):
                 dq_ID = _dq_tile(
                     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
-                    score_scale, k_token_ptr, v_token_ptr,
-                    KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, WINDOW, False,
+                    score_scale, k_scale_ptr, v_scale_ptr, first_column(first, sequence),
+                    HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, WINDOW, False,
                 )  # fmt: skip
             for start in tl.range(whole, tl.minimum(length, first_query + BLOCK_I), BLOCK_J, num_stages=MASKED_STAGES):
                 dq_ID = _dq_tile(
                     dq_ID, q_ID, dout_ID, lse2_I, delta_I, k_desc, v_desc, kv_head, first, start, first_query, length,
-                    score_scale, k_token_ptr, v_token_ptr,
-                    KV_HEADS, HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, WINDOW, True,
+                    score_scale, k_scale_ptr, v_scale_ptr, first_column(first, sequence),
+                    HEAD_SIZE, BLOCK_I, BLOCK_J, K_MODE, V_MODE, WINDOW, True,
                 )  # fmt: skip
             dq_ID = dq_ID * dq_scale
         _store_block(dq_ptr + (token * HEADS + head) * HEAD_SIZE, dq_ID, first_query, length, BLOCK_I, HEADS, HEAD_SIZE)
@@ -306,11 +304,10 @@ class Operands(NamedTuple):
     window: int | None = None
 
     @property
-    def tables(self) -> tuple[Tensor | float | None, ...]:
-        """The last arguments of both kernels."""
-        tensors = (self.cu_seqlens_B1, self.k_scale, self.v_scale)
+    def numbers(self) -> tuple[float, ...]:
+        """Arguments of both kernels."""
         counts = (self.cu_seqlens_B1.shape[0] - 1, self.q_THD.shape[0])
-        return (*tensors, self.softmax_scale * LOG2E, self.softmax_scale, *counts)
+        return (self.softmax_scale * LOG2E, self.softmax_scale, *counts)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -343,14 +340,17 @@ def operands_of(
     return Operands(q, k, v, dout, rows, cu_seqlens_B1, kv.k_scale, kv.v_scale, softmax_scale, window)
 
 
-def launch_dq(operands: Operands, out_THD: Tensor, lse2_TH: Tensor, tile: Tile) -> Tensor:
+def launch_dq(operands: Operands, out_THD: Tensor, lse2_TH: Tensor, tile: Tile, max_seqlen: int) -> Tensor:
     """dQ [T, H, D]. Fills `operands.rows`, so it runs first."""
     q = operands.q_THD
     dq_THD = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     by_query = (_descriptor(x, tile.queries) for x in (q, operands.dout_THD, _side_by_side(out_THD)))
     by_key = (_descriptor(x, tile.keys) for x in (operands.k_TKD, operands.v_TKD))
+    by_row = align_scales(operands.k_scale, operands.v_scale, operands.cu_seqlens_B1, max_seqlen)
+    scales = (scale_table(x, tile.keys) for x in by_row)
     _dq_kernel[(q.shape[1], operands.items(tile.queries))](
-        *by_query, *by_key, lse2_TH, operands.rows, dq_THD, *operands.tables, operands.rows.stride(0),
+        *by_query, *by_key, lse2_TH, operands.rows, dq_THD, operands.cu_seqlens_B1, *scales, *operands.numbers,
+        operands.rows.stride(0),
         **operands.shape, **tile.launch,
     )  # fmt: skip
     return dq_THD
@@ -365,7 +365,8 @@ def launch_dkdv(operands: Operands, tile: Tile) -> tuple[Tensor, Tensor]:
     by_key = (_descriptor(x, tile.keys) for x in (k, operands.v_TKD))
     by_row = TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [1, tile.queries])
     _dkdv_kernel[(k.shape[1], operands.items(tile.keys))](
-        *by_query, by_row, *by_key, dk_TKD, dv_TKD, *operands.tables, **operands.shape, **tile.launch,
+        *by_query, by_row, *by_key, dk_TKD, dv_TKD, operands.cu_seqlens_B1, operands.k_scale, operands.v_scale,
+        *operands.numbers, **operands.shape, **tile.launch,
     )  # fmt: skip
     return dk_TKD, dv_TKD
 
@@ -383,7 +384,7 @@ def attention_packed_backward_triton(
     *,
     tiles: BackwardTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [T, H, D], dK and dV [T, K, D] in BF16. Zero outside every sequence. `max_seqlen` is not used."""
+    """dQ [T, H, D], dK and dV [T, K, D] in BF16. Zero outside every sequence."""
     head_size = q_THD.shape[2]
     assert q_THD.dtype == torch.bfloat16, f"the attention backward takes BF16, not {q_THD.dtype}"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
@@ -391,5 +392,5 @@ def attention_packed_backward_triton(
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), torch.empty_like(operands.k_TKD), torch.empty_like(operands.v_TKD)
     tiles = tiles or backward_tiles(head_size)
-    dq_THD = launch_dq(operands, out_THD, lse2_TH, tiles.dq)
+    dq_THD = launch_dq(operands, out_THD, lse2_TH, tiles.dq, max_seqlen)
     return dq_THD, *launch_dkdv(operands, tiles.dkdv)

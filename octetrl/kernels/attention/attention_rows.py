@@ -10,7 +10,8 @@ are masked. The two callers differ only in where the keys are. They share the co
 The page id of the next tile is loaded one tile ahead and kept in a register. A load of the table inside the loop would
 be pipelined too and halve the depth of the prefetch of K and V.
 
-K and V come by TMA if they can: packed K and V always, pages if a page is one tile; head size 64 or 128. TMA needs few
+K and V come by TMA if they can: packed K and V always, pages if a page is one tile; head size 64 or 128. Scales of
+tokens come with them (`token_scales.py`). V's are read after the scores, because they take 32 registers. TMA needs few
 registers, which leaves room for two accumulators, and three tiles in flight. q is converted to float16 once for
 calibrated codes. It then goes through the program's own rows of `out`: wgmma reads an operand from shared memory only
 if it was loaded, and from registers it would leave too few of them.
@@ -48,6 +49,7 @@ from octetrl.kernels.attention.attention_order import (
     rows_of_tiles,
     update_rows,
 )
+from octetrl.kernels.attention.token_scales import ScaleTable, align_scales, first_column, scale_table
 
 
 @triton.jit
@@ -93,10 +95,34 @@ def _load_tile(
 
 
 @triton.jit
+def _load_scales(
+    scale_ptr, start, page, num_keys, first_key, first_scale, kv_head, stride_page, stride_head, stride_token,
+    N: tl.constexpr, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scales [1, N] of one tile's keys, 0 past the sequence."""
+    key_N = start + tl.arange(0, N)
+    if TMA:
+        if PAGE_SIZE == 0:
+            scale_1N = scale_ptr.load([kv_head, first_scale + start])
+        else:
+            scale_1N = scale_ptr.load([page * KV_HEADS + kv_head, 0])
+        if MASKED:
+            scale_1N = tl.where((key_N < num_keys)[None, :], scale_1N, 0.0)
+    else:
+        if PAGE_SIZE == 0:
+            token_N = ((first_key + start).to(tl.int64) + tl.arange(0, N)) * stride_token
+        else:
+            token_N = page.to(tl.int64) * stride_page + key_N % PAGE_SIZE * stride_token
+        scale_N = tl.load(scale_ptr + kv_head * stride_head + token_N, mask=key_N < num_keys, other=0.0)
+        scale_1N = scale_N[None, :]
+    return scale_1N
+
+
+@triton.jit
 def _rows_tile(
     q_RD, m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, start, page, position_R, num_keys, first_key, kv_head,
     k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token, stride_v_d, k_scale_ptr, v_scale_ptr,
-    stride_scale_page, stride_scale_token, score_scale,
+    first_scale, stride_scale_page, stride_scale_head, stride_scale_token, score_scale,
     ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
     V_OPERAND: tl.constexpr, V_TURNED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
@@ -111,17 +137,14 @@ def _rows_tile(
     v_ND = as_operand(v_ND, V_OPERAND)
     if TMA and MASKED:  # what lies past the sequence may be NaN
         v_ND = tl.where((key_N < num_keys)[:, None], v_ND, 0.0)
-    if PAGE_SIZE == 0:
-        scale_N = ((first_key + start).to(tl.int64) + tl.arange(0, N)) * stride_scale_token
-    else:
-        scale_N = page.to(tl.int64) * stride_scale_page + key_N % PAGE_SIZE * stride_scale_token
-    v_scale_N = score_scale
+    v_scale_1N = score_scale
     if K_MODE == 2:
-        k_scale_N = tl.load(k_scale_ptr + scale_N, mask=key_N < num_keys, other=0.0)
-    if V_MODE == 2:
-        v_scale_N = tl.load(v_scale_ptr + scale_N, mask=key_N < num_keys, other=0.0)
+        k_scale_1N = _load_scales(
+            k_scale_ptr, start, page, num_keys, first_key, first_scale, kv_head, stride_scale_page,
+            stride_scale_head, stride_scale_token, N, KV_HEADS, PAGE_SIZE, TMA, MASKED,
+        )  # fmt: skip
     s_RN = tl.dot(q_RD, tl.trans(as_operand(k_ND, q_RD.dtype)))
-    s_RN = s_RN * (k_scale_N * score_scale)[None, :] if K_MODE == 2 else s_RN * score_scale
+    s_RN = s_RN * (k_scale_1N * score_scale) if K_MODE == 2 else s_RN * score_scale
     if MASKED:
         s_RN = tl.where(position_R[:, None] >= key_N[None, :], s_RN, float("-inf"))
     if WINDOW > 0:
@@ -129,8 +152,13 @@ def _rows_tile(
     if start % CHUNK == 0 and start > 0:
         m_R, l_R, o_RD = merge_rows(m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, ROWS)
         m_chunk_R = tl.full([ROWS], LOWEST, tl.float32)
+    if V_MODE == 2:
+        v_scale_1N = _load_scales(
+            v_scale_ptr, start, page, num_keys, first_key, first_scale, kv_head, stride_scale_page,
+            stride_scale_head, stride_scale_token, N, KV_HEADS, PAGE_SIZE, TMA, MASKED,
+        )  # fmt: skip
     m_chunk_R, l_chunk_RX, o_chunk_RD = update_rows(
-        s_RN, m_chunk_R, l_chunk_RX, o_chunk_RD, v_ND, v_scale_N, ROWS, V_MODE
+        s_RN, m_chunk_R, l_chunk_RX, o_chunk_RD, v_ND, v_scale_1N, ROWS, V_MODE
     )
     return m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD
 
@@ -183,12 +211,7 @@ def _attention_rows_kernel(
                 stride_v_token = stride_k_token
             k_ptr += kv_head * stride_k_head
             v_ptr += kv_head * stride_v_head
-        k_token_ptr = k_scale_ptr
-        v_token_ptr = v_scale_ptr
-        if K_MODE == 2:
-            k_token_ptr += kv_head * stride_scale_head
-        if V_MODE == 2:
-            v_token_ptr += kv_head * stride_scale_head
+        first_scale = first_column(first_query, sequence)
         if PAGE_SIZE > 0:
             table_ptr += sequence.to(tl.int64) * stride_table
 
@@ -209,9 +232,9 @@ def _attention_rows_kernel(
             m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD = _rows_tile(
                 q_RD, m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, start, here, position_R, num_keys,
                 first_query, kv_head, k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
-                stride_v_d, k_token_ptr, v_token_ptr, stride_scale_page, stride_scale_token, score_scale,
-                ROWS, N, CHUNK, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, V_TURNED, TMA,
-                False, WINDOW,
+                stride_v_d, k_scale_ptr, v_scale_ptr, first_scale, stride_scale_page, stride_scale_head,
+                stride_scale_token, score_scale, ROWS, N, CHUNK, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, K_MODE,
+                V_MODE, V_OPERAND, V_TURNED, TMA, False, WINDOW,
             )  # fmt: skip
         for start in tl.range(unmasked_end, end, N, num_stages=1):
             here = page
@@ -220,9 +243,9 @@ def _attention_rows_kernel(
             m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD = _rows_tile(
                 q_RD, m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, start, here, position_R, num_keys,
                 first_query, kv_head, k_ptr, v_ptr, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
-                stride_v_d, k_token_ptr, v_token_ptr, stride_scale_page, stride_scale_token, score_scale,
-                ROWS, N, CHUNK, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, K_MODE, V_MODE, V_OPERAND, V_TURNED, TMA,
-                True, WINDOW,
+                stride_v_d, k_scale_ptr, v_scale_ptr, first_scale, stride_scale_page, stride_scale_head,
+                stride_scale_token, score_scale, ROWS, N, CHUNK, HEAD_SIZE, BLOCK_D, KV_HEADS, PAGE_SIZE, K_MODE,
+                V_MODE, V_OPERAND, V_TURNED, TMA, True, WINDOW,
             )  # fmt: skip
         m_R, l_R, o_RD = merge_rows(m_R, l_R, o_RD, m_chunk_R, l_chunk_RX, o_chunk_RD, ROWS)
 
@@ -296,14 +319,17 @@ def attention_rows(
     assert all(_strides(scale, paged) == stride_scale for scale in token_scales), "attention: scales lie differently"
     out_THD = torch.zeros(num_tokens, num_heads, head_size, dtype=q_THD.dtype, device=q_THD.device)
     lse2_TH = None if paged else torch.zeros(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
-    stages = 2 if not paged and "dynamic" in (k_mode, v_mode) else 3
-    rows, warps, stages = (64, 8, 1) if head_size > 128 else (128, 8, stages)
+    rows, warps, stages = (64, 8, 1) if head_size > 128 else (128, 8, 3)
     grid = (triton.cdiv(max_query_len, rows), num_heads, cu_seqlens_B1.shape[0] - 1)
     if num_tokens == 0 or 0 in grid:
         return out_THD, lse2_TH
     tma, tables = _tables(k, v, turned, paged)
+    scales: tuple[ScaleTable, ScaleTable] = (k_scale, v_scale)
+    if tma:
+        rows_of_scales = (k_scale, v_scale) if paged else align_scales(k_scale, v_scale, cu_seqlens_B1, max_query_len)
+        scales = scale_table(rows_of_scales[0], KV_TILE), scale_table(rows_of_scales[1], KV_TILE)
     _attention_rows_kernel[grid](
-        q_THD, *tables, out_THD, lse2_TH, block_table_BP, cu_seqlens_B1, context_lens_B, k_scale, v_scale,
+        q_THD, *tables, out_THD, lse2_TH, block_table_BP, cu_seqlens_B1, context_lens_B, *scales,
         q_THD.stride(0), q_THD.stride(1), *strides, *stride_scale,
         block_table_BP.stride(0) if block_table_BP is not None else 0, softmax_scale * LOG2E,
         HEADS=num_heads, GROUP=num_heads // k.shape[1], HEAD_SIZE=head_size, BLOCK_D=block_of_head(head_size),
