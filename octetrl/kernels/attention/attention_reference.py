@@ -32,6 +32,7 @@ from octetrl.kernels.attention.attention_order import (
 
 QUERY_BLOCK = 128
 PIECE_ELEMENTS = 1 << 18  # float64 scores or keys of one piece: about 2 MB, measured fastest on two cores
+MOST_PADDING = 1 << 15  # elements that may be padded to save a piece, whose ops take as long
 
 
 class QuerySpan(NamedTuple):
@@ -72,10 +73,14 @@ class PaddedGroup:
     position_JM: Tensor
     valid_JM: Tensor
     key_JS: Tensor
+    is_full: bool  # no query is padding
 
     def scatter(self, target: Tensor, value_JM: Tensor, first: int) -> None:
         """Write the padded query block that starts at `first` back to its token rows."""
         block = slice(first, first + value_JM.shape[1])
+        if self.is_full:
+            target.index_copy_(0, self.query_JM[:, block].reshape(-1), value_JM.flatten(0, 1))
+            return
         valid = self.valid_JM[:, block]
         target[self.query_JM[:, block][valid]] = value_JM[valid]
 
@@ -88,9 +93,12 @@ def _round_up(length: int) -> int:
 
 @lru_cache(maxsize=16)
 def pieces(
-    cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, head_size: int
+    cu_seqlens: tuple[int, ...], contexts: tuple[int, ...], heads: int, head_size: int, most_padding: int = 0
 ) -> tuple[PaddedGroup, ...]:
-    """Group sequences of similar size into padded pieces of about `PIECE_ELEMENTS` scores or keys.
+    """Group sequences of similar size into padded pieces of at most about `PIECE_ELEMENTS` scores or keys.
+
+    `most_padding`: elements by which a piece may grow, beyond its sequences' own, when another size joins it. The
+    backward has 0: the bits of its float32 sums follow the padded sizes.
 
     The result is cached, because every layer of a forward needs the same pieces. Sequences without queries or keys are
     left out.
@@ -100,15 +108,25 @@ def pieces(
         for sequence, (first, end, context) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], contexts, strict=True))
         if end > first and context > 0
     )
-    groups: dict[tuple[int, int], list[list[QuerySpan]]] = {}
+
+    def elements(context: int, queries: int) -> int:
+        return heads * context * max(queries, head_size)
+
+    groups: list[list[QuerySpan]] = []
+    size = (0, 0)
     for span in sorted(spans, key=lambda s: (s.context, s.num_queries)):
-        size = (_round_up(span.context), _round_up(span.num_queries))
-        members = groups.setdefault(size, [[]])
-        room = PIECE_ELEMENTS // (heads * size[0] * max(min(size[1], QUERY_BLOCK), head_size))
-        if len(members[-1]) >= max(1, room):
-            members.append([])
-        members[-1].append(span)
-    return tuple(_piece(group) for members in groups.values() for group in members)
+        own = (_round_up(span.context), _round_up(span.num_queries))
+        both = (max(size[0], own[0]), max(size[1], own[1]))
+        count = len(groups[-1]) if groups else 0
+        padding = (count + 1) * elements(*both) - count * elements(*size) - elements(*own)
+        fits = (count + 1) * elements(both[0], min(both[1], QUERY_BLOCK)) <= PIECE_ELEMENTS
+        if count and fits and padding <= most_padding:
+            groups[-1].append(span)
+            size = both
+        else:
+            groups.append([span])
+            size = own
+    return tuple(_piece(group) for group in groups)
 
 
 def _piece(group: list[QuerySpan]) -> PaddedGroup:
@@ -121,6 +139,7 @@ def _piece(group: list[QuerySpan]) -> PaddedGroup:
         position_JM=torch.where(valid_JM, (context_J - count_J)[:, None] + row_1M, 0),
         valid_JM=valid_JM,
         key_JS=torch.minimum(torch.arange(int(context_J.max()))[None], context_J[:, None] - 1),
+        is_full=bool(valid_JM.all()),
     )
 
 
@@ -163,7 +182,7 @@ def attend_reference(
     q_rounded = q_THD.to(k_operand)
     out_THD = torch.zeros(T, H, kv.v_ND.shape[-1], dtype=q_THD.dtype)
     lse2_TH = torch.zeros(T, H, dtype=torch.float32)
-    for piece in pieces(cu_seqlens_q, contexts, H, D):
+    for piece in pieces(cu_seqlens_q, contexts, H, D, MOST_PADDING):
         J = len(piece.sequence_J)
         row_JKS = rows_of(piece)
         k_NSD, v_NSD = (fetch(t, row_JKS).flatten(0, 1) for t in (kv.k_ND, kv.v_ND))
@@ -214,13 +233,16 @@ def _chunks(
     l_NR = torch.zeros(q_NRD.shape[:2])
     q_NRD = q_NRD.double()
     oldest = 0 if window is None else max(0, int(position_NR.min()) - window + 1)
-    for start in range(oldest // KV_CHUNK * KV_CHUNK, k_NSD.shape[1], KV_CHUNK):
+    first = oldest // KV_CHUNK * KV_CHUNK
+    for start in range(first, k_NSD.shape[1], KV_CHUNK):
         keys = slice(start, min(start + KV_CHUNK, k_NSD.shape[1]))
         column = column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., keys]
         v_scale = None if v_scale_N1S is None else v_scale_N1S[..., keys]
         arguments = (position_NR - start, column, v_scale, v_operand, tile, window)
-        chunk = _tiles(q_NRD, k_NSD[:, keys], v_NSD[:, keys], *arguments)
-        o_chunk, m_chunk, l_chunk = chunk
+        o_chunk, m_chunk, l_chunk = _tiles(q_NRD, k_NSD[:, keys], v_NSD[:, keys], *arguments)
+        if start == first:  # merged with nothing; adding 0 makes -0 a 0, as the merge would
+            o_NRD, m_NR, l_NR = o_chunk.add_(0.0), m_chunk, l_chunk
+            continue
         m_new = torch.maximum(m_NR, m_chunk)
         before, here = (_exp2(m - m_new) for m in (m_NR, m_chunk))
         l_NR = _fma(l_chunk, here, l_NR * before)
@@ -252,12 +274,16 @@ def _tiles(
         key_S = torch.arange(start, start + s.shape[-1])
         s.masked_fill_(hidden_keys(key_S, position_NR, window), -math.inf)
         m_new = torch.maximum(m, s.amax(-1))
-        alpha = _exp2(m - m_new)
         p = _exp2(s.sub_(m_new[..., None]))
-        l = (l * alpha) + p.sum(-1, dtype=torch.float64).float()  # noqa: E741
+        l_tile = p.sum(-1, dtype=torch.float64).float()
+        if start == 0:  # nothing is carried
+            l, carried = l_tile, o.double()  # noqa: E741
+        else:
+            alpha = _exp2(m - m_new)
+            l = (l * alpha) + l_tile  # noqa: E741
+            carried = (o * alpha[..., None]).double()
         if v_scale_N1S is not None:
             p = p * v_scale_N1S[..., tile]
-        carried = (o * alpha[..., None]).double()
         o = carried.baddbmm_(p.to(v_operand).double(), v_NSD[:, tile]).float()
         m = m_new
     return o, m, l
