@@ -76,6 +76,8 @@ class GenerationRequest:
     continues: tuple[str, int] | None = None
     """Request and sibling that drew the beginning of the prompt: its pages may be found there. None: a new prompt. It
     changes where the request runs, never the result."""
+    said: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+    """Tokens and log-probs that its only sibling has sampled on another worker, where it stopped; it continues here."""
 
 
 class FinishReason(StrEnum):

@@ -135,6 +135,10 @@ class RolloutConfig(Section):
     overdraw_return: Literal["next_step", "long_step"] = "next_step"
     """Over-drawing: when the prompts that were left out are drawn again. next_step: first in the next step. long_step:
     in a step of their own as soon as they fill one. Only such steps then wait for long answers."""
+    learn_beside_tail: bool = False
+    """Train on complete groups while the last answers of a step are still sampled. The last answers continue on one
+    worker, and the others train. Completions and log-probs stay the same bits; gradients differ by rounding. Needs
+    several workers that train and sample. See docs/scale.md."""
     system_prompt: str | None = None
     """System message before each prompt. None: no system message."""
 

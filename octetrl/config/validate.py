@@ -38,6 +38,7 @@ from octetrl.config.validate_overdraw import overdraw_problems
 from octetrl.config.validate_roles import role_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 from octetrl.config.validate_speculation import speculation_problems
+from octetrl.config.validate_tail import tail_problems
 from octetrl.config.validate_tensor import tensor_problems
 from octetrl.config.validate_training_memory import training_memory_problems
 
@@ -90,7 +91,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from problems_of_each(recipe, lambda one: environment_problems(one, training and not recipe.environments))
     yield from problems_of_each(recipe, sandbox_problems)
     yield from chain(speculation_problems(recipe), overdraw_problems(recipe), backend_problems(recipe, training))
-    yield from _trainer_problems(recipe)
+    yield from chain(_trainer_problems(recipe), tail_problems(recipe) if training else ())
     yield from chain(cluster_problems(recipe.cluster), role_problems(recipe))
     yield from _run_problems(recipe)
 

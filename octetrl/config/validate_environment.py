@@ -125,6 +125,10 @@ def refuse_for_turns(recipe: Recipe) -> None:
             f"rollout.overdraw: {recipe.rollout.overdraw:g} compares lengths of single answers, but this environment"
             " has several turns; set it to 1"
         )
+    if recipe.rollout.learn_beside_tail:
+        raise UserError(
+            "rollout.learn_beside_tail: it needs answers of one turn, but this environment has several; set it to false"
+        )
     tokens, context = recipe.engine.kv_cache_tokens, recipe.model.context_length
     if tokens is not None and tokens < context:
         raise UserError(

@@ -148,7 +148,7 @@ class ExaminedWorker:
     @property
     def kv(self) -> KVReplay:
         """The worker's settings for the trainer's replay of the cache."""
-        return self.worker._replay()
+        return self.worker.replay()
 
     @property
     def dtype(self) -> torch.dtype:

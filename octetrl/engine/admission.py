@@ -44,21 +44,27 @@ class Admission:
         )
 
     def siblings(self, group: RequestGroup) -> list[RunningSequence]:
-        """The group's sequences, none of which has begun."""
+        """The group's sequences. None has begun here; one that continues (`said`) looks like a preempted one."""
         sampling = group.request.sampling
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_token_ids |= self.eos_token_ids
-        return [
+        token_ids, logprobs = group.request.said
+        siblings = [
             RunningSequence(
                 group,
                 sibling,
                 Stopping(stop_token_ids, sampling.stop, group.limit_of(sibling), self.decode),
-                list(group.request.prompt_token_ids),
+                [*group.request.prompt_token_ids, *token_ids],
+                list(logprobs),
                 logits=self._sequence_logits(group, stop_token_ids),
             )
             for sibling in range(group.request.first_sibling, group.request.first_sibling + group.request.num_siblings)
         ]
+        for one in siblings:
+            for number, token in enumerate(token_ids, start=group.prompt_length + 1):
+                one.stopping.after(token, number)  # for stop strings that began in them
+        return siblings
 
     def _sequence_logits(self, group: RequestGroup, stop_token_ids: frozenset[int]) -> SequenceLogits | None:
         options = group.request.sampling.logits
@@ -115,6 +121,7 @@ def _check_sampling(request: GenerationRequest, vocab_size: int) -> None:
         (request.num_siblings >= 1, "num_siblings", request.num_siblings, "1 or more"),
         (request.first_sibling >= 0, "first_sibling", request.first_sibling, "0 or more"),
         (sampling.max_new_tokens >= 1, "max_new_tokens", sampling.max_new_tokens, "1 or more"),
+        (_can_continue(request), "said", request.said, "one sibling, fewer tokens than its limit, a log-prob for each"),
         (_has_limits(request), "answer_limits", request.answer_limits, "1 to max_new_tokens for every sibling"),
         (is_usable, "temperature", sampling.temperature, f"0 (greedy), or {LEAST_TEMPERATURE:g} or more"),
         (0 <= sampling.top_k <= MOST_TOP_K, "top_k", sampling.top_k, "0 (all) or more, at most the vocabulary"),
@@ -132,6 +139,12 @@ def _has_limits(request: GenerationRequest) -> bool:
     limits = request.answer_limits
     covers = len(limits) >= request.first_sibling + request.num_siblings
     return not limits or (covers and all(1 <= one <= request.sampling.max_new_tokens for one in limits))
+
+
+def _can_continue(request: GenerationRequest) -> bool:
+    token_ids, logprobs = request.said
+    is_one = request.num_siblings == 1 and request.sampling.logits is None
+    return not token_ids or (is_one and len(token_ids) == len(logprobs) < request.sampling.max_new_tokens)
 
 
 def _wrong_options(

@@ -64,6 +64,10 @@ class RequestGroup:
         return min(self.limit, len(self.request.prompt_token_ids) + limits[sibling]) if limits else self.limit
 
     @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
     def shares_prefix(self) -> bool:
         return self.request.num_siblings > 1 and len(self.request.prompt_token_ids) > 1
 
@@ -119,7 +123,7 @@ class RunningSequence:
 
     @property
     def prompt_length(self) -> int:
-        return len(self.group.request.prompt_token_ids)
+        return self.group.prompt_length
 
     def length(self, clock: int) -> int:
         """Number of its tokens when `clock` forwards have been launched, known to the host or not."""

@@ -267,6 +267,10 @@ class Session:
             lengths[name] = max(lengths[name], tokens)
         return lengths
 
+    def answers_so_far(self) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
+        """Tokens and log-probs read so far of each unfinished answer that has begun, by request and sibling."""
+        return {(one.group.request.id, one.sibling): self._transcript.since(one, 0) for one in self._unfinished()}
+
     def progress(self) -> GenerationProgress:
         return self._tally.progress(len(self._scheduler.running), len(self._scheduler.waiting))
 

@@ -157,6 +157,9 @@ class JudgeRound:
     def advance(self) -> None:
         """Nothing to do: the threads continue."""
 
+    def so_far(self) -> dict[tuple[int, int], Score]:
+        return {key: score.result() for key, score in self._scores.items() if score.done()}
+
     @property
     def is_done(self) -> bool:
         return all(score.done() for score in self._scores.values())

@@ -36,6 +36,9 @@ class ScoringRound(Protocol):
     def advance(self) -> None:
         """Reads scores and starts further calls. Does not wait."""
 
+    def so_far(self) -> dict[Key, Score]:
+        """The scores that have arrived. Does not wait."""
+
     @property
     def is_done(self) -> bool:
         """Whether `finish` need not wait, or begins the work itself."""
@@ -80,6 +83,9 @@ class _RoundAtTheEnd:
 
     def advance(self) -> None:
         pass
+
+    def so_far(self) -> dict[Key, Score]:
+        return {}
 
     is_done = True
 

@@ -87,6 +87,14 @@ class KnowsLengths(Protocol):
         """Tokens so far of each unfinished request's longest unfinished answer."""
 
 
+@runtime_checkable
+class TellsAnswers(Protocol):
+    """A session whose unfinished answers can continue in another engine (`GenerationRequest.said`)."""
+
+    def answers_so_far(self) -> Mapping[tuple[str, int], tuple[Sequence[int], Sequence[float]]]:
+        """Tokens and log-probs so far of each unfinished answer that has begun, by request and sibling."""
+
+
 class MeasuredSession(RolloutSession, Protocol):
     """A session that says how full it is: for a server, and for the worker that steps it."""
 

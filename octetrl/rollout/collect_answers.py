@@ -1,15 +1,25 @@
 """Collects the rollouts of an environment with one turn: samples the answers, and scores each as soon as it ends.
 
-The lengths of answers are ragged. While the longest are still being sampled, the others already have their scores.
+The lengths of answers are ragged. While the longest are still being sampled, the others already have their scores. A
+group is passed to `CollectionSettings.on_group` as soon as all its answers have theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from octetrl.environments.scoring import Score
-from octetrl.environments.scoring_round import begin_round
-from octetrl.records import Completion, FinishReason, GenerationRequest, Rollout, RolloutStatus, Task, Turn
+from octetrl.environments.scoring_round import ScoringRound, begin_round
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Task,
+    Turn,
+)
 from octetrl.rollout.collection_settings import CollectionSettings, Generates, Scores
 
 
@@ -20,6 +30,7 @@ def collect_answers(
     collection: CollectionSettings,
 ) -> dict[tuple[int, int], Rollout]:
     """Rollouts by (place, sibling), for (place, task, request for its siblings)."""
+    early = None if collection.on_group is None else EarlyGroups(requests, collection, collection.on_group)
     with begin_round(scorer) as scoring:
 
         def score(ended: Sequence[tuple[int, int, Completion]]) -> None:
@@ -29,6 +40,8 @@ def collect_answers(
                     continue
                 scoring.submit((place, sibling), task, completion.text)
             scoring.advance()
+            if early is not None:
+                early.take(ended, scoring)
 
         generated = workers.generate([request for _, _, request in requests], score)
         scores = scoring.finish()
@@ -42,6 +55,37 @@ def collect_answers(
         for (place, task, request), completions in zip(requests, generated, strict=True)
         for sibling, completion in enumerate(completions)
     }
+
+
+class EarlyGroups:
+    """Groups that are complete before the last answer has ended."""
+
+    def __init__(
+        self,
+        requests: Sequence[tuple[int, Task, GenerationRequest]],
+        collection: CollectionSettings,
+        on_group: Callable[[int, RolloutGroup], None],
+    ) -> None:
+        self._requests, self._collection, self._on_group = requests, collection, on_group
+        self._answers: dict[int, dict[int, Completion]] = {index: {} for index in range(len(requests))}
+        self._ended: list[int] = []  # whose answers have all ended, and perhaps not their scores
+
+    def take(self, ended: Sequence[tuple[int, int, Completion]], scoring: ScoringRound) -> None:
+        """Passes on the groups that are complete now."""
+        for index, sibling, completion in ended:
+            self._answers[index][sibling] = completion
+            if len(self._answers[index]) == self._requests[index][2].num_siblings:
+                self._ended.append(index)
+        scores = scoring.so_far() if self._ended else {}
+        for index in list(self._ended):
+            place, task, request = self._requests[index]
+            answers = sorted(self._answers[index].items())
+            if all((place, sibling) in scores for sibling, _ in answers):
+                self._ended.remove(index)
+                rollouts = (
+                    rollout_of(task, request, one, scores[place, sibling], self._collection) for sibling, one in answers
+                )
+                self._on_group(place, RolloutGroup(task, tuple(rollouts)))
 
 
 def rollout_of(

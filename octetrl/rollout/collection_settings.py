@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 from octetrl.config.schema import RolloutConfig
 from octetrl.config.validate_overdraw import overdrawn
 from octetrl.environments.scoring import Score
-from octetrl.records import Completion, GenerationRequest, OnCompletions, SamplingParams, Task
+from octetrl.records import Completion, GenerationRequest, OnCompletions, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.drive import Occupancy
@@ -66,6 +66,7 @@ class CollectionSettings:
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
     context_length: int = 1 << 30  # tokens that a conversation may have
+    on_group: Callable[[int, RolloutGroup], None] | None = None  # gets each scored group's place and the group, early
     occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
 
     @classmethod

@@ -45,6 +45,7 @@ from octetrl.workers.reward_model_worker import RewardModelWorker
 
 if TYPE_CHECKING:
     from octetrl.run.ahead import Ahead
+    from octetrl.run.beside_tail import BesideTail
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class Run:
     base_collection: CollectionSettings
     step: int = field(default=0)
     ahead: Ahead | None = None  # None: a step generates, then learns
+    beside_tail: BesideTail | None = None  # it learns from complete groups while the last answers are sampled
 
     @property
     def rollout_workers(self) -> Workers:

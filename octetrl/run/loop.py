@@ -18,6 +18,7 @@ from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.ahead import ahead_of
+from octetrl.run.beside_tail import beside_tail_of
 from octetrl.run.build import Run, build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.device import generators_put_back
@@ -85,7 +86,7 @@ def _train(
         check_complete(last)  # refused before anything is built
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
     run = build_run(recipe, given=given)
-    run.ahead = ahead_of(run)
+    run.ahead, run.beside_tail = ahead_of(run), beside_tail_of(run)
     try:
         if last is not None:
             restore(run, last)
@@ -159,11 +160,12 @@ def _write_samples(run: Run, step: int, sinks: Sinks) -> None:
 def one_step(run: Run, step: int) -> StepMetrics:
     """Runs the step with its clock, and the evaluation if one is due after it."""
     run.step = step
+    beside = run.ahead or run.beside_tail
     run.journal.begin(step)
     began = time.perf_counter()
     if run.conversations is None:
         _calibrate_first(run)
-        metrics = train_step(run) if run.ahead is None else run.ahead.step()
+        metrics = train_step(run) if beside is None else beside.step()
     else:
         metrics = supervised_step(run)
     rollout = {} if run.conversations is not None or run.ahead is not None else run.rollout_workers.rollout_metrics()

@@ -15,7 +15,7 @@ gradients of every micro-batch. All workers must then end the same number of mic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
@@ -84,14 +84,24 @@ class GradientSums(ABC):
     def finish(self) -> None:
         """Add the sums of all workers. Call it once, before the optimizer reads `owned`."""
 
+    def scale(self, factor: float) -> None:
+        """Multiply the sums by `factor`, before `finish`. All workers do so."""
+        assert self.rounding is None, "BF16 sums would be rounded once more"
+        torch._foreach_mul_(list(self._own_sums), factor)
+
+    @property
+    @abstractmethod
+    def _own_sums(self) -> Collection[Tensor]:
+        """What this worker has added up."""
+
     def zero(self, step: int = 0) -> None:
         """Begin a new sum, of this optimizer step."""
         if self.rounding is not None:
             self.rounding.begin(step)
         self._zero()
 
-    @abstractmethod
-    def _zero(self) -> None: ...
+    def _zero(self) -> None:
+        torch._foreach_zero_(list(self._own_sums))
 
     @contextmanager
     def inspect(self) -> Iterator[list[str]]:
@@ -145,8 +155,9 @@ class LocalGradients(GradientSums):
                 else:
                     self.rounding.add(own.zero_(), total, names[cut.tensor.data_ptr()], first=int(own.storage_offset()))
 
-    def _zero(self) -> None:
-        torch._foreach_zero_(list(self._sums.values()))
+    @property
+    def _own_sums(self) -> Collection[Tensor]:
+        return self._sums.values()
 
 
 class ShardedGradients(GradientSums):
@@ -207,8 +218,9 @@ class ShardedGradients(GradientSums):
     def finish(self) -> None:
         assert not self._waiting and self._next == 0, "`end_micro_batch` comes before `finish`"
 
-    def _zero(self) -> None:
-        torch._foreach_zero_(list(self.owned.values()))
+    @property
+    def _own_sums(self) -> Collection[Tensor]:
+        return self.owned.values()
 
 
 def gradient_sums(

@@ -136,7 +136,7 @@ class Trainer:
         self.poisoned.zero_()
         self.routers.begin_call()
         amax_LS = self.forward.unobserved_amax() if self.collects_kv_amax else None
-        lr = self._learning_rate()
+        lr = self.next_learning_rate
         num_updates = self.config.epochs * len(batch.minibatches)
         on_policy = num_updates == 1 and batch.policy_version == self.policy_version
         counts = self.peers.gather_records([len(minibatch) for minibatch in batch.minibatches], "micro-batches")
@@ -231,7 +231,8 @@ class Trainer:
         self.policy_version = state.policy_version
         self.weights.renew()
 
-    def _learning_rate(self) -> float | None:
+    @property
+    def next_learning_rate(self) -> float | None:
         """The policy's rate; None while only the critic is trained. The schedule begins afterwards."""
         skipped = 0 if self.critic is None else self.critic.pretrain_steps
         if self.policy_version < skipped:

@@ -13,7 +13,7 @@ workers/models.py builds the models, all with one `PrecisionPolicy`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -145,17 +145,16 @@ class Worker:
         """The next `generate` prefills every prompt, whatever was generated before."""
         self.engine.forget_prefixes()
 
-    def train(self, batch: PackedBatch) -> PolicyUpdate:
+    def train(self, batch: PackedBatch, by: Callable[..., PolicyUpdate] | None = None) -> PolicyUpdate:
         """One update from `batch`, with the KV cache of its samples; the metrics contain the mismatch.
 
         With several workers `batch` has this worker's micro-batches, and the whole batch's denominators. The metrics
-        are those of all workers.
+        are those of all workers. `by` is used in place of `Trainer.train` (streamed.py).
         """
-        if self.device.type == "cuda" and self.recipe.engine.release_for_training:
-            self.engine.sleep()
+        self.free_cache()
         on_policy = batch.policy_version == self.trainer.policy_version
         with self.spans("train"):
-            update = self.trainer.train(batch, self._replay(batch.policy_version), self.policy.digest)
+            update = (by or self.trainer.train)(batch, self.replay(batch.policy_version), self.policy.digest)
         if self.policy.kv_mode == "calibrated" and batch.minibatches:
             with self.spans("calibrate"):
                 amax_LS = update.kv_amax_LS
@@ -165,6 +164,11 @@ class Worker:
         promised = on_policy and self.promises_parity
         mismatch = mismatch_of(update.logprobs, update.policy_version - 1, equality_is_promised=promised)
         return PolicyUpdate(update.policy_version, {**update.metrics, **mismatch})
+
+    def free_cache(self) -> None:
+        """The memory of the KV cache for training; the next rollout allocates it again."""
+        if self.device.type == "cuda" and self.recipe.engine.release_for_training:
+            self.engine.sleep()
 
     def publish(self, policy_version: int) -> Published:
         """The trainer's weights and scales become the engine's; what the engine then holds is compared."""
@@ -230,7 +234,7 @@ class Worker:
             policy_version=self.trainer.policy_version,
         )
 
-    def _replay(self, drawn_with: int | None = None) -> KVReplay:
+    def replay(self, drawn_with: int | None = None) -> KVReplay:
         if not self.recipe.fp8.kv_replay or self.policy.kv_mode == "none":
             return KVReplay()
         if self.kv_scales is None:

@@ -96,6 +96,9 @@ class MixedRound:
         for one in self._rounds.values():
             one.advance()
 
+    def so_far(self) -> dict[Key, Score]:
+        return {key: _about(score, name) for name, one in self._rounds.items() for key, score in one.so_far().items()}
+
     @property
     def is_done(self) -> bool:
         return all(one.is_done for one in self._rounds.values())

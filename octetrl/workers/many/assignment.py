@@ -7,19 +7,21 @@ A request's siblings share the prefill of their prompt, so they stay together wh
 worker takes as many of them as bring it to an equal share of all work. A later turn of a conversation goes back to the
 worker that drew the turn before, which may still have its pages, where that worker has room.
 
-A sibling's tokens do not depend on the worker (engine.py). All of this changes the time, never the result.
+A sibling's tokens do not depend on the worker (engine.py). All of this changes the time, never the result. An answer
+may therefore move: `move` gives what a worker has not finished to another one, with the tokens that it has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from octetrl.records import GenerationRequest
 
 DRAWN_KEPT = 1 << 16  # turns whose worker is remembered; a server's session has no end
 UNKNOWN_SHARE = 0.5  # of max_new_tokens, where a request's length is not known
+Said = tuple[Sequence[int], Sequence[float]]  # tokens of an unfinished answer and their log-probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Assignment:
         self._waiting: list[_Waiting] = []
         self._unfinished: dict[str, int] = {}  # siblings of each request
         self._drawn_by: dict[tuple[str, int], int] = {}  # worker that drew a request's sibling
+        self._closed: set[int] = set()  # workers that get no work any more
 
     @property
     def has_work(self) -> bool:
@@ -131,6 +134,8 @@ class Assignment:
 
     def _has_room(self, worker: int) -> bool:
         load, room = self._loads[worker], self._rooms[worker]
+        if worker in self._closed:
+            return False
         return load.sequences == 0 or (load.sequences < room.sequences and load.tokens < room.tokens)
 
     def _place(self, waiting: _Waiting, worker: int, count: int, each: float) -> RequestPiece:
@@ -160,6 +165,51 @@ class Assignment:
         self._unfinished[whole] -= 1
         if not self._unfinished[whole]:
             del self._unfinished[whole]
+
+    def sequences_of(self, worker: int) -> int:
+        """Unfinished siblings that the worker has."""
+        return self._loads[worker].sequences
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of all siblings that workers have, prompts included, if each reaches its limit."""
+        running = [one for load in self._loads for one in load.pieces.values()]
+        requests = [(one.left, one.piece.request) for one in running]
+        return sum(
+            left * (len(request.prompt_token_ids) + request.sampling.max_new_tokens) for left, request in requests
+        )
+
+    def close(self, worker: int) -> None:
+        """The worker gets no work any more."""
+        self._closed.add(worker)
+
+    def move(self, worker: int, to: int, answers: Mapping[tuple[str, int], Said]) -> list[RequestPiece]:
+        """Gives the unfinished siblings of a worker to another one. Returns the pieces to submit there. `answers`: what
+        each has said so far, by the piece's id and sibling; all that have begun."""
+        pieces = []
+        load, target = self._loads[worker], self._loads[to]
+        moved, load.pieces = load.pieces, {}
+        load.sequences, load.tokens = 0, 0.0
+        for piece_id, running in moved.items():
+            whole = running.piece.request
+            begun = [sibling for name, sibling in answers if name == piece_id]
+            unfinished = begun or range(whole.first_sibling, whole.first_sibling + whole.num_siblings)
+            assert len(unfinished) == running.left, f"{piece_id}: {running.left} siblings are unfinished"
+            for sibling in unfinished:
+                token_ids, logprobs = answers.get((piece_id, sibling), whole.said)
+                request = replace(
+                    whole,
+                    id=f"{running.piece.of}#{sibling}>{to}",
+                    first_sibling=sibling,
+                    num_siblings=1,
+                    said=(tuple(token_ids), tuple(logprobs)),
+                )
+                piece = RequestPiece(to, request, running.piece.of)
+                target.pieces[request.id] = _Running(piece, 1, running.tokens)
+                target.sequences += 1
+                target.tokens += running.tokens
+                pieces.append(piece)
+        return pieces
 
     def request_of(self, worker: int, piece_id: str) -> str | None:
         """Id of the whole request; None if it was cancelled."""

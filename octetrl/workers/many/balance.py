@@ -44,9 +44,10 @@ def deal(batch: PackedBatch, workers: int, costs: Costs) -> list[PackedBatch]:
     return [replace(batch, minibatches=tuple(part)) for part in parts]
 
 
-def shared_out(costs: Sequence[float], workers: int) -> list[int]:
-    """The worker of each item: the most expensive first, each to the worker with the least so far."""
-    owners, loads = [0] * len(costs), [0.0] * workers
+def shared_out(costs: Sequence[float], workers: int, loads: Sequence[float] | None = None) -> list[int]:
+    """The worker of each item: the most expensive first, each to the worker with the least so far. `loads`: what each
+    has already; None: nothing."""
+    owners, loads = [0] * len(costs), [0.0] * workers if loads is None else list(loads)
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
         owner = min(range(workers), key=lambda worker: (loads[worker], worker))
         owners[item] = owner

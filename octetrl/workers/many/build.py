@@ -23,6 +23,7 @@ from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.nodes import check_nodes
 from octetrl.workers.many.plan import BuildWorker
 from octetrl.workers.many.separate import SeparateWorkers
+from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def build_many_workers(
                 "in_flight": recipe.cluster.weights_in_flight != "off",
             }
             return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, **how)
-        return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
+        kind = TailWorkers if trains and recipe.rollout.learn_beside_tail else ManyWorkers
+        return kind(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
     except BaseException:
         team.close()
         team.forget_logs()

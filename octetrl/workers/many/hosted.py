@@ -36,10 +36,11 @@ from octetrl.workers.build import BuiltWorker
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession, with_pause
 from octetrl.workers.many.nodes import Sight, look
-from octetrl.workers.many.plan import RolloutFacts, SessionNews, WorkerPlan, WorkerState, last_lines
+from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, WorkerPlan, WorkerState, last_lines
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.streamed import StreamedUpdate
 from octetrl.workers.training_progress import counted
 from octetrl.workers.worker import Worker
 
@@ -69,6 +70,7 @@ class HostedWorker:
         self._receiver: WeightReceiver | None = None
         self._session: HostedSession | None = None
         self._session_end: Future[None] | None = None
+        self._update: StreamedUpdate | None = None  # whose batch arrives in parts
         self._opens = threading.Lock()  # held while a session is opened, and while weights are adopted
 
     def status(self) -> WorkerStatus:
@@ -183,6 +185,20 @@ class HostedWorker:
             return self._compute("train", work)
         finally:
             self._micro_batches = (0, 0)
+
+    def begin_update(self, divisor: float) -> None:
+        """An update whose batch arrives in parts, in place of `train`. Forgets one that was not finished."""
+        self._update = StreamedUpdate(self._policy, divisor)
+
+    def train_part(self, part: PackedBatch) -> None:
+        """Once the session is closed, while other workers may still draw."""
+        assert self._update is not None and self._session is None, "`begin_update` and `withdraw` come first"
+        self._compute("train", partial(self._update.add, part))
+
+    def finish_update(self, denominator: float, policy_version: int) -> PolicyUpdate:
+        assert self._update is not None, "`begin_update` comes first"
+        update, self._update = self._update, None
+        return self._compute("train", lambda: update.finish(denominator, policy_version))
 
     def publish(self, policy_version: int) -> Published:
         if self._is_trainer and isinstance(self._worker, Worker):
@@ -312,6 +328,8 @@ class HostedWorker:
 
     def poll(self, wait_seconds: float, linger_seconds: float) -> SessionNews:
         """Raises what ended the session."""
+        if self._session is None and self._update is not None:  # `withdraw` has returned its events
+            return SessionNews((), None)
         news = self._open.poll(wait_seconds, linger_seconds)
         if self._session_end is not None and self._session_end.done():
             self._session_end.result()
@@ -324,6 +342,11 @@ class HostedWorker:
     def answer_lengths(self) -> Mapping[str, int]:
         """Tokens so far of each unfinished request's longest unfinished answer."""
         return self._open.answer_lengths()
+
+    def withdraw(self) -> Withdrawn:
+        """Closes the session before its answers have ended, so that they can continue on another worker."""
+        answers, events = self._open.withdraw()
+        return Withdrawn(answers, events, self.close_session())
 
     def close_session(self) -> RolloutFacts:
         """Cancels what is unfinished."""

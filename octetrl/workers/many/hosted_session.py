@@ -1,6 +1,6 @@
 """An open session of one worker, as its process runs it: requests in, events out, no call a forward.
 
-    submit, cancel, measure, answer_lengths, adopt -> commands
+    submit, cancel, measure, answer_lengths, withdraw, adopt -> commands
     commands -> [loop of the computing thread: commands, session.events()] -> events -> poll
 
 The loop sleeps while there is no work. `poll` waits for the first event. A request that is refused, or a session that
@@ -22,8 +22,9 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.records import GenerationProgress, GenerationRequest, Published, SessionEvent
-from octetrl.rollout.backend import BackendSession, GenerationMetrics, KnowsLengths
+from octetrl.rollout.backend import BackendSession, GenerationMetrics, KnowsLengths, TellsAnswers
 from octetrl.trainer.tensor_peers import TensorPeers
+from octetrl.workers.many.assignment import Said
 from octetrl.workers.many.plan import SessionNews
 
 WAIT_SECONDS = 0.005  # for events of an engine that computes elsewhere; a command waits as long at most
@@ -86,6 +87,14 @@ class HostedSession:
     def answer_lengths(self) -> Mapping[str, int]:
         """Of the session (rollout/overdraw.py), read between two of its steps; empty if it has ended."""
         return self._read(_answer_lengths) or {}
+
+    def withdraw(self) -> tuple[Mapping[tuple[str, int], Said], list[SessionEvent]]:
+        """Stops all answers, between two steps. Returns what the unfinished ones have said so far, and the events that
+        no poll has returned."""
+        answers: Mapping[tuple[str, int], Said] = self._read(_withdrawn) or {}
+        with self._changed:
+            events, self._events = self._events, []
+        return answers, events
 
     def _read(self, of: Callable[[BackendSession], Any]) -> Any:
         asked: Future[Any] = Future()
@@ -207,6 +216,14 @@ class HostedSession:
 
 def _answer_lengths(session: BackendSession) -> Mapping[str, int]:
     return session.answer_lengths() if isinstance(session, KnowsLengths) else {}
+
+
+def _withdrawn(session: BackendSession) -> Mapping[tuple[str, int], Said]:
+    assert isinstance(session, TellsAnswers) and isinstance(session, KnowsLengths), "`tail_problems` comes first"
+    answers = session.answers_so_far()
+    for request_id in session.answer_lengths():
+        session.cancel(request_id)
+    return answers
 
 
 def _adopt(session: BackendSession, command: _Adopt) -> Sequence[SessionEvent]:

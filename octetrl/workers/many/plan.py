@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from octetrl.records import GenerationProgress, SessionEvent
 from octetrl.rollout.backend import GenerationMetrics
 from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.build import BuiltWorker, build_worker
+from octetrl.workers.many.assignment import Said
 
 BuildWorker = Callable[..., BuiltWorker]
 
@@ -57,6 +58,15 @@ class RolloutFacts:
 
     metrics: GenerationMetrics | None
     scales_are_calibrated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """What an open session of a worker leaves, closed before its answers have ended."""
+
+    answers: Mapping[tuple[str, int], Said]  # of each unfinished one, what it has said; by request and sibling
+    events: Sequence[SessionEvent]  # since the last poll
+    facts: RolloutFacts
 
 
 def last_lines(log: Path, count: int = 20) -> tuple[str, ...]:

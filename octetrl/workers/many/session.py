@@ -9,7 +9,7 @@ forward costs no call. Pieces have ids of their own; events carry the id of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from octetrl.config.errors import UserError
@@ -118,17 +118,21 @@ class ManySession:
             del self._polls[call.worker]
             self._note(call.worker, news.progress)
             self._pages_in_use[call.worker] = news.pages_in_use
-            for event in news.events:
-                whole = self._assignment.request_of(call.worker, event.request_id)
-                if whole is None:  # it was cancelled
-                    continue
-                if event.completion is not None:
-                    self._assignment.finish(call.worker, event.request_id, event.sibling)
-                    if not self._assignment.knows(whole):
-                        self._streaming.discard(whole)
-                events.append(replace(event, request_id=whole))
+            events += self._of_requests(call.worker, news.events)
         self._check_all_move()
         return events
+
+    def _of_requests(self, worker: int, events: Sequence[SessionEvent]) -> Iterator[SessionEvent]:
+        """Events of a worker's pieces, with the ids of the whole requests."""
+        for event in events:
+            whole = self._assignment.request_of(worker, event.request_id)
+            if whole is None:  # it was cancelled
+                continue
+            if event.completion is not None:
+                self._assignment.finish(worker, event.request_id, event.sibling)
+                if not self._assignment.knows(whole):
+                    self._streaming.discard(whole)
+            yield replace(event, request_id=whole)
 
     def _note(self, worker: int, progress: GenerationProgress | None) -> None:
         before, now = self._progress[worker], time.monotonic()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from octetrl.config.errors import RunFailed
 from octetrl.engine.admission import Admission
@@ -25,6 +26,7 @@ from octetrl.records import (
     GenerationProgress,
     GenerationRequest,
     OnCompletions,
+    OnProgress,
     PackedBatch,
     PolicyUpdate,
     Published,
@@ -37,6 +39,7 @@ from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import serve_store
+from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs, deal
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.plan import RolloutFacts, WorkerState
@@ -98,10 +101,14 @@ class ManyLearningWorkers:
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         dealt = deal(batch, self._team.size // self._size, self._costs)
         parts = [part for part in dealt for _ in range(self._size)]
+        return self._update("train", [(part,) for part in parts])
+
+    def _update(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> PolicyUpdate:
+        """One update by a verb that all workers call together."""
         self._weights_are_whole = False
         with self._console.phase("train"), self._spans("train"):
             try:
-                updates: list[PolicyUpdate] = self._team.ask_each("train", "train", [(part,) for part in parts])
+                updates: list[PolicyUpdate] = self._team.ask_each("train", verb, arguments)
             except NonFiniteError:  # before any worker's step; or after it, by a weight or the next minibatch
                 states: list[WorkerState] = self._team.ask("state", "state")
                 self._weights_are_whole = all(state.weights_are_whole for state in states)
@@ -221,22 +228,25 @@ class ManyWorkers(ManyLearningWorkers):
                 show(progress.done, progress.total, progress.generated_tokens, most)
 
             rooms = self._team.ask("rollout", "open_session")[:: self._size]
+            session = self._session_of(rooms, linger_seconds, on_progress)
             try:
-                yield ManySession(
-                    self._drawing,
-                    rooms,
-                    self._admission,
-                    self._deadlines,
-                    linger_seconds=linger_seconds,
-                    on_progress=on_progress,
-                )
+                yield session
             except (WorkerLost, NonFiniteError):
                 raise  # a lost worker's peers end with it
             except BaseException:
-                self._team.ask("rollout", "close_session")
+                self._close(session)
                 raise
-            self._rollout = self._team.ask("rollout", "close_session")[:: self._size]
+            self._rollout = self._close(session)
             self._sessions.add(self.last_session)
+
+    def _session_of(self, rooms: Sequence[Room], linger_seconds: float, on_progress: OnProgress) -> ManySession:
+        parts = (self._drawing, rooms, self._admission, self._deadlines)
+        return ManySession(*parts, linger_seconds=linger_seconds, on_progress=on_progress)
+
+    def _close(self, session: ManySession) -> list[RolloutFacts]:
+        """Of each worker that draws; what is unfinished is cancelled."""
+        facts: list[RolloutFacts] = self._team.ask("rollout", "close_session")
+        return facts[:: self._size]
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """Each worker scores a contiguous part."""

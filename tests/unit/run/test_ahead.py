@@ -155,7 +155,7 @@ def test_the_cache_is_replayed_with_the_scales_of_drawing(model: Path, tmp_path:
         trainer, engine = (one._policy for one in run.workers._team.workers)
         assert set(trainer.earlier_scales) == {2, 3}
         scales = {version: trainer.earlier_scales[version].scale_LS for version in (2, 3)}
-        assert trainer._replay(2).kv_scale_LS is scales[2] and trainer._replay(3).kv_scale_LS is scales[3]
+        assert trainer.replay(2).kv_scale_LS is scales[2] and trainer.replay(3).kv_scale_LS is scales[3]
         assert engine.kv_scales.policy_version in (1, 2)
         assert not scales[2].equal(scales[3])
 

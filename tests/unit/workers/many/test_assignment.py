@@ -113,3 +113,28 @@ def test_every_sibling_is_drawn_once_whatever_comes_and_goes() -> None:
         expected = {(name, sibling) for name, n in asked.items() if name not in cancelled for sibling in range(n)}
         assert set(drawn) >= expected and set(drawn.values()) == {1}
         assert not assignment.has_work and not any(assignment.busy(worker) for worker in range(count))
+
+
+def test_a_worker_s_unfinished_siblings_move_with_what_they_have_said() -> None:
+    assignment = Assignment([Room(8, 10_000), Room(8, 10_000)])
+    sampling = SamplingParams(max_new_tokens=20)
+    assignment.add(GenerationRequest("whole", (1, 2, 3), sampling, num_siblings=6, seed=1))
+    assignment.add(GenerationRequest("new", (4,), sampling, num_siblings=2, seed=2))
+    pieces = list(assignment.give())
+    mine = [piece for piece in pieces if piece.worker == 0]
+    assert mine and assignment.most_tokens == 6 * 23 + 2 * 21
+    first = mine[0].request
+    assignment.finish(0, first.id, first.first_sibling)
+    begun = range(first.first_sibling + 1, first.first_sibling + first.num_siblings)
+    before = assignment.sequences_of(0) + assignment.sequences_of(1)
+    assignment.close(0)
+    moved = assignment.move(0, 1, {(first.id, sibling): ([7, sibling], [-0.1, -0.2]) for sibling in begun})
+    assert not assignment.busy(0) and assignment.sequences_of(1) == before
+    of_first = {piece.request.first_sibling: piece.request for piece in moved if piece.of == mine[0].of}
+    assert [of_first[sibling].said for sibling in begun] == [((7, sibling), (-0.1, -0.2)) for sibling in begun]
+    assert all(piece.worker == 1 and piece.request.num_siblings == 1 for piece in moved)
+    for piece in moved:  # those that had not begun have said nothing
+        assert piece.of == mine[0].of or piece.request.said == ((), ())
+        assignment.finish(1, piece.request.id, piece.request.first_sibling)
+    assignment.add(GenerationRequest("later", (1,), sampling))
+    assert [piece.worker for piece in assignment.give()] == [1]

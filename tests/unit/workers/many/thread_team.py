@@ -15,6 +15,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.records import RolloutGroup, Task
 from octetrl.run.ahead import ahead_of
+from octetrl.run.beside_tail import beside_tail_of
 from octetrl.run.build import Run, build_run
 from octetrl.run.loop import one_step
 from octetrl.telemetry.console import Console
@@ -27,6 +28,7 @@ from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan
 from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.status import StatusReport
+from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.many.team import Call
 from octetrl.workers.many.workers import ManyWorkers
 from tests.e2e.test_turns import UNTIMED
@@ -120,7 +122,8 @@ def workers_of(
             "in_flight": recipe.cluster.weights_in_flight != "off",
         }
         return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, **how)
-    return ManyWorkers(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
+    kind = TailWorkers if recipe.rollout.learn_beside_tail else ManyWorkers
+    return kind(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
 
 
 @contextmanager
@@ -133,6 +136,7 @@ def run_on(
     engines: int = 0,
     ahead: int = 0,
     in_flight: str = "off",
+    beside_tail: bool = False,
     build: BuildWorker = build_worker,
     **changes: Any,
 ) -> Iterator[Run]:
@@ -145,11 +149,12 @@ def run_on(
         roles["weights_in_flight"] = in_flight
         workers = roles if engines else {"cpus": count, "tensor_parallel": size}
         cluster = recipe.cluster.model_copy(update=workers)
-        recipe = recipe.model_copy(update={"cluster": cluster})
+        rollout = recipe.rollout.model_copy(update={"learn_beside_tail": beside_tail})
+        recipe = recipe.model_copy(update={"cluster": cluster, "rollout": rollout})
         team = ThreadTeam(recipe, count + engines, build=build)
         run.workers = workers_of(team, recipe, model_spec(recipe), run.tokenizer, run.spans, run.console, trains=True)
         run.config = recipe
-        run.ahead = ahead_of(run)
+        run.ahead, run.beside_tail = ahead_of(run), beside_tail_of(run)
     try:
         yield run
     finally:

@@ -1,0 +1,123 @@
+"""A step that learns from complete groups while its last answers are still sampled (`rollout.learn_beside_tail`).
+
+    collect_batch  -> on_group: a scored group -> its block is complete -> samples -> micro-batches -> `offer`
+    the rest       -> `finish_step` -> `publish`, as in run/step.py
+
+A block holds the groups of neighbouring tasks. It is packed by itself as soon as all its groups are complete. The
+micro-batches therefore follow from the recipe and the answers, and not from the order in which the answers ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from octetrl.config.schema import Recipe
+from octetrl.records import PackedBatch, RolloutGroup
+from octetrl.rollout.collect import collect_batch
+from octetrl.rollout.samples import CreditAssignment, to_samples
+from octetrl.telemetry.metrics import StepMetrics
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers.many.tail import TailWorkers
+
+if TYPE_CHECKING:
+    from octetrl.algorithms.weighting import TokenWeighting
+    from octetrl.run.build import Run
+
+EXPECTED_SHARE = (
+    0.25  # of `rollout.max_new_tokens`: an answer's tokens, where the number of groups of a block is chosen
+)
+MICRO_BATCHES = 2  # of a block, with answers of that length
+
+
+class Objective(CreditAssignment, Protocol):
+    """What is needed of an algorithm (algorithms/table.py)."""
+
+    @property
+    def keeps(self) -> Callable[[RolloutGroup], bool]: ...
+    @property
+    def token_weighting(self) -> TokenWeighting: ...
+
+
+class Blocks:
+    """The groups of one step, in blocks of `groups_per_block` neighbours. Each is packed when it is complete."""
+
+    def __init__(self, groups_per_block: int, layout: PackingLayout, objective: Objective) -> None:
+        self._size, self._layout, self._objective = groups_per_block, layout, objective
+        self._groups: dict[int, RolloutGroup] = {}
+        self._packed: set[int] = set()  # blocks
+        self._counts: dict[str, float] = {}
+
+    def add(self, place: int, group: RolloutGroup) -> PackedBatch | None:
+        """A complete group at its place in the step. Returns its block, packed, if the block is complete now."""
+        self._groups[place] = group
+        block = place // self._size
+        places = range(block * self._size, (block + 1) * self._size)
+        return self._pack(block, places) if all(one in self._groups for one in places) else None
+
+    def rest(self, groups: Sequence[RolloutGroup]) -> Iterator[PackedBatch]:
+        """The blocks that `add` has not returned. `groups`: all of the step, in order."""
+        self._groups = dict(enumerate(groups))
+        for block in range(-(-len(groups) // self._size)):
+            if block not in self._packed:
+                yield self._pack(block, range(block * self._size, min((block + 1) * self._size, len(groups))))
+
+    def _pack(self, block: int, places: range) -> PackedBatch:
+        kept = [self._groups[place] for place in places if self._objective.keeps(self._groups[place])]
+        batch = pack(to_samples(kept, self._objective), self._layout, self._objective.token_weighting)
+        self._packed.add(block)
+        for name, value in batch.metrics.items():
+            self._counts[name] = self._counts.get(name, 0.0) + value
+        return batch
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of `pack`, over all blocks."""
+        capacity = self._counts.get("train/micro_batches", 0.0) * self._layout.tokens_per_micro_batch
+        efficiency = self._counts.get("train/tokens", 0.0) / capacity if capacity else 0.0
+        return {**self._counts, "train/packing_efficiency": efficiency}
+
+
+class BesideTail:
+    """Of one run. `step` is `train_step`, with the same completions and log-probs."""
+
+    def __init__(self, run: Run, workers: TailWorkers) -> None:
+        self._run, self._workers = run, workers
+
+    def step(self) -> StepMetrics:
+        run, workers, objective = self._run, self._workers, self._run.algorithm
+        blocks = Blocks(groups_per_block(run.config), workers.layout, objective)
+
+        def on_group(place: int, group: RolloutGroup) -> None:
+            batch = blocks.add(place, group)
+            if batch is not None:
+                workers.offer(batch)
+
+        workers.begin_step(divisor(run.config))
+        collection = replace(run.collection, on_group=on_group)
+        collected = collect_batch(run.taskset, objective.keeps, run.rewards, workers, collection)
+        run.journal.record(collected.groups, collected.metrics, collected.put_back)
+        for batch in blocks.rest(collected.groups):
+            workers.offer(batch)
+        update = workers.finish_step()
+        published = workers.publish(update.policy_version)
+        return StepMetrics.merge(run.journal.metrics, blocks.metrics, update.metrics, published.metrics)
+
+
+def groups_per_block(recipe: Recipe) -> int:
+    """As many as fill some micro-batches."""
+    expected = recipe.rollout.group_size * recipe.rollout.max_new_tokens * EXPECTED_SHARE
+    return max(1, round(MICRO_BATCHES * recipe.trainer.tokens_per_micro_batch / expected))
+
+
+def divisor(recipe: Recipe) -> float:
+    """The loss's denominator where every answer is trained on; with weights by token, a number of its size."""
+    answers = recipe.rollout.prompts_per_step * recipe.rollout.group_size
+    by_token = getattr(recipe.algorithm, "token_weighting", None) == "token"
+    return answers * (recipe.rollout.max_new_tokens * EXPECTED_SHARE if by_token else 1.0)
+
+
+def beside_tail_of(run: Run) -> BesideTail | None:
+    """None, if a step of the recipe samples and then learns."""
+    return BesideTail(run, run.workers) if isinstance(run.workers, TailWorkers) else None

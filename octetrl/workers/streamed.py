@@ -1,0 +1,27 @@
+"""One update of a worker whose batch arrives in parts (trainer/streamed.py), with what `Worker.train` does besides."""
+
+from __future__ import annotations
+
+from octetrl.records import PackedBatch, PolicyUpdate
+from octetrl.trainer.streamed import StreamedCall
+from octetrl.workers.worker import Worker
+
+
+class StreamedUpdate:
+    """The KV cache's memory is freed before the first part, where `train` frees it. `divisor`: of the loss, until its
+    denominator is known."""
+
+    def __init__(self, worker: Worker, divisor: float) -> None:
+        self._worker, self._call = worker, StreamedCall(worker.trainer, divisor)
+
+    def add(self, part: PackedBatch) -> None:
+        """Trains on some micro-batches, without other workers."""
+        worker = self._worker
+        worker.free_cache()
+        with worker.spans("train"):
+            self._call.add(part, worker.replay(part.policy_version), worker.policy.digest)
+
+    def finish(self, denominator: float, policy_version: int) -> PolicyUpdate:
+        """The update with all workers; the metrics are those of all."""
+        whole = PackedBatch((tuple(self._call.micro_batches),), (denominator,), policy_version)
+        return self._worker.train(whole, self._call.finish)

@@ -1,0 +1,61 @@
+"""`rollout.learn_beside_tail` refuses by name what it can't do, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.schema import Recipe
+from tests.e2e.tiny_run import tiny_recipe
+
+ON = {"rollout.learn_beside_tail": True, "cluster.cpus": 2, "cluster.device": "auto"}
+
+
+def recipe(**changes: Any) -> Recipe:
+    return tiny_recipe(Path("model"), Path("run"), ON | changes)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "rft"])
+def test_objectives_whose_advantages_need_their_group_alone_stream(name: str) -> None:
+    assert recipe(algorithm={"name": name}).rollout.learn_beside_tail
+
+
+def test_a_kl_term_of_the_loss_streams() -> None:
+    assert recipe(algorithm={"name": "grpo", "kl_coefficient": 0.1}).rollout.learn_beside_tail
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"cluster.cpus": None}, "one worker samples and trains in turns, which takes the time of both"),
+        ({"algorithm": {"name": "reinforce_pp"}}, "reinforce_pp normalises advantages over the whole batch"),
+        ({"algorithm": {"name": "reinforce_pp_baseline"}}, "reinforce_pp_baseline normalises advantages"),
+        ({"algorithm": {"name": "ppo"}}, "ppo needs the critic's values of the whole batch"),
+        ({"algorithm": {"name": "grpo", "kl_coefficient": 0.1, "kl_in": "reward"}}, "kl_in: reward computes"),
+        ({"algorithm": {"name": "grpo", "corrections": ["self_normalize"]}}, "self_normalize divides by a mean"),
+        (
+            {"algorithm": {"name": "grpo", "corrections": ["token_mask"], "masked_tokens": "left_out"}},
+            "left_out counts the tokens of the whole batch",
+        ),
+        ({"algorithm": {"name": "distill", "teacher": "model"}}, "sampled computes the advantages of the whole batch"),
+        ({"trainer.minibatches": 2}, "several updates a step need their samples in order"),
+        ({"trainer.epochs": 2}, "only the first of several passes could begin early"),
+        ({"trainer.gradients": "bfloat16"}, "rounds BF16 sums once more"),
+        ({"trainer.router": {"z_loss": 0.1}}, "the routers' losses are means over all micro-batches"),
+        ({"cluster.gradients": "sharded"}, "adds every micro-batch's gradient over all workers"),
+        ({"cluster.cpus": 4, "cluster.tensor_parallel": 2}, "workers that share a model run the same forwards"),
+        ({"rollout.overdraw": 1.5}, "it keeps groups when all are drawn"),
+        (
+            {"cluster.cpus": None, "cluster.trainer_cpus": 1, "cluster.engine_cpus": 1},
+            "workers that generate do not train",
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_needs_the_whole_batch_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"rollout.learn_beside_tail: .*{says}"):
+        recipe(**changes)
+    assert recipe(**changes, **{"rollout.learn_beside_tail": False})

@@ -1,0 +1,125 @@
+"""Learning beside the tail draws what a run without it draws; for equal micro-batches its updates have equal bits."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octetrl.engine.session import Session
+from octetrl.records import MicroBatch, PackedBatch
+from octetrl.run.build import Run
+from octetrl.run.loop import _calibrate_first
+from octetrl.run.step import produce
+from octetrl.workers.many import tail
+from octetrl.workers.streamed import StreamedUpdate
+from tests.e2e.tiny_run import make_model
+from tests.unit.workers.many.thread_team import run_on, steps_of
+
+CHANGES: dict[str, Any] = {
+    "rollout.prompts_per_step": 5,
+    "rollout.max_new_tokens": 28,
+    "rollout.stop": ["e", "a", "1"],  # answers of different lengths
+    "engine.max_batch": 8,
+    "trainer.tokens_per_micro_batch": 96,
+    "algorithm": {"name": "grpo", "token_weighting": "sequence", "drop_zero_variance": False},
+}
+ONLY_WITH = {"rollout/moved_answers", "train/beside_tail_share"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(autouse=True)
+def always_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "TAIL_SHARE", 1.5)
+    monkeypatch.setattr("octetrl.run.beside_tail.groups_per_block", lambda _: 1)
+    advance = Session._advance
+
+    def slowly(self: Session) -> Any:
+        time.sleep(0.015)  # so that rewards arrive before the last answer has ended
+        return advance(self)
+
+    monkeypatch.setattr(Session, "_advance", slowly)
+
+
+@pytest.fixture
+def backwards(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[MicroBatch]]:
+    """The micro-batches of each worker, by the id of its trainer, in the order of their backward."""
+    found: dict[int, list[MicroBatch]] = defaultdict(list)
+    add = StreamedUpdate.add
+
+    def noted(self: StreamedUpdate, part: PackedBatch) -> None:
+        found[id(self._worker)] += part.minibatches[0]
+        add(self, part)
+
+    monkeypatch.setattr(StreamedUpdate, "add", noted)
+    return found
+
+
+def weights_of(run: Run) -> list[dict[str, Tensor]]:
+    """Of each worker: weights, moments and KV scales."""
+    found = []
+    for hosted in run.workers._team.workers:
+        worker = hosted._policy
+        state = worker.trainer.state()
+        parts = {**state.weights, **state.optimizer}
+        parts |= {"scales": worker.kv_scales.scale_LS} if worker.kv_scales is not None else {}
+        found.append({name: one.clone() for name, one in parts.items()})
+    return found
+
+
+@pytest.mark.parametrize(("count", "precision"), [(2, "fp8_full"), (3, "bf16")])
+def test_a_streamed_step_has_the_bits_of_one_that_waits(
+    count: int, precision: str, model: Path, tmp_path: Path, backwards: dict[int, list[MicroBatch]]
+) -> None:
+    changes = {**CHANGES, "precision": precision, "steps": 1}
+    with run_on(count, model, tmp_path, beside_tail=True, **changes) as run:
+        _, (line,) = steps_of(run, 1)
+        streamed = weights_of(run)
+        parts = [tuple(backwards[id(hosted._policy)]) for hosted in run.workers._team.workers]
+        verbs = [verb for _, verb in run.workers._team.begun]
+    assert line["mismatch/max_abs_diff"] == 0.0
+    assert line["rollout/moved_answers"] > 0 and line["train/beside_tail_share"] > 0
+    assert verbs.count("withdraw") == count - 1 and all(parts)
+    with run_on(count, model, tmp_path, **changes) as run:
+        run.step = 1
+        run.journal.begin(1)
+        _calibrate_first(run)
+        samples = produce(run)
+        denominator = float(len(samples))
+        whole = [(PackedBatch((part,), (denominator,), 0),) for part in parts]
+        update = run.workers._update("train", whole)
+        waited = weights_of(run)
+    for name, value in update.metrics.items():
+        if name in line:
+            assert line[name] == value, name
+    for mine, other in zip(streamed, waited, strict=True):
+        assert mine.keys() == other.keys()
+        for name, tensor in mine.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+def test_several_steps_draw_the_same_and_measure_the_same(model: Path, tmp_path: Path) -> None:
+    """Without equal micro-batches: up to rounding. The learning rate is 0, so that later steps compare."""
+    algorithm = {**CHANGES["algorithm"], "token_weighting": "token", "kl_coefficient": 0.1}
+    changes = {**CHANGES, "algorithm": algorithm, "trainer.optimizer.lr": 0.0, "precision": "bf16", "steps": 2}
+    with run_on(2, model, tmp_path, **changes) as run:
+        expected, lines = steps_of(run, 2)
+    with run_on(2, model, tmp_path, beside_tail=True, **changes) as run:
+        drawn, streamed = steps_of(run, 2)
+    assert drawn == expected
+    for line, mine in zip(lines, streamed, strict=True):
+        assert mine["train/beside_tail_share"] > 0
+        mine = {name: value for name, value in mine.items() if name not in ONLY_WITH}
+        packing = {"train/micro_batches", "train/packing_efficiency", "rollout/batch_occupancy"}
+        for name, value in line.items():
+            if name not in packing:
+                assert mine[name] == pytest.approx(value, rel=2e-3, abs=1e-6), name
