@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from octetrl.engine.session import Session
+from octetrl.environments.scoring import RewardRound
 from octetrl.records import MicroBatch, PackedBatch
 from octetrl.run.build import Run
 from octetrl.run.loop import _calibrate_first
 from octetrl.run.step import produce
-from octetrl.workers.many import tail
+from octetrl.workers.many import tail, workers
 from octetrl.workers.streamed import StreamedUpdate
-from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import run_on, steps_of
+from tests.e2e.test_ahead_faults import run_with, struck
+from tests.e2e.tiny_run import make_model, read_lines, recipe_tree
+from tests.unit.workers.many.thread_team import RunTeam, run_on, steps_of
 
 CHANGES: dict[str, Any] = {
     "rollout.prompts_per_step": 5,
@@ -47,7 +49,21 @@ def always_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.015)  # so that rewards arrive before the last answer has ended
         return advance(self)
 
+    def until_done(self: RewardRound) -> None:
+        while not self.is_done:
+            self._advance(waits=True)
+
     monkeypatch.setattr(Session, "_advance", slowly)
+    monkeypatch.setattr(RewardRound, "advance", until_done)
+    monkeypatch.setattr(workers, "LINGER_SECONDS", 0.0)
+
+
+def start_rewards(run: Run) -> None:
+    """Starts the reward processes, which takes longer than a step."""
+    place = run.taskset.state()
+    task = run.taskset.next_batch(1)[0]
+    run.taskset.restore(place)
+    run.rewards.score([(task, "1")] * 4)  # type: ignore[union-attr]
 
 
 @pytest.fixture
@@ -82,6 +98,7 @@ def test_a_streamed_step_has_the_bits_of_one_that_waits(
 ) -> None:
     changes = {**CHANGES, "precision": precision, "steps": 1}
     with run_on(count, model, tmp_path, beside_tail=True, **changes) as run:
+        start_rewards(run)
         _, (line,) = steps_of(run, 1)
         streamed = weights_of(run)
         parts = [tuple(backwards[id(hosted._policy)]) for hosted in run.workers._team.workers]
@@ -107,14 +124,15 @@ def test_a_streamed_step_has_the_bits_of_one_that_waits(
             assert torch.equal(tensor, other[name]), name
 
 
-def test_several_steps_draw_the_same_and_measure_the_same(model: Path, tmp_path: Path) -> None:
-    """Without equal micro-batches: up to rounding. The learning rate is 0, so that later steps compare."""
+def test_a_step_draws_the_same_and_measures_the_same(model: Path, tmp_path: Path) -> None:
+    """Without equal micro-batches, and with a denominator that is not known before: up to rounding."""
     algorithm = {**CHANGES["algorithm"], "token_weighting": "token", "kl_coefficient": 0.1}
-    changes = {**CHANGES, "algorithm": algorithm, "trainer.optimizer.lr": 0.0, "precision": "bf16", "steps": 2}
+    changes = {**CHANGES, "algorithm": algorithm, "precision": "bf16", "steps": 1}
     with run_on(2, model, tmp_path, **changes) as run:
-        expected, lines = steps_of(run, 2)
+        expected, lines = steps_of(run, 1)
     with run_on(2, model, tmp_path, beside_tail=True, **changes) as run:
-        drawn, streamed = steps_of(run, 2)
+        start_rewards(run)
+        drawn, streamed = steps_of(run, 1)
     assert drawn == expected
     for line, mine in zip(lines, streamed, strict=True):
         assert mine["train/beside_tail_share"] > 0
@@ -123,3 +141,19 @@ def test_several_steps_draw_the_same_and_measure_the_same(model: Path, tmp_path:
         for name, value in line.items():
             if name not in packing:
                 assert mine[name] == pytest.approx(value, rel=2e-3, abs=1e-6), name
+
+
+def test_a_step_whose_worker_dies_is_drawn_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run draws what one draws that nobody kills, with the tail or without. The learning rate is 0."""
+    steps = {"steps": 2, "checkpoint.every": 1, "cluster.cpus": 2, "cluster.device": "auto", "precision": "bf16"}
+    changes = {**CHANGES, **steps, "trainer.optimizer.lr": 0.0, "rollout.prompts_per_step": 3}
+    run_with(RunTeam, recipe_tree(model, tmp_path / "whole", changes), monkeypatch)
+    killed = {"rollout.learn_beside_tail": True, "cluster.max_restarts": 1}
+    team = struck((1, "finish_update", 1))  # in the second step, when all has been trained on
+    run_with(team, recipe_tree(model, tmp_path / "killed", changes | killed), monkeypatch)
+    assert next(team.strikes, None) is None  # it struck
+    for name in ("step_000001.jsonl", "step_000002.jsonl"):
+        mine, other = (tmp_path / folder / "rollouts" / name for folder in ("killed", "whole"))
+        assert mine.read_bytes() == other.read_bytes()
+    for line in read_lines(tmp_path / "killed" / "metrics.jsonl"):
+        assert line["mismatch/max_abs_diff"] == 0.0 and "train/beside_tail_share" in line

@@ -1,0 +1,217 @@
+"""By a simulated clock: two workers, one long answer. Training on the others is hidden behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octetrl.config.cluster import DeadlineConfig
+from octetrl.engine.admission import Admission
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    PackedBatch,
+    PolicyUpdate,
+    Sample,
+    SamplingParams,
+    SessionEvent,
+)
+from octetrl.telemetry.console import Console
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers.many import session, tail
+from octetrl.workers.many.assignment import Room
+from octetrl.workers.many.balance import Costs
+from octetrl.workers.many.deadlines import Deadlines
+from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, WorkerState
+from octetrl.workers.many.tail import TailWorkers
+from octetrl.workers.many.team import Call
+
+TOKEN, MICRO_BATCH, GROUPS, SHORT, LONG = 0.01, 1.0, 8, 100, 1500  # seconds, seconds, groups of 2, tokens
+LAYOUT = PackingLayout(tokens_per_micro_batch=1 << 20)
+
+
+@dataclass
+class Drawing:
+    request: GenerationRequest
+    sibling: int
+    said: int
+    began: float
+    length: int
+
+    @property
+    def ends(self) -> float:
+        return self.began + (self.length - self.said) * TOKEN
+
+
+@dataclass
+class SimulatedWorker:
+    drawing: list[Drawing] = field(default_factory=list)
+    free_at: float = 0.0
+
+
+class SimulatedTeam:
+    """Each answer takes `TOKEN` seconds a token, each micro-batch `MICRO_BATCH`, all else nothing."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, count: int, lengths: dict[tuple[str, int], int]) -> None:
+        self.now, self._lengths = 0.0, lengths
+        self._workers = [SimulatedWorker() for _ in range(count)]
+
+    @property
+    def size(self) -> int:
+        return len(self._workers)
+
+    def place(self, worker: int) -> str:
+        return f"worker {worker}"
+
+    def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
+        return self.ask_each(phase, verb, [arguments] * self.size)
+
+    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self.collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
+
+    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
+        return self.collect(phase, [self.begin(worker, verb, *arguments)])[0]
+
+    def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
+        self.now = max([self.now, *(call.reference[0] for call in calls)])
+        return [self.result(call) for call in calls]
+
+    def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
+        ends, result = getattr(self, f"_{verb}")(self._workers[worker], *arguments)
+        return Call(worker, (ends, result))
+
+    def wait_any(self, calls: Sequence[Call], seconds: float) -> list[Call]:
+        self.now = max(self.now, min([self.now + seconds, *(call.reference[0] for call in calls)]))
+        return [call for call in calls if call.reference[0] <= self.now]
+
+    def result(self, call: Call) -> Any:
+        return call.reference[1]()
+
+    def lose(self, worker: int, phase: str, seconds: float, why: str) -> Exception:
+        return AssertionError(why)
+
+    def close(self) -> None:
+        pass
+
+    def _at_once(self, _: SimulatedWorker, *__: Any) -> tuple[float, Callable[[], Any]]:
+        return self.now, lambda: None
+
+    _begin_update = _at_once
+
+    def _build(self, *_: Any) -> tuple[float, Callable[[], Any]]:
+        return self.now, lambda: WorkerState(LAYOUT, 0, needs_calibration=False, weights_are_whole=True)
+
+    _state = _build
+
+    def _open_session(self, *_: Any) -> tuple[float, Callable[[], Any]]:
+        return self.now, lambda: Room(8, 1 << 20)
+
+    def _close_session(self, *_: Any) -> tuple[float, Callable[[], Any]]:
+        return self.now, lambda: RolloutFacts(None, scales_are_calibrated=False)
+
+    def _submit(
+        self, worker: SimulatedWorker, requests: list[GenerationRequest], _: bool
+    ) -> tuple[float, Callable[[], Any]]:
+        for one in requests:
+            for sibling in range(one.first_sibling, one.first_sibling + one.num_siblings):
+                length = self._lengths[one.id.split("#")[0], sibling]
+                worker.drawing.append(Drawing(one, sibling, len(one.said[0]), self.now, length))
+        return self.now, lambda: None
+
+    def _poll(self, worker: SimulatedWorker, wait: float, linger: float) -> tuple[float, Callable[[], Any]]:
+        first = min((one.ends for one in worker.drawing), default=math.inf)
+        ends = min(self.now + wait, max(self.now, first) + linger)
+        return ends, lambda: SessionNews(self._ended(worker, ends), None)
+
+    def _ended(self, worker: SimulatedWorker, by: float) -> list[SessionEvent]:
+        ended = [one for one in worker.drawing if one.ends <= by]
+        worker.drawing = [one for one in worker.drawing if one.ends > by]
+        return [SessionEvent(one.request.id, one.sibling, (), (), completion(one.length)) for one in ended]
+
+    def _withdraw(self, worker: SimulatedWorker) -> tuple[float, Callable[[], Any]]:
+        events, now = self._ended(worker, self.now), self.now
+        answers = {}
+        for one in worker.drawing:
+            count = one.said + int((now - one.began) / TOKEN)
+            answers[one.request.id, one.sibling] = ([5] * count, [-1.0] * count)
+        worker.drawing = []
+        return now, lambda: Withdrawn(answers, events, RolloutFacts(None, scales_are_calibrated=False))
+
+    def _train_part(self, worker: SimulatedWorker, part: PackedBatch) -> tuple[float, Callable[[], Any]]:
+        assert not worker.drawing, "it draws"
+        worker.free_at = max(self.now, worker.free_at) + MICRO_BATCH
+        return worker.free_at, lambda: None
+
+    def _finish_update(self, *_: Any) -> tuple[float, Callable[[], Any]]:
+        return self.now, lambda: PolicyUpdate(1, {})
+
+
+def completion(length: int) -> Completion:
+    return Completion((5,) * length, (-1.0,) * length, "", FinishReason.STOP, 0, "digest")
+
+
+def seconds_of_step(
+    monkeypatch: pytest.MonkeyPatch, *, waits: bool, long: Sequence[str] = ("g3",)
+) -> tuple[float, TailWorkers]:
+    """Of 8 groups; those in `long` have a long answer. `waits`: all are offered when the last has ended."""
+    lengths = {(f"g{group}", sibling): SHORT for group in range(GROUPS) for sibling in range(2)}
+    lengths |= {(group, 1): LONG for group in long}
+    team = SimulatedTeam(2, lengths)
+    for module in (session, tail):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: team.now))
+    admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
+    parts = (Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1), Spans())
+    workers = TailWorkers(team, *parts, admission)
+    requests = [
+        GenerationRequest(f"g{group}", (5, 6), SamplingParams(max_new_tokens=2000), num_siblings=2)
+        for group in range(GROUPS)
+    ]
+    ended: dict[int, int] = {}
+
+    def offer(group: int) -> None:
+        sample = Sample((5, 6, 7), (False, False, True), (0.0, 0.0, -1.0), 1.0, 0)
+        workers.offer(pack([sample], LAYOUT, "sequence"))
+
+    def on_completions(new: Sequence[tuple[int, int, Completion]]) -> None:
+        for group, _, _ in new:
+            ended[group] = ended.get(group, 0) + 1
+            if ended[group] == 2 and not waits:
+                offer(group)
+
+    workers.begin_step(2.0 * GROUPS)
+    drawn = workers.generate(requests, on_completions)
+    assert [[len(one.token_ids) for one in of_group] for of_group in drawn] == [
+        [lengths[f"g{group}", sibling] for sibling in range(2)] for group in range(GROUPS)
+    ]
+    for group in range(GROUPS) if waits else []:
+        offer(group)
+    if not waits:
+        assert ended == dict.fromkeys(range(GROUPS), 2)
+    update = workers.finish_step()
+    assert update.metrics["train/beside_tail_share"] == (0.0 if waits else (GROUPS - len(long)) / GROUPS)
+    return team.now, workers
+
+
+def test_training_is_hidden_behind_one_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = LONG * TOKEN
+    waited, _ = seconds_of_step(monkeypatch, waits=True)
+    hidden, workers = seconds_of_step(monkeypatch, waits=False)
+    assert waited == pytest.approx(decode + GROUPS / 2 * MICRO_BATCH, abs=0.2)
+    assert hidden == pytest.approx(decode + MICRO_BATCH, abs=0.2)  # the long answer's own micro-batch
+    assert workers._metrics["time/tail"] == pytest.approx(decode - SHORT * TOKEN, abs=0.3)
+
+
+def test_answers_move_where_both_workers_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups have a long answer, drawn by different workers: one of them moves and keeps its place."""
+    step, workers = seconds_of_step(monkeypatch, waits=False, long=("g3", "g4"))
+    assert workers._metrics["rollout/moved_answers"] == 1.0
+    assert step == pytest.approx(LONG * TOKEN + MICRO_BATCH, abs=0.2)
