@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
+from octetrl.cli.check_backend import backend_problems_here
+from octetrl.cli.check_device import find_device
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
@@ -23,6 +25,14 @@ Attribute = Annotated[
     bool, typer.Option("--attribute", help="Show which tensors cause the mismatch, with the share of each.")
 ]
 
+Backend = Annotated[
+    Literal["octetrl", "vllm"] | None,
+    typer.Option(
+        "--backend", help="Compare this engine with the trainer. Default: engine.backend.", show_default=False
+    ),
+]
+Bound = Annotated[float, typer.Option("--bound", min=0.0, help="With vllm: say where a difference first exceeds this.")]
+
 DIFFERING = 1
 
 
@@ -33,10 +43,16 @@ def doctor(
     sequences: Sequences = 2,
     answer_tokens: AnswerTokens = 32,
     attribute: Attribute = False,
+    backend: Backend = None,
+    bound: Bound = 0.1,
 ) -> None:
     """Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does."""
-    resolved = load_recipe(recipe, overrides or [])
+    chosen = [] if backend is None else [f"engine.backend={backend}"]
+    resolved = load_recipe(recipe, [*(overrides or []), *chosen])
     search_beside(recipe)
+    if resolved.engine.backend != "octetrl":
+        _on_other_engine(recipe, resolved, (prompts, sequences, answer_tokens), attribute=attribute, bound=bound)
+        return
     from octetrl.doctor.examine import Examination, ExaminedWorker
     from octetrl.doctor.findings import examine, lines_of
 
@@ -71,4 +87,25 @@ def _on_workers(recipe: str, resolved: Recipe, examination: Examination, *, attr
     for line in lines:
         typer.echo(line)
     if not equal:
+        raise typer.Exit(DIFFERING)
+
+
+def _on_other_engine(path: str, recipe: Recipe, size: tuple[int, int, int], *, attribute: bool, bound: float) -> None:
+    """Say how far its log-probs are from the trainer's. Exit code 1 if a run would warn (`mismatch.warn_above`)."""
+    for problem in backend_problems_here(recipe, find_device(recipe, None)):
+        raise UserError(problem)
+    from octetrl.doctor.by_precision import by_precision, in_a_process
+    from octetrl.doctor.examine import Examination
+    from octetrl.doctor.other_engine import summary_of
+
+    examination = Examination(*size)
+    alone = in_a_process(os.path.abspath(path), examination, bound)
+    found = alone(recipe) if attribute else summary_of(recipe, examination, bound)
+    typer.echo(f"doctor: {found.title}; {recipe.engine.backend}, of which equality is not promised")
+    for line in found.lines:
+        typer.echo(line)
+    if attribute:
+        for line in by_precision(recipe, found.measured, alone).lines():
+            typer.echo(line)
+    if not found.is_near:
         raise typer.Exit(DIFFERING)

@@ -31,7 +31,7 @@ def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
     rules = (
         (cluster.device == "cpu" or cluster.on_cpus, "cluster.device", "needs an NVIDIA GPU; run there,"),
         (
-            cluster.starts_ray,
+            cluster.uses_ray,
             "cluster.gpus",
             "runs in the trainer's process, on one GPU so far; leave the workers out,",
         ),

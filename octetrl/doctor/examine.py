@@ -210,10 +210,14 @@ class ExaminedWorker:
         layouts = {"packed": self.worker.layout, "each alone": replace(self.worker.layout, tokens_per_micro_batch=1)}
         return [End("trainer", way, tokens_N, self._heard(samples, layout)) for way, layout in layouts.items()]
 
-    def _heard(self, samples: list[Sample], layout: PackingLayout) -> Tensor:
+    def heard(self, drawn: list[list[Completion]], kv: KVReplay) -> Tensor:
+        """The trainer's log-probs of those tokens, packed, with K and V as `kv` says."""
+        return self._heard(samples_of(self.prompts, drawn), self.worker.layout, kv)
+
+    def _heard(self, samples: list[Sample], layout: PackingLayout, kv: KVReplay | None = None) -> Tensor:
         self.recorder.recorded.clear()
         batch = pack(samples, replace(layout, minibatches=1), self.worker.trainer.algorithm.token_weighting)
-        accumulate_gradients(self.worker.trainer, batch, self.kv)
+        accumulate_gradients(self.worker.trainer, batch, kv or self.kv)
         self.worker.trainer.model.requantize()  # restores codes that were freed
         return torch.cat([self.recorder.recorded[sample] for sample in range(len(samples))])
 

@@ -19,3 +19,15 @@ def test_a_short_run(precision: str) -> None:
     command = [sys.executable, "-m", "tests.gpu.vllm_smoke", precision]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0 and f"{precision}: passed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+def test_the_doctor_says_where_the_differences_begin(precision: str) -> None:
+    command = [sys.executable, "-m", "tests.gpu.vllm_doctor", precision, "--attribute"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=1780)
+    assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert "log-probs of 4,096 drawn tokens, engine against trainer" in lines, done.stdout
+    steps = [line for line in lines if line.endswith(" of the recipe's mean")]
+    assert len(steps) == (1 if precision == "bf16" else 3), done.stdout

@@ -19,6 +19,10 @@ from octetrl.models.families import spec_from_config
 
 def recipe_with(*fields: tuple[str, Any]) -> Recipe:
     """A sound GRPO recipe with some fields set."""
+    return recipe_from_mapping(plain_tree(*fields))
+
+
+def plain_tree(*fields: tuple[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}}
     for name, value in fields:
         node = tree
@@ -26,7 +30,7 @@ def recipe_with(*fields: tuple[str, Any]) -> Recipe:
         for section in sections:
             node = node.setdefault(section, {})
         node[last] = value
-    return recipe_from_mapping(tree)
+    return tree
 
 
 def problem_of(*fields: tuple[str, Any]) -> str:

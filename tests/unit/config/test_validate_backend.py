@@ -12,12 +12,13 @@ from octetrl.cli.check_device import Device
 from octetrl.config.memory import estimate_memory
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
+from octetrl.config.validate import build_recipe
 from octetrl.config.validate_backend import backend_spec_problems
 from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
 from octetrl.fp8.parity import refused_gate, why_not_equal
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
-from tests.unit.config.test_validate import problem_of, recipe_with
+from tests.unit.config.test_validate import plain_tree, problem_of, recipe_with
 
 VLLM = ("engine.backend", "vllm")
 FULL = ("precision", "fp8_full")
@@ -29,6 +30,7 @@ GPU, CPU = Device("H200", True, 140 << 30), Device("CPU", False, 1 << 34)
     [
         ("cluster.device", "cpu", "cluster.device: engine.backend: vllm needs an NVIDIA GPU"),
         ("cluster.gpus", 2, "cluster.gpus: engine.backend: vllm runs in the trainer's process, on one GPU so far"),
+        ("cluster.address", "auto", "cluster.gpus: engine.backend: vllm runs in the trainer's process"),
         ("engine.speculation.name", "ngram", "engine.speculation.name: engine.backend: vllm has no n-gram drafts"),
         ("engine.prefix_cache", "keep", "engine.prefix_cache: engine.backend: vllm drops its prefixes"),
         ("model.lora", {}, "model.lora: engine.backend: vllm gets no adapters so far"),
@@ -42,6 +44,47 @@ def test_combinations_that_cannot_be(field: str, value: Any, expected: str) -> N
     said = problem_of(VLLM, (field, value))
     assert expected in said and "engine.backend: octetrl" in said
     recipe_with((field, value))
+
+
+OPENAI = (
+    ("engine.backend", "openai"),
+    ("engine.openai.base_url", "http://host:8000/v1"),
+    ("engine.openai.model", "m"),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"cluster.gpus": 2}, "cluster.gpus: engine.backend: openai loads no model"),
+        ({"engine.speculation.name": "ngram"}, "engine.speculation.name: engine.backend: openai drafts in its own way"),
+        ({"environment.reward_model": "rm"}, "environment.reward_model: engine.backend: openai loads no model"),
+        ({"rollout.top_k": 5}, None),
+        ({"rollout.top_k": 5, "engine.openai.answers": "text"}, "rollout.top_k: engine.backend: openai has no top_k"),
+        ({"rollout.min_p": 0.1, "engine.openai.answers": "text"}, "rollout.min_p: engine.backend: openai has no min_p"),
+        (
+            {"rollout.stop": list("abcde"), "engine.openai.answers": "text"},
+            "rollout.stop: engine.backend: openai takes 4 stop strings",
+        ),
+        ({"engine.openai.base_url": "http://u:secret@host/v1"}, "engine.openai.base_url: this is not an address"),
+        ({"engine.openai.base_url": "https://host/v1?key=secret"}, "engine.openai.base_url: this is not an address"),
+        ({"engine.openai.api_key_variable": "sk-secret"}, "engine.openai.api_key_variable: this is not the name"),
+        ({"engine.openai.concurrency": 0}, "engine.openai.concurrency: 0 is out of range"),
+    ],
+)
+def test_what_a_server_cannot_be_asked(changes: dict[str, Any], expected: str | None) -> None:
+    tree = plain_tree(*OPENAI, *changes.items())
+    recipe, problems = build_recipe(tree, training=False)
+    texts = [problem.text for problem in problems]
+    assert (recipe is not None) == (expected is None) and len(texts) == (expected is not None)
+    assert all(str(expected) in text and "secret" not in text for text in texts)
+
+
+def test_a_server_trains_nothing() -> None:
+    _, problems = build_recipe(plain_tree(*OPENAI))
+    assert "grpo needs answers of the weights that it trains, and mismatch" in problems[0].text
+    assert "octetrl generate --base-url" in problems[0].text
 
 
 def test_an_objective_without_rollouts_has_nothing_to_generate() -> None:

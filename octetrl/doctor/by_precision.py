@@ -1,0 +1,83 @@
+"""What FP8 adds to the differences of another engine: `octetrl doctor RECIPE --backend vllm --attribute`.
+
+The recipe's precision is built up from BF16, and engine and trainer are compared after each step:
+
+    nothing in FP8       what remains is the order of sums in the kernels
+    + linears            weights and activations of the linears
+    + KV cache           what is read back from it
+
+Each precision is a process of its own, because an engine's formats are set when it starts. Its tokens are drawn again
+with the same seeds, and differ from those of the other precisions. So a share is the difference of two means over
+different tokens, and small shares of few tokens mean nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from octetrl.config.errors import RunFailed
+from octetrl.config.schema import Recipe
+from octetrl.doctor.examine import Examination
+from octetrl.doctor.other_engine import Measured, Summary, summary_of
+from octetrl.environments.python_object import search_beside
+
+REST, LINEARS, CACHE = "nothing in FP8", "+ linears", "+ KV cache"
+Examine = Callable[[Recipe], Summary]
+
+
+@dataclass(frozen=True, slots=True)
+class ByPrecision:
+    """The differences of each precision, the recipe's own last."""
+
+    found: Sequence[tuple[str, Measured]]
+
+    def lines(self) -> Iterator[str]:
+        yield "the same engine and trainer in other precisions (each draws its own tokens, with the same seeds)"
+        whole, before = self.found[-1][1].mean, 0.0
+        for name, one in self.found:
+            share = (one.mean - before) / whole if whole else 0.0
+            before = one.mean
+            yield f"  {name:<18}mean {one.mean:<10.3g}largest {one.largest:<10.3g}{share:>8.1%} of the recipe's mean"
+
+
+def precisions_of(recipe: Recipe) -> list[tuple[str, Recipe]]:
+    """The recipe's precision, built up from BF16. Steps that change nothing are left out."""
+    fp8 = recipe.fp8
+    nothing = fp8.model_copy(update={"rollout": False, "train": False, "kv_cache": "none"})
+    steps = [(REST, nothing)]
+    if fp8.rollout or fp8.train:
+        steps.append((LINEARS, fp8.model_copy(update={"kv_cache": "none"})))
+    if fp8.kv_cache != "none":
+        steps.append((CACHE, fp8))
+    return [(name, recipe.model_copy(update={"fp8": one, "precision": None})) for name, one in steps]
+
+
+def by_precision(recipe: Recipe, whole: Measured, examine: Examine) -> ByPrecision:
+    """Examines each precision but the recipe's own, of which `whole` is known."""
+    *steps, (own, _) = precisions_of(recipe)
+    return ByPrecision([*((name, examine(one).measured) for name, one in steps), (own, whole)])
+
+
+def in_a_process(path: str, examination: Examination, bound: float) -> Examine:
+    """Examines a recipe in a new process, which gives all memory back. `path`: of its file, beside which its modules
+    are."""
+
+    def examine(recipe: Recipe) -> Summary:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            try:
+                return process.submit(_summary, path, recipe, examination, bound).result()
+            except BrokenProcessPool:
+                raise RunFailed(
+                    "doctor: the process of one precision died; its last lines say why, or it ran out of memory"
+                ) from None
+
+    return examine
+
+
+def _summary(path: str, recipe: Recipe, examination: Examination, bound: float) -> Summary:
+    search_beside(path)
+    return summary_of(recipe, examination, bound)
