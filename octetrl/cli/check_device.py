@@ -29,9 +29,19 @@ def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
         if found is not None:
             return found
         if recipe.cluster.device == "cuda":
-            return Device("cuda, but this machine has no GPU; plan for one with --memory-gib", True, None)
+            return Device("cuda, but this machine has no GPU", True, None)
     num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Device(f"CPU with {num_bytes / GIB:.1f} GiB, FP8 is emulated", False, num_bytes)
+
+
+def missing_gpu(recipe: Recipe, device: Device) -> list[str]:
+    """The problem of a recipe that asks for a GPU where there is none."""
+    if recipe.cluster.device != "cuda" or not device.is_here or device.num_bytes is not None:
+        return []
+    return [
+        "cluster.device: cuda was asked for, but this machine has no GPU; plan for a machine that has one with"
+        " --memory-gib 80, or set cpu, where FP8 is emulated"
+    ]
 
 
 def _first_gpu() -> Device | None:

@@ -189,7 +189,7 @@ def recipe_of(targets: Sequence[str]) -> str:
     for target in targets:
         if not Path(target.partition("@")[0]).exists():
             raise UserError(
-                f"'{target}' does not exist{nearest_file(Path(target))}; give a run, a checkpoint or a model folder"
+                f"'{target}' does not exist; give a run, a checkpoint or a model folder{nearest_file(Path(target))}"
             )
     raise UserError("--recipe: none of the targets is a run with a recipe of its own; give --recipe RECIPE.yaml")
 

@@ -87,7 +87,9 @@ def generate(
     )
     _check(sampling)
     if bool(prompt) == (rows is not None):
-        raise UserError("generate: give prompts by --prompt, or a file of them by --input")
+        raise UserError(
+            "generate: give prompts by --prompt, or JSON lines by --input FILE; --input - reads them from a pipe"
+        )
     if for_sft and (rows is None or plain):
         raise UserError("--for-sft: it writes the lines of --input with their answers, as the chat template has them")
     given = read_rows(rows) if rows is not None else [{"prompt": text} for text in prompt or []]

@@ -76,8 +76,8 @@ def mixture_problems(recipe: Recipe) -> Iterator[Problem]:
         section = section_name(name)
         if config.reward_model is not None:
             text = (
-                f"{section}.reward_model: one of several environments can't have a reward model yet; use a reward or a"
-                " judge, or a recipe with this environment alone"
+                f"{section}.reward_model: a reward model runs in the trainer's process, and several environments score"
+                " in reward processes; use a reward or a judge, or a recipe with this environment alone"
             )
             yield Problem((f"{section}.reward_model",), text)
 

@@ -34,6 +34,8 @@ LARGEST_REWARD = 1e18  # its square is still a finite float32
 def finite_number(value: object, what: str) -> float:
     """Convert a reward or metric to a float. Raises TypeError or ValueError if it is not a finite number within
     ±LARGEST_REWARD."""
+    if value is None:
+        raise TypeError(f"the {what} is None, not a number; its function may lack a return")
     if not isinstance(value, Real):
         raise TypeError(f"the {what} is {str(value)[:40]!r} of type {type(value).__name__}, not a number")
     try:

@@ -78,6 +78,9 @@ def check_path(field: str, path: str) -> str:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise UserError(f"{field}: '{path}' is not of the form 'module:name', as in 'rewards:exact'")
+    if module_name.endswith(".py") and "/" not in module_name:
+        module_name = module_name.removesuffix(".py")
+        raise UserError(f"{field}: '{path}' names a file; write its module, '{module_name}:{name}'")
     return module_name
 
 

@@ -91,7 +91,7 @@ def read_run(folder: Path) -> RunRecord:
     path = folder / METRICS_FILE
     if not path.is_file():
         missing = f"has no {METRICS_FILE}" if folder.is_dir() else "does not exist"
-        hint = runs_in(folder) or nearest_file(folder)
+        hint = runs_in(folder) if folder.is_dir() else nearest_file(folder)
         raise UserError(f"report: '{folder}' {missing}; give the folder of a run{hint}")
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -243,7 +243,7 @@ def test_check_rehearses_each(model: Path, tmp_path: Path, capsys: pytest.Captur
         ({"A": SUMS}, (), "environments: the name 'A' is not allowed; use small letters, digits, '_' and '-'"),
         ({"": SUMS}, (), "environments: an empty name is not allowed"),
         (TWO, ("environment.eval_size=4",), "environment: eval_size and environments (exact, noise) exclude each"),
-        ({"a": {**SUMS, "reward_model": "x"}}, (), "environments.a.reward_model: one of several environments can't"),
+        ({"a": {**SUMS, "reward_model": "x"}}, (), "environments.a.reward_model: a reward model runs in the trainer's"),
         ({"a": {**SUMS, "eval_size": 500}}, (), "environments.a.eval_size: 500 held-out tasks asked for"),
         ({"a": {**SUMS, "dataset": "no.jsonl"}}, (), "environments.a.dataset: no file 'no.jsonl'"),
         ({"a": SUMS | {"eval_size": 2, "reward": "no_module:f"}}, (), "environments.a.reward: module 'no_module'"),

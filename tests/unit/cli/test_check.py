@@ -207,10 +207,13 @@ def test_equal_logprobs_are_promised_or_the_reason_is_given(
 
 
 def test_a_gpu_that_is_not_here_leaves_the_cache_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = check(capsys, "cluster.device=cuda")
-    assert code == 0
+    code, out, err = check(capsys, "cluster.device=cuda")
     if "this machine has no GPU" in out:
         assert "85% of the memory left, 512 bytes a token" in out
+        assert code == 2 and "cluster.device: cuda was asked for, but this machine has no GPU; plan for" in err
+    else:
+        assert code == 0
+    assert check(capsys, "cluster.device=cuda", "--memory-gib", "80")[0] == 0
 
 
 def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_messages_are_written_by_the_template_and_plain_text_is_not() -> None:
 @pytest.mark.parametrize("options", [[], ["-p", "a", "--input", "-"]])
 def test_prompts_come_from_one_place(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["generate", "model", *options]) == 2
-    assert "generate: give prompts by --prompt, or a file of them by --input" in capsys.readouterr().err
+    assert "generate: give prompts by --prompt, or JSON lines by --input FILE; --input -" in capsys.readouterr().err
 
 
 def test_a_row_has_at_most_as_many_completions_as_a_recipes_group() -> None:

@@ -58,6 +58,7 @@ def test_a_module_that_ends_its_process_or_hangs_does_not_reach_the_run(
     ("path", "said"),
     [
         ("no_colon", "is not of the form 'module:name'"),
+        ("rewards.py:exact", "'rewards.py:exact' names a file; write its module, 'rewards:exact'"),
         ("no_such_module_at_all:name", "does not import"),
         ("examples.custom_environment:Backward", "did you mean 'Backwards'?"),
         ("examples.custom_environment:WORDS", "has no tasks and no score"),

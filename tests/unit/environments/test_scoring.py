@@ -64,7 +64,7 @@ def test_rewards_come_back_in_order(workers: RewardWorkers) -> None:
         ("interrupt", "KeyboardInterrupt: not by anybody (misbehaving_rewards.py:"),
         ("unspeakable", "Unspeakable: its text raises SystemExit (misbehaving_rewards.py:"),
         ("nan", "ValueError: the reward is nan, not a finite number"),
-        ("none", "TypeError: the reward is 'None' of type NoneType, not a number"),
+        ("none", "TypeError: the reward is None, not a number; its function may lack a return"),
         ("text", "TypeError: the reward is '1.0' of type str, not a number"),
     ],
 )

@@ -147,7 +147,7 @@ class Rewarded(Echo):
     [
         (lambda: 1 / 0, RolloutStatus.REWARD_ERROR, "ZeroDivisionError: division by zero (test_drive.py:"),
         (lambda: float("nan"), RolloutStatus.REWARD_ERROR, "odd: the reward is nan, not a finite number"),
-        (lambda: None, RolloutStatus.REWARD_ERROR, "odd: the reward is 'None' of type NoneType, not a number"),
+        (lambda: None, RolloutStatus.REWARD_ERROR, "odd: the reward is None, not a number"),
         (lambda: time.sleep(3), RolloutStatus.REWARD_TIMEOUT, "TimeoutError: odd returned nothing in 1 s"),
     ],
 )

@@ -126,6 +126,15 @@ def test_a_point_lies_where_its_value_is() -> None:
     assert heights[1] == pytest.approx(3 * heights[0], rel=0.01) and heights[2] == pytest.approx(heights[3], rel=0.01)
 
 
+def test_a_folder_without_a_run_is_not_its_own_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    with pytest.raises(UserError, match="has no metrics") as caught:
+        read_run(tmp_path / "first")
+    assert "did you mean" not in str(caught.value)
+    with pytest.raises(UserError, match=r"did you mean '.*/first'\?"):
+        read_run(tmp_path / "fist")
+
+
 def test_numbers_and_sparklines() -> None:
     assert [shown_number(x) for x in (0, 3.0, 0.12345, 1234567.0, 2e-5)] == ["0", "3", "0.1235", "1,234,567", "2.0e-05"]
     assert sparkline([0, 1, 2]) == "▁▅█" or sparkline([0, 1, 2]) == "▁▄█"
