@@ -56,13 +56,12 @@ def _stale_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _mixed_scales_problem(recipe: Recipe) -> Iterator[Problem]:
-    """New weights have new scales of a calibrated cache; an answer of several versions would have several."""
-    how = recipe.cluster.weights_in_flight
-    if how != "off" and recipe.fp8.kv_cache == "calibrated":
+    """New weights have new scales of a calibrated cache; an answer that keeps its cache would have several."""
+    if recipe.cluster.weights_in_flight == "keep_cache" and recipe.fp8.kv_cache == "calibrated":
         text = (
-            f"cluster.weights_in_flight: {how}, but a calibrated KV cache has other scales after each update, and the"
-            " trainer cannot replay a batch with several; use fp8.kv_cache=int8, dynamic or none, or"
-            " weights_in_flight=off"
+            "cluster.weights_in_flight: keep_cache, but a calibrated KV cache has other scales after each update, and"
+            " the trainer replays an answer with one set of scales; use recompute_cache, or fp8.kv_cache=int8, dynamic"
+            " or none"
         )
         yield Problem(("cluster.weights_in_flight", "fp8.kv_cache"), text)
 

@@ -9,7 +9,8 @@ T tokens and N trained tokens of a micro-batch, L layers, S scales of a layer's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ class KVReplay:
 
     kv_mode: KVMode = "none"
     kv_scale_LS: Tensor | None = None
+    by_version: Mapping[int, Tensor] = field(default_factory=dict)  # scales, where several versions drew a batch
+
+    def scale_of(self, micro_batch: MicroBatch) -> Tensor | None:
+        """The scales of the version that drew the last token of each sequence: with other weights, its whole cache was
+        computed again (`cluster.weights_in_flight`)."""
+        if micro_batch.versions_N is None or self.kv_mode != "calibrated":
+            return self.kv_scale_LS
+        return self.by_version[int(micro_batch.versions_N.max())]
 
 
 class Forward:
@@ -70,7 +79,7 @@ class Forward:
             cu_seqlens_B1=micro_batch.cu_seqlens_B1,
             max_seqlen=micro_batch.max_seqlen,
             kv_mode=kv.kv_mode,
-            kv_scale_LS=kv.kv_scale_LS,
+            kv_scale_LS=kv.scale_of(micro_batch),
             kv_amax_LS=kv_amax_LS,
             routers=routers,
         )

@@ -52,8 +52,8 @@ def micro_batch_of(given: Sequence[Sample], chosen: Sequence[int], token_weights
 
 
 def _versions(given: Sequence[Sample], samples: Sequence[Sample], positions: Sequence[Sequence[int]]) -> Tensor | None:
-    """None if each sample of the batch was sampled by one version."""
-    if all(sample.token_versions is None for sample in given):
+    """None if one version sampled the whole batch."""
+    if all(sample.token_versions is None for sample in given) and len({one.policy_version for one in given}) < 2:
         return None
     versions: list[int] = []
     for sample, row in zip(samples, positions, strict=True):

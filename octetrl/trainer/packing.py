@@ -18,6 +18,7 @@ from itertools import chain, pairwise
 
 from octetrl.algorithms.weighting import TokenWeighting, weigh
 from octetrl.records import MicroBatch, PackedBatch, Sample
+from octetrl.trainer.fill import fill
 from octetrl.trainer.micro_batch import micro_batch_of
 
 
@@ -29,6 +30,10 @@ class PackingLayout:
     minibatches: int = 1
     padded_attention: bool = False  # attention costs as much as if all sequences had the length of the longest
     precision_digest: str | None = None  # of the trainer's table; samples of another table are refused
+    by_version: bool = False  # a micro-batch has samples of one version, whose cache had one set of scales at the end
+
+    def fill(self, lengths: Sequence[int], versions: Sequence[int | None] = ()) -> list[list[int]]:
+        return fill(lengths, self.tokens_per_micro_batch, padded=self.padded_attention, versions=versions)
 
 
 def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: TokenWeighting) -> PackedBatch:
@@ -46,7 +51,8 @@ def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: Toke
         numbers = list(chain.from_iterable(part))
         weighting = weigh([sum(samples[i].loss_mask) for i in numbers], token_weighting)
         weight_of = dict(zip(numbers, weighting.token_weights, strict=True))
-        bins = _fill([sum(len(samples[i].token_ids) for i in unit) for unit in part], layout)
+        versions = [_last_version(samples[unit[-1]]) for unit in part] if layout.by_version else ()
+        bins = layout.fill([sum(len(samples[i].token_ids) for i in unit) for unit in part], versions)
         rows = [list(chain.from_iterable(part[unit] for unit in chosen)) for chosen in bins]
         minibatches.append(tuple(micro_batch_of(samples, row, [weight_of[i] for i in row]) for row in rows))
         denominators.append(weighting.denominator)
@@ -68,7 +74,7 @@ def pack_to_score(
 ) -> tuple[tuple[MicroBatch, tuple[int, ...]], ...]:
     """Micro-batches for a forward without training, each with the indices of its sequences in `token_lists`."""
     samples = [Sample(tuple(ids), (False,) * len(ids), None, 0.0, None) for ids in token_lists]
-    bins = _fill([len(sample.token_ids) for sample in samples], layout)
+    bins = layout.fill([len(sample.token_ids) for sample in samples])
     return tuple((micro_batch_of(samples, chosen, [0.0] * len(chosen)), tuple(chosen)) for chosen in bins)
 
 
@@ -101,22 +107,11 @@ def _split(units: Sequence[tuple[int, ...]], parts: int) -> list[Sequence[tuple[
     return [units[start:end] for start, end in pairwise(bounds)]
 
 
-def _fill(lengths: Sequence[int], layout: PackingLayout) -> list[list[int]]:
-    """Indices of the samples of each micro-batch. Every index occurs once."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        first = max(0, len(bins) - 1) if layout.padded_attention else 0
-        for candidate in range(first, len(bins)):
-            if lengths[index] <= room[candidate]:
-                break
-        else:
-            candidate = len(bins)
-            bins.append([])
-            room.append(layout.tokens_per_micro_batch)
-        bins[candidate].append(index)
-        room[candidate] -= lengths[index]
-    return bins
+def _last_version(sample: Sample) -> int | None:
+    """The version whose weights sampled its last trained token."""
+    if sample.token_versions is None:
+        return sample.policy_version
+    return max(version for version, trained in zip(sample.token_versions, sample.loss_mask, strict=True) if trained)
 
 
 def _oldest_version(samples: Sequence[Sample]) -> int | None:

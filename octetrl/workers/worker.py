@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -116,7 +117,8 @@ class Worker:
     @property
     def layout(self) -> PackingLayout:
         """How `pack` should pack for this worker."""
-        return self.trainer.layout
+        in_flight = self.recipe.cluster.weights_in_flight != "off"
+        return replace(self.trainer.layout, by_version=in_flight and self.policy.kv_mode == "calibrated")
 
     @property
     def needs_calibration(self) -> bool:
@@ -239,7 +241,8 @@ class Worker:
             return KVReplay()
         if self.kv_scales is None:
             return KVReplay(self.policy.kv_mode)
-        return KVReplay(self.policy.kv_mode, self.earlier_scales.get(drawn_with or 0, self.kv_scales).scale_LS)
+        earlier = {version: scales.scale_LS for version, scales in self.earlier_scales.items()}
+        return KVReplay(self.policy.kv_mode, earlier.get(drawn_with or 0, self.kv_scales.scale_LS), earlier)
 
     # ------------------------------------------------------------ publishing and measuring
 

@@ -157,8 +157,8 @@ IMPOSSIBLE = [
         "has no effect without batches that are generated ahead",
     ),
     (
-        [*AHEAD, ("cluster.weights_in_flight", "recompute_cache"), ("precision", "fp8_full")],
-        "the trainer cannot replay a batch with several; use fp8.kv_cache=int8, dynamic or none",
+        [*AHEAD, ("cluster.weights_in_flight", "keep_cache"), ("precision", "fp8_full")],
+        "replays an answer with one set of scales; use recompute_cache, or fp8.kv_cache=int8, dynamic or none",
     ),
     ([*AHEAD, ("trainer.epochs", 2), ("algorithm.corrections", [])], "has neither tis nor sequence_tis for stale"),
     ([("cluster.trainer_cpus", 2)], "needs both cluster.trainer_cpus and cluster.engine_cpus; give both, or use cpus"),

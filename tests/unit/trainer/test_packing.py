@@ -168,3 +168,15 @@ def test_a_trained_first_token_is_our_bug() -> None:
 def test_calibration_packs_have_nothing_to_train_on() -> None:
     (micro_batch,) = pack_for_calibration([[1, 2, 3], [], [4]], PackingLayout(8))
     assert micro_batch.token_ids_T.tolist() == [1, 2, 3, 4] and micro_batch.predictor_N.numel() == 0
+
+
+def test_with_by_version_a_micro_batch_has_samples_that_one_version_ended() -> None:
+    of_two = sample(5, policy_version=2, token_versions=(2, 2, 2, 2, 3))
+    samples = [sample(6, policy_version=2), sample(4, policy_version=3), of_two, sample(3, policy_version=2)]
+    layout = PackingLayout(64, by_version=True)
+    micro = micro_batches(pack(samples, layout, "token"))
+    assert [sorted(set(one.sample_N.tolist())) for one in micro] == [[0, 3], [1, 2]]
+    assert [one.versions_N.tolist() for one in micro if one.versions_N is not None] == [[2, 2, 2, 2], [2, 3, 3, 3]]
+    assert len(micro_batches(pack(samples, PackingLayout(64), "token"))) == 1
+    (whole,) = micro_batches(pack(samples[:1], layout, "token"))
+    assert whole.versions_N is None
