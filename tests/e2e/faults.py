@@ -104,7 +104,7 @@ class Attempt:
                 cwd=REPO,
                 stdout=subprocess.DEVNULL,
                 stderr=said,
-                env={**os.environ, "TMPDIR": str(self.temporary)},
+                env={**os.environ, "TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")},
             )
 
     def _lines(self) -> int:
