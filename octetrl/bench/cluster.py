@@ -4,6 +4,7 @@ A turn builds the workers of one precision, runs a short untimed step, then `ste
 (workers/protocol.py). The workload is the same for every number of workers. Turns alternate, A B C C B A. The phases
 are those of `octetrl bench step` (step.py); these belong to several workers:
 
+    learn         with `learn_beside_tail`: what is left when the last answer has ended
     gather        part of publish: all workers receive the new codes, scales and other weights
     link          speed of an exchange alone, measured when the workers start
     efficiency    tokens a second and worker, compared with one worker on Ray
@@ -24,6 +25,7 @@ from itertools import product
 import torch
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.bench.beside_tail import streamed_step
 from octetrl.bench.on_workers import (
     Arm,
     BenchWorkers,
@@ -41,11 +43,12 @@ from octetrl.bench.turns import take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.schema import Numerics, Recipe
-from octetrl.records import GenerationRequest, Sample
+from octetrl.records import GenerationRequest, PolicyUpdate, Sample
 from octetrl.rollout.samples import to_samples
 from octetrl.trainer.packing import pack
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.build import start_team
+from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.worker import Worker
 
 
@@ -71,7 +74,11 @@ class ClusterBench:
 
     def recipe(self, precision: str, numerics: Numerics, workers: int) -> Recipe:
         """The recipe of one arm, on a Ray that this process is connected to."""
-        return recipe_on(self.cluster, step_recipe(self.step, precision, numerics), workers)
+        recipe = recipe_on(self.cluster, step_recipe(self.step, precision, numerics), workers)
+        if workers < 2 or not self.step.learn_beside_tail:
+            return recipe
+        rollout = recipe.rollout.model_copy(update={"learn_beside_tail": True})
+        return recipe.model_copy(update={"rollout": rollout})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,7 @@ class ClusterTimes:
     compared_tokens: int
     micro_batches: int
     preemptions: float
+    beside_tail_share: float = 0.0  # of the tokens, trained on before the last answer had ended
 
     @property
     def total(self) -> float:
@@ -127,7 +135,7 @@ def take_turn(bench: ClusterBench, arm: Arm, start: StartTeam) -> ClusterTurn:
 
 
 def _measured(bench: ClusterBench, arm: Arm, began: float, workers: BenchWorkers, peaks: Peaks) -> ClusterTurn:
-    steps = ClusterSteps(bench.step, workers, max(1, arm[2]))
+    steps = ClusterSteps(bench.step, workers, max(1, arm[2]), bench.recipe(*arm))
     steps.warm_up()
     up = time.perf_counter()
     peaks()  # forgets the peak so far
@@ -140,8 +148,8 @@ def _measured(bench: ClusterBench, arm: Arm, began: float, workers: BenchWorkers
 class ClusterSteps:
     """The steps of one turn, on `count` workers."""
 
-    def __init__(self, bench: StepBench, workers: BenchWorkers, count: int) -> None:
-        self.bench, self.workers, self._count = bench, workers, count
+    def __init__(self, bench: StepBench, workers: BenchWorkers, count: int, recipe: Recipe) -> None:
+        self.bench, self.workers, self._count, self._recipe = bench, workers, count, recipe
         self.algorithm = build_algorithm(GrpoConfig())
         self.digest = ""
         if workers.needs_calibration:
@@ -169,10 +177,7 @@ class ClusterSteps:
         workers.forget_prefixes()
         workers.time_metrics()  # forgets what was before
         began = self._now()
-        samples = self._produce(self.bench.workload.requests, number)
-        produced = self._now()
-        batch = pack(samples, workers.layout, self.algorithm.token_weighting)
-        update = workers.train(batch)
+        update, produced, micro_batches, tokens = self._update(number)
         learnt = self._now()
         workers.publish(update.policy_version)
         ended = self._now()
@@ -187,10 +192,25 @@ class ClusterSteps:
             calibrate=slowest("time/calibrate", exchanged),
             mismatch=update.metrics[MISMATCH],
             max_abs_diff=update.metrics[DIFFERENCE],
-            compared_tokens=sum(sum(sample.loss_mask) for sample in samples),
-            micro_batches=len(batch.minibatches[0]),
+            compared_tokens=tokens,
+            micro_batches=micro_batches,
             preemptions=workers.rollout_metrics()["rollout/preemptions"],
+            beside_tail_share=update.metrics.get("train/beside_tail_share", 0.0),
         )
+
+    def _update(self, number: int) -> tuple[PolicyUpdate, float, int, int]:
+        """The update, when the last answer had ended, micro-batches, and trained tokens."""
+        workers, requests = self.workers, self.bench.workload.requests
+        if isinstance(workers, TailWorkers):
+            seed = f"{self.bench.seed} {number}"
+            one = streamed_step(workers, self._recipe, requests, self.algorithm, seed, self._now)
+            self.digest = self.digest or digest_of(one.completions)
+            return one.update, one.produced, one.micro_batches, one.trained_tokens
+        samples = self._produce(requests, number)
+        produced = self._now()
+        batch = pack(samples, workers.layout, self.algorithm.token_weighting)
+        tokens = sum(sum(sample.loss_mask) for sample in samples)
+        return workers.train(batch), produced, len(batch.minibatches[0]), tokens
 
     def _now(self) -> float:
         return now(self.workers, self.bench.device)

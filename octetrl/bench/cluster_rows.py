@@ -44,6 +44,7 @@ def _row(bench: ClusterBench, rounds: Sequence[ClusterTurn]) -> Row:
         "step/master": step.trainer.optimizer.master,
         "step/gradient_sums": step.trainer.gradients,
         "step/numerics": first.numerics,
+        "step/beside_tail_share": statistics.median(one.beside_tail_share for one in steps),
         "time/step": total,
         "step/tokens_per_second": tokens / total,
         "step/tokens_per_second_per_worker": tokens / total / count,

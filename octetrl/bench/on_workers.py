@@ -34,6 +34,7 @@ from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import start_team
 from octetrl.workers.many.deadlines import Deadlines
+from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.many.team import Team
 from octetrl.workers.many.workers import ManyWorkers
 from octetrl.workers.worker import Worker
@@ -132,7 +133,8 @@ def measure_on(
         )
         console, size = Console("quiet", recipe.steps), recipe.cluster.tensor_parallel
         costs = Costs.of(model.spec)
-        many = ManyWorkers(team, costs, deadlines, console, Spans(), admission, trains=trains, size=size)
+        kind = TailWorkers if recipe.rollout.learn_beside_tail else ManyWorkers
+        many = kind(team, costs, deadlines, console, Spans(), admission, trains=trains, size=size)
         return measured(many, partial(_peaks, team, on_gpu=bool(recipe.cluster.num_gpus)))
     finally:
         team.close()

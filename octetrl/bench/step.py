@@ -96,6 +96,7 @@ class StepBench:
     calibration_micro_batches: int = 2
     seed: int = 0
     numerics: tuple[Numerics, ...] = ("parity",)
+    learn_beside_tail: bool = False  # on several workers (beside_tail.py)
 
 
 @dataclass(frozen=True, slots=True)

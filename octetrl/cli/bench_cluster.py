@@ -16,9 +16,10 @@ from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_CPUS, MOST_GPUS
 from octetrl.config.tensor_cut import MOST_WORKERS
+from octetrl.config.validate_tail import tail_problems
 
 if TYPE_CHECKING:
-    from octetrl.bench.cluster import ClusterTurn
+    from octetrl.bench.cluster import ClusterBench, ClusterTurn
     from octetrl.bench.step import StepBench
     from octetrl.config.schema import TrainerConfig
 
@@ -32,6 +33,7 @@ COLUMNS = {  # key of a row: heading, format
     "produce/efficiency": ("effi-\nciency", ".1%"),
     "time/learn": ("learn\ns", ",.2f"),
     "learn/efficiency": ("effi-\nciency", ".1%"),
+    "step/beside_tail_share": ("beside\ntail", ".1%"),
     "step/publish_ms": ("publish\nms", ",.1f"),
     "step/publish_gb_per_second": ("GB/s", ",.1f"),
     "publish/gather_ms": ("gather\nms", ",.1f"),
@@ -43,7 +45,8 @@ COLUMNS = {  # key of a row: heading, format
     "time/startup": ("start\ns", ".1f"),
 }
 LEGEND = (
-    "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. publish: new"
+    "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. beside"
+    " tail: share of the tokens trained on before the last answer ended; learn is then what was left. publish: new"
     " weights on all workers, and the engines' check of them; GB/s of what a worker receives. gather: the exchange"
     " alone. link: speed of one large exchange, measured when the workers start. efficiency: speed of each worker"
     " compared with one worker on Ray. over embedded: time of a step on Ray beyond that of the embedded worker. peak:"
@@ -51,6 +54,10 @@ LEGEND = (
     " without the KV cache, by `octetrl check`."
 )
 
+BesideTail = Annotated[
+    bool,
+    typer.Option("--learn-beside-tail", help="With --gpus or --cpus: the recipe's rollout.learn_beside_tail."),
+]
 Workers = Annotated[
     str | None,
     typer.Option(
@@ -162,6 +169,7 @@ def measure_cluster(step: StepBench, cluster: ClusterConfig, workers: str | None
     from octetrl.telemetry.bench_record import write_result
 
     plan = ClusterBench(step, cluster, counts_of(workers, cluster))
+    check_tail(plan)
     check_cut(cluster, step.model)
     check_checkpointing(step.trainer, step.model)
     check_codes(plan.counts, cluster, step.trainer)
@@ -188,6 +196,16 @@ def check_codes(counts: Sequence[int], cluster: ClusterConfig, trainer: TrainerC
     """Raise UserError if weights would be remade where a worker has only some rows of them."""
     if max(counts) > cluster.tensor_parallel and trainer.weight_codes == "remade":
         raise UserError("--weight-codes: remade needs whole weights, which several workers do not have; use kept")
+
+
+def check_tail(plan: ClusterBench) -> None:
+    """Raise UserError if no number of workers can learn beside the tail of its rollout, or not with these options."""
+    if plan.step.learn_beside_tail:
+        recipe = plan.recipe(plan.precisions[0], "parity", max(plan.counts))
+        if max(plan.counts) < 2:
+            raise UserError("--learn-beside-tail: one worker samples and trains in turns; raise --gpus or --cpus")
+        for problem in tail_problems(recipe):
+            raise UserError(f"--learn-beside-tail: {problem.text}")
 
 
 def _say(number: int, turn: ClusterTurn) -> None:

@@ -17,6 +17,7 @@ from octetrl.bench.workload import (
 )
 from octetrl.cli.arguments import Address, Cpus, Gpus
 from octetrl.cli.bench_cluster import (
+    BesideTail,
     Gradients,
     TensorParallel,
     Workers,
@@ -174,6 +175,7 @@ def step(
     workers: Workers = None,
     gradients: Gradients = "local",
     tensor_parallel: TensorParallel = 1,
+    learn_beside_tail: BesideTail = False,
 ) -> None:
     """Measure a whole GRPO step under several precisions: produce, learn, publish, and the cost of calibration."""
     alone = _embedded_alone(learn_share, calibration)
@@ -200,6 +202,7 @@ def step(
         calibration_micro_batches=calibration_micro_batches,
         seed=seed,
         numerics=chosen_numerics,
+        learn_beside_tail=learn_beside_tail,
     )
     _measure(plan, folder, result_suffix(name, chosen_numerics), cluster, workers)
 
@@ -249,6 +252,8 @@ def _workload(
 
 def _measure(plan: StepBench, folder: Path, suffix: str, cluster: ClusterConfig | None, workers: str | None) -> None:
     model = plan.model.name
+    if cluster is None and plan.learn_beside_tail:
+        raise UserError("--learn-beside-tail: it is for workers on Ray; add --gpus N or --cpus N, or leave it out")
     if cluster is not None:
         return measure_cluster(plan, cluster, workers, folder, f"{model}_{result_name(cluster)}{suffix}")
     from octetrl.bench.step import check_memory, measure

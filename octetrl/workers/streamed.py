@@ -8,8 +8,8 @@ from octetrl.workers.worker import Worker
 
 
 class StreamedUpdate:
-    """The KV cache's memory is freed before the first part, where `train` frees it. `divisor`: of the loss, until its
-    denominator is known."""
+    """`divisor`: of the loss, until its denominator is known. The caller frees the KV cache's memory before the first
+    part (`Worker.free_cache`)."""
 
     def __init__(self, worker: Worker, divisor: float) -> None:
         self._worker, self._call = worker, StreamedCall(worker.trainer, divisor)
@@ -17,7 +17,6 @@ class StreamedUpdate:
     def add(self, part: PackedBatch) -> None:
         """Trains on some micro-batches, without other workers."""
         worker = self._worker
-        worker.free_cache()
         with worker.spans("train"):
             self._call.add(part, worker.replay(part.policy_version), worker.policy.digest)
 

@@ -171,13 +171,12 @@ class Assignment:
         return self._loads[worker].sequences
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens of all siblings that workers have, prompts included, if each reaches its limit."""
+    def tail_tokens(self) -> float:
+        """Of all siblings that workers have, prompts included. The last to end are long: each is expected to have as
+        many tokens as one of unknown length, or more."""
         running = [one for load in self._loads for one in load.pieces.values()]
-        requests = [(one.left, one.piece.request) for one in running]
-        return sum(
-            left * (len(request.prompt_token_ids) + request.sampling.max_new_tokens) for left, request in requests
-        )
+        unknown = [(one, replace(one.piece.request, expected_tokens=None)) for one in running]
+        return sum(one.left * max(one.tokens, expected_tokens(request)) for one, request in unknown)
 
     def close(self, worker: int) -> None:
         """The worker gets no work any more."""

@@ -354,6 +354,8 @@ class HostedWorker:
         self._open.close()
         self._session_end.result()
         self._session = self._session_end = None
+        if self._update is not None:
+            self._compute("train", self._policy.free_cache)  # once, and not for each part
         return RolloutFacts(self._policy.engine.metrics, self._policy.policy.kv_mode == "calibrated")
 
     @property

@@ -110,7 +110,7 @@ class TailSession(ManySession):
         assignment = self._assignment
         running = sum(assignment.sequences_of(worker) for worker in range(self._team.size))
         few = 0 < running <= max(1, int(self._room * TAIL_SHARE)) and not assignment.num_waiting
-        return few and self._queue.has_work and assignment.most_tokens <= self._smallest_cache
+        return few and self._queue.has_work and assignment.tail_tokens <= self._smallest_cache
 
     def _gather(self) -> list[SessionEvent]:
         """Closes all sessions but one, where the unfinished answers continue. Returns events of the closed ones."""

@@ -15,7 +15,7 @@ from octetrl.bench.on_workers import EMBEDDED, digest_warnings
 from octetrl.bench.rollout import find_model
 from octetrl.bench.step import MISMATCH, StepBench
 from octetrl.bench.workload import LengthRange, uniform_lengths
-from octetrl.cli.bench_cluster import counts_of
+from octetrl.cli.bench_cluster import check_tail, counts_of
 from octetrl.cli.bench_options import with_layers
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
@@ -56,6 +56,36 @@ def test_any_number_of_workers_samples_the_same_and_is_compared_with_one() -> No
     assert {"memory/peak_gb/worker_0", "memory/peak_gb/worker_1"} <= two.keys()
     assert [row["cluster/kind"] for row in (embedded, one, two)] == ["embedded", "ray", "ray"]
     assert two[MISMATCH] == 1.0 and "publish/gather_ms" not in one
+
+
+def test_learning_beside_the_tail_samples_and_measures_the_same() -> None:
+    """Of groups in one request, and of siblings with a request each."""
+    plan = bench(1, 2)
+    singles = [
+        replace(one, id=f"{one.id} {sibling}", first_sibling=sibling, num_siblings=1)
+        for one in WORK.requests
+        for sibling in range(one.num_siblings)
+    ]
+    for requests in (WORK.requests, tuple(singles)):
+        work = replace(WORK, requests=requests)
+        step = replace(plan.step, learn_beside_tail=True, workload=work)
+        one, two = measure(replace(plan, step=step), None, threads)
+        assert one.digest == two.digest
+        (waited,), (streamed,) = one.steps, two.steps
+        assert streamed.mismatch == 1.0 and streamed.max_abs_diff == 0.0
+        assert streamed.compared_tokens == waited.compared_tokens == WORK.generated_tokens
+        assert waited.beside_tail_share == 0.0 and 0.0 <= streamed.beside_tail_share <= 1.0
+        assert rows_of(plan, [two])[0]["step/beside_tail_share"] == streamed.beside_tail_share
+
+
+def test_learning_beside_the_tail_needs_several_workers() -> None:
+    plan = bench(1)
+    with pytest.raises(UserError, match="--learn-beside-tail: one worker samples and trains in turns"):
+        check_tail(replace(plan, step=replace(plan.step, learn_beside_tail=True)))
+    plan = bench(2)
+    shards = replace(plan, cluster=plan.cluster.model_copy(update={"gradients": "sharded"}))
+    with pytest.raises(UserError, match=r"--learn-beside-tail: .*cluster\.gradients: sharded adds"):
+        check_tail(replace(shards, step=replace(plan.step, learn_beside_tail=True)))
 
 
 def test_what_a_worker_receives_is_the_rows_of_the_others() -> None:
