@@ -14,6 +14,7 @@ from octetrl.cli.main import run_command
 from octetrl.data.conversations import conversation_of
 from tests.e2e.live_server import CONTEXT_LENGTH, Live, live_server
 from tests.e2e.tiny_run import read_lines, recipe_tree
+from tests.unit.environments.judge_double import judge_double
 
 CHANGES = {
     "precision": "bf16",
@@ -76,6 +77,54 @@ def test_text_alone_has_the_same_scores_and_no_token_ids(live: Live, model: Path
         assert len(theirs["token_ids"]) == len(row["token_ids"]) and set(theirs["token_ids"]) <= {-1}
         assert theirs["logprobs"] == []
     assert run_command(["rollouts", str(tmp_path / "served"), "--html", str(tmp_path / "page.html")]) == 0
+
+
+TALK = [  # an environment that replies
+    "environment.kind=python",
+    "environment.dataset=tests.e2e.tiny_turns:Talk",
+    "environment.reward=null",
+    "evaluation.right_from=0",
+    'rollout.stop=["e", "a", "1"]',
+]
+
+
+def test_several_turns_are_joined_token_by_token(
+    live: Live, model: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["eval", str(model), "-r", recipe, *TALK, "--out", str(tmp_path / "own")]) == 0
+    assert run_command(["eval", "-r", recipe, *TALK, *backend(live), "--out", str(tmp_path / "served")]) == 0
+    own, served = (rows_of(tmp_path / name) for name in ("own", "served"))
+    assert max(len(row.get("turns", ())) for row in own) > 1
+    same = ("token_ids", "logprobs", "turns", "reward", "status")
+    assert [[row.get(name) for name in same] for row in served] == [[row.get(name) for name in same] for row in own]
+    capsys.readouterr()
+    for verb in (["eval", "-r"], ["check", "--eval"]):
+        assert run_command([*verb, recipe, *TALK, *backend(live, "engine.openai.answers=text")]) == 2
+        assert "engine.openai.answers: text has no token ids, and the turns of this" in capsys.readouterr().err
+
+
+def test_answers_that_failed_are_counted(
+    model: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        if len(double.asked) == 3:
+            return 400, '{"error": {"code": "context_length_exceeded"}}', {}
+        choice = {"message": {"content": "7"}, "finish_reason": "stop"}
+        return {"model": "m", "choices": [choice], "usage": {"completion_tokens": 2}}
+
+    with judge_double(answer) as double:
+        words = ["engine.backend=openai", f"engine.openai.base_url={double.url}", "engine.openai.model=m"]
+        words += ["engine.openai.answers=text", "engine.openai.concurrency=1"]
+        assert run_command(["eval", "-r", recipe, *words, "--out", str(tmp_path / "out")]) == 0
+        double.asked.clear()
+        assert run_command(["eval", "-r", recipe, *words, "environment.max_failure_share=0.1"]) == 1
+    rows = rows_of(tmp_path / "out")
+    assert sorted(row["status"] for row in rows) == ["generation_error", "scored", "scored", "scored"]
+    (failed,) = [row for row in rows if row["status"] == "generation_error"]
+    assert "context_length_exceeded" in failed["detail"] and failed["reward"] is None and failed["text"] == ""
+    (metrics,) = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert metrics["eval/generation_error"] == 1 and metrics["eval/mean_length"] == 2
+    assert "generation_error" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
