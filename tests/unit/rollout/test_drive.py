@@ -14,7 +14,17 @@ import pytest
 from octetrl.environments.tools import tool
 from octetrl.environments.turns import Conversation, reward
 from octetrl.environments.turns.dialogue import Dialogue, Limits
-from octetrl.records import GenerationRequest, Rollout, RolloutGroup, RolloutStatus, SamplingParams, Task
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    SamplingParams,
+    SessionEvent,
+    Task,
+)
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.collection_settings import CollectionSettings
@@ -22,7 +32,7 @@ from octetrl.rollout.drive import Occupancy
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.tiny_model import train_tokenizer
 from tests.unit.environments.turns.games import Calculator, Echo
-from tests.unit.rollout.talking import TalkingWorkers
+from tests.unit.rollout.talking import TalkingSession, TalkingWorkers
 from tests.unit.rollout.templates import tokenizer_of
 
 TOKENIZER: Any = train_tokenizer(["You said 1?"])
@@ -128,6 +138,25 @@ def test_what_the_environment_fails_is_a_status(does: str, status: RolloutStatus
         assert len(rollout.turns) == 2  # what was drawn is kept
         assert rollout.trace is None or "games.py" in rollout.trace
     assert does != "raise" or rollouts[0].trace is not None
+
+
+def test_an_answer_that_a_server_did_not_give_ends_its_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every answer after the first turn is lost. What was drawn before is kept."""
+    events = TalkingSession.events
+
+    def losing(session: TalkingSession, wait_seconds: float = 0.0) -> list[SessionEvent]:
+        return [_lost(event) if "." in event.request_id.partition(":")[0] else event for event in events(session)]
+
+    monkeypatch.setattr(TalkingSession, "events", losing)
+    for rollout in rollouts_of(Echo()):
+        assert (rollout.status, rollout.reward) == (RolloutStatus.GENERATION_ERROR, None)
+        assert rollout.detail == "status 503"
+        assert [bool(turn.completion.token_ids) for turn in rollout.turns] == [True, False]
+
+
+def _lost(event: SessionEvent) -> SessionEvent:
+    failed = Completion((), (), "", FinishReason.FAILED, 0, "none", detail="status 503")
+    return replace(event, token_ids=(), logprobs=(), completion=failed)
 
 
 class Rewarded(Echo):
