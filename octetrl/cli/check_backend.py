@@ -26,6 +26,7 @@ def backend_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     yield "rollout backend", f"vLLM {VLLM_VERSION}, in the trainer's process, with weights of its own"
     yield "log-probs", "of the sampled tokens, after the temperature; those of the trainer differ, see numerics"
+    yield "parity", "not promised; `octetrl doctor RECIPE --backend vllm` measures the difference"
     if recipe.fp8.kv_cache == "calibrated":
         yield "KV scales", "one for K and one for V of each layer: the largest of the heads' scales; Q's is 1"
     algorithm = recipe.algorithm

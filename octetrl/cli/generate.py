@@ -11,7 +11,7 @@ import typer
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.generate_answers import show_answers
 from octetrl.cli.generate_rows import prompt_of, read_rows
-from octetrl.cli.generate_server import ApiKeyVariable, BaseUrl, InFlight, refuse_local, server_config
+from octetrl.cli.generate_server import ApiKeyVariable, BaseUrl, InFlight, refuse_local, refuse_of_server, server_config
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.records import Completion, SamplingParams
@@ -74,7 +74,7 @@ def generate(
     address: Address = None,
     base_url: BaseUrl = None,
     api_key_variable: ApiKeyVariable = None,
-    in_flight: InFlight = 64,
+    in_flight: InFlight = None,
 ) -> None:
     """Generate text from a model or a run."""
     sampling = SamplingParams(
@@ -96,6 +96,7 @@ def generate(
     prompts, counts = [prompt_of(row) for row in given], [int(row.get("n", n)) for row in given]
     cluster = cluster_section(device, gpus, cpus, address)
     if base_url is None:
+        refuse_of_server(api_key_variable, in_flight)
         refuse_no_model(model)
         from octetrl.run.generate import generate_text
 

@@ -29,17 +29,29 @@ ApiKeyVariable = Annotated[
     ),
 ]
 InFlight = Annotated[
-    int, typer.Option("--in-flight", min=1, max=4096, help="With --base-url: number of requests at once.")
+    int | None,
+    typer.Option(
+        "--in-flight",
+        min=1,
+        max=4096,
+        help="With --base-url: number of requests at once. Default: 64.",
+        show_default=False,
+    ),
 ]
+DEFAULT_IN_FLIGHT = 64
 OPTIONS = {"engine.openai.base_url": "--base-url", "engine.openai.api_key_variable": "--api-key-variable"}
 
 
-def server_config(model: str, base_url: str, api_key_variable: str | None, in_flight: int) -> OpenaiConfig:
+def server_config(model: str, base_url: str, api_key_variable: str | None, in_flight: int | None) -> OpenaiConfig:
     """The server's settings. Raises UserError."""
     if not model.strip():
         raise UserError("generate: MODEL is empty; with --base-url it is the model's name at the server")
     config = OpenaiConfig(
-        base_url=base_url, model=model, answers="text", api_key_variable=api_key_variable, concurrency=in_flight
+        base_url=base_url,
+        model=model,
+        answers="text",
+        api_key_variable=api_key_variable,
+        concurrency=in_flight or DEFAULT_IN_FLIGHT,
     )
     for problem in openai_problems(config):
         field = problem.fields[0]
@@ -53,3 +65,10 @@ def refuse_local(precision: str | None, cluster: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise UserError(f"{name}: with --base-url no model is loaded here; leave it out")
+
+
+def refuse_of_server(api_key_variable: str | None, in_flight: int | None) -> None:
+    """Raise UserError for options of a server where none is named."""
+    for name, value in (("--api-key-variable", api_key_variable), ("--in-flight", in_flight)):
+        if value is not None:
+            raise UserError(f"{name}: it is for a server; give its address as --base-url, or leave it out")

@@ -222,3 +222,9 @@ def test_options_that_do_not_fit(
     assert run_command(["generate", "tiny", "--base-url", f"{live.url}/v1", "-p", "hi", *words]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+def test_options_of_a_server_need_one(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--in-flight", "3"], ["--api-key-variable", "K"]):
+        assert run_command(["generate", str(model), "-p", "hi", *words]) == 2
+        assert f"{words[0]}: it is for a server; give its address as --base-url" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def read(answer: dict[str, Any], config: OpenaiConfig, sibling: RunningSequence,
     choice = _choice(answer)
     if config.answers == "tokens":
         return _of_tokens(choice, sibling, decode)
-    return _of_text(answer, choice)
+    return _of_text(answer, choice, limit=sibling.limit - sibling.prompt_length)
 
 
 # ---------------------------------------------------------------- requests
@@ -161,7 +161,7 @@ def _of_tokens(choice: dict[str, Any], sibling: RunningSequence, decode: Decode)
     )
 
 
-def _of_text(answer: dict[str, Any], choice: dict[str, Any]) -> Completion:
+def _of_text(answer: dict[str, Any], choice: dict[str, Any], *, limit: int) -> Completion:
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")
     reason = choice.get("finish_reason")
@@ -171,6 +171,11 @@ def _of_text(answer: dict[str, Any], choice: dict[str, Any]) -> Completion:
     count = usage.get("completion_tokens") if isinstance(usage, dict) else None
     if not isinstance(count, int) or count < 0:
         raise UserError(f"{SECTION}: the server gives no usage.completion_tokens, the lengths of its answers")
+    if count > limit:
+        raise UserError(
+            f"{SECTION}: the server answered with {count} tokens where at most {limit} were asked, so it ignores"
+            " max_completion_tokens; use a server that has it"
+        )
     return Completion((UNKNOWN,) * count, (), text, FinishReason(reason), *STAMP)
 
 

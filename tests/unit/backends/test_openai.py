@@ -188,6 +188,7 @@ def test_a_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         ((400, "temperature: unknown field", {}), "refuses the request .*temperature: unknown field"),
         (said(model="another"), "'m' was asked and 'another' answered"),
         (said() | {"usage": None}, "gives no usage.completion_tokens"),
+        (said(completion_tokens=9), "answered with 9 tokens where at most 8 were asked"),
     ],
 )
 def test_what_no_request_is_spared_ends_the_run(answer: Any, expected: str) -> None:

@@ -123,6 +123,7 @@ def test_check_says_what_remains() -> None:
     assert lines["corrections"] == "tis (at most 2)"
     assert lines["gate"].endswith("warns above 1.03, stops above 1.2")
     assert "largest of the heads' scales" in lines["KV scales"]
+    assert lines["parity"].startswith("not promised; `octetrl doctor RECIPE --backend vllm`")
     bare = dict(backend_lines(recipe_with(VLLM, ("algorithm.corrections", []))))
     assert "not corrected" in bare["corrections"] and "KV scales" not in bare
     assert list(backend_lines(recipe_with(FULL))) == []
