@@ -29,6 +29,7 @@ EXPECTED_SHARE = (
     0.25  # of `rollout.max_new_tokens`: an answer's tokens, where the number of groups of a block is chosen
 )
 MICRO_BATCHES = 2  # of a block, with answers of that length
+LEAST_BLOCKS = 8  # of a step: one long answer keeps its block from being trained on early
 
 
 class Objective(CreditAssignment, Protocol):
@@ -106,9 +107,10 @@ class BesideTail:
 
 
 def groups_per_block(recipe: Recipe) -> int:
-    """As many as fill some micro-batches."""
+    """As many as fill some micro-batches, but few enough that a step has several blocks."""
     expected = recipe.rollout.group_size * recipe.rollout.max_new_tokens * EXPECTED_SHARE
-    return max(1, round(MICRO_BATCHES * recipe.trainer.tokens_per_micro_batch / expected))
+    filling = round(MICRO_BATCHES * recipe.trainer.tokens_per_micro_batch / expected)
+    return max(1, min(filling, recipe.rollout.prompts_per_step // LEAST_BLOCKS))
 
 
 def divisor(recipe: Recipe) -> float:

@@ -48,7 +48,7 @@ class PartQueue:
         return bool(self._waiting)
 
     def offer(self, batch: PackedBatch) -> None:
-        """A part of the step's batch, one optimizer step."""
+        """A part of the step's batch."""
         for minibatch, denominator in zip(batch.minibatches, batch.loss_denominators, strict=True):
             self.denominator += denominator
             self.policy_version = batch.policy_version
@@ -83,8 +83,11 @@ class PartQueue:
             loads[call.worker] += cost
         waiting, self._waiting = list(self._waiting), deque()
         owners = shared_out([cost for cost, _ in waiting], self._team.size, loads)
-        for owner, (cost, part) in zip(owners, waiting, strict=True):
-            self._begin(owner, cost, part)
+        for worker in range(self._team.size):  # one call each, so that its other calls find a free thread
+            own = [part for owner, (_, part) in zip(owners, waiting, strict=True) if owner == worker]
+            if own:
+                micro_batches = tuple(one for part in own for one in part.minibatches[0])
+                self._begin(worker, 0.0, replace(own[0], minibatches=(micro_batches,)))
         calls, self._calls = [call for call, _ in self._calls], []
         self._team.collect("train", calls)
 

@@ -42,7 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def always_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tail, "TAIL_SHARE", 1.5)
-    monkeypatch.setattr("octetrl.run.beside_tail.groups_per_block", lambda _: 1)
     advance = Session._advance
 
     def slowly(self: Session) -> Any:

@@ -148,7 +148,7 @@ class SimulatedTeam:
 
     def _train_part(self, worker: SimulatedWorker, part: PackedBatch) -> tuple[float, Callable[[], Any]]:
         assert not worker.drawing, "it draws"
-        worker.free_at = max(self.now, worker.free_at) + MICRO_BATCH
+        worker.free_at = max(self.now, worker.free_at) + len(part.minibatches[0]) * MICRO_BATCH
         return worker.free_at, lambda: None
 
     def _finish_update(self, *_: Any) -> tuple[float, Callable[[], Any]]:
