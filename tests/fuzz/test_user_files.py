@@ -135,7 +135,8 @@ def here(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = ({"id": number, "prompt": prompt, "answer": "c"} for number, prompt in ((1, "a"), (2, "b")))
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("octetrl.run.rehearsal.RewardWorkers", ScoresHere)
+    for module in ("rehearsal", "environment"):
+        monkeypatch.setattr(f"octetrl.run.{module}.RewardWorkers", ScoresHere)
     return tmp_path
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 from octetrl.run.demo import MARKER, prepare_folder
 
@@ -38,3 +40,13 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     prepare_folder(folder)
     assert not (folder / "grpo").is_symlink()
     assert (tmp_path / "elsewhere" / "mine").exists()
+
+
+def test_threads_of_torch_sleep_between_tiny_matrices_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("octetrl.run.demo.run_demo", lambda folder: None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert run_command(["demo"]) == 0 and os.environ["OMP_WAIT_POLICY"] == "active"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert run_command(["demo"]) == 0 and os.environ["OMP_WAIT_POLICY"] == "passive"
