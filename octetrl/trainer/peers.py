@@ -5,7 +5,7 @@ workers have called it. `Alone` is the only worker of a run; it exchanges nothin
 torch.distributed: NCCL between GPUs, gloo between CPU processes.
 
     sum_to_owners         each owner gets the sum of its rows over all workers      reduce-scatter
-    gather_from_owners    every worker gets the rows of all owners, in place        all-gather
+    gather_from_owners    every worker gets the rows of all owners, in place        all-gather, broadcasts
     sum, maximum          of small tensors: gathered, then combined in the order of ranks, with equal bits everywhere
     gather, gather_records    tensors of different lengths, and JSON records, of all workers
     agree                 the first error that any worker reports
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from octetrl.config.errors import RunFailed
 from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
@@ -183,7 +183,7 @@ class ProcessGroupPeers(WholeModel):
     """Peers over torch.distributed. Build it in every worker's process, with the same store."""
 
     bucket_elements = BUCKET_ELEMENTS  # of one exchange of `gather_from_owners`, the same for all workers
-    in_place_from = 1 << 20  # bytes of a tensor that `gather_from_owners` does not copy into a bucket if it is even
+    in_place_from = 1 << 20  # bytes of a tensor that `gather_from_owners` does not copy into a bucket
 
     def __init__(
         self,
@@ -253,22 +253,35 @@ class ProcessGroupPeers(WholeModel):
 
     def _is_large(self, cut: Cut) -> bool:
         here = cut.tensor.device.type == self._device.type  # not where workers that share a GPU exchange on the host
-        return here and cut.is_even and cut.tensor.nbytes >= self.in_place_from
+        return here and cut.tensor.nbytes >= self.in_place_from
 
     def _gather_in_place(self, cuts: Sequence[Cut]) -> Work:
-        """One exchange of even cuts. No row is copied on this worker: each arrives where it belongs."""
-        pairs = [(_bytes(cut.tensor), _bytes(cut.part(self.share.rank))) for cut in cuts]
+        """One exchange. No row is copied on this worker: each arrives where it belongs."""
         increment_version([cut.tensor for cut in cuts])  # collectives do not tell autograd
+        starts = [start for cut in cuts for start in self._in_place(cut)]
         if self._device.type != "cuda":
-            works = [self._collectives._allgather_base(all_B, own_R) for all_B, own_R in pairs]
+            works = [start() for start in starts]
             for work in works[:-1]:
                 work.wait(timedelta(seconds=self._deadline_seconds))
             return works[-1]
         self._collectives._start_coalescing()
-        for all_B, own_R in pairs:
-            self._collectives._allgather_base(all_B, own_R)
+        for start in starts:
+            start()
         whole: Work = self._collectives._end_coalescing()
         return whole
+
+    def _in_place(self, cut: Cut) -> list[Callable[[], Work]]:
+        """An all-gather if all workers own equally many rows, else a broadcast by each."""
+        if cut.is_even:
+            own_R = _bytes(cut.part(self.share.rank))
+            return [partial(self._collectives._allgather_base, _bytes(cut.tensor), own_R)]
+        owners = [rank for rank in range(self.share.count) if cut.num_bytes(rank)]
+        return [partial(self._broadcast, _bytes(cut.part(rank)), rank) for rank in owners]
+
+    def _broadcast(self, bytes_R: Tensor, rank: int) -> Any:
+        options = BroadcastOptions()
+        options.rootRank = rank
+        return self._collectives.broadcast([bytes_R], options)
 
     def _copy_parts(
         self, cuts: Sequence[Cut], counts: Sequence[Sequence[int]], bytes_R: Tensor, rank: int, *, out: bool

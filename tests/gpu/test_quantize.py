@@ -20,6 +20,7 @@ from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight, quantize_weight_transposed
 from octetrl.kernels.quantize.transpose_codes import transpose_codes
+from octetrl.kernels.rows.sum_words import sum_words
 from octetrl.layers.linear import Float8Linear
 from tests.golden.make import PATH
 
@@ -49,6 +50,12 @@ def test_golden_bytes(kind: str, option: str) -> None:
     x = golden["w" if kind == "weight" else "x"].cuda()
     want = Quantized(golden[f"{kind}.{option}.codes"], golden[f"{kind}.{option}.scale"])
     assert_same_bytes(KERNELS[kind][0](x, OPTIONS[option]), want)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (1152, 640), (3, 100_003), (12_288, 512)])
+def test_sums_of_words(shape: tuple[int, int]) -> None:
+    words = torch.randint(-(1 << 62), 1 << 62, shape, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(sum_words(words.cuda()).cpu(), sum_words(words))
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (5, 7), (132, 200), (1152, 640), (4096, 1100)])

@@ -56,6 +56,28 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
+@triton.jit
+def straight_tile(
+    x_desc, w_desc, x_row, x_column, w_row, start_n, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TURNED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile [M, N] of one matrix's product in float32: its whole depth in one order, from row `x_row` and column
+    `x_column` of x, and row `w_row` of w, which is [K, N] if `TURNED`. `SWAP`: the columns are the long operand."""
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        x_MK = x_desc.load([x_row, x_column + start_k])
+        if TURNED:
+            w_KN = w_desc.load([w_row + start_k, start_n])
+        else:
+            w_NK = w_desc.load([w_row + start_n, start_k])
+            w_KN = w_NK.T
+        acc = tl.dot(w_KN.T, x_MK.T, acc) if SWAP else tl.dot(x_MK, w_KN, acc)
+    if SWAP:
+        acc = acc.T
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_columns", "depth", "row_step", "row_start"])
 def _grouped_bf16_gemm_kernel(
     x_desc, w_desc, first_ptr, y_ptr, num_columns, depth, row_step, row_start,
@@ -68,17 +90,9 @@ def _grouped_bf16_gemm_kernel(
     expert, start_m, end_m = find_tile(first_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
     if expert < EXPERTS:  # a tile may reach into the next expert's rows: x is 0 there, and they are finite
         w_row = expert * row_step + row_start
-        acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
-        for start_k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            x_MK = x_desc.load([start_m, start_k])
-            if TURNED:
-                w_KN = w_desc.load([w_row + start_k, start_n])
-            else:
-                w_NK = w_desc.load([w_row + start_n, start_k])
-                w_KN = w_NK.T
-            acc = tl.dot(w_KN.T, x_MK.T, acc) if SWAP else tl.dot(x_MK, w_KN, acc)
-        if SWAP:
-            acc = acc.T
+        acc = straight_tile(
+            x_desc, w_desc, start_m, 0, w_row, start_n, depth, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TURNED, STAGES
+        )
         row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
         inside_MN = (row_M < end_m)[:, None] & (column_N < num_columns)[None, :]
         y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]

@@ -2,10 +2,10 @@
 
     y[T, H, N] = x[T, H, K] w_h[N, K]^T,  or `turned`:  x[T, H, K] w_h[K, N]
 
-It is `grouped_bf16_gemm` for groups of equal size: the same tiles, the same straight loop over K, the same bits. But
-nothing is copied. x may be a view, such as a part of every query; y is contiguous, as the next op reads it. Latent
-attention multiplies by `kv_b` with it, twice a layer. Each of these products was up to four launches: where the groups
-begin, x by head, the product, and y by token.
+It is `grouped_bf16_gemm` for groups of equal size: the same tiles and the same loop over K (`straight_tile`), hence the
+same bits. But nothing is copied. x may be a view, such as a part of every query; y is contiguous, as the next op reads
+it. Latent attention multiplies by `kv_b` with it, twice a layer. Each of these products was up to four launches: where
+the groups begin, x by head, the product, and y by token.
 
 TMA reads x as a matrix, in which a head begins at another column (if a token's heads are side by side) or at another
 row (if a head's tokens are). `can_run` says which views can be read so.
@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference
-from octetrl.kernels.gemm.grouped_bf16_gemm import DEPTH, STAGES, WHOLE, Part
+from octetrl.kernels.gemm.grouped_bf16_gemm import DEPTH, STAGES, WHOLE, Part, straight_tile
 from octetrl.kernels.gemm.grouped_fp8_gemm import Tile, choose_tile
 
 ALIGNED = 8  # elements of BF16 in TMA's 16 bytes
@@ -39,17 +39,9 @@ def _head_gemm_kernel(
     start_m = tl.program_id(0) // tiles_n % tiles_m * BLOCK_M
     head = tl.program_id(0) // tiles_n // tiles_m
     x_row, x_column, w_row = head * head_row + start_m, head * head_column, head * w_step + w_start
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
-    for start_k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        x_MK = x_desc.load([x_row, x_column + start_k])
-        if TURNED:
-            w_KN = w_desc.load([w_row + start_k, start_n])
-        else:
-            w_NK = w_desc.load([w_row + start_n, start_k])
-            w_KN = w_NK.T
-        acc = tl.dot(w_KN.T, x_MK.T, acc) if SWAP else tl.dot(x_MK, w_KN, acc)
-    if SWAP:
-        acc = acc.T
+    acc = straight_tile(
+        x_desc, w_desc, x_row, x_column, w_row, start_n, depth, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TURNED, STAGES
+    )
     token_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
     inside_MN = (token_M < num_tokens)[:, None] & (column_N < num_columns)[None, :]
     y_ptrs = y_ptr + (token_M[:, None].to(tl.int64) * HEADS + head) * num_columns + column_N[None, :]
