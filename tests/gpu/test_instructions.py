@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, e4m3_to_bf16, sigmoid, to_bf16
 from octetrl.kernels.optimizer.add_gradient import add_gradient
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +45,21 @@ def test_every_bf16_value_and_many_between() -> None:
         assert torch.equal(got[2][numbers], x.bfloat16().float()[numbers]) and got[2][~numbers].isnan().all()
         assert torch.equal(codes[numbers], x.clamp(-448, 448).to(E4M3).view(torch.uint8)[numbers])
         assert (codes[~numbers] & 0x7F == 0x7F).all()
+
+
+@triton.jit
+def _code_kernel(code_ptr, value_ptr):
+    place = tl.arange(0, 1024)
+    tl.store(value_ptr + place, e4m3_to_bf16(tl.load(code_ptr + place), True))
+
+
+def test_every_e4m3_code() -> None:
+    codes = torch.arange(1024, device="cuda").to(torch.uint8).view(E4M3)
+    values = torch.empty(1024, dtype=torch.bfloat16, device="cuda")
+    _code_kernel[(1,)](codes, values)
+    numbers = ~codes.float().isnan()
+    assert torch.equal(values[numbers].view(torch.int16), codes.bfloat16()[numbers].view(torch.int16))
+    assert values[~numbers].tolist() == [480.0, -480.0] * 4
 
 
 @pytest.mark.parametrize("shape", [(1,), (4096, 12288), (1001, 37)])

@@ -60,6 +60,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.config.blocks import KVMode
+from octetrl.kernels.instructions import e4m3_to_bf16
 
 KV_TILE = 128
 KV_CHUNK = 1024
@@ -71,6 +72,7 @@ MODE_NUMBER: dict[KVMode, int] = {"none": 0, "calibrated": 1, "dynamic": 2, "int
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 LOWEST = tl.constexpr(FLOOR)
 TMA_HEAD_SIZES = (64, 128)
+ON_GPU = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def mode_of(scale: Tensor | None) -> KVMode:
@@ -235,8 +237,11 @@ def update_columns(
 def as_operand(x, DTYPE: tl.constexpr):
     """K or V as stored, in the dtype in which they are multiplied. Exact for codes."""
     if x.dtype == tl.int8:
-        x = x.to(tl.float32)
-    return x.to(DTYPE)
+        return x.to(tl.float32).to(DTYPE)
+    elif x.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
+        return e4m3_to_bf16(x, ON_GPU)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ def first_column(first_token, sequence):
 
 
 @triton.jit
-def _align_scales_kernel(
+def _attention_scales_kernel(
     k_scale_ptr, v_scale_ptr, k_out_ptr, v_out_ptr, cu_seqlens_ptr, stride_row,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, HAS_K: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def align_scales(
     rows = torch.empty(2, K, (T // ALIGN.value + B) * ALIGN.value + ALIGN.value, device=v_scale.device)
     k_rows, v_rows = rows.unbind()
     if T > 0 and B > 0:
-        _align_scales_kernel[(triton.cdiv(max_seqlen, TOKENS), B)](
+        _attention_scales_kernel[(triton.cdiv(max_seqlen, TOKENS), B)](
             k_scale, v_scale, k_rows, v_rows, cu_seqlens_B1, rows.stride(1),
             HEADS=K, BLOCK_K=triton.next_power_of_2(K), TOKENS=TOKENS, HAS_K=k_scale is not None,
             num_warps=4, **({"enable_fp_fusion": False} if v_scale.is_cuda else {}),

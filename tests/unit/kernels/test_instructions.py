@@ -11,24 +11,26 @@ from triton.runtime.interpreter import InterpretedFunction
 import octetrl.kernels.instructions as module
 import octetrl.kernels.quantize.quantize_activation as quantize_activation
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
+from octetrl.kernels.instructions import bf16_to_float, e4m3_code, e4m3_to_bf16, sigmoid, to_bf16
 from tests.unit.kernels.interpreting import interpret
 
 
 @triton.jit
-def _each_kernel(x_ptr, narrow_ptr, sigmoid_ptr, wide_ptr, rounded_ptr, code_ptr, N: tl.constexpr):
+def _each_kernel(x_ptr, narrow_ptr, sigmoid_ptr, wide_ptr, rounded_ptr, code_ptr, value_ptr, N: tl.constexpr):
     place = tl.arange(0, N)
     x = tl.load(x_ptr + place)
     tl.store(sigmoid_ptr + place, sigmoid(x, False))
     tl.store(wide_ptr + place, bf16_to_float(tl.load(narrow_ptr + place), False))
     tl.store(rounded_ptr + place, bf16_to_float(to_bf16(x, False), False))
-    tl.store(code_ptr + place, e4m3_code(x, False))
+    code = e4m3_code(x, False)
+    tl.store(code_ptr + place, code)
+    tl.store(value_ptr + place, e4m3_to_bf16(code.to(tl.float8e4nv, bitcast=True), False).to(tl.float32))
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, module, quantize_activation)
-    for name in ("bf16_to_float", "e4m3_code", "sigmoid", "to_bf16", "_each_kernel"):
+    for name in ("bf16_to_float", "e4m3_code", "e4m3_to_bf16", "sigmoid", "to_bf16", "_each_kernel"):
         monkeypatch.setitem(globals(), name, InterpretedFunction(globals()[name].fn))
 
 
@@ -38,8 +40,9 @@ def test_plain_forms() -> None:
     )
     narrow = x.bfloat16()
     got = [torch.empty(16) for _ in range(3)]
-    codes = torch.empty(16, dtype=torch.uint8)
-    _each_kernel[(1,)](x, narrow, *got, codes, N=16)
+    codes, values = torch.empty(16, dtype=torch.uint8), torch.empty(16)
+    _each_kernel[(1,)](x, narrow, *got, codes, values, N=16)
     torch.testing.assert_close(got[0].double(), torch.sigmoid(x.double()), rtol=1e-6, atol=1e-38)
     assert torch.equal(got[1], narrow.float()) and torch.equal(got[2], narrow.float())
     assert torch.equal(codes.view(E4M3).float(), x.clamp(-448, 448).to(E4M3).float())
+    assert torch.equal(values, codes.view(E4M3).float())
