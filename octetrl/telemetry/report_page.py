@@ -147,9 +147,10 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     for title, name in (*CURVES, *_of_environments(runs)):
         if name == _REWARD and rewards_are_accuracy:
             continue
-        values = {row.get(name) for run in runs for row in run.rows}
-        if len(values) == 1 and name not in HEADLINES and all(len(run.rows) > 1 for run in runs):
-            constant += [[title, shown_number(value), _meaning(name)] for value in values if value is not None]
+        values = {value for run in runs for value in run.values(name)}  # a step without an update has no loss
+        measured = [len(run.values(name)) for run in runs]
+        if len(values) == 1 and name not in HEADLINES and min(measured) > 1:
+            constant += [[title, shown_number(value), _meaning(name)] for value in values]
             continue
         charts = []
         for at, x_name in ((0, "step"), (1, "hour")):
@@ -161,7 +162,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
             cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(says)}</p>{"".join(charts)}</div>')
     yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
     if constant:
-        yield "<h2>The same in every step</h2>" + _table(["", "value", ""], constant, " settings")
+        yield "<h2>The same in every step that has it</h2>" + _table(["", "value", ""], constant, " settings")
 
 
 def _meaning(name: str) -> str:

@@ -58,10 +58,10 @@ def test_curves_are_over_steps_and_hours_and_runs_lie_on_one_another(tmp_path: P
 
 def test_what_never_changed_is_a_line_of_a_table(tmp_path: Path) -> None:
     one, two = (read_run(make_run(tmp_path / str(rate), lr=rate, kl=0.25)) for rate in (0.5, 0.125))
-    curves, _, constant = report_page([one]).partition("<h2>The same in every step</h2>")
+    curves, _, constant = report_page([one]).partition("<h2>The same in every step that has it</h2>")
     assert "<h3>learning rate</h3>" not in curves and "<h3>reward</h3>" in curves
     assert "<td>learning rate</td><td>0.5</td>" in constant and "<td>log-probs equal</td><td>1</td>" in constant
-    curves, _, constant = report_page([one, two]).partition("<h2>The same in every step</h2>")
+    curves, _, constant = report_page([one, two]).partition("<h2>The same in every step that has it</h2>")
     assert "<h3>learning rate</h3>" in curves and "<td>log-probs equal</td><td>1</td>" in constant, "they differ"
 
 
@@ -76,6 +76,15 @@ def test_a_reward_that_is_the_accuracy_has_no_second_chart(tmp_path: Path) -> No
     run.rows[-1]["eval/reward_mean"] = 0.25  # partial credit
     page = report_page([run])
     assert "<h3>held-out reward</h3>" in page and "is the same number" not in page
+
+
+def test_a_step_without_an_update_makes_no_chart_of_what_never_changed(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", lr=0.5, kl=0.25))
+    del run.rows[4]["lr"], run.rows[4]["mismatch/equal_fraction"]
+    run.rows[4]["kl"] = None
+    page = report_page([run])
+    assert not {"<h3>learning rate</h3>", "<h3>log-probs equal</h3>"} & set(re.findall("<h3>.*?</h3>", page))
+    assert "<td>learning rate</td><td>0.5</td>" in page and "<td>log-probs equal</td><td>1</td>" in page
 
 
 def test_differences_are_paired_by_step(tmp_path: Path) -> None:
