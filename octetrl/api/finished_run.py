@@ -28,7 +28,7 @@ class FinishedRun:
     """
 
     folder: Path  # config.yaml, metrics.jsonl, rollouts/, checkpoints/
-    recipe: Recipe  # with every field resolved
+    recipe: Recipe = field(repr=False)  # with every field resolved
     given: Given = field(repr=False)  # what the recipe names as `given:NAME`
 
     @property

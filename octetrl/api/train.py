@@ -103,6 +103,9 @@ def train(
             with errors_named(name):
                 given[dataset] = _environment(given[dataset], one)
 
+    from octetrl.run.early import refuse_early
+
+    refuse_early(resolved, resume=resume)
     from octetrl.api.finished_run import FinishedRun
     from octetrl.run.loop import train as run_recipe
 

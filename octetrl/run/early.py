@@ -82,7 +82,7 @@ def refuse_held(folder: Path) -> None:
     """Refuse a new run in the folder of another one."""
     if (folder / RECIPE_FILE).exists():
         raise UserError(
-            f"output_dir: '{folder}' already holds a run; continue it with --resume,"
+            f"output_dir: '{folder}' already holds a run; continue it with --resume (in Python resume=True),"
             f" or give another folder: output_dir=..."
         )
 

@@ -44,13 +44,18 @@ class Scoring:
     seed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EvalReport:
     """The result of `evaluate` (run/evaluate.py). `groups` has one group per task."""
 
     groups: Sequence[RolloutGroup]
     scoring: Scoring
     tokens_per_second: float = 0.0
+
+    def __repr__(self) -> str:
+        """The estimates with their intervals, without the groups, which hold every answer."""
+        shown = [f"{name}={one.mean:.4g} [{one.low:.4g}, {one.high:.4g}]" for name, one in self.estimates.items()]
+        return f"EvalReport({', '.join([f'tasks={self.tasks}', *shown])})"
 
     @property
     def tasks(self) -> int:

@@ -42,7 +42,7 @@ def test_from_a_closure_to_text(model: Path, tmp_path: Path, capsys: pytest.Capt
         return tiny_rewards.by_text(task, text)
 
     run = octetrl.train(tasks=TASKS, reward=noise, **settings(model, tmp_path / "run"))
-    assert run.folder == tmp_path / "run"
+    assert run.folder == tmp_path / "run" and repr(run) == f"FinishedRun(folder={run.folder!r})"
     assert [line["step"] for line in run.metrics] == [1, 2]
     assert run.metrics == read_lines(run.folder / "metrics.jsonl")
     assert all(line["mismatch/max_abs_diff"] == 0.0 for line in run.metrics)
@@ -143,6 +143,14 @@ def test_what_is_wrong_is_refused_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(octetrl.UserError, match=said):
         octetrl.train(model=model, cluster={"device": "cpu"}, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_missing_where_the_run_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's folder has the model's name, and must not be taken for it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(octetrl.UserError, match="model folder 'runs/mine' does not exist"):
+        octetrl.train(model="runs/mine", tasks=TASKS, cluster={"device": "cpu"})
     assert not list(tmp_path.iterdir())
 
 

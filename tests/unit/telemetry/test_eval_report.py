@@ -34,6 +34,14 @@ GROUPS = [
 REPORT = EvalReport(GROUPS, Scoring(ks=(1, 2, 4)))
 
 
+def test_a_report_is_shown_in_one_line_without_its_answers() -> None:
+    shown = repr(REPORT)
+    estimate = REPORT.estimates["accuracy"]
+    assert shown.startswith(f"EvalReport(tasks={len(GROUPS)}, ") and len(shown) < 300
+    assert f"accuracy={estimate.mean:.4g} [{estimate.low:.4g}, {estimate.high:.4g}]" in shown
+    assert repr(EvalReport([], Scoring())) == "EvalReport(tasks=0)"
+
+
 def test_estimates_are_means_over_tasks_of_what_has_a_reward() -> None:
     found = {name: (estimate.mean, estimate.tasks) for name, estimate in REPORT.estimates.items()}
     assert found["accuracy"] == (pytest.approx((1 / 2 + 1 / 3) / 2), 2)
