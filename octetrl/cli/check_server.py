@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import typer
 
@@ -32,7 +34,7 @@ def check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
             " and engine.openai.model, without --sample and --memory-gib; leave --eval out for any other recipe"
         )
     search_beside(path)
-    problems: list[str] = []
+    problems = list(_lacking(server))
     spec, named = None, recipe
     if server.answers == "tokens":
         try:
@@ -57,6 +59,15 @@ def check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
         print_lines("rehearsal", iter(rehearsal.lines))
     _refuse(path, problems)
     typer.echo("no problems")
+
+
+def _lacking(server: OpenaiConfig) -> Iterator[str]:
+    """What this machine lacks to ask the server."""
+    key = server.api_key_variable
+    if key is not None and not os.environ.get(key, "").strip():
+        yield f"engine.openai.api_key_variable: the environment variable {key} is not set here; export it"
+    if find_spec("httpx") is None:
+        yield "engine.openai: needs httpx, which is not installed; pip install 'octetrl[judge]'"
 
 
 def _without_weights(recipe: Recipe) -> Recipe:
