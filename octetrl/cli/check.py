@@ -2,7 +2,7 @@
 
 The shape comes from config.json, the device from nvidia-smi. Torch only counts the GPUs for several workers. A recipe
 for a machine elsewhere is checked with that machine's memory: `--memory-gib 140`. Quick checks come first: if names
-or sizes are wrong, no tokenizer is loaded and no score is called.
+or sizes are wrong, no tokenizer is waited for and no score is called.
 """
 
 from __future__ import annotations
