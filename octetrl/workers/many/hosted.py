@@ -192,7 +192,7 @@ class HostedWorker:
 
     def train_part(self, part: PackedBatch) -> None:
         """Once the session is closed, while other workers may still draw."""
-        assert self._update is not None and self._session is None, "`begin_update` and `withdraw` come first"
+        assert self._update is not None, "`begin_update` comes first"
         self._compute("train", partial(self._update.add, part))
 
     def finish_update(self, denominator: float, policy_version: int) -> PolicyUpdate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from octetrl.engine.session import Session
 from octetrl.environments.scoring import RewardRound
-from octetrl.records import MicroBatch, PackedBatch
+from octetrl.records import MicroBatch, PackedBatch, RolloutGroup
 from octetrl.run.build import Run
 from octetrl.run.loop import _calibrate_first
 from octetrl.run.step import produce
@@ -123,16 +124,26 @@ def test_a_streamed_step_has_the_bits_of_one_that_waits(
             assert torch.equal(tensor, other[name]), name
 
 
-def test_a_step_draws_the_same_and_measures_the_same(model: Path, tmp_path: Path) -> None:
-    """Without equal micro-batches, and with a denominator that is not known before: up to rounding."""
-    algorithm = {**CHANGES["algorithm"], "token_weighting": "token", "kl_coefficient": 0.1}
+@pytest.mark.parametrize("refills", [0, 1])
+def test_a_step_draws_the_same_and_measures_the_same(refills: int, model: Path, tmp_path: Path) -> None:
+    """Without equal micro-batches, and with a denominator that is not known before: up to rounding. Refills open
+    further sessions in the step, and some groups are not kept."""
+    algorithm = {**CHANGES["algorithm"], "token_weighting": "token", "kl_coefficient": 0.1, "max_refills": refills}
+    algorithm["drop_zero_variance"] = refills > 0
     changes = {**CHANGES, "algorithm": algorithm, "precision": "bf16", "steps": 1}
+
+    def keeps(group: RolloutGroup) -> bool:
+        return not refills or sum(map(len, (one.text for one in group.rollouts))) % 3 > 0
+
     with run_on(2, model, tmp_path, **changes) as run:
+        run.algorithm = replace(run.algorithm, keeps=keeps)
         expected, lines = steps_of(run, 1)
     with run_on(2, model, tmp_path, beside_tail=True, **changes) as run:
         start_rewards(run)
+        run.algorithm = replace(run.algorithm, keeps=keeps)
         drawn, streamed = steps_of(run, 1)
     assert drawn == expected
+    assert all(line["rollout/refills"] == refills for line in lines)
     for line, mine in zip(lines, streamed, strict=True):
         assert mine["train/beside_tail_share"] > 0
         mine = {name: value for name, value in mine.items() if name not in ONLY_WITH}
