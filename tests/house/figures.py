@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
@@ -66,14 +67,16 @@ def shown_as(measured: float, shown: str) -> bool:
     return abs(measured - float(digits) * unit) <= 0.5 * step * (1 + 1e-9)
 
 
+@cache
 def measured_rows(pattern: str) -> list[Row]:
     """The rows of all files that a marker means, each with its file's name behind the bench."""
     paths = sorted(REPO.glob(pattern))
     assert paths, f"no file is {pattern}"
     return [
-        row | {"file": path.stem.partition("_")[2], "dirty": is_dirty(result)}
+        row | of_file
         for path in paths
         for result in [json.loads(path.read_text(encoding="utf-8"))]
+        for of_file in [{"file": path.stem.partition("_")[2], "dirty": is_dirty(result)}]
         for row in result["rows"]
     ]
 
