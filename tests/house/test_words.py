@@ -8,6 +8,7 @@ recipes, the package with its docstrings, comments and messages, the tests and t
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -69,8 +70,11 @@ PHRASES = (
 )
 
 
-def searched() -> list[str]:
-    return [path for path in text_files() if path.startswith(SEARCHED) and path != "tests/house/test_words.py"]
+@cache
+def searched() -> dict[str, str]:
+    """What each file says, by path."""
+    paths = [path for path in text_files() if path.startswith(SEARCHED) and path != "tests/house/test_words.py"]
+    return {path: (REPO / path).read_text(encoding="utf-8") for path in paths}
 
 
 @pytest.mark.parametrize("phrase", PHRASES, ids=lambda phrase: phrase.example)
@@ -78,8 +82,7 @@ def test_no_text_says(phrase: Phrase) -> None:
     pattern = re.compile(phrase.pattern.replace(" ", r"\s+"))
     assert pattern.search(phrase.example), "the pattern does not find its own example"
     found = []
-    for path in searched():
-        text = (REPO / path).read_text(encoding="utf-8")
+    for path, text in searched().items():
         found += [f"{path}:{text.count(chr(10), 0, hit.start()) + 1}: {hit[0]!r}" for hit in pattern.finditer(text)]
     assert not found, f"write '{phrase.instead}' instead: {', '.join(found)}"
 
