@@ -19,7 +19,7 @@ from rich.console import Console
 
 from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
 from octetrl.cli.out_file import refuse_file, writes
-from octetrl.config.errors import UserError, nearest_file
+from octetrl.config.errors import UserError, nearest_file, refuse_empty, runs_in
 from octetrl.config.load import load_recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.run.early import refuse_no_model
@@ -184,6 +184,7 @@ def _compared(reports: Mapping[str, EvalReport]) -> dict[str, Mapping[str, Estim
 def recipe_of(targets: Sequence[str]) -> str:
     """The recipe that the first run among the targets saved."""
     for target in targets:
+        refuse_empty(target, "model", "a run, a checkpoint or a model folder")
         if (found := recipe_of_run(target)) is not None:
             return str(found)
     for target in targets:
@@ -191,7 +192,8 @@ def recipe_of(targets: Sequence[str]) -> str:
             raise UserError(
                 f"'{target}' does not exist; give a run, a checkpoint or a model folder{nearest_file(Path(target))}"
             )
-    raise UserError("--recipe: none of the targets is a run with a recipe of its own; give --recipe RECIPE.yaml")
+    hint = next(filter(None, (runs_in(Path(target)) for target in targets)), "")
+    raise UserError(f"--recipe: none of the targets is a run with a recipe of its own; give --recipe RECIPE.yaml{hint}")
 
 
 def _is_override(word: str) -> bool:

@@ -184,6 +184,10 @@ def test_a_mistyped_file_name_is_answered_with_the_nearest(project: Path, capsys
 
 def test_eval_needs_a_recipe_or_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--recipe: none of the targets is a run with a recipe of its own" in said(capsys, "eval", str(tmp_path))
+    assert "'' names no model; give a run, a checkpoint or a model folder" in said(capsys, "eval", "")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/config.yaml").write_text("")
+    assert said(capsys, "eval", str(tmp_path)).rstrip().endswith(f"it holds the run {tmp_path / 'one'}")
     assert "/mising' does not exist; give a run, a checkpoint" in said(capsys, "eval", str(tmp_path / "mising"))
     assert "--allow: it changes a run that is resumed" in said(capsys, "train", "demo_grpo", "--allow", "steps=3")
 
