@@ -1,36 +1,46 @@
 """Learning curves and times of one recipe when generating runs K policy versions ahead of training.
 
     octetrl demo                                               # once: the model of demo_grpo
-    python -m benchmarks.staleness --staleness 0,1,2,4 --seeds 3 --steps 60
+    python -m benchmarks.staleness --staleness 0,1,2,4,8 --seeds 3 --steps 60 --state runs/staleness
     python -m benchmarks.staleness --gpus 1,1 --in-flight recompute_cache --recipe RECIPE fp8.kv_cache=dynamic
+    python -m benchmarks.staleness --gpus 1,1 --jobs 4 cluster.workers_per_gpu=2    # all arms on one GPU
 
 Every arm (a K and a seed) is `octetrl train` with the recipe, on workers that only train and workers that only generate
-(`--cpus` or `--gpus`: how many of each). The arms run one after another, so that their times can be compared; a seed's
-arms follow each other, and every second seed runs them in reverse order. Only K, the seed, the number of steps, the
-evaluation interval and what is written to the disk differ from the recipe. `--seconds` stops the sweep after the arm
-during which the time is over; the result has the arms that ended. Leaves `benchmarks/results/staleness_NAME.json`:
+(`--cpus` or `--gpus`: how many of each). With `--jobs 1` the arms run one after another, so that their times can be
+compared; a seed's arms follow each other, and every second seed runs them in reverse order. With more, arms run side by
+side, and only accuracies by step can be compared. Only K, the seed, the number of steps, the evaluation interval and
+what is written to the disk differ from the recipe.
 
-    rows    one per arm and step: precision, workload, staleness, in_flight, seed, step, seconds (of the arm's steps up
-            to this one, without evaluations), eval/accuracy (only where evaluated), reward/mean, rollout/staleness,
-            rollout/on_policy_share, time/step, time/wait_for_batch, time/wait_for_weights, time/publish_pause
-    arms    one per arm: precision, workload, staleness, in_flight, seed, steps, seconds, eval/accuracy (the last)
+`--state FOLDER` keeps the arms' run folders. The same command then continues: an arm that ended is not run again, an
+arm that was stopped is resumed from its last checkpoint. `--seconds` stops the sweep; the result has the arms that
+ended. Leaves `benchmarks/results/staleness_NAME.json`, and `--curve FILE` draws the accuracy by step as SVG:
+
+    rows    one per arm and step: precision, workload, staleness, in_flight, jobs, seed, step, seconds (of the arm's
+            steps up to this one, without evaluations), eval/accuracy (only where evaluated), reward/mean,
+            rollout/staleness, rollout/on_policy_share, time/step, time/wait_for_batch, time/wait_for_weights,
+            time/publish_pause
+    arms    one per arm: precision, workload, staleness, in_flight, jobs, seed, steps, seconds, eval/accuracy (the last)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.curves import panels
 from benchmarks.record import RESULTS, write_result
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
@@ -41,6 +51,8 @@ SHOWN = (
     "eval/accuracy", "reward/mean", "rollout/staleness", "rollout/on_policy_share", "time/step", "time/wait_for_batch",
     "time/wait_for_weights", "time/publish_pause",
 )  # fmt: skip
+POLL_SECONDS = 0.2
+STOP_SECONDS = 25.0  # of a run between Ctrl-C and its end
 Row = dict[str, object]
 
 
@@ -58,42 +70,106 @@ def changes_of(arguments: argparse.Namespace, staleness: int, seed: int, folder:
         f"steps={arguments.steps}",
         f"evaluation.every={arguments.eval_every}",
         f"output_dir={json.dumps(str(folder))}",
-        "checkpoint.every=0",
+        f"checkpoint.every={arguments.eval_every}",
+        "checkpoint.keep_last=1",
         "logging.tensorboard=false",
         "logging.rollouts=false",
         *arguments.changes,
     ]
 
 
-def run_arm(arguments: argparse.Namespace, staleness: int, seed: int, folder: Path) -> list[Row]:
-    """Train one arm. Returns its rows. Raises UserError with the end of its output if it fails."""
-    recipe = arguments.recipe if Path(arguments.recipe).is_file() else str(shipped_path(arguments.recipe))
-    changes = changes_of(arguments, staleness, seed, folder)
-    loaded = load_recipe(recipe, changes)  # refuses a wrong recipe before anything starts
-    log = folder.with_suffix(".log")
-    with log.open("wb") as file:
-        command = [sys.executable, "-m", "octetrl", "train", recipe, *changes]
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code:
-        raise UserError(f"K = {staleness}, seed {seed} ended with {code}: {log.read_text(errors='replace')[-600:]}")
-    own: Row = {
-        "precision": loaded.precision,
-        "workload": f"{loaded.rollout.prompts_per_step}x{loaded.rollout.group_size}",
-        "staleness": staleness,
-        "in_flight": arguments.in_flight if staleness else "off",
-        "seed": seed,
-    }
-    rows, seconds = [], 0.0
-    for metrics in map(json.loads, (folder / METRICS_FILE).read_text().splitlines()):
-        seconds += metrics["time/step"]
-        shown = {name: metrics[name] for name in SHOWN if metrics.get(name) is not None}
-        rows.append(own | {"step": metrics["step"], "seconds": round(seconds, 2), **shown})
-    return rows
+@dataclass(slots=True)
+class Arm:
+    """A K and a seed. `folder`: of its run; its output lies beside it."""
+
+    staleness: int
+    seed: int
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
+    def has_ended(self, steps: int) -> bool:
+        """Whether the run has all its steps."""
+        return self.process is None and len(self.lines()) == steps
+
+    def lines(self) -> list[dict[str, float]]:
+        file = self.folder / METRICS_FILE
+        return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
+
+    def start(self, arguments: argparse.Namespace) -> None:
+        """Begin or resume the run. Raises UserError for a wrong recipe, before anything starts."""
+        changes = changes_of(arguments, self.staleness, self.seed, self.folder)
+        recipe = recipe_file(arguments)
+        load_recipe(recipe, changes)
+        resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
+        with self.log.open("ab") as file:
+            command = [sys.executable, "-m", "octetrl", "train", recipe, *changes, *resume]
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def stop(self) -> None:
+        """Ask for the run's end; it saves a checkpoint."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def rows(self, arguments: argparse.Namespace) -> list[Row]:
+        loaded = load_recipe(recipe_file(arguments), changes_of(arguments, self.staleness, self.seed, self.folder))
+        own: Row = {
+            "precision": loaded.precision,
+            "workload": f"{loaded.rollout.prompts_per_step}x{loaded.rollout.group_size}",
+            "staleness": self.staleness,
+            "in_flight": arguments.in_flight if self.staleness else "off",
+            "jobs": arguments.jobs,
+            "seed": self.seed,
+        }
+        rows, seconds = [], 0.0
+        for metrics in self.lines():
+            seconds += metrics["time/step"]
+            shown = {name: metrics[name] for name in SHOWN if metrics.get(name) is not None}
+            rows.append(own | {"step": metrics["step"], "seconds": round(seconds, 2), **shown})
+        return rows
+
+
+def recipe_file(arguments: argparse.Namespace) -> str:
+    return arguments.recipe if Path(arguments.recipe).is_file() else str(shipped_path(arguments.recipe))
+
+
+def run_arms(arms: Sequence[Arm], arguments: argparse.Namespace) -> None:
+    """Run the arms that have not ended, `arguments.jobs` at once, until the time is over. Raises UserError with the end
+    of an arm's output if it fails."""
+    until = time.monotonic() + arguments.seconds
+    waiting, running = [arm for arm in arms if not arm.has_ended(arguments.steps)], list[Arm]()
+    try:
+        while (waiting or running) and time.monotonic() < until:
+            while waiting and len(running) < arguments.jobs:
+                running.append(waiting.pop(0))
+                running[-1].start(arguments)
+            time.sleep(POLL_SECONDS)
+            for arm in [arm for arm in running if arm.process is not None and arm.process.poll() is not None]:
+                running.remove(arm)
+                code, arm.process = arm.process.returncode if arm.process is not None else 0, None
+                if code:
+                    end = arm.log.read_text(errors="replace")[-600:]
+                    raise UserError(f"K = {arm.staleness}, seed {arm.seed} ended with {code}: {end}")
+                print(json.dumps(arm_of(arm.rows(arguments))), flush=True)
+    finally:
+        for arm in running:  # together: each needs some seconds
+            if arm.process is not None and arm.process.poll() is None:
+                arm.process.send_signal(signal.SIGINT)
+        for arm in running:
+            arm.stop()
 
 
 def arm_of(rows: Sequence[Row]) -> Row:
     """An arm's row, from those of its steps."""
-    names = ("precision", "workload", "staleness", "in_flight", "seed")
+    names = ("precision", "workload", "staleness", "in_flight", "jobs", "seed")
     evaluated = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     last = {"eval/accuracy": evaluated[-1]} if evaluated else {}
     return {name: rows[0][name] for name in names} | {"steps": len(rows), "seconds": rows[-1]["seconds"], **last}
@@ -123,6 +199,15 @@ def show(arms: Sequence[Row], rows: Sequence[Row]) -> None:
     Console().print(table)
 
 
+def curve_of(ended: Sequence[Sequence[Row]]) -> str:
+    """Held-out accuracy by step as SVG, a panel for each K."""
+    curves: dict[str, list[list[tuple[float, float]]]] = {}
+    for own in sorted(ended, key=lambda rows: int(str(rows[0]["staleness"]))):
+        points = [(float(str(row["step"])), float(str(row["eval/accuracy"]))) for row in own if "eval/accuracy" in row]
+        curves.setdefault(f"K = {own[0]['staleness']}", []).append(points)
+    return panels(curves, x="step", y="held-out accuracy")
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -137,24 +222,31 @@ def main() -> None:
     parser.add_argument("--cpus", type=numbers, default=[1, 1], help="workers that train, workers that generate")
     parser.add_argument("--gpus", type=numbers, default=None, help="the same on GPUs")
     parser.add_argument("--in-flight", choices=("off", "recompute_cache", "keep_cache"), default="off")
+    parser.add_argument("--jobs", type=int, default=1, help="arms at once")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--state", type=Path, default=None, help="folder of the arms' runs; default: a temporary one")
+    parser.add_argument("--curve", type=Path, default=None, help="SVG of the accuracy by step")
     parser.add_argument("--name", default=None, help="of the result; default: the recipe's")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("changes", nargs="*", help="key=value, as for octetrl train")
     arguments = parser.parse_args()
-    began, rows, arms = time.monotonic(), [], []
-    with tempfile.TemporaryDirectory() as work:
-        for seed in range(arguments.seeds):
-            for staleness in arguments.staleness[:: -1 if seed % 2 else 1]:
-                if time.monotonic() - began > arguments.seconds:
-                    break
-                own = run_arm(arguments, staleness, seed, Path(work) / f"{staleness}_{seed}")
-                rows += own
-                arms.append(arm_of(own))
-                print(json.dumps(arms[-1]), flush=True)
-    show(arms, rows)
+    with tempfile.TemporaryDirectory() if arguments.state is None else nullcontext(str(arguments.state)) as work:
+        Path(work).mkdir(parents=True, exist_ok=True)
+        arms = [
+            Arm(staleness, seed, Path(work) / f"{staleness}_{seed}")
+            for seed in range(arguments.seeds)
+            for staleness in arguments.staleness[:: -1 if seed % 2 else 1]
+        ]
+        run_arms(arms, arguments)
+        ended = [arm.rows(arguments) for arm in arms if arm.has_ended(arguments.steps)]
+    if not ended:
+        raise UserError(f"no arm ended in {arguments.seconds:g} s; run it again with the same --state to go on")
+    rows, ends = [row for own in ended for row in own], [arm_of(own) for own in ended]
+    show(ends, rows)
+    if arguments.curve is not None:
+        arguments.curve.write_text(curve_of(ended))
     name = arguments.name or Path(arguments.recipe).stem
-    print(write_result("staleness", name, rows, arguments.out, arms=arms))
+    print(write_result("staleness", name, rows, arguments.out, arms=ends))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class ClusterConfig(Section):
     gpus_per_node: int | None = Field(default=None, ge=1, le=1_024)
     """Number of GPUs on each of the `nodes`. The run uses nodes x gpus_per_node GPUs; leave `gpus` out."""
     workers_per_gpu: int = Field(default=1, ge=1, le=8)
-    """Number of workers that share one GPU. Use it to test many workers on one GPU; it is never faster."""
+    """Number of workers that share one GPU. Use it to test many workers on one GPU; it is never faster. `trainer_gpus`
+    and `engine_gpus` then count workers: with 1 of each, 2 makes both use one GPU."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Number of workers that share one model by rows, for a model that is too large for one. The number of workers must
     be a multiple of it. On GPUs it launches kernel by kernel so far, which is slow. 1: every worker has the whole
@@ -100,7 +101,7 @@ class ClusterConfig(Section):
         if self.trainer_cpus is not None and self.engine_cpus is not None:
             return self.trainer_cpus, self.engine_cpus
         if self.trainer_gpus is not None and self.engine_gpus is not None:
-            return self.trainer_gpus * self.workers_per_gpu, self.engine_gpus * self.workers_per_gpu
+            return self.trainer_gpus, self.engine_gpus
         return None
 
     @property
@@ -249,6 +250,12 @@ def _role_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     if cluster.trainer_cpus is not None and cluster.device == "cuda":
         text = f"{given[0]}: starts workers on the CPU, but cluster.device is cuda; remove device"
         yield Problem((given[0], "cluster.device"), text)
+    if cluster.trainer_gpus is not None and cluster.num_workers % cluster.workers_per_gpu:
+        text = (
+            f"cluster.workers_per_gpu: {cluster.num_workers} workers that train or generate do not fill GPUs with"
+            f" {cluster.workers_per_gpu} each; give a multiple of {cluster.workers_per_gpu} workers, or remove it"
+        )
+        yield Problem((*given, "cluster.workers_per_gpu"), text)
     if cluster.trainer_cpus is not None and cluster.workers_per_gpu > 1:
         text = f"cluster.workers_per_gpu: has no effect with {given[0]}; remove it"
         yield Problem((given[0], "cluster.workers_per_gpu"), text)

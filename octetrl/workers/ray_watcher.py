@@ -3,8 +3,9 @@
     python -I -S ray_watcher.py TEMPORARY_FOLDER [RUN_FOLDER] < a pipe whose other end the run holds
 
 It sleeps until the pipe closes: at the run's end, or when its process has died, however. Then it kills the processes of
-this Ray, copies Ray's logs into the run folder if the run began (it has a config.yaml), and removes Ray's folder. The
-processes are found by that folder's name, which is unique: in their environment, or among the open files of an actor.
+this Ray, copies Ray's logs into the run folder if the run began (it has a config.yaml), and removes Ray's folder. Of a
+killed run that had not begun it removes the files. The processes are found by that folder's name, which is unique: in
+their environment, or among the open files of an actor.
 
 At its end the run sends a byte. Without it the process was killed, or ended by Ray, which has lost a process of its
 own. Nobody else can say so then: one line on stderr does.
@@ -13,6 +14,7 @@ own. Nobody else can say so then: one line on stderr does.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -22,6 +24,7 @@ import time
 from pathlib import Path
 
 STATUS_FILE = "workers.json"  # workers/many/status.py
+LOCK_FILE = "lock"  # run/output_folder.py
 MARK = "OCTETRL_RAY_FOLDER"  # in the environment of Ray's processes
 BYE = b"."  # from a run that ends by itself
 SECONDS = 5.0  # until what does not die is left alone
@@ -47,11 +50,28 @@ def main(folder: Path, run_folder: Path | None) -> None:
         with contextlib.suppress(OSError):
             keep_logs(folder, run_folder / "logs" / "ray")
             run_folder.joinpath(STATUS_FILE).unlink(missing_ok=True)
+    elif run_folder is not None and said != BYE:
+        with contextlib.suppress(OSError):
+            remove_files(run_folder)
     shutil.rmtree(folder, ignore_errors=True)
     if said != BYE:
         how = "continue with --resume" if has_begun else "nothing was written"
         with contextlib.suppress(OSError):
             os.write(2, f"octetrl: {KILLED}; {how}\n".encode())
+
+
+def remove_files(run_folder: Path) -> None:
+    """What a run writes before it begins. Another run may have started there: then it holds the lock."""
+    lock = run_folder / LOCK_FILE
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if run_folder.joinpath("config.yaml").exists():
+            return
+        for path in (*run_folder.glob("logs/worker_*.log"), run_folder / STATUS_FILE):
+            path.unlink(missing_ok=True)
+        if run_folder.joinpath("logs").exists():
+            run_folder.joinpath("logs").rmdir()
+        lock.unlink()
 
 
 def processes_of(folder: Path, exempt: set[int]) -> list[int]:

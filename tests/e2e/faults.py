@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,14 @@ CHANGES: dict[str, Any] = {
     "environment.reward": "tests.e2e.tiny_rewards:slowly_by_text",
     "environment.reward_timeout_seconds": 4.0,
 }
+AHEAD: dict[str, Any] = {  # one worker trains, one generates a batch ahead; a checkpoint has that batch
+    "cluster.cpus": None,
+    "cluster.trainer_cpus": 1,
+    "cluster.engine_cpus": 1,
+    "cluster.max_staleness": 1,
+    "checkpoint.batches_ahead": "saved",
+}
+LAYOUTS: tuple[dict[str, Any], ...] = ({"cluster.cpus": 3}, {"cluster.cpus": 2}, AHEAD)
 SPREAD = UNTIMED | {"fp8/kv_saturation", "rollout/reward_restarts"}  # follows the clock, or counts the strike itself
 VICTIMS = ("worker", "driver", "raylet", "gcs_server", "reward")
 
@@ -86,9 +94,9 @@ def moments(seed: int, count: int) -> list[Moment]:
 class Attempt:
     """One process of a run, from its start or its last checkpoint."""
 
-    def __init__(self, model: Path, folder: Path, count: int, restarts: int) -> None:
+    def __init__(self, model: Path, folder: Path, workers: Mapping[str, Any], restarts: int) -> None:
         self.run = folder / "run"
-        changes = CHANGES | {"cluster.cpus": count, "cluster.max_restarts": restarts}
+        changes = CHANGES | {**workers, "cluster.max_restarts": restarts}
         recipe = folder / "recipe.yaml"
         recipe.write_text(dump_recipe(tiny_recipe(model, self.run, changes)))
         self.temporary = folder / "tmp"
@@ -194,7 +202,9 @@ class Attempt:
         if code:
             assert own and said.splitlines()[-1] in (own[-1], *_printed_of_worker(said)), said
             assert code == (-signal.SIGKILL if moment is not None and moment.victim == "driver" else 1), (code, said)
-            if code == -signal.SIGKILL:
+            if code == -signal.SIGKILL and not (self.run / "config.yaml").exists():
+                assert not list(self.run.iterdir()), "nothing was written, as the line says"
+            elif code == -signal.SIGKILL:
                 assert list((self.run / "logs" / "ray").glob("raylet.*")), "Ray's own logs were not kept"
         else:
             assert not own, said
@@ -276,13 +286,13 @@ def measured(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def struck_run(model: Path, folder: Path, count: int, strikes: list[Moment], seed: int) -> int:
+def struck_run(model: Path, folder: Path, workers: Mapping[str, Any], strikes: list[Moment], seed: int) -> int:
     """Begins a run, strikes it at each moment and resumes it, until it ends. Returns how many moments it used up."""
     folder.mkdir(parents=True, exist_ok=True)
     draw, used = random.Random(seed), 0
     while True:
         moment = strikes[used] if used < len(strikes) else None
-        attempt = Attempt(model, folder, count, 0 if moment is None else moment.restarts)
+        attempt = Attempt(model, folder, workers, 0 if moment is None else moment.restarts)
         began = time.monotonic()
         try:
             struck = moment is not None and attempt.strike(moment, draw)
@@ -314,15 +324,16 @@ def main() -> None:
     left, runs = moments(seed, given.moments), 0
     wholes: dict[int, Path] = {}
     while left:
-        runs, count = runs + 1, 2 + runs % 2
-        if count not in wholes:
-            struck_run(model, base / f"whole_{count}", count, [], seed)
-            wholes[count] = base / f"whole_{count}" / "run"
-        print(f"run {runs}, on {count} workers", flush=True)
+        runs += 1
+        layout = runs % len(LAYOUTS)
+        if layout not in wholes:
+            struck_run(model, base / f"whole_{layout}", LAYOUTS[layout], [], seed)
+            wholes[layout] = base / f"whole_{layout}" / "run"
+        print(f"run {runs}, with {LAYOUTS[layout]}", flush=True)
         folder = base / f"struck_{runs}"
-        used = struck_run(model, folder, count, left[:6], seed + runs)
+        used = struck_run(model, folder, LAYOUTS[layout], left[:6], seed + runs)
         left = left[used:]
-        assert_same_run(folder / "run", wholes[count])
+        assert_same_run(folder / "run", wholes[layout])
     print(json.dumps({"seed": seed, "moments": given.moments, "runs": runs, "passed": True}))
     shutil.rmtree(base)
 

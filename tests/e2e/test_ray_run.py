@@ -126,7 +126,9 @@ def test_workers_with_one_role_each_make_the_run_of_one_worker(
         assert (folder / name).read_bytes() == (finished("fp8_full") / name).read_bytes()
 
 
+@pytest.mark.parametrize("role", [0, 1], ids=["trainer", "engine"])
 def test_a_run_that_draws_ahead_takes_every_task_once_when_a_worker_dies(
+    role: int,
     running: RayCluster,
     finished: Callable[[str], Path],
     model: Path,
@@ -139,9 +141,9 @@ def test_a_run_that_draws_ahead_takes_every_task_once_when_a_worker_dies(
 
     def kill_one() -> None:
         wait_for((folder / STATUS_FILE).exists)
-        doomed = pid_of(folder, 1)
+        doomed = pid_of(folder, role)
         wait_for(lambda: has_a_line(folder))
-        os.kill(doomed, signal.SIGKILL)  # the worker that draws steps 2 and 3
+        os.kill(doomed, signal.SIGKILL)  # it draws steps 2 and 3, or trains on step 2
 
     def step_after_the_kill(run: Run, step: int) -> StepMetrics:
         if step == 3:

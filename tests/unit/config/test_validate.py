@@ -146,6 +146,10 @@ IMPOSSIBLE = [
     ([("cluster.cpus", 2), ("cluster.gpus", 2)], "cannot be combined with cluster.gpus; keep one"),
     ([("cluster.cpus", 2), ("cluster.device", "cuda")], "use cluster.gpus, or device: cpu"),
     ([("cluster.cpus", 2), ("cluster.workers_per_gpu", 2)], "has no effect with workers on the CPU"),
+    (
+        [("cluster.trainer_gpus", 1), ("cluster.engine_gpus", 2), ("cluster.workers_per_gpu", 2)],
+        "3 workers that train or generate do not fill GPUs with 2 each; give a multiple of 2 workers",
+    ),
     ([("cluster.max_staleness", 1)], "needs workers that only train and workers that only generate; give"),
     ([*AHEAD, ("algorithm.name", "rft")], "rft compares no token with the policy that sampled it"),
     (
