@@ -97,7 +97,7 @@ def speed_panel(ours: Sequence[Row], vllm: Sequence[Row]) -> Iterator[str]:
     room = PANEL - NAMES - VALUES
     height = (PLOT - 8) / sum(len(group) + 1.4 for group in bars.values())
     yield text(0, 28, "Generation speed", "title")
-    yield text(0, 48, "Qwen3-8B’s shape, random weights, one H200, one round", "note")
+    yield text(0, 48, "Qwen3-8B’s shape, random weights, one H200, one round each", "note")
     for tick in range(0, top + 1, TICK):
         x = NAMES + tick / top * room
         yield line([(x, TOP), (x, TOP + PLOT)], "grid" if tick else "axis")

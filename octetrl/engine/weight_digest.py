@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from octetrl.kernels.rows.sum_words import place_factors, sum_words
+from octetrl.kernels.rows.sum_words import mixed_with_places, sum_words
 
 SMALL_BYTES = 1 << 20
 
@@ -38,15 +38,14 @@ def rows_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 def row_sums(tensor: Tensor) -> Tensor:
     """int64 sums over each row, in words of eight bytes if possible. They may wrap around.
 
-    Each word is multiplied by an odd number of its place, so two words that changed places show.
+    Each word is mixed with its place, so two words that changed places show, and two changed signs.
     """
     octets = torch.atleast_2d(tensor.contiguous().view(torch.uint8)).flatten(1)
     return sum_words(octets.view(torch.int64) if octets.shape[1] % 8 == 0 else octets)
 
 
 def _sum_of_rows(rows: Sequence[Tensor]) -> int:
-    """A sum that depends on the order of all rows: each is multiplied by its own odd number."""
+    """A sum that depends on the order of all rows: each is mixed with its place."""
     if not rows:
         return 0
-    all_rows = torch.cat(list(rows))
-    return int((all_rows * place_factors(all_rows.numel(), all_rows.device)).sum())
+    return int(mixed_with_places(torch.cat(list(rows))).sum())

@@ -1,11 +1,14 @@
-"""Sum the words of each row, each word times an odd number of its place: what a digest of weights is made of.
+"""Sum the words of each row, each mixed with its place: what a digest of weights is made of.
 
-    factor[w] = ((w + 1) * -0x61C8864680B583EB) | 1         int64, wraps around
-    sum[r]    = sum over w of words[r, w] * factor[w]       int64, wraps around, so its order does not matter
+    factor[w]     = ((w + 1) * -0x61C8864680B583EB) | 1     int64, wraps around
+    product[r, w] = words[r, w] * factor[w]                 int64, wraps around
+    sum[r]        = sum over w of product ^ (product >> 32)     int64, wraps around, so its order does not matter
 
-Two words that changed places show, because their factors differ. torch writes the products and reads them again, three
-passes over the memory; this kernel reads each word once. A long row is summed by several programs, which add their
-parts atomically: integers that wrap around have the same sum in any order. An element costs 8 bytes read.
+Two words that changed places show, because their factors differ. An odd factor leaves a word's top bit where it is, so
+two changed signs would cancel in a sum of products: the upper half is added to the lower one by xor. torch writes the
+products and reads them again, several passes over the memory; this kernel reads each word once. A long row is summed by
+several programs, which add their parts atomically: integers that wrap around have the same sum in any order. An element
+costs 8 bytes read.
 
 Layout: words [R, W] int64, contiguous; sums [R] int64.
 
@@ -37,7 +40,8 @@ def _sum_words_kernel(
         inside_RC = (row_R < R)[:, None] & (column_C < W)[None, :]
         word_RC = tl.load(word_ptr + row_R[:, None] * W + column_C[None, :], mask=inside_RC, other=0)
         factor_C = ((column_C.to(tl.int64) + 1) * STRIDE) | 1
-        total_RC += word_RC * factor_C[None, :]
+        product_RC = word_RC * factor_C[None, :]
+        total_RC += product_RC ^ (product_RC >> 32)
     tl.atomic_add(sum_ptr + row_R, tl.sum(total_RC, axis=1), mask=row_R < R)
 
 
@@ -51,17 +55,18 @@ def sum_words_triton(words_RW: Tensor, sum_R: Tensor) -> Tensor:
     return sum_R
 
 
-def place_factors(count: int, device: torch.device) -> Tensor:
-    """[count] int64: different odd numbers with bits in all places."""
-    return (torch.arange(1, count + 1, device=device) * STRIDE) | 1
+def mixed_with_places(words_W: Tensor) -> Tensor:
+    """The terms of the sum, [..., W] int64."""
+    factor_W = (torch.arange(1, words_W.shape[-1] + 1, device=words_W.device) * STRIDE) | 1
+    products_W = words_W * factor_W
+    return products_W ^ (products_W >> 32)
 
 
 def sum_words_reference(words_RW: Tensor, sum_R: Tensor) -> Tensor:
     """The same in plain torch, in parts of rows that bound the memory of the products."""
-    factor_W = place_factors(words_RW.shape[1], words_RW.device)
     step = max(1, PART // max(1, words_RW.shape[1]))
     for part_PW, sum_P in zip(words_RW.split(step), sum_R.split(step), strict=True):
-        sum_P.copy_((part_PW * factor_W).sum(dim=1))
+        sum_P.copy_(mixed_with_places(part_PW).sum(dim=1))
     return sum_R
 
 

@@ -25,6 +25,18 @@ def test_swapped_values_of_a_row_or_of_a_column_show(columns: int) -> None:
     assert len(digests | {digest_of(1, [in_words]), digest_of(2, [w])}) == 6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_signs_that_changed_in_pairs_show(dtype: torch.dtype) -> None:
+    """The sign of the last value of a word is its top bit."""
+    w = weight(torch.float32)
+    columns = w.clone()
+    columns[:, 7::8] *= -1
+    two = w.clone()
+    two[2, 7] *= -1
+    two[5, 15] *= -1
+    assert len({digest_of(1, [one.to(dtype)]) for one in (w, columns, two)}) == 3
+
+
 def test_parts_are_no_part_of_it() -> None:
     w = weight()
     assert torch.equal(torch.cat([row_sums(w[:2]), row_sums(w[2:])]), row_sums(w)), "of rows on several workers"

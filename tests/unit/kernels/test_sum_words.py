@@ -18,8 +18,12 @@ def draw(rows: int, columns: int) -> torch.Tensor:
 
 
 def by_python(row: list[int]) -> int:
-    whole = sum(word * ((place + 1) * STRIDE | 1) for place, word in enumerate(row)) % 2**64
-    return whole - 2**64 if whole >= 2**63 else whole
+    products = [signed(word * ((place + 1) * STRIDE | 1)) for place, word in enumerate(row)]
+    return signed(sum(product ^ (product >> 32) for product in products))
+
+
+def signed(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def test_the_sums_are_those_of_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
