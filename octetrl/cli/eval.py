@@ -101,6 +101,8 @@ def evaluate(
     if not console.is_terminal:
         console.width = WIDE  # so that a row stays a line
     console.print(report_table(reports, compared))
+    if len(targets) > 1:
+        console.print(f"all of them: the tasks of {recipe}", markup=False)
     if out is not None:
         file = Path(out)
         if not is_json(out):

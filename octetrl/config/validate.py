@@ -157,8 +157,15 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
         text = (
             f"model.context_length: {recipe.model.context_length} is shorter than rollout.max_prompt_tokens"
             f" {rollout.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens};"
-            f" raise it to {longest}, or lower these"
         )
+        context = recipe.model.context_length
+        if recipe.algorithm.learns_from == "rollouts":
+            text += f" raise it to {longest}, or lower these"
+        else:
+            text += (
+                f" only evaluations use them with {recipe.algorithm.name}: lower them, for example to"
+                f" {context - context // 2} and {context // 2}"
+            )
         yield Problem(("model.context_length", *lengths), text)
     evaluated = rollout.max_prompt_tokens + (evaluation.max_new_tokens or 0)
     if recipe.model.context_length < evaluated and evaluation.max_new_tokens is not None:

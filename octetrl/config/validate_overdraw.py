@@ -21,12 +21,13 @@ def describe_overdraw(recipe: Recipe) -> str | None:
     if rollout.overdraw == 1.0 or recipe.algorithm.learns_from != "rollouts":
         return None
     prompts, drawn = rollout.prompts_per_step, overdrawn(rollout.prompts_per_step, rollout.overdraw)
-    later = "are drawn again in the next step"
+    verb = "is" if drawn - prompts == 1 else "are"
+    later = f"{verb} drawn again in the next step"
     if rollout.overdraw_return == "long_step":
-        later = "are drawn again once they fill a step"
+        later = f"{verb} drawn again once they fill a step"
     return (
-        f"{drawn} prompts are drawn, the {prompts} groups with the shortest answers are kept, the other"
-        f" {drawn - prompts} {later}; not exact: it prefers short answers"
+        f"{drawn} prompts are drawn, the {prompts} groups with the shortest answers are trained on,"
+        f" {drawn - prompts} {later}; so a step prefers short answers"
     )
 
 

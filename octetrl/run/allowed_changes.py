@@ -65,8 +65,8 @@ def refuse_changes(folder: Path, changes: Collection[Change], allowed: Collectio
     if fixed:
         raise UserError(
             f"--resume: '{folder}' was started with another recipe: {_listed(fixed)}; its checkpoint depends on"
-            f" {'this' if len(fixed) == 1 else 'these'}, so resume it with its own config.yaml, or start again in"
-            " another output_dir"
+            f" {'this' if len(fixed) == 1 else 'these'}, so resume it with its own config.yaml{_or_from(fixed)}, or"
+            " start again in another output_dir"
         )
     others = [change for change in changes if not _is_below(change.field, allowed)]
     if others:
@@ -80,6 +80,13 @@ def refuse_changes(folder: Path, changes: Collection[Change], allowed: Collectio
             "--allow algorithm.kl_coefficient: the run has no reference model to measure the KL against; start again in"
             " another output_dir"
         )
+
+
+def _or_from(changes: Collection[Change]) -> str:
+    """The option that is missing where the run began with the weights of another one."""
+    paths = [change.old for change in changes if change.field == "model.path" and isinstance(change.old, str)]
+    found = [re.fullmatch(r"(.+)/checkpoints/step_0*(\d+)", path) for path in paths]
+    return "".join(f" or with --from {one[1]}@{one[2]}, with which it began" for one in found if one)
 
 
 def record_changes(folder: Path, step: int, changes: Collection[Change]) -> None:

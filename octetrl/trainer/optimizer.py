@@ -46,6 +46,7 @@ from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shards import BLOCK_ROWS, Rows, cut_rows
 from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
 
+EXACT_NORM_FROM = 1 << 20  # elements; smaller tensors keep the bits of torch's own norm
 BUCKET_ELEMENTS = 1 << 26
 GradientFormat = Literal["float32", "bfloat16"]  # of the sums, `trainer.gradients`
 
@@ -168,6 +169,8 @@ class Optimizer:
     def _norm(self, slots: Sequence[Slot]) -> Tensor:
         """Of the owned rows, float32."""
         sums = [slot.gradient for slot in slots]
+        if any(one.device.type == "cpu" and one.numel() > EXACT_NORM_FROM for one in sums):
+            return torch.stack([norm_by_parts(one) for one in sums]).norm().float()
         if self.gradients.rounding is None or not sums:
             return get_total_norm(sums)
         return torch.stack([torch.linalg.vector_norm(one, dtype=torch.float32) for one in sums]).norm()
@@ -302,6 +305,13 @@ def _pieces(slot: Slot) -> Iterator[StatePiece]:
     master = slot.master if slot.has_own_master else None
     moments = slot.exp_avg, slot.exp_avg_sq
     return pieces_of(slot.name, slot.weight, slot.gradient, *moments, master, slot.decays, first=slot.first)
+
+
+def norm_by_parts(values: Tensor) -> Tensor:
+    """The norm in float64. On a CPU torch adds the float32 squares of a tensor one by one, and loses 2% of the norm
+    of 150 million values; parts keep the copy in float64 small."""
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in values.flatten().split(EXACT_NORM_FROM)]
+    return torch.stack(parts).norm()
 
 
 def _buckets(slots: Iterable[Slot]) -> Iterator[tuple[Slot, ...]]:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
+from octetrl.run.allowed_changes import changes_between, refuse_changes
 from octetrl.run.loop import train
 from octetrl.trainer import checkpoint
 from octetrl.workers.worker import Worker
@@ -264,6 +265,13 @@ def test_another_recipe_is_refused(change: dict[str, Any], copied: dict[str, Any
         train(tiny_recipe(model, tmp_path / "run", copied | change), resume=True)
     with pytest.raises(UserError, match="already holds a run"):
         train(tiny_recipe(model, tmp_path / "run", copied | change))
+
+
+def test_a_run_that_began_with_another_runs_weights_names_the_option() -> None:
+    saved = {"model": {"path": "runs/a b/checkpoints/step_000030", "preset": None}}
+    changes = changes_between(saved, {"model": {"path": None, "preset": "tiny"}})
+    with pytest.raises(UserError, match=r"own config.yaml or with --from runs/a b@30, with which it began, or start"):
+        refuse_changes(Path("runs/b"), changes, (), tiny_recipe(Path("m"), Path("runs/b"), {}))
 
 
 def test_steps_may_be_raised(whole: Path, model: Path, tmp_path: Path) -> None:

@@ -235,7 +235,8 @@ def update_columns(
 
 @triton.jit
 def as_operand(x, DTYPE: tl.constexpr):
-    """K or V as stored, in the dtype in which they are multiplied. Exact for codes."""
+    """K or V as stored, in the dtype in which they are multiplied. Exact for finite codes. As BF16 a NaN code becomes
+    480 on a GPU; BF16 is for scales of tokens, and the scale of a token that is not finite is NaN."""
     if x.dtype == tl.int8:
         return x.to(tl.float32).to(DTYPE)
     elif x.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:

@@ -140,10 +140,10 @@ def test_it_warns_below_four_micro_batches_a_worker(folder: Path, capsys: pytest
 
 
 def test_over_drawing_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = "38 prompts are drawn, the 32 groups with the shortest answers are kept, the other 6 are drawn again"
+    drawn = "38 prompts are drawn, the 32 groups with the shortest answers are trained on, 6 are drawn again"
     for returned, when in (("next_step", "in the next step"), ("long_step", "once they fill a step")):
         code, out, _ = check(capsys, "rollout.overdraw=1.2", f"rollout.overdraw_return={returned}")
-        assert code == 0 and f"over-drawing {drawn} {when}; not exact: it prefers short answers" in out
+        assert code == 0 and f"over-drawing {drawn} {when}; so a step prefers short answers" in out
     assert "over-drawing" not in check(capsys)[1]
 
 
