@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octetrl.config.errors import UserError, nearest
 
+if TYPE_CHECKING:
+    from octetrl.telemetry.glossary import Metric
+
 
 def metrics(
-    word: Annotated[str | None, typer.Argument(metavar="[WORD]", help="A metric's name, or a part of it.")] = None,
+    word: Annotated[
+        str | None, typer.Argument(metavar="[WORD]", help="A metric's name, a part of it, or a word of its text.")
+    ] = None,
 ) -> None:
     """Explain the metrics of a run: their units, and what good and bad values are."""
     from rich.console import Console
@@ -19,9 +24,15 @@ def metrics(
     from octetrl.telemetry.glossary import METRICS, explained
 
     named = explained(word) if word else None
+    in_names = word is not None and any(word in one.name for entries in METRICS.values() for one in entries)
     console, shown = Console(highlight=False), False
     for family, entries in METRICS.items():
-        found = [one for one in entries if not word or one is named or (named is None and word in one.name)]
+        if not word:
+            found = list(entries)
+        elif named is not None:
+            found = [one for one in entries if one is named]
+        else:  # where no metric has it in its name: a word of the texts, such as a setting
+            found = [one for one in entries if word in one.name or (not in_names and _letters(word) in _text(one))]
         if not found:
             continue
         table = Table(title=family, title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -33,5 +44,15 @@ def metrics(
     if not shown:
         names = [one.name for entries in METRICS.values() for one in entries]
         raise UserError(
-            f"metrics: no metric has '{word}' in its name; `octetrl metrics` lists all{nearest(word or '', names)}"
+            f"metrics: no metric has '{word}' in its name or text; `octetrl metrics` lists all"
+            f"{nearest(word or '', names)}"
         )
+
+
+def _text(metric: Metric) -> str:
+    return _letters(f"{metric.meaning} {metric.look}")
+
+
+def _letters(text: str) -> str:
+    """Without case and what stands between words: `overdraw` is found in "Over-drawing"."""
+    return "".join(letter for letter in text.lower() if letter.isalnum())

@@ -86,7 +86,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/put_back_groups", "groups", "Over-drawing: slow groups, left out and drawn again next step."),
         Metric("rollout/drawn_again_groups", "groups", "Over-drawing: groups that the step before had left out."),
         Metric("rollout/longest_kept_answer", TOKENS, "Over-drawing: longest answer of the new groups that were kept."),
-        Metric("rollout/moved_answers", "answers", "Learning beside the tail: answers that changed the worker."),
+        Metric("rollout/moved_answers", "answers", "`rollout.learn_beside_tail`: answers that changed the worker."),
         Metric("rollout/mean_length", TOKENS, "Mean number of sampled tokens of a rollout.",
                "Growth without reward: look at the answers."),
         Metric("rollout/max_length", TOKENS, "Largest number of sampled tokens of a rollout."),

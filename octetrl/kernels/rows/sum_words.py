@@ -2,7 +2,8 @@
 
     factor[w]     = ((w + 1) * -0x61C8864680B583EB) | 1     int64, wraps around
     product[r, w] = words[r, w] * factor[w]                 int64, wraps around
-    sum[r]        = sum over w of product ^ (product >> 32)     int64, wraps around, so its order does not matter
+    term[r, w]    = product ^ its upper half                no two words have the same term at one place
+    sum[r]        = sum over w of term                      int64, wraps around, so its order does not matter
 
 Two words that changed places show, because their factors differ. An odd factor leaves a word's top bit where it is, so
 two changed signs would cancel in a sum of products: the upper half is added to the lower one by xor. torch writes the
@@ -41,7 +42,7 @@ def _sum_words_kernel(
         word_RC = tl.load(word_ptr + row_R[:, None] * W + column_C[None, :], mask=inside_RC, other=0)
         factor_C = ((column_C.to(tl.int64) + 1) * STRIDE) | 1
         product_RC = word_RC * factor_C[None, :]
-        total_RC += product_RC ^ (product_RC >> 32)
+        total_RC += product_RC ^ ((product_RC >> 32) & 0xFFFFFFFF)
     tl.atomic_add(sum_ptr + row_R, tl.sum(total_RC, axis=1), mask=row_R < R)
 
 
@@ -59,7 +60,7 @@ def mixed_with_places(words_W: Tensor) -> Tensor:
     """The terms of the sum, [..., W] int64."""
     factor_W = (torch.arange(1, words_W.shape[-1] + 1, device=words_W.device) * STRIDE) | 1
     products_W = words_W * factor_W
-    return products_W ^ (products_W >> 32)
+    return products_W ^ ((products_W >> 32) & 0xFFFFFFFF)
 
 
 def sum_words_reference(words_RW: Tensor, sum_R: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def draw(rows: int, columns: int) -> torch.Tensor:
 
 def by_python(row: list[int]) -> int:
     products = [signed(word * ((place + 1) * STRIDE | 1)) for place, word in enumerate(row)]
-    return signed(sum(product ^ (product >> 32) for product in products))
+    return signed(sum(product ^ (product % 2**64 >> 32) for product in products))
 
 
 def signed(number: int) -> int:

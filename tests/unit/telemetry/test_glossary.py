@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
+
+from octetrl.cli.main import run_command
 from octetrl.telemetry.glossary import METRICS, explained, page
 from octetrl.telemetry.metrics import NAME
 from tests.house.tree import REPO, python_files, syntax
@@ -49,3 +52,12 @@ def test_entries_are_sound_and_plain_names_come_before_patterns() -> None:
 
 def test_the_page_is_made_from_the_table() -> None:
     assert (REPO / "docs" / "metrics.md").read_text(encoding="utf-8") == page()
+
+
+def test_the_command_searches_texts_where_no_name_has_the_word(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, name in (("overdraw", "rollout/put_back_groups"), ("learn_beside_tail", "rollout/moved_answers")):
+        assert run_command(["metrics", word]) == 0
+        assert name in capsys.readouterr().out
+    assert run_command(["metrics", "moved"]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["Rollout", "rollout/moved_answers"]
+    assert run_command(["metrics", "nosuchword"]) == 2
