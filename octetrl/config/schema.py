@@ -137,8 +137,9 @@ class RolloutConfig(Section):
     in a step of their own as soon as they fill one. Only such steps then wait for long answers."""
     learn_beside_tail: bool = False
     """Train on complete groups while the last answers of a step are still sampled. The last answers continue on one
-    worker, and the others train. Completions and log-probs stay the same bits; gradients differ by rounding. Needs
-    several workers that train and sample. See docs/scale.md."""
+    worker, and the others train. Completions and log-probs stay the same bits. Gradients differ by the roundings of the
+    backward, because samples are packed and the loss is divided in another way. Needs several workers that train and
+    sample. See docs/scale.md."""
     system_prompt: str | None = None
     """System message before each prompt. None: no system message."""
 

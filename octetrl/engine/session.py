@@ -268,7 +268,7 @@ class Session:
         return lengths
 
     def answers_so_far(self) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
-        """Tokens and log-probs read so far of each unfinished answer that has begun, by request and sibling."""
+        """Tokens and log-probs read so far of each unfinished answer, by request and sibling. None yet: empty."""
         return {(one.group.request.id, one.sibling): self._transcript.since(one, 0) for one in self._unfinished()}
 
     def progress(self) -> GenerationProgress:

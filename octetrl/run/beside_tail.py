@@ -114,7 +114,8 @@ def groups_per_block(recipe: Recipe) -> int:
 
 
 def divisor(recipe: Recipe) -> float:
-    """The loss's denominator where every answer is trained on; with weights by token, a number of its size."""
+    """The loss's denominator where every answer is trained on; with weights by token, a number of its size. It is the
+    same in every run of the recipe, so the roundings of a backward do not depend on the answers of other groups."""
     answers = recipe.rollout.prompts_per_step * recipe.rollout.group_size
     by_token = getattr(recipe.algorithm, "token_weighting", None) == "token"
     return answers * (recipe.rollout.max_new_tokens * EXPECTED_SHARE if by_token else 1.0)

@@ -4,9 +4,10 @@
     finish    all workers together: scale the sums, one update, metrics
 
 The loss's denominator is known when the last rollout has ended. Until then the loss is divided by a `divisor` that is
-known before the step. `finish` multiplies the gradient sums by divisor / denominator. Where both are equal this factor
-is 1, and the step has the bits of `Trainer.train` with the same micro-batches in the same order. Otherwise each
-gradient differs by the rounding of its sums.
+known before the step. `finish` multiplies the gradient sums by the quotient divisor / denominator. Where it is a power
+of two, such as 1, the step has the bits of `Trainer.train` with the same micro-batches in the same order. With another
+quotient every value of the backward is rounded at another place between two powers of two: gradients in BF16, and codes
+and scales in FP8. The difference has the size of the backward's own roundings and no bias (docs/scale.md).
 
 Only for objectives that need nothing of the whole batch before a backward (config/validate_tail.py).
 """

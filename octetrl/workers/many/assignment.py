@@ -184,7 +184,7 @@ class Assignment:
 
     def move(self, worker: int, to: int, answers: Mapping[tuple[str, int], Said]) -> list[RequestPiece]:
         """Gives the unfinished siblings of a worker to another one. Returns the pieces to submit there. `answers`: what
-        each has said so far, by the piece's id and sibling; all that have begun."""
+        each has said so far, by the piece's id and sibling. A piece of which it has none has not begun."""
         pieces = []
         load, target = self._loads[worker], self._loads[to]
         moved, load.pieces = load.pieces, {}

@@ -72,6 +72,7 @@ class HostedWorker:
         self._session_end: Future[None] | None = None
         self._update: StreamedUpdate | None = None  # whose batch arrives in parts
         self._opens = threading.Lock()  # held while a session is opened, and while weights are adopted
+        self._closes = threading.Lock()  # held while a session is closed
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(
@@ -260,8 +261,7 @@ class HostedWorker:
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         assert self._built is not None and self._built.scorer is not None, "the recipe has no environment.reward_model"
-        scorer = self._built.scorer
-        return self._compute("score", lambda: scorer.score(completions))
+        return self._compute("score", partial(self._built.scorer.score, completions))
 
     def prepare_saving(self) -> None:
         self._compute("checkpoint", lambda: self._worker.prepare_saving())
@@ -316,8 +316,7 @@ class HostedWorker:
         assert self._session is not None
         engine = self._plan.recipe.engine
         with self._policy.session() as session:
-            pages = session.num_pages
-            opened.set_result(Room(engine.max_batch, pages * engine.page_size, pages))
+            opened.set_result(Room(engine.max_batch, session.num_pages * engine.page_size, session.num_pages))
             self._session.run(session)
 
     def submit(self, requests: Sequence[GenerationRequest], streams: bool) -> None:
@@ -328,11 +327,13 @@ class HostedWorker:
 
     def poll(self, wait_seconds: float, linger_seconds: float) -> SessionNews:
         """Raises what ended the session."""
-        if self._session is None and self._update is not None:  # `withdraw` has returned its events
+        session, end = self._session, self._session_end  # `withdraw` sets both to None while a poll waits
+        if session is None and self._update is not None:  # `withdraw` has returned its events
             return SessionNews((), None)
-        news = self._open.poll(wait_seconds, linger_seconds)
-        if self._session_end is not None and self._session_end.done():
-            self._session_end.result()
+        assert session is not None, "there is no open session"
+        news = session.poll(wait_seconds, linger_seconds)
+        if end is not None and end.done():
+            end.result()
         return news
 
     def measure(self) -> GenerationMetrics | None:
@@ -349,19 +350,21 @@ class HostedWorker:
         return Withdrawn(answers, events, self.close_session())
 
     def close_session(self) -> RolloutFacts:
-        """Cancels what is unfinished."""
-        assert self._session_end is not None
-        self._open.close()
-        self._session_end.result()
-        self._session = self._session_end = None
-        if self._update is not None:
-            self._compute("train", self._policy.free_cache)  # once, and not for each part
+        """Cancels what is unfinished. Of a closed session the same again: Ctrl-C may come during `withdraw`."""
+        with self._closes:
+            if self._session is not None and self._session_end is not None:
+                self._session.close()
+                self._session_end.result()
+                self._session = self._session_end = None
+                if self._update is not None:
+                    self._compute("train", self._policy.free_cache)  # once, and not for each part
         return RolloutFacts(self._policy.engine.metrics, self._policy.policy.kv_mode == "calibrated")
 
     @property
     def _open(self) -> HostedSession:
-        assert self._session is not None, "there is no open session"
-        return self._session
+        session = self._session
+        assert session is not None, "there is no open session"
+        return session
 
     # ------------------------------------------------------------ the computing thread
 

@@ -144,6 +144,7 @@ class HostedSession:
 
     def run(self, session: BackendSession) -> None:
         """Steps the session until it is closed."""
+        commands: Sequence[_Command] | None = ()
         try:
             while (commands := self._shared_commands(session.has_work)) is not None:
                 events = [event for command in commands for event in self._execute(session, command)]
@@ -153,11 +154,10 @@ class HostedSession:
         finally:
             with self._changed:
                 self._has_ended = True
-                for command in self._commands:
-                    if isinstance(command, _Read):
-                        command.answer.set_result(None)
-                    elif isinstance(command, _Adopt):
-                        command.published.set_result(None)
+                for command in (*(commands or ()), *self._commands):  # also those behind one that failed
+                    asked = _asked(command)
+                    if asked is not None and not asked.done():
+                        asked.set_result(None)
                 self._changed.notify_all()
 
     @property
@@ -193,7 +193,7 @@ class HostedSession:
         if isinstance(command, _Cancel):
             session.cancel(command.request_id)
         elif isinstance(command, _Read):
-            command.answer.set_result(command.of(session))
+            _answer(session, command)
         else:
             self._submit(session, command)
         return ()
@@ -212,6 +212,21 @@ class HostedSession:
             self._progress, self._pages_in_use = session.progress(), session.pages_in_use
             if events:
                 self._changed.notify_all()
+
+
+def _answer(session: BackendSession, command: _Read) -> None:
+    try:
+        command.answer.set_result(command.of(session))
+    except BaseException as error:  # it ends the session; the caller waits for the answer
+        command.answer.set_exception(error)
+        raise
+
+
+def _asked(command: _Command) -> Future[Any] | None:
+    """What the command's caller waits for."""
+    if isinstance(command, _Read):
+        return command.answer
+    return command.published if isinstance(command, _Adopt) else None
 
 
 def _answer_lengths(session: BackendSession) -> Mapping[str, int]:

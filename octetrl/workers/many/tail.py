@@ -9,7 +9,8 @@ decode are equal to the bit, and a sampled token depends on the seed, the siblin
 and log-probs are those of a run without this.
 
 Which worker trains on which micro-batch, and in which order, depends on the clock. The micro-batches themselves do
-not (run/beside_tail.py). So gradients differ between two such runs by the order of float32 sums.
+not (run/beside_tail.py). So gradients differ between two such runs by the order of float32 sums. They differ more from
+those of a run without this: other samples are packed together, and the loss has another divisor (trainer/streamed.py).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, WorkerState
-from octetrl.workers.many.tail import TailWorkers
+from octetrl.workers.many.tail import PartQueue, TailSession, TailWorkers
 from octetrl.workers.many.team import Call
 
 TOKEN, MICRO_BATCH, GROUPS, SHORT, LONG = 0.01, 1.0, 8, 100, 1500  # seconds, seconds, groups of 2, tokens
@@ -215,3 +215,20 @@ def test_answers_move_where_both_workers_draw(monkeypatch: pytest.MonkeyPatch) -
     step, workers = seconds_of_step(monkeypatch, waits=False, long=("g3", "g4"))
     assert workers._metrics["rollout/moved_answers"] == 1.0
     assert step == pytest.approx(LONG * TOKEN + MICRO_BATCH, abs=0.2)
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(2 * (2 + 1000), True), (2 * (2 + 1000) - 1, False)])
+def test_a_tail_has_room_on_one_worker_and_nothing_waits(tokens: int, fits: bool) -> None:
+    """Two running answers, each expected to have its prompt's 2 tokens and half of 2000 more."""
+    team = SimulatedTeam(2, {(name, 0): LONG for name in "abc"})
+    queue = PartQueue(team, Costs(1.0, 0.0))
+    queue.offer(pack([Sample((5, 6, 7), (False, False, True), (0.0, 0.0, -1.0), 1.0, 0)], LAYOUT, "sequence"))
+    admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
+    opened = TailSession(queue, team, [Room(8, tokens)] * 2, admission, Deadlines(DeadlineConfig()))
+    a, b, c = (GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=2000)) for name in "abc")
+    for one in (a, b):
+        opened.submit(one)
+    opened._give_out()
+    assert opened._is_tail() is fits
+    opened.submit(c)
+    assert not opened._is_tail()

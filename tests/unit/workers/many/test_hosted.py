@@ -1,0 +1,208 @@
+"""A worker's session is closed while other calls wait for it: by learning beside the tail, and by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octetrl.config.cluster import DeadlineConfig
+from octetrl.engine.admission import Admission
+from octetrl.records import GenerationProgress, GenerationRequest, Sample, SamplingParams
+from octetrl.telemetry.console import Console
+from octetrl.telemetry.spans import Spans
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers.many.balance import Costs
+from octetrl.workers.many.deadlines import Deadlines
+from octetrl.workers.many.hosted import HostedWorker
+from octetrl.workers.many.hosted_session import HostedSession
+from octetrl.workers.many.plan import WorkerPlan, WorkerState
+from octetrl.workers.many.tail import TailWorkers
+from octetrl.workers.many.team import Call
+from tests.unit.workers.many.thread_team import ThreadTeam
+
+LAYOUT = PackingLayout(tokens_per_micro_batch=64)
+
+
+class Endless:
+    """A session whose answers never end. It has all that `HostedSession` calls."""
+
+    num_pages, pages_in_use = 64, 0
+
+    def __init__(self) -> None:
+        self._requests: dict[str, GenerationRequest] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
+        self._requests[request.id] = request
+
+    def cancel(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def events(self, wait_seconds: float) -> list[Any]:
+        time.sleep(0.001)
+        return []
+
+    def progress(self) -> GenerationProgress:
+        return GenerationProgress(0, len(self._requests), 0, 0, 0.0)
+
+    def answer_lengths(self) -> dict[str, int]:
+        if "broken" in self._requests:
+            raise RuntimeError("out of memory")
+        return dict.fromkeys(self._requests, 1)
+
+    def answers_so_far(self) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
+        return {(name, one.first_sibling): ([5], [-1.0]) for name, one in self._requests.items()}
+
+    def metrics(self) -> None:
+        return None
+
+    def adopt(self, put: Any, *, keeps_cache: bool) -> list[Any]:
+        raise RuntimeError("no weights")
+
+
+class WithoutModel(HostedWorker):
+    """Its engine's session is `Endless`; all calls and threads are a worker's own."""
+
+    def __init__(self) -> None:
+        engine = SimpleNamespace(max_batch=8, page_size=16)
+        recipe: Any = SimpleNamespace(engine=engine)
+        super().__init__(WorkerPlan(recipe, 0, 1, True, os.getcwd(), None), "")
+        self.freed = 0
+
+    @property
+    def _policy(self) -> Any:
+        @contextmanager
+        def session() -> Iterator[Endless]:
+            yield Endless()
+
+        def free_cache() -> None:
+            self.freed += 1
+
+        engine, policy = SimpleNamespace(metrics=None), SimpleNamespace(kv_mode="off")
+        return SimpleNamespace(session=session, peers=None, engine=engine, policy=policy, free_cache=free_cache)
+
+    def build(self, store: str | None) -> WorkerState:
+        return WorkerState(LAYOUT, 0, needs_calibration=False, weights_are_whole=True)
+
+    def begin_update(self, divisor: float) -> None:
+        self._update = SimpleNamespace(add=lambda part: None)  # type: ignore[assignment]
+
+
+class InterruptedTeam(ThreadTeam):
+    """Ctrl-C comes while the driver waits for `withdraw`: when it has ended, or as it begins."""
+
+    def __init__(self, count: int, *, ended: bool) -> None:
+        self.workers: list[Any] = [WithoutModel() for _ in range(count)]
+        self.begun = []
+        self._pool, self._ended, self._strikes = ThreadPoolExecutor(4 * count), ended, True
+
+    def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
+        if self._strikes and self.begun[-1][1] == "withdraw":
+            self._strikes = False
+            if self._ended:
+                super().collect(phase, calls)
+            raise KeyboardInterrupt
+        return super().collect(phase, calls)
+
+
+def test_a_poll_sees_its_session_end_while_another_call_closes_it() -> None:
+    """The other call closes the session between two of the poll's looks at it."""
+    worker = WithoutModel()
+    worker.begin_update(1.0)
+    worker.open_session()
+    end, own = worker._session_end, threading.get_ident()
+    assert end is not None
+
+    class ClosedMeanwhile(Future[None]):
+        def done(self) -> bool:
+            if threading.get_ident() == own:
+                other = threading.Thread(target=worker.withdraw)
+                other.start()
+                other.join(10)
+                assert worker._session is None
+            return end.done()
+
+        def result(self, timeout: float | None = None) -> None:
+            end.result(timeout)
+
+    worker._session_end = ClosedMeanwhile()
+    assert not worker.poll(0.01, 0.0).events
+    assert worker.freed == 1
+
+
+def test_a_session_that_is_closed_twice_says_the_same() -> None:
+    worker = WithoutModel()
+    worker.begin_update(1.0)
+    worker.open_session()
+    withdrawn = worker.withdraw()
+    assert worker.close_session() == withdrawn.facts
+    assert worker.freed == 1  # a second time would take the cache from a backward
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_ctrl_c_while_answers_move_ends_as_ctrl_c(ended: bool) -> None:
+    team = InterruptedTeam(2, ended=ended)
+    parts = (Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1), Spans())
+    workers = TailWorkers(team, *parts, Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: ""))
+    workers.begin_step(1.0)
+    workers.offer(pack([Sample((5, 6, 7), (False, False, True), (0.0, 0.0, -1.0), 1.0, 0)], LAYOUT, "sequence"))
+    requests = [GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=20)) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        workers.generate(requests, lambda _: None)
+    assert (1, "withdraw") in team.begun
+    for worker in team.workers:
+        worker._computing.submit(lambda: None).result(10)  # no session holds the thread
+    team._pool.shutdown()
+    assert all(worker._session is None for worker in team.workers)
+
+
+def test_who_waits_behind_a_command_that_fails_is_answered() -> None:
+    """A session ends by one command; the next was taken together with it."""
+    session, heard = HostedSession(), list[Any]()
+
+    def adopt() -> None:
+        try:
+            session.adopt(lambda: pytest.fail("nothing is put"), keeps_cache=True)
+        except RuntimeError as error:
+            heard.append(str(error))
+
+    calls = [adopt, lambda: heard.append(session.measure())]
+    waiting = [threading.Thread(target=call, daemon=True) for call in calls]
+    for count, thread in enumerate(waiting, 1):
+        thread.start()
+        while len(session._commands) < count:
+            time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="no weights"):
+        session.run(Endless())
+    for thread in waiting:
+        thread.join(5)
+    assert sorted(heard, key=str) == [None, "no weights"]
+
+
+def test_a_call_whose_read_fails_says_why() -> None:
+    worker, raised = WithoutModel(), list[str]()
+    worker.begin_update(1.0)
+    worker.open_session()
+    worker.submit([GenerationRequest("broken", (5, 6), SamplingParams(max_new_tokens=20))], False)
+
+    def withdraw() -> None:
+        try:
+            worker.withdraw()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    call = threading.Thread(target=withdraw, daemon=True)
+    call.start()
+    call.join(5)
+    assert raised == ["out of memory"]
