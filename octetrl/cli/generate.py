@@ -11,7 +11,15 @@ import typer
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.generate_answers import show_answers
 from octetrl.cli.generate_rows import prompt_of, read_rows
-from octetrl.cli.generate_server import ApiKeyVariable, BaseUrl, InFlight, refuse_local, refuse_of_server, server_config
+from octetrl.cli.generate_server import (
+    ApiKeyVariable,
+    BaseUrl,
+    InFlight,
+    refuse_local,
+    refuse_of_server,
+    server_config,
+    spelled_as_options,
+)
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.records import Completion, SamplingParams
@@ -109,7 +117,8 @@ def generate(
         server = server_config(model, base_url, api_key_variable, in_flight)
         from octetrl.run.server_generate import generate_by_server
 
-        answers = generate_by_server(server, prompts, sampling, n=counts, seed=seed, plain=plain)
+        drawn = generate_by_server(server, prompts, sampling, n=counts, seed=seed, plain=plain)
+        answers = spelled_as_options(drawn)
     show_answers(given, answers, as_rows=rows is not None, for_sft=for_sft)
 
 

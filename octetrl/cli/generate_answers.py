@@ -17,7 +17,8 @@ def show_answers(
 ) -> None:
     """Print the answers to each row, in order. JSON lines are printed as soon as they are there.
 
-    Ends with exit code 1 if the server did not answer some of them, after all others are printed."""
+    Ends with exit code 1 if the server did not answer some of them, after all others are printed, and if for_sft leaves
+    no line."""
     if not as_rows:
         every = list(answers)
         for completion in (one for siblings in every for one in siblings):
@@ -26,16 +27,20 @@ def show_answers(
         typer.echo(completions_text(every))
         return
     drawn: list[FinishReason] = []
+    last_failure: str | None = None
     for row, siblings in zip(rows, answers, strict=True):
         for line in (conversation_lines if for_sft else result_lines)([row], [siblings]):
             typer.echo(line)
         drawn += [one.finish_reason for one in siblings]
+        last_failure = next((one.detail for one in siblings[::-1] if one.detail is not None), last_failure)
     failed, cut = drawn.count(FinishReason.FAILED), drawn.count(FinishReason.LENGTH)
     if for_sft and cut:
         typer.echo(f"{cut} of {len(drawn)} answers were truncated and are left out; raise --max-new-tokens", err=True)
     if failed:
         where = "are left out" if for_sft else 'have finish_reason "failed" and the reason as error'
-        typer.echo(f"octetrl: the server did not answer {failed} of {len(drawn)} requests; they {where}", err=True)
+        lost = f"the server did not answer {failed} of {len(drawn)} requests; they {where}; the last: {last_failure}"
+        typer.echo(f"octetrl: {UserError(lost)}", err=True)
+    if failed or (for_sft and cut == len(drawn)):
         raise typer.Exit(1)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig, openai_problems
+from octetrl.records import Completion
 
 BaseUrl = Annotated[
     str | None,
@@ -39,7 +41,13 @@ InFlight = Annotated[
     ),
 ]
 DEFAULT_IN_FLIGHT = 64
-OPTIONS = {"engine.openai.base_url": "--base-url", "engine.openai.api_key_variable": "--api-key-variable"}
+OPTIONS = {  # what a message calls a setting of a recipe: how this command spells it
+    "engine.openai.base_url": "--base-url",
+    "engine.openai.api_key_variable": "--api-key-variable",
+    "engine.openai.model": "MODEL",
+    "engine.openai: ": "--base-url: ",
+    "rollout.max_new_tokens": "--max-new-tokens",
+}
 
 
 def server_config(model: str, base_url: str, api_key_variable: str | None, in_flight: int | None) -> OpenaiConfig:
@@ -54,9 +62,23 @@ def server_config(model: str, base_url: str, api_key_variable: str | None, in_fl
         concurrency=in_flight or DEFAULT_IN_FLIGHT,
     )
     for problem in openai_problems(config):
-        field = problem.fields[0]
-        raise UserError(problem.text.replace(field, OPTIONS[field], 1))
+        raise UserError(_spelled(problem.text))
     return config
+
+
+def spelled_as_options(answers: Iterable[Sequence[Completion]]) -> Iterator[list[Completion]]:
+    """The same answers; failures and errors name this command's options instead of a recipe's fields."""
+    try:
+        for siblings in answers:
+            yield [one if one.detail is None else replace(one, detail=_spelled(one.detail)) for one in siblings]
+    except UserError as error:
+        raise UserError(_spelled(str(error))) from None
+
+
+def _spelled(text: str) -> str:
+    for field, option in OPTIONS.items():
+        text = text.replace(field, option)
+    return text
 
 
 def refuse_local(precision: str | None, cluster: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from octetrl.config.address import HOW, is_address
 from octetrl.config.section import Section
 
 TEMPLATE = """You grade an answer to a question. Be strict: what is not shown is not known.
@@ -57,13 +58,22 @@ class JudgeConfig(Section):
     max_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     """Token limit of the judge's reply."""
     timeout_seconds: float = Field(default=60.0, gt=0.0, le=1e6)
-    """Time limit of each request, in seconds."""
+    """Time limit of each attempt, in seconds, for the whole answer. An attempt that exceeds it counts as failed and is
+    retried."""
     retries: int = Field(default=3, ge=0, le=1_000)
-    """Number of retries if the endpoint cannot be reached, is busy, or fails (status 408, 409, 429, 5xx)."""
+    """Number of retries if the endpoint cannot be reached, exceeds `timeout_seconds`, is busy, or fails (status 408,
+    409, 429, 5xx)."""
     backoff_seconds: float = Field(default=1.0, ge=0.0, le=1e6)
     """Wait before the first retry, in seconds. It doubles with each retry, up to a minute."""
     concurrency: int = Field(default=16, ge=1, le=4_096)
     """Number of requests in flight at once."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_address(cls, base_url: str) -> str:
+        if not is_address(base_url):
+            raise ValueError(f"it is not an address; {HOW}")
+        return base_url
 
     @field_validator("template")
     @classmethod

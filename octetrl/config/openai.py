@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from octetrl.config.address import HOW, is_address
 from octetrl.config.section import Problem, Section
 
 MOST_STOPS = 4  # stop strings that OpenAI's API takes
@@ -31,10 +32,11 @@ class OpenaiConfig(Section):
     concurrency: int = Field(default=64, ge=1, le=4_096)
     """Number of requests in flight at once. Each asks for one answer."""
     timeout_seconds: float = Field(default=600.0, gt=0.0, le=1e6)
-    """Time limit of each request, in seconds, for the whole answer."""
+    """Time limit of each attempt, in seconds, for the whole answer. An attempt that exceeds it counts as failed and is
+    retried."""
     retries: int = Field(default=5, ge=0, le=1_000)
-    """Number of retries if the server cannot be reached, breaks off an answer, is busy (408, 409, 429), or fails
-    (5xx)."""
+    """Number of retries if the server cannot be reached, exceeds `timeout_seconds`, breaks off an answer, is busy (408,
+    409, 429), or fails (5xx)."""
     backoff_seconds: float = Field(default=1.0, ge=0.0, le=1e6)
     """Wait before the first retry, in seconds. It doubles with each retry, up to a minute. A server's Retry-After is
     respected."""
@@ -47,8 +49,8 @@ class OpenaiConfig(Section):
 
 def openai_problems(config: OpenaiConfig, section: str = "engine.openai") -> Iterator[Problem]:
     """Yield what is wrong with single fields. Their values are not shown: one of them may be a key by mistake."""
-    if not _URL.fullmatch(config.base_url):
-        text = "is not an address; write it as http://localhost:8000/v1, without a user, a key or a query"
+    if not _URL.fullmatch(config.base_url) or not is_address(config.base_url):
+        text = f"is not an address; {HOW}, without a user, a key or a query"
         yield Problem((f"{section}.base_url",), f"{section}.base_url: this {text}")
     variable = config.api_key_variable
     if variable is not None and not _VARIABLE.fullmatch(variable):

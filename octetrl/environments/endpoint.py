@@ -2,10 +2,10 @@
 
 A judge (judge.py) and a server that generates (backends/openai/) use it.
 
-These failures are retried: no connection, no answer in time, and temporary statuses (408, 409, 429, 5xx). `Retry-After`
-is respected up to a minute. The wait doubles each time and is random within its upper half, so that many callers do not
-retry at once. Any other status is not retried. The last failure is raised as an EndpointError: one line without the
-key.
+These failures are retried: no connection, no whole answer in time, and temporary statuses (408, 409, 429, 5xx).
+`Retry-After` is respected up to a minute. The wait doubles each time and is random within its upper half, so that many
+callers do not retry at once. Any other status is not retried, and a redirect is not followed: the key stays with the
+server it is for. The last failure is raised as an EndpointError: one line without the key.
 
 The HTTP client is httpx (extra `judge`) and not the openai package: only one kind of POST is needed, and
 huggingface_hub installs httpx anyway. httpx's client is thread-safe, and so is this class.
@@ -18,15 +18,19 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from octetrl.config.address import HOW, is_address
 from octetrl.config.errors import UserError
 
 _MAY_PASS = (408, 409, 429)
 _LONGEST_WAIT = 60.0  # seconds
 _LONGEST_CONNECT = 20.0  # seconds, until a connection is open
-_SHOWN = 200
+_LARGEST = 256 << 20  # bytes of an answer, decompressed
+_LEAST_KEY = 8  # characters; a shorter key stands for none (EMPTY), and an answer may hold it by chance
+_SHOWN = 300
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -54,11 +58,15 @@ class EndpointSettings(Protocol):
 
 class EndpointError(RuntimeError):
     """There is no answer; the text says why. `timed_out`: whether the last attempt exceeded its time. `status`: of the
-    last answer, None if there was none or if it was 200. `reached`: whether the last attempt had an answer."""
+    last answer, None if there was none or if it was 200. `reached`: whether the last attempt had an answer. `body`: of
+    a status other than 200, whole, for words to look for; it may hold the key, so it is never shown."""
 
-    def __init__(self, text: str, *, timed_out: bool = False, status: int | None = None, reached: bool = True) -> None:
-        super().__init__(" ".join(text.split()))
-        self.timed_out, self.status, self.reached = timed_out, status, reached
+    def __init__(
+        self, text: str, *, timed_out: bool = False, status: int | None = None, reached: bool = True, body: str = ""
+    ) -> None:
+        line = " ".join(text.split())
+        super().__init__("".join(one if one.isprintable() else ascii(one)[1:-1] for one in line))
+        self.timed_out, self.status, self.reached, self.body = timed_out, status, reached, body
 
 
 class Endpoint:
@@ -73,6 +81,8 @@ class Endpoint:
         except ImportError:
             raise UserError(f"{section}: needs httpx, which is not installed; pip install 'octetrl[judge]'") from None
         self._config, self._httpx = config, httpx
+        if not is_address(config.base_url):
+            raise UserError(f"{section}.base_url: this is not an address; {HOW}")
         self._key = _key_of(config.api_key_variable, section)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
@@ -116,31 +126,62 @@ class Endpoint:
     ) -> tuple[dict[str, Any] | None, EndpointError | None, float | None]:
         """Send one request. Returns (answer, None, None), or (None, error, wait). `wait` is the shortest time in
         seconds before a retry; None: no retry."""
-        began = time.monotonic()
+        began, httpx = time.monotonic(), self._httpx
         try:
-            if body is None:
-                response = self._client.get(url)
-            else:
-                response = self._client.post(url, content=json.dumps(body), headers=_JSON)
-        except self._httpx.TimeoutException as failure:
+            response, text = self._exchange(url, body)
+        except httpx.TimeoutException as failure:
             said = f"{url}: no answer in {time.monotonic() - began:.1f} s"
-            reached = not isinstance(failure, self._httpx.ConnectTimeout)
+            reached = not isinstance(failure, httpx.ConnectTimeout)
             return None, EndpointError(said, timed_out=True, reached=reached), 0.0
-        except (self._httpx.HTTPError, RuntimeError) as failure:  # RuntimeError: the client was closed meanwhile
-            reached = isinstance(failure, self._httpx.RemoteProtocolError | self._httpx.ReadError)
+        except (httpx.DecodingError, httpx.InvalidURL, UnicodeError) as failure:  # UnicodeError: of the host's name
+            reached = isinstance(failure, httpx.DecodingError)
+            return None, self._error(f"{url}: {type(failure).__name__}: {failure}", reached=reached), None
+        except (httpx.HTTPError, RuntimeError) as failure:  # RuntimeError: the client was closed meanwhile
+            reached = isinstance(failure, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError)
             return None, self._error(f"{url}: {type(failure).__name__}: {failure}", reached=reached), 0.0
-        if response.status_code != 200:
-            said = f"{url}: status {response.status_code}: {response.text[:_SHOWN]}"
-            error = self._error(said, status=response.status_code)
-            may_pass = response.status_code in _MAY_PASS or response.status_code >= 500
-            return None, error, _seconds(response.headers.get("retry-after")) if may_pass else None
+        status = response.status_code
+        if status == 200:
+            try:
+                return self._object(text), None, None
+            except ValueError as failure:
+                return None, self._error(f"{url}: {failure}", reached=True), None
+        moved = f" to {self._shown(response.headers['location'])}" if response.has_redirect_location else ""
+        said = f"{url}: status {status}{moved}: {self._shown(_reason(text))}"
+        error = EndpointError(said, status=status, body=text)
+        may_pass = status in _MAY_PASS or status >= 500
+        return None, error, _seconds(response.headers.get("retry-after")) if may_pass else None
+
+    def _exchange(self, url: str, body: dict[str, Any] | None) -> tuple[Any, str]:
+        """Send one request and read its answer. httpx limits each read, so the time of all reads is limited here.
+        Returns httpx's response and its text."""
+        ends = time.monotonic() + self._config.timeout_seconds
+        sent: dict[str, Any] = {} if body is None else {"content": json.dumps(body), "headers": _JSON}
+        parts: list[bytes] = []
+        size = 0
+        with self._client.stream("GET" if body is None else "POST", url, **sent) as response:
+            for part in response.iter_bytes():
+                parts.append(part)
+                size += len(part)
+                if time.monotonic() > ends:
+                    raise self._httpx.ReadTimeout("", request=response.request)
+                if size > _LARGEST:
+                    raise self._httpx.DecodingError(f"the answer has more than {_LARGEST >> 20} MiB")
+        return response, b"".join(parts).decode("utf-8-sig", errors="replace")
+
+    def _object(self, text: str) -> dict[str, Any]:
+        """The JSON object in `text`. Raises ValueError; a message never quotes an answer that holds the key."""
         try:
-            answer = response.json()
-        except ValueError:
-            return None, self._error(f"{url}: not JSON: {response.text[:_SHOWN]!r}"), None
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError(f"not JSON: {self._shown(text)!r}") from None
         if not isinstance(answer, dict):
-            return None, self._error(f"{url}: not a JSON object: {response.text[:_SHOWN]}"), None
-        return answer, None, None
+            raise ValueError(f"not a JSON object: {self._shown(text)}")
+        key = self._key
+        if key is not None and len(key) >= _LEAST_KEY and (key in text or any(key in one for one in _strings(answer))):
+            raise ValueError(
+                "the answer contains the key that was sent, so it is not used; the server must not echo it"
+            )
+        return answer
 
     def _url(self, path: str) -> str:
         if not path.startswith("/"):
@@ -148,9 +189,39 @@ class Endpoint:
         server = urlsplit(self._config.base_url)
         return f"{server.scheme}://{server.netloc}{path}"
 
-    def _error(self, text: str, *, status: int | None = None, reached: bool = True) -> EndpointError:
-        shown = text.replace(self._key, "***") if self._key else text
-        return EndpointError(shown, status=status, reached=reached)
+    def _error(self, text: str, *, reached: bool) -> EndpointError:
+        return EndpointError(self._masked(text), reached=reached)
+
+    def _masked(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+    def _shown(self, text: str) -> str:
+        """The beginning of a server's text. The key is masked before it is cut, so that no part of it stays."""
+        masked = " ".join(self._masked(text).split())
+        return masked if len(masked) <= _SHOWN else f"{masked[:_SHOWN]}..."
+
+
+def _reason(text: str) -> str:
+    """The message in the body of an error in OpenAI's form; of any other the whole body."""
+    try:
+        found = json.loads(text)["error"]["message"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return text
+    return found if isinstance(found, str) and found.strip() else text
+
+
+def _strings(answer: dict[str, Any]) -> Iterator[str]:
+    """All strings and keys in a JSON object, of any depth."""
+    left: list[Any] = [answer]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            yield from one
+            left.extend(one.values())
+        elif isinstance(one, list):
+            left.extend(one)
 
 
 def _key_of(variable: str | None, section: str) -> str | None:

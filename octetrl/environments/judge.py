@@ -88,7 +88,7 @@ class Judge:
         except EndpointError as error:
             status = RolloutStatus.REWARD_TIMEOUT if error.timed_out else RolloutStatus.REWARD_ERROR
             return Score(status, None, f"judge: {error}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: an answer too deep to quote
             return Score(RolloutStatus.REWARD_ERROR, None, f"judge: {error}")
 
     @property

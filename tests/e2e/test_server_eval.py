@@ -209,6 +209,29 @@ def test_lines_for_sft_are_read_as_conversations(live: Live, prompts: str, capsy
 
 
 @pytest.mark.parametrize(
+    ("answer", "rc", "expected"),
+    [
+        (
+            (400, '{"error": {"message": "the context is 128", "code": "context_length_exceeded"}}', {}),
+            1,
+            ["did not answer 3 of 3 requests", "the context is 128; lower --max-new-tokens, or shorten the prompt"],
+        ),
+        ((302, "", {"Location": "https://there/v1"}), 2, ["--base-url: the server redirects", "https://there/v1"]),
+        ({"choices": [{"message": {"content": "a"}, "finish_reason": "length"}]}, 1, ["3 of 3 answers were truncated"]),
+    ],
+)
+def test_lines_for_sft_that_cannot_be_had_say_why(
+    answer: Any, rc: int, expected: list[str], prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if isinstance(answer, dict):
+        answer |= {"model": "m", "usage": {"completion_tokens": 2}}
+    with judge_double(answer) as double:
+        assert run_command(["generate", "m", "--base-url", double.url, "--input", prompts, "--for-sft"]) == rc
+    out, err = capsys.readouterr()
+    assert not out and all(one in err for one in expected) and "engine.openai" not in err
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--precision", "fp8"], "--precision: with --base-url no model is loaded here; leave it out"),

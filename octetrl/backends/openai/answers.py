@@ -16,9 +16,10 @@ Two kinds of failure:
 from __future__ import annotations
 
 import hashlib
-import math
+import re
 from typing import Any
 
+from octetrl.backends.openai.shapes import Answer, Choice, parsed
 from octetrl.backends.openai.text import UNKNOWN, asked_of
 from octetrl.config.errors import UserError
 from octetrl.config.openai import MOST_STOPS, OpenaiConfig
@@ -29,7 +30,9 @@ from octetrl.records import Completion, FinishReason, GenerationRequest
 
 SECTION = "engine.openai"
 STAMP = (0, "of the server")  # policy version and precision digest: nothing is known of its weights
-_SHOWN = 160
+LIMIT = "rollout.max_new_tokens"  # the setting that bounds an answer
+_SHOWN = 80
+_DATE = r"-(\d{4}-\d{2}-\d{2}|\d{8}|(0[1-9]|1[0-2])[0-3]\d)"  # that a server adds to the model's name
 _REFUSES_ALL = (400, 405, 413, 415, 422, 501)  # statuses of a request that would fail again in any form
 _TOO_LONG = ("context_length", "context length", "maximum context", "too long", "max_model_len")
 
@@ -64,13 +67,19 @@ def ask(endpoint: Endpoint, config: OpenaiConfig, sibling: RunningSequence) -> d
         raise failure_of(error, config) from None
 
 
-def read(answer: dict[str, Any], config: OpenaiConfig, sibling: RunningSequence, decode: Decode) -> Completion:
-    """The completion in a server's answer. Raises UserError, NoAnswer."""
-    _check_model(answer, config)
-    choice = _choice(answer)
+def read(
+    answer: dict[str, Any], config: OpenaiConfig, sibling: RunningSequence, decode: Decode, vocab_size: int
+) -> Completion:
+    """The completion in a server's answer. vocab_size: of the recipe's model. Raises UserError, NoAnswer."""
+    try:
+        found = parsed(Answer, answer)
+    except ValueError as error:
+        raise NoAnswer(f"the answer is malformed: {error}") from None
+    _check_model(found.model, config)
+    (choice,) = found.choices
     if config.answers == "tokens":
-        return _of_tokens(choice, sibling, decode)
-    return _of_text(answer, choice, limit=sibling.limit - sibling.prompt_length)
+        return _of_tokens(choice, sibling, decode, vocab_size)
+    return _of_text(found, choice, limit=sibling.limit - sibling.prompt_length)
 
 
 # ---------------------------------------------------------------- requests
@@ -120,35 +129,33 @@ def sibling_seed(seed: int, sibling: int) -> int:
 # ---------------------------------------------------------------- answers
 
 
-def _check_model(answer: dict[str, Any], config: OpenaiConfig) -> None:
-    """OpenAI answers with a dated name of the model: `gpt-4o` may be `gpt-4o-2024-08-06`."""
-    found = answer.get("model")
-    if found != config.model and not str(found).startswith(f"{config.model}-"):
+def _check_model(found: str | None, config: OpenaiConfig) -> None:
+    """OpenAI answers with a dated name of the model: `gpt-4o` may be `gpt-4o-2024-08-06`. `gpt-4o-mini` is another."""
+    dated = re.compile(re.escape(config.model.removesuffix("-latest")) + _DATE)
+    if found != config.model and not dated.fullmatch(found or ""):
         raise UserError(
-            f"{SECTION}.model: '{config.model}' was asked and {found!r} answered; give the model's own name"
+            f"{SECTION}.model: '{config.model}' was asked and {_cut(repr(found))} answered; give the model's own name"
         )
 
 
-def _choice(answer: dict[str, Any]) -> dict[str, Any]:
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise NoAnswer(f"one choice was asked, and the answer holds {str(answer)[:_SHOWN]}")
-    choice: dict[str, Any] = choices[0]
-    return choice
-
-
-def _of_tokens(choice: dict[str, Any], sibling: RunningSequence, decode: Decode) -> Completion:
+def _of_tokens(choice: Choice, sibling: RunningSequence, decode: Decode, vocab_size: int) -> Completion:
     """A completion from token ids and log-probs. The text and the reason of the end are computed from the tokens."""
-    token_ids: Any = choice.get("token_ids")
-    logprobs: Any = (choice.get("logprobs") or {}).get("token_logprobs")
-    missing = [name for name, found in (("token_ids", token_ids), ("logprobs", logprobs)) if found is None]
-    if missing:
+    token_ids = choice.token_ids
+    logprobs = None if choice.logprobs is None else choice.logprobs.token_logprobs
+    if token_ids is None or logprobs is None:
+        missing = [name for name, found in (("token_ids", token_ids), ("logprobs", logprobs)) if found is None]
         raise UserError(
             f"{SECTION}.answers: the server gave no {' and no '.join(missing)}, which answers: tokens needs; use a"
             " server that has return_token_ids (octetrl serve, vLLM), or answers: text"
         )
-    if not _are(token_ids, int) or not _are(logprobs, float) or len(token_ids) != len(logprobs):
-        raise NoAnswer(f"token ids and log-probs do not match: {str(choice)[:_SHOWN]}")
+    if len(token_ids) != len(logprobs):
+        raise NoAnswer(f"the answer has {len(token_ids)} token ids and {len(logprobs)} log-probs")
+    unknown = [token for token in token_ids if not 0 <= token < vocab_size]
+    if unknown:
+        raise UserError(
+            f"{SECTION}.model: the server answered with token {_cut(str(unknown[0]))}, and model.path has tokens 0 to"
+            f" {vocab_size - 1}, so its tokenizer is not the server's; give the server's own model as model.path"
+        )
     for token, logprob in zip(token_ids, logprobs, strict=True):
         sibling.token_ids.append(token)
         sibling.logprobs.append(logprob)
@@ -156,35 +163,30 @@ def _of_tokens(choice: dict[str, Any], sibling: RunningSequence, decode: Decode)
         if reason is not None:  # what the server sampled behind it is dropped
             return sibling.completion(reason, decode, *STAMP)
     raise NoAnswer(
-        f"the answer ended after {len(token_ids)} tokens (finish_reason {choice.get('finish_reason')!r}), without a"
+        f"the answer ended after {len(token_ids)} tokens (finish_reason {_cut(repr(choice.finish_reason))}), without a"
         " stop token and before its limit"
     )
 
 
-def _of_text(answer: dict[str, Any], choice: dict[str, Any], *, limit: int) -> Completion:
-    message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else choice.get("text")
-    reason = choice.get("finish_reason")
-    if not isinstance(text, str) or reason not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise NoAnswer(f"no text with finish_reason stop or length: {str(choice)[:_SHOWN]}")
-    usage = answer.get("usage")
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if not isinstance(count, int) or count < 0:
+def _of_text(answer: Answer, choice: Choice, *, limit: int) -> Completion:
+    text = choice.text if choice.message is None else choice.message.content
+    reason = choice.finish_reason
+    if text is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        found = f"{'no text' if text is None else 'a text'}, finish_reason {_cut(repr(reason))}"
+        raise NoAnswer(f"no text with finish_reason stop or length: the answer has {found}")
+    count = None if answer.usage is None else answer.usage.completion_tokens
+    if count is None:
         raise UserError(f"{SECTION}: the server gives no usage.completion_tokens, the lengths of its answers")
     if count > limit:
         raise UserError(
-            f"{SECTION}: the server answered with {count} tokens where at most {limit} were asked, so it ignores"
-            " max_completion_tokens; use a server that has it"
+            f"{SECTION}: the server answered with {_cut(str(count))} tokens where at most {limit} were asked, so it"
+            " ignores max_completion_tokens; use a server that has it"
         )
     return Completion((UNKNOWN,) * count, (), text, FinishReason(reason), *STAMP)
 
 
-def _are(values: Any, kind: type) -> bool:
-    """Whether it is a list of finite numbers; `kind` int: of whole ones."""
-    kinds = (int,) if kind is int else (int, float)
-    return isinstance(values, list) and all(
-        isinstance(one, kinds) and not isinstance(one, bool) and math.isfinite(one) for one in values
-    )
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 # ---------------------------------------------------------------- failures
@@ -195,6 +197,8 @@ def failure_of(error: EndpointError, config: OpenaiConfig) -> Exception:
     status, text = error.status, str(error)
     if not error.reached:
         return UserError(f"{SECTION}.base_url: the server cannot be reached ({text}); start it, or correct the address")
+    if status is not None and 300 <= status < 400:
+        return UserError(f"{SECTION}.base_url: the server redirects, which is not followed ({text}); give that address")
     if status in (401, 403):
         variable = config.api_key_variable
         remedy = (
@@ -204,6 +208,10 @@ def failure_of(error: EndpointError, config: OpenaiConfig) -> Exception:
     if status == 404:
         known = f"it has no model '{config.model}', or no such path; correct {SECTION}.model or {SECTION}.base_url"
         return UserError(f"{SECTION}.model: {known} ({text})")
-    if status in _REFUSES_ALL and not any(word in text.lower() for word in _TOO_LONG):
-        return UserError(f"{SECTION}: the server refuses the request ({text}); correct the setting that it names")
+    if status in _REFUSES_ALL:
+        if any(word in error.body.lower() for word in _TOO_LONG):
+            return NoAnswer(f"{text}; lower {LIMIT}, or shorten the prompt")
+        names_limit = any(word in error.body for word in ("max_tokens", "max_completion_tokens"))
+        remedy = f"lower {LIMIT}" if names_limit else "correct the setting that it names"
+        return UserError(f"{SECTION}: the server refuses the request ({text}); {remedy}")
     return NoAnswer(text)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from octetrl.backends.openai.answers import SECTION, failure_of
 from octetrl.backends.openai.metrics import ServerMetrics
 from octetrl.backends.openai.session import OpenaiSession, checked
+from octetrl.backends.openai.shapes import Models, parsed
 from octetrl.backends.openai.text import VOCABULARY, CharacterTokenizer
 from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
@@ -27,6 +27,7 @@ from octetrl.engine.whole_answers import whole_answers
 from octetrl.environments.endpoint import Endpoint, EndpointError
 from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
 
+_SHOWN = 400
 NO_LIMIT = 1 << 30  # tokens of a context that only the server knows
 
 
@@ -138,14 +139,19 @@ class OpenaiBackend:
 def check_server(endpoint: Endpoint, config: OpenaiConfig, context_length: int) -> None:
     """Raises UserError if the server is not there, does not have the model, or has a shorter context."""
     try:
-        listed = endpoint.get("models").get("data")
-    except EndpointError as error:
-        raise failure_of(error, config) from None
-    models = {one.get("id"): one for one in listed if isinstance(one, dict)} if isinstance(listed, list) else {}
+        listed = parsed(Models, endpoint.get("models")).data
+    except (EndpointError, ValueError) as error:
+        failure = failure_of(error, config) if isinstance(error, EndpointError) else error
+        if isinstance(failure, UserError):
+            raise failure from None
+        remedy = f"give the address of a server with OpenAI's API as {SECTION}.base_url"
+        raise UserError(f"{SECTION}.base_url: the server gives no list of its models ({failure}); {remedy}") from None
+    models = {one.id: one.max_model_len for one in listed}
     if config.model not in models:
-        known = ", ".join(map(str, models)) or "none"
+        known = ", ".join(models) or "none"
+        known = known if len(known) <= _SHOWN else f"{known[:_SHOWN]}..."
         raise UserError(f"{SECTION}.model: the server has no '{config.model}'; its models are: {known}")
-    has: Any = models[config.model].get("max_model_len")
+    has = models[config.model]
     if isinstance(has, int) and has < context_length:
         raise UserError(
             f"{SECTION}.model: the server's context has {has} tokens and model.context_length is {context_length};"

@@ -149,7 +149,7 @@ class OpenaiSession:
         try:
             if isinstance(outcome, BaseException):
                 raise outcome
-            completion = read(outcome, self._config, sibling, self._decode)
+            completion = read(outcome, self._config, sibling, self._decode, self._admission.vocab_size)
         except NoAnswer as error:
             self._tally.failed += 1
             if not self._tally.done and self._tally.failed >= GIVES_UP:

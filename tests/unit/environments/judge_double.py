@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+DRIP = 4  # bytes at a time, 20 times a second, of an answer with the header X-Drips
+
 
 @dataclass
 class Double:
@@ -52,7 +54,9 @@ def judge_double(*answers: Any) -> Iterator[Double]:
             for name, value in {"Content-Length": str(len(text.encode())), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(text.encode())
+            for place in range(0, len(text), DRIP if "X-Drips" in headers else max(1, len(text))):
+                time.sleep(0.05 if place else 0.0)
+                self.wfile.write(text.encode()[place : place + DRIP] if "X-Drips" in headers else text.encode())
 
         def do_GET(self) -> None:
             text = json.dumps(double.models).encode()
