@@ -141,9 +141,9 @@ class GenerationProgress:
 
 
 OnProgress = Callable[[GenerationProgress], None]
-OnCompletions = Callable[[Sequence[tuple[int, int, Completion]]], None]
+OnCompletions = Callable[[Sequence[tuple[int, int, Completion]]], bool | None]
 """Called after every forward, mostly with an empty list: completions that ended, each with the place of its request in
-the list of requests, and its sibling."""
+the list of requests, and its sibling. Returns True to be called again soon, although no forward may have ended."""
 
 
 @dataclass(frozen=True, slots=True)

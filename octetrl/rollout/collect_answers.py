@@ -33,7 +33,7 @@ def collect_answers(
     early = None if collection.on_group is None else EarlyGroups(requests, collection, collection.on_group)
     with begin_round(scorer) as scoring:
 
-        def score(ended: Sequence[tuple[int, int, Completion]]) -> None:
+        def score(ended: Sequence[tuple[int, int, Completion]]) -> bool:
             for index, sibling, completion in ended:
                 place, task, _ = requests[index]
                 if completion.finish_reason is FinishReason.FAILED:
@@ -42,6 +42,7 @@ def collect_answers(
             scoring.advance()
             if early is not None:
                 early.take(ended, scoring)
+            return not scoring.is_done
 
         generated = workers.generate([request for _, _, request in requests], score)
         scores = scoring.finish()

@@ -31,7 +31,7 @@ from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.converse import ConversationSettings, RolloutPlace, RolloutSteps, converse
 
 _LONG_WAIT = 0.5  # seconds to wait for what can come from one side only
-_SHORT_WAIT = 0.01  # seconds to wait for the session while environments compute
+_SHORT_WAIT = 0.01  # seconds to wait for the session while environments or rewards compute
 
 
 @dataclass(slots=True)
@@ -107,7 +107,8 @@ class Drive:
             self._count()
             for ticket, result in results:
                 self._take_result(ticket, result)
-            events = self._session.events(_SHORT_WAIT if self._calls else _LONG_WAIT)
+            computes = self._calls or (self._scoring is not None and not self._scoring.is_done)
+            events = self._session.events(_SHORT_WAIT if computes else _LONG_WAIT)
             self._count()
             if self._scoring is not None:
                 self._scoring.advance()

@@ -35,6 +35,7 @@ from octetrl.rollout.collection_settings import CollectionSettings, Generates, S
 from octetrl.rollout.first_requests import TooLong, request_of, without_answers
 
 WAIT_SECONDS = 0.1  # for events of sessions elsewhere, between two looks at the lengths
+SCORING_SECONDS = 0.005  # the same while answers wait for their scores
 Answers = dict[int, Completion]  # by sibling
 
 
@@ -142,7 +143,7 @@ def _draw(
             for request in requests.values():
                 session.submit(request)
             while session.has_work:
-                for event in session.events(WAIT_SECONDS):
+                for event in session.events(WAIT_SECONDS if scoring.is_done else SCORING_SECONDS):
                     if event.completion is None:
                         continue
                     place = place_of[event.request_id]

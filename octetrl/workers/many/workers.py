@@ -51,6 +51,7 @@ from octetrl.workers.training_progress import most_tokens
 
 LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for
 SCORING_SECONDS = 0.1  # at most between two calls of `on_completions`
+BACKLOG_SECONDS = 0.005  # the same while it has something to do: each call gives a reward process one answer
 
 
 class WorkersDiffer(RunFailed):
@@ -205,14 +206,15 @@ class ManyWorkers(ManyLearningWorkers):
         with self._opened(LINGER_SECONDS, most_tokens(requests)) as session:
             for request in requests:
                 session.submit(request)
+            wait = SCORING_SECONDS if on_completions else 1.0
             while session.has_work:
                 ended: list[tuple[int, int, Completion]] = []
-                for event in session.events(SCORING_SECONDS if on_completions else 1.0):
+                for event in session.events(wait):
                     if event.completion is not None:
                         drawn[event.request_id][event.sibling] = event.completion
                         ended.append((places[event.request_id], event.sibling, event.completion))
                 if on_completions is not None:
-                    on_completions(ended)
+                    wait = BACKLOG_SECONDS if on_completions(ended) else SCORING_SECONDS
         return [[completion for _, completion in sorted(drawn[request.id].items())] for request in requests]
 
     @contextmanager

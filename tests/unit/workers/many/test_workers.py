@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 
 from octetrl.config.errors import UserError
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.records import GenerationRequest, SamplingParams
+from octetrl.records import GenerationRequest, SamplingParams, SessionEvent
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
 from octetrl.trainer.shared_weights import SharedWeights
 from octetrl.workers.many.deadlines import WorkerLost
-from octetrl.workers.many.workers import WorkersDiffer
+from octetrl.workers.many.workers import BACKLOG_SECONDS, SCORING_SECONDS, ManyWorkers, WorkersDiffer
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import run_on, steps_of
@@ -122,3 +123,29 @@ def test_evaluation_and_scores_are_those_of_one_worker(model: Path, tmp_path: Pa
     changes = {"precision": "bf16", "evaluation.samples": 3, "evaluation.temperature": 1.0}
     with run_on(0, model, tmp_path, **changes) as one, run_on(3, model, tmp_path, **changes) as three:
         assert evaluate(one).groups == evaluate(three).groups
+
+
+def test_a_backlog_of_rewards_is_looked_after_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call gives a reward process one answer, so a tenth of a second between two calls would be ten answers a
+    second."""
+    waits: list[float] = []
+
+    class Session:
+        """Samples nothing, five times."""
+
+        @property
+        def has_work(self) -> bool:
+            return len(waits) < 5
+
+        def events(self, wait_seconds: float) -> list[SessionEvent]:
+            waits.append(wait_seconds)
+            return []
+
+    workers = object.__new__(ManyWorkers)
+    monkeypatch.setattr(workers, "_opened", lambda *_: nullcontext(Session()), raising=False)
+    answers = iter([True, True, False, None, True])
+    workers.generate([], lambda _: next(answers))
+    assert waits == [SCORING_SECONDS, BACKLOG_SECONDS, BACKLOG_SECONDS, SCORING_SECONDS, SCORING_SECONDS]
+    waits.clear()
+    workers.generate([])
+    assert waits == [1.0] * 5
