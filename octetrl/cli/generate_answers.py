@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import typer
 
-from octetrl.cli.generate_rows import Row, conversation_lines, result_lines
+from octetrl.cli.generate_rows import Row, conversation_lines, is_empty, result_lines
 from octetrl.config.errors import UserError
 from octetrl.config.text import counted
 from octetrl.records import Completion, FinishReason
@@ -27,20 +27,24 @@ def show_answers(
         typer.echo(completions_text(every))
         return
     drawn: list[FinishReason] = []
+    empty = 0
     last_failure: str | None = None
     for row, siblings in zip(rows, answers, strict=True):
         for line in (conversation_lines if for_sft else result_lines)([row], [siblings]):
             typer.echo(line)
         drawn += [one.finish_reason for one in siblings]
+        empty += sum(map(is_empty, siblings))
         last_failure = next((one.detail for one in siblings[::-1] if one.detail is not None), last_failure)
     failed, cut = drawn.count(FinishReason.FAILED), drawn.count(FinishReason.LENGTH)
     if for_sft and cut:
         typer.echo(f"{cut} of {len(drawn)} answers were truncated and are left out; raise --max-new-tokens", err=True)
+    if for_sft and empty:
+        typer.echo(f"{empty} of {len(drawn)} answers were empty and are left out", err=True)
     if failed:
         where = "are left out" if for_sft else 'have finish_reason "failed" and the reason as error'
         lost = f"the server did not answer {failed} of {len(drawn)} requests; they {where}; the last: {last_failure}"
         typer.echo(f"octetrl: {UserError(lost)}", err=True)
-    if failed or (for_sft and cut == len(drawn)):
+    if failed or (for_sft and cut + empty == len(drawn)):
         raise typer.Exit(1)
 
 

@@ -7,8 +7,8 @@
     {"prompt": ..., "answer": ...} or {"messages": [...]}     out with --for-sft, as algorithm.conversations reads it
 
 All other keys of a row are written to its lines unchanged. A completion that a server did not give has finish_reason
-"failed" and the reason as `error`. With --for-sft only answers that ended are written, and a row's own `answer`, the
-reference of a task, becomes `reference`.
+"failed" and the reason as `error`. With --for-sft only answers that ended and have a text are written, and a row's own
+`answer`, the reference of a task, becomes `reference`.
 """
 
 from __future__ import annotations
@@ -55,12 +55,17 @@ def result_lines(rows: Sequence[Row], completions: Sequence[Sequence[Completion]
             yield json.dumps(row | dict(zip(OURS, values, strict=True)) | error, ensure_ascii=False)
 
 
+def is_empty(completion: Completion) -> bool:
+    """Whether it ended without a text, from which nothing can be learnt."""
+    return completion.finish_reason is FinishReason.STOP and not completion.text.strip()
+
+
 def conversation_lines(rows: Sequence[Row], completions: Sequence[Sequence[Completion]]) -> Iterator[str]:
-    """A JSON line for each completion that ended, with the prompt, for `algorithm.conversations`."""
+    """A JSON line for each completion that ended and has a text, with the prompt, for `algorithm.conversations`."""
     for row, siblings in zip(rows, completions, strict=True):
         kept = {"reference" if key == "answer" else key: value for key, value in row.items() if key != "n"}
         for completion in siblings:
-            if completion.finish_reason is not FinishReason.STOP:
+            if completion.finish_reason is not FinishReason.STOP or is_empty(completion):
                 continue
             if "prompt" in kept:
                 said: Row = {"prompt": kept["prompt"], "answer": completion.text}

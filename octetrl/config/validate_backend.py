@@ -23,6 +23,11 @@ def backend_problems(recipe: Recipe, training: bool = True) -> Iterator[Problem]
         yield from _vllm_problems(recipe)
     elif recipe.engine.backend == "openai":
         yield from _openai_problems(recipe, training)
+    if recipe.engine.openai is not None and recipe.engine.backend != "openai":
+        text = (
+            f"engine.openai: it has no effect with {FIELD}: {recipe.engine.backend}; add {FIELD}=openai, or remove it"
+        )
+        yield Problem(("engine.openai", FIELD), text)
 
 
 def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -218,6 +218,7 @@ def test_lines_for_sft_are_read_as_conversations(live: Live, prompts: str, capsy
         ),
         ((302, "", {"Location": "https://there/v1"}), 2, ["--base-url: the server redirects", "https://there/v1"]),
         ({"choices": [{"message": {"content": "a"}, "finish_reason": "length"}]}, 1, ["3 of 3 answers were truncated"]),
+        ({"choices": [{"message": {"content": "\n"}, "finish_reason": "stop"}]}, 1, ["3 of 3 answers were empty"]),
     ],
 )
 def test_lines_for_sft_that_cannot_be_had_say_why(

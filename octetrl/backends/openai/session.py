@@ -145,8 +145,11 @@ class OpenaiSession:
         return ended
 
     def _completion(self, sibling: RunningSequence, outcome: Outcome) -> Completion:
-        """What came back. Raises the errors that no other request would be spared."""
+        """What came back. Raises the errors that no other request would be spared: once some were answered, a refusal
+        (a content filter, one server of several) concerns its request alone."""
         try:
+            if isinstance(outcome, UserError) and self._tally.done:
+                raise NoAnswer(str(outcome)) from outcome
             if isinstance(outcome, BaseException):
                 raise outcome
             completion = read(outcome, self._config, sibling, self._decode, self._admission.vocab_size)

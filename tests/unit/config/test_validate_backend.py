@@ -71,6 +71,7 @@ OPENAI = (
         ({"engine.openai.base_url": "https://host/v1?key=secret"}, "engine.openai.base_url: this is not an address"),
         ({"engine.openai.api_key_variable": "sk-secret"}, "engine.openai.api_key_variable: this is not the name"),
         ({"engine.openai.concurrency": 0}, "engine.openai.concurrency: 0 is out of range"),
+        ({"engine.backend": "octetrl"}, "engine.openai: it has no effect with engine.backend: octetrl"),
     ],
 )
 def test_what_a_server_cannot_be_asked(changes: dict[str, Any], expected: str | None) -> None:
