@@ -13,10 +13,17 @@ def demo(
     to: Annotated[
         str, typer.Option("--to", metavar="DIR", help="The folder for the model and the runs.")
     ] = "runs/demo",
+    again: Annotated[
+        bool, typer.Option("--again", help="Start from the beginning instead of continuing a demo that was stopped.")
+    ] = False,
 ) -> None:
     """Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)."""
     # Before torch is loaded: its threads would spin between the tiny matrices, which takes the cores of other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from octetrl.run.demo import run_demo
 
-    run_demo(Path(to))
+    try:
+        run_demo(Path(to), again=again)
+    except KeyboardInterrupt:
+        typer.echo("the same command continues the demo from its last checkpoint", err=True)
+        raise

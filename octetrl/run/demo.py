@@ -8,8 +8,10 @@
 After the cold start the model guesses more often than it works a sum out, because most examples show only the result.
 GRPO learns which of the two gives more reward. The demo uses the recipes, functions and files of a real run.
 
-A second demo in the same folder replaces only what the first one wrote (`WRITTEN`). The file `MARKER` shows that a demo
-wrote it. Without that file, the demo refuses a folder that has files of these names.
+A demo that was stopped continues where it was: the file `MARKER` lists the phases that are complete, and a run resumes
+from its last checkpoint. After a finished demo, or with `again`, the next one starts from the beginning. It replaces
+what the first one wrote (`WRITTEN`), and nothing else. Without the file `MARKER` a folder with files of these names is
+refused.
 """
 
 from __future__ import annotations
@@ -42,33 +44,53 @@ from octetrl.run.tiny_model import save_tokenizer
 
 WRITTEN = ("model", "worked_examples.jsonl", "sft", "grpo")
 MARKER = "made_by_octetrl_demo"
+MADE, COLD_START, FINISHED = "model and examples made", "cold start trained", "finished"  # lines of the marker
 NUM_EXAMPLES = 30_000
 BARE_SHARE = 0.72  # of the examples that show the result without the steps
 TOKENIZER_EXAMPLES = 1_000
 VOCAB_SIZE = 384
 
 
-def run_demo(folder: Path) -> None:
-    """Run the demo in `folder`. Raises UserError if `folder` holds files that no demo wrote."""
+def run_demo(folder: Path, *, again: bool = False) -> None:
+    """Run the demo in `folder`, or what is left of it. again: from its start. Raises UserError if `folder` holds files
+    that no demo wrote."""
     console = Console()
     started = time.perf_counter()
     sft = load_recipe(
         shipped_path("demo_sft"), _paths(folder, "sft", model="model", conversations="worked_examples.jsonl")
     )
     grpo = load_recipe(shipped_path("demo_grpo"), _paths(folder, "grpo", model="sft/export"))
-    prepare_folder(folder)
+    complete = prepare_folder(folder, again=again)
+    if complete:
+        console.print(
+            f"continues the demo in {folder} (--again starts from the beginning)", markup=False, highlight=False
+        )
     console.rule("1 · a tiny model and its worked examples")
-    make_model_and_examples(sft, preset_config("tiny"))
+    if MADE not in complete:
+        make_model_and_examples(sft, preset_config("tiny"))
+        note_phase(folder, MADE)
     reports = {"before SFT": evaluate_checkpoint(str(sft.model.path), sft)}
     console.rule("2 · cold start: SFT on worked sums")
-    train(sft, resume=False)
-    export_run(sft.output_dir, str(grpo.model.path))
+    if COLD_START not in complete:
+        train_or_resume(sft)
+        shutil.rmtree(str(grpo.model.path), ignore_errors=True)  # half an export
+        export_run(sft.output_dir, str(grpo.model.path))
+        note_phase(folder, COLD_START)
     reports["after SFT"] = evaluate_checkpoint(sft.output_dir, grpo)
     console.rule("3 · GRPO, FP8 end to end (emulated)")
-    train(grpo, resume=False)
+    train_or_resume(grpo)
     reports["after GRPO"] = evaluate_checkpoint(grpo.output_dir, grpo)
+    note_phase(folder, FINISHED)
     console.rule("4 · what it did")
     console.print(summary(reports, Path(grpo.output_dir), time.perf_counter() - started))
+
+
+def train_or_resume(recipe: Recipe) -> None:
+    """Train from the last checkpoint if there is one, else from the start."""
+    resumes = any((Path(recipe.output_dir) / "checkpoints").glob("step_*"))
+    if not resumes:
+        shutil.rmtree(recipe.output_dir, ignore_errors=True)
+    train(recipe, resume=resumes)
 
 
 def _paths(folder: Path, run: str, *, model: str, conversations: str | None = None) -> list[str]:
@@ -77,9 +99,13 @@ def _paths(folder: Path, run: str, *, model: str, conversations: str | None = No
     return [f"{field}={json.dumps(str(folder / name))}" for field, name in paths.items() if name is not None]
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make `folder`, mark it, and remove what an earlier demo wrote in it. Raises UserError for files of others."""
+def prepare_folder(folder: Path, *, again: bool = False) -> list[str]:
+    """The phases that an unfinished demo has completed in `folder`. If there is none, make the folder, mark it, and
+    remove what an earlier demo wrote in it. Raises UserError for files of others."""
     found = [name for name in WRITTEN if (folder / name).exists()]
+    complete = phases_of(folder)
+    if complete and FINISHED not in complete and not again:
+        return complete
     if found and not (folder / MARKER).is_file():
         raise UserError(
             f"--to: '{folder}' holds {', '.join(found)}, and no demo is known to have written that (no {MARKER});"
@@ -87,7 +113,7 @@ def prepare_folder(folder: Path) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARKER).write_text(f"The next demo here replaces {', '.join(WRITTEN)}.\n", encoding="utf-8")
+        (folder / MARKER).write_text(f"The demo in this folder wrote {', '.join(WRITTEN)}.\n", encoding="utf-8")
         for name in found:
             path = folder / name
             if path.is_dir() and not path.is_symlink():
@@ -96,6 +122,20 @@ def prepare_folder(folder: Path) -> None:
                 path.unlink()
     except OSError as error:
         raise UserError(f"--to: cannot write in '{folder}' ({error.strerror}); give another folder") from error
+    return []
+
+
+def phases_of(folder: Path) -> list[str]:
+    """The phases that the demo in `folder` has completed."""
+    marker = folder / MARKER
+    lines = marker.read_text(encoding="utf-8").splitlines() if marker.is_file() else []
+    return [line for line in lines if line in (MADE, COLD_START, FINISHED)]
+
+
+def note_phase(folder: Path, phase: str) -> None:
+    """Note that a phase is complete."""
+    with (folder / MARKER).open("a", encoding="utf-8") as marker:
+        marker.write(f"{phase}\n")
 
 
 def make_model_and_examples(recipe: Recipe, config: dict[str, Any], bare_share: float = BARE_SHARE) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
-from octetrl.run.demo import MARKER, prepare_folder
+from octetrl.run.demo import COLD_START, FINISHED, MADE, MARKER, note_phase, prepare_folder
 
 
 def test_a_second_demo_replaces_what_the_first_wrote_and_leaves_the_rest(tmp_path: Path) -> None:
@@ -20,6 +20,22 @@ def test_a_second_demo_replaces_what_the_first_wrote_and_leaves_the_rest(tmp_pat
     (folder / "worked_examples.jsonl").touch()
     prepare_folder(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted([MARKER, "ppo"])
+
+
+def test_an_unfinished_demo_is_continued(tmp_path: Path) -> None:
+    assert prepare_folder(tmp_path) == []
+    (tmp_path / "model").mkdir()
+    assert prepare_folder(tmp_path) == [] and not (tmp_path / "model").exists(), "half a model is no model"
+    (tmp_path / "model").mkdir()
+    note_phase(tmp_path, MADE)
+    assert prepare_folder(tmp_path) == [MADE] and (tmp_path / "model").exists()
+    note_phase(tmp_path, COLD_START)
+    assert prepare_folder(tmp_path) == [MADE, COLD_START]
+    assert prepare_folder(tmp_path, again=True) == [] and not (tmp_path / "model").exists()
+    note_phase(tmp_path, MADE)
+    note_phase(tmp_path, FINISHED)
+    (tmp_path / "model").mkdir()
+    assert prepare_folder(tmp_path) == [] and not (tmp_path / "model").exists(), "a finished one is replaced"
 
 
 def test_what_no_demo_wrote_is_refused_and_stays(tmp_path: Path) -> None:
@@ -45,7 +61,7 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
 def test_threads_of_torch_sleep_between_tiny_matrices_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("octetrl.run.demo.run_demo", lambda folder: None)
+    monkeypatch.setattr("octetrl.run.demo.run_demo", lambda folder, again: None)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert run_command(["demo"]) == 0 and os.environ["OMP_WAIT_POLICY"] == "active"
     monkeypatch.delenv("OMP_WAIT_POLICY")
