@@ -18,8 +18,10 @@ def demo(
     ] = False,
 ) -> None:
     """Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)."""
-    # Before torch is loaded: its threads would spin between the tiny matrices, which takes the cores of other programs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Before torch is loaded: between the tiny matrices its threads spin for a short time and then sleep. Spinning for
+    # long takes the cores of other programs; sleeping at once halves the speed on a quiet machine (docs/log.md).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from octetrl.run.demo import run_demo
 
     try:

@@ -58,11 +58,14 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "mine").exists()
 
 
-def test_threads_of_torch_sleep_between_tiny_matrices_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_of_torch_spin_for_a_short_time_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octetrl.run.demo.run_demo", lambda folder, again: None)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert run_command(["demo"]) == 0 and os.environ["OMP_WAIT_POLICY"] == "active"
+    assert run_command(["demo"]) == 0 and "GOMP_SPINCOUNT" not in os.environ
     monkeypatch.delenv("OMP_WAIT_POLICY")
-    assert run_command(["demo"]) == 0 and os.environ["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert run_command(["demo"]) == 0 and os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    assert run_command(["demo"]) == 0 and os.environ["GOMP_SPINCOUNT"] == "10000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
