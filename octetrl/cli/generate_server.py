@@ -40,7 +40,6 @@ InFlight = Annotated[
         show_default=False,
     ),
 ]
-DEFAULT_IN_FLIGHT = 64
 OPTIONS = {  # what a message calls a setting of a recipe: how this command spells it
     "engine.openai.base_url": "--base-url",
     "engine.openai.api_key_variable": "--api-key-variable",
@@ -59,7 +58,7 @@ def server_config(model: str, base_url: str, api_key_variable: str | None, in_fl
         model=model,
         answers="text",
         api_key_variable=api_key_variable,
-        concurrency=in_flight or DEFAULT_IN_FLIGHT,
+        concurrency=in_flight or OpenaiConfig.model_fields["concurrency"].default,
     )
     for problem in openai_problems(config):
         raise UserError(_spelled(problem.text))

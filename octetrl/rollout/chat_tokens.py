@@ -106,6 +106,12 @@ class ChatTokens:
         """The text itself, with the tokenizer's own BOS and without the chat template."""
         return tuple(self._encoder.ids(text, special=True))
 
+    def tokens_of(self, prompt: str | Sequence[Mapping[str, str]], *, plain: bool) -> tuple[int, ...]:
+        """Of a user's message (`plain`: of the text alone, without a template) or of a conversation's messages."""
+        if not isinstance(prompt, str):
+            return self.conversation_prompt([dict(message) for message in prompt])
+        return self.plain_tokens(prompt) if plain else self.prompt_tokens(prompt)
+
     def first_prompt_tokens(self, prompt: str, limit: int) -> tuple[int, ...]:
         """The first `limit` of `prompt_tokens`, of a prompt of any length."""
         text, special = self._prompt_text(prompt)

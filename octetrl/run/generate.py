@@ -53,7 +53,7 @@ def generate_text(
     positions = load_spec(Path(trained["path"])).max_positions
     chat = ChatTokens(tokenizer, system_prompt, context_length=positions)
     try:
-        token_lists = [_prompt_tokens(chat, prompt, plain) for prompt in prompts]
+        token_lists = [chat.tokens_of(prompt, plain=plain) for prompt in prompts]
     except TextTooLong as error:
         raise UserError(f"a prompt has {error}, the model's positions; shorten it") from None
     longest = max(len(tokens) for tokens in token_lists)
@@ -77,12 +77,6 @@ def generate_text(
         if workers.needs_calibration:
             workers.calibrate(token_lists)
         return workers.generate(requests)
-
-
-def _prompt_tokens(chat: ChatTokens, prompt: str | Sequence[Mapping[str, str]], plain: bool) -> tuple[int, ...]:
-    if not isinstance(prompt, str):
-        return chat.conversation_prompt([dict(message) for message in prompt])
-    return chat.plain_tokens(prompt) if plain else chat.prompt_tokens(prompt)
 
 
 def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:

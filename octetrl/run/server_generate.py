@@ -42,7 +42,7 @@ def generate_by_server(
         found: list[dict[int, Completion]] = [{} for _ in prompts]
         with backend.session(on_progress) as session:
             for place, (prompt, siblings) in enumerate(zip(prompts, n, strict=True)):
-                tokens = _tokens_of(chat, prompt, plain)
+                tokens = chat.tokens_of(prompt, plain=plain)
                 request = GenerationRequest(f"prompt {place}", tokens, sampling, siblings, seed + place)
                 session.accept(session.checked(request))
             for place, siblings in enumerate(n):
@@ -50,9 +50,3 @@ def generate_by_server(
                     for sequence, completion in session.advance():
                         found[sequence.group.index][sequence.sibling] = completion
                 yield [found[place].pop(sibling) for sibling in range(siblings)]
-
-
-def _tokens_of(chat: ChatTokens, prompt: Prompt, plain: bool) -> tuple[int, ...]:
-    if not isinstance(prompt, str):
-        return chat.conversation_prompt([dict(message) for message in prompt])
-    return chat.plain_tokens(prompt) if plain else chat.prompt_tokens(prompt)

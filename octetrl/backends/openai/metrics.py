@@ -6,46 +6,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from octetrl.backends.session_metrics import SessionMetrics
 from octetrl.records import GenerationProgress
 
 
-@dataclass(frozen=True, slots=True)
-class ServerMetrics:
-    """Of one session. What happens inside the server is not known: preemptions and saturation are 0."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerMetrics(SessionMetrics):
+    """Of one session. The largest batch is `engine.openai.concurrency`."""
 
-    completions: int
-    generated_tokens: int
     failed: int  # siblings without an answer
-    seconds: float
-    batch_occupancy: float  # mean share of `engine.openai.concurrency` in flight
-    idle_share: float = 0.0
-    preemptions: int = 0
-    kv_saturation: float = 0.0
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
-
-    def merged(self, others: Sequence[ServerMetrics]) -> ServerMetrics:
-        """These and those of sessions that ran at the same time."""
-        every = [self, *others]
-        return self._joined(every, max(one.seconds for one in every))
-
-    def followed_by(self, later: ServerMetrics) -> ServerMetrics:
-        """These and those of a session that ran afterwards."""
-        return self._joined([self, later], self.seconds + later.seconds)
-
-    def _joined(self, every: Sequence[ServerMetrics], seconds: float) -> ServerMetrics:
-        whole = sum(one.seconds for one in every) or 1.0
-        return replace(
-            self,
-            completions=sum(one.completions for one in every),
-            generated_tokens=sum(one.generated_tokens for one in every),
-            failed=sum(one.failed for one in every),
-            seconds=seconds,
-            batch_occupancy=sum(one.batch_occupancy * one.seconds for one in every) / whole,
-            idle_share=sum(one.idle_share * one.seconds for one in every) / whole,
-        )
+    def joined(self, every: Sequence[ServerMetrics], seconds: float) -> ServerMetrics:
+        return replace(SessionMetrics.joined(self, every, seconds), failed=sum(one.failed for one in every))
 
     def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
         """By the names of a step's metrics."""

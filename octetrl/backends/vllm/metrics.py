@@ -6,49 +6,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from octetrl.backends.session_metrics import SessionMetrics
 from octetrl.records import GenerationProgress
 
 
-@dataclass(frozen=True, slots=True)
-class VllmMetrics:
-    """Of one session. vLLM counts neither clamped K and V values nor preemptions of a single session."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmMetrics(SessionMetrics):
+    """Of one session. The largest batch is `engine.max_batch`."""
 
-    completions: int
-    generated_tokens: int
     prompt_tokens: int
-    seconds: float
-    batch_occupancy: float  # mean share of max_batch that ran
     cache_occupancy: float  # largest share of the pages in use
     kv_capacity_tokens: int
-    idle_share: float
-    preemptions: int = 0
-    kv_saturation: float = 0.0
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
-
-    def merged(self, others: Sequence[VllmMetrics]) -> VllmMetrics:
-        """These and those of sessions that ran at the same time on other workers."""
-        every = [self, *others]
-        return self._joined(every, seconds=max(one.seconds for one in every))
-
-    def followed_by(self, later: VllmMetrics) -> VllmMetrics:
-        """These and those of a session that ran afterwards."""
-        return self._joined([self, later], seconds=self.seconds + later.seconds)
-
-    def _joined(self, every: Sequence[VllmMetrics], seconds: float) -> VllmMetrics:
-        """Shares are means, weighted by the seconds of their sessions."""
-        whole = sum(one.seconds for one in every) or 1.0
+    def joined(self, every: Sequence[VllmMetrics], seconds: float) -> VllmMetrics:
         return replace(
-            self,
-            completions=sum(one.completions for one in every),
-            generated_tokens=sum(one.generated_tokens for one in every),
+            SessionMetrics.joined(self, every, seconds),
             prompt_tokens=sum(one.prompt_tokens for one in every),
-            seconds=seconds,
-            batch_occupancy=sum(one.batch_occupancy * one.seconds for one in every) / whole,
             cache_occupancy=max(one.cache_occupancy for one in every),
-            idle_share=sum(one.idle_share * one.seconds for one in every) / whole,
         )
 
     def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
