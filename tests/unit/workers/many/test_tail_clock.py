@@ -232,3 +232,22 @@ def test_a_tail_has_room_on_one_worker_and_nothing_waits(tokens: int, fits: bool
     assert opened._is_tail() is fits
     opened.submit(c)
     assert not opened._is_tail()
+
+
+def test_an_answer_that_ended_since_the_last_poll_is_not_lost() -> None:
+    team = SimulatedTeam(2, {("long", 0): LONG, ("short", 0): SHORT})
+    queue = PartQueue(team, Costs(1.0, 0.0))
+    admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
+    opened = TailSession(queue, team, [Room(8, 1 << 20)] * 2, admission, Deadlines(DeadlineConfig()))
+    for name in ("long", "short"):
+        opened.submit(GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=2000)))
+    assert opened.events(0.0) == [] and [len(worker.drawing) for worker in team._workers] == [1, 1]
+    opened._polls.clear()  # none has seen it
+    team.now = 2 * SHORT * TOKEN
+    (event,) = opened._gather()
+    assert (event.request_id, event.sibling) == ("short", 0) and event.completion is not None
+    assert len(event.completion.token_ids) == SHORT and opened.moved == 0
+    assert opened.has_work, "the long answer continues"
+    team.now = LONG * TOKEN
+    (last,) = opened.events(1.0)
+    assert last.request_id == "long" and not opened.has_work
