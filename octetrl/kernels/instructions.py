@@ -86,6 +86,26 @@ def e4m3_code(scaled, ON_GPU: tl.constexpr):
         return e4m3_byte(scaled)
 
 
+# Four codes in a word become two words of two numbers, exactly.
+# int8: 128 plus the low seven bits, minus 128 or 256 by the sign; $3 is INT8_BASE.
+INT8_BASE = tl.constexpr(0xC343)  # the upper bytes of -128 or -256, and of 128, in BF16
+INT8_TO_BF16 = tl.constexpr("""{
+    .reg .b32 low, sign, x, y;
+    and.b32 low, $2, 0x7F7F7F7F;
+    and.b32 sign, $2, 0x80808080;
+    prmt.b32 x, low, $3, 0x4140;
+    prmt.b32 y, sign, $3, 0x5150;
+    add.rn.bf16x2 $0, x, y;
+    prmt.b32 x, low, $3, 0x4342;
+    prmt.b32 y, sign, $3, 0x5352;
+    add.rn.bf16x2 $1, x, y;
+    }""")
+E4M3_TO_FP16 = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }""")
 E4M3_TO_BF16 = tl.constexpr("""{
     .reg .b32 low, high, pair, up;
     shr.u32 high, $2, 4;

@@ -145,7 +145,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("fp8/kv_saturation", SHARE, "K and V values clamped on their way into a calibrated FP8 cache.",
                "Above 0: raise fp8.calibration_margin."),
         Metric("fp8/gluon_fallbacks", "",
-               "Gluon kernels (FP8 GEMMs, latent attention) that run as plain Triton, slower and with the same bits."),
+               "Gluon kernels (FP8 GEMMs, attention) that run as plain Triton, slower and with the same bits."),
     ),
     "Training": (
         Metric("train/tokens", TOKENS, "Tokens in the packed micro-batches, prompts included."),

@@ -2,7 +2,7 @@
 
     rollout/fused           1 where the rollout's forward is the fused one, 0 where it is the modules' (slower)
     train/fused             the same of training
-    fp8/gluon_fallbacks     Gluon kernels (FP8 GEMMs, latent attention) that do not compile here; plain Triton runs,
+    fp8/gluon_fallbacks     Gluon kernels (FP8 GEMMs, attention) that do not compile here; plain Triton runs,
                             slower, with the same bits
 
 On a CPU there is one path, and no metric of it. `octetrl check` and the run's first lines say what is known before

@@ -9,7 +9,16 @@ import torch.nn.functional as F
 from octetrl.kernels.attention import attention_packed as packed
 from octetrl.kernels.attention.attention_order import KV_CHUNK
 from octetrl.kernels.attention.attention_paged import attention_paged, attention_paged_reference
-from octetrl.kernels.attention.kv_store import kv_replay, kv_replay_reference, kv_store, kv_store_reference
+from octetrl.kernels.attention.attention_rows import attention_rows
+from octetrl.kernels.attention.kv_store import (
+    by_key,
+    kv_replay,
+    kv_replay_reference,
+    kv_store,
+    kv_store_reference,
+    scale_in_use,
+)
+from octetrl.kernels.gluon import gave_up
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
@@ -125,6 +134,34 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_siz
                 max_query_len=1,
             )
             assert torch.equal(decoded, out[rows[part]])
+
+
+@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+def test_gluon_and_triton_have_equal_bits(kv_mode, quantize_k):
+    """Of whole sequences, packed and in pages, of chunks, and beside a sequence that is not finite."""
+    lengths = [1, 127, 128, KV_CHUNK + 1, 130, 3 * KV_CHUNK]
+    q, k, v = random_qkv(lengths, 2, 4, 128, torch.bfloat16, device="cuda")
+    cu_seqlens = cu_seqlens_of(lengths, "cuda")
+    replayed = kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantize_k)
+    shape = (cu_seqlens, 3 * KV_CHUNK, SCALE, replayed.k_scale, replayed.v_scale)
+    ways = [attention_rows(q, replayed.k_TKD, replayed.v_TKD, *shape, gluon=gluon) for gluon in (False, True)]
+    assert torch.equal(ways[0][0], ways[1][0]) and torch.equal(ways[0][1], ways[1][1])
+    last = int(cu_seqlens[-2])
+    not_finite = replayed.v_TKD.clone()  # without a cache's format it is v itself
+    not_finite[last:] = float("nan")
+    beside, _ = attention_rows(q, replayed.k_TKD, not_finite, *shape)
+    assert torch.equal(beside[:last], ways[0][0][:last])
+
+    cache = filled_cache(lengths, k, v, kv_mode, quantize_k, 128)
+    contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    scales = [scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
+    for counts in (lengths, [1, 127, 1, 2, 99, 1025]):  # the last queries of each
+        rows = torch.cat([torch.arange(e - n, e) for n, e in zip(counts, cu_seqlens.tolist()[1:], strict=True)]).cuda()
+        pages = (cache.k, by_key(cache.v), cu_seqlens_of(counts, "cuda"), max(counts), SCALE, *scales)
+        for gluon in (False, True):
+            out, _ = attention_rows(q[rows], *pages, cache.block_table, contexts, gluon=gluon)
+            assert torch.equal(out, ways[0][0][rows])
+    assert not gave_up("attention_rows_gluon")
 
 
 @pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)

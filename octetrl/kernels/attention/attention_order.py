@@ -41,12 +41,12 @@ multiply as bfloat16, which also holds every code exactly. float32 (CPU only, to
 not rounded in between.
 
 There are two Triton forms. `update_rows` has the queries on the tensor core's long side (prefill, training).
-`update_columns` has the keys there and a few queries on the short side (decode). On a Hopper GPU both sum S and O in
-the same order. The row sum of P could depend on the layout, so it is a tree written out in reshapes, two addends at a
-time. Of the seven bits of a key's place in its tile, the tree adds over bit 6, then 3, then 0. The other four bits stay
-apart as 16 classes until the chunk ends. The three bits lie in registers or neighbouring lanes in both forms; the other
-four lie in other lanes or warps in one form. Summing to one number per tile cost decode 10% of its speed and the FP8
-forward 7%.
+`update_columns` has the keys there and a few queries on the short side (decode). `attention_rows_gluon.py` repeats
+`update_rows` in Gluon. On a Hopper GPU all sum S and O in the same order. The row sum of P could depend on the layout,
+so it is a tree written out in reshapes, two addends at a time. Of the seven bits of a key's place in its tile, the tree
+adds over bit 6, then 3, then 0. The other four bits stay apart as 16 classes until the chunk ends. The three bits lie
+in registers or neighbouring lanes in both forms; the other four lie in other lanes or warps in one form. Summing to one
+number per tile cost decode 10% of its speed and the FP8 forward 7%.
 
 R query rows, C query columns, N keys of a tile, X classes, K kv heads, D head size.
 """

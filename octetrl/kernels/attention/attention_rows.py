@@ -16,12 +16,14 @@ registers, which leaves room for two accumulators, and three tiles in flight. q 
 calibrated codes. It then goes through the program's own rows of `out`: wgmma reads an operand from shared memory only
 if it was loaded, and from registers it would leave too few of them.
 
-On an H200, packed, 16k tokens, head size 128: 459 TFLOP/s in BF16, 487 over codes (docs/log.md).
+Heads of 128 elements without a window run in Gluon on Hopper (attention_rows_gluon.py), with the same bits.
 
 R query rows, N keys of a tile, T tokens, H query heads, K kv heads, D head size.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -50,6 +52,9 @@ from octetrl.kernels.attention.attention_order import (
     update_rows,
 )
 from octetrl.kernels.attention.token_scales import ScaleTable, align_scales, first_column, scale_table
+from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
+
+GLUON_HEAD_SIZE = 128
 
 
 @triton.jit
@@ -298,12 +303,14 @@ def attention_rows(
     block_table_BP: Tensor | None = None,
     context_lens_B: Tensor | None = None,
     window: int | None = None,
+    gluon: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch for packed K and V [T, K, D] or, with a block table, for pages [num_pages, K, page_size, D].
 
     K and V each have no scales, [K] for `calibrated`, or for `dynamic` [T, K] or [num_pages, K, page_size]. K's last
-    axis is contiguous. Pages of V have the layout of K's, or the transposed one (`kv_store.by_key`). Returns out [T, H,
-    D], zero outside every sequence, and for packed input lse2 [T, H].
+    axis is contiguous. Pages of V have the layout of K's, or the transposed one (`kv_store.by_key`). `gluon`: whether
+    Gluon may run; no bit depends on it. Returns out [T, H, D], zero outside every sequence, and for packed input lse2
+    [T, H].
     """
     num_tokens, num_heads, head_size = q_THD.shape
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
@@ -324,6 +331,10 @@ def attention_rows(
     if num_tokens == 0 or 0 in grid:
         return out_THD, lse2_TH
     tma, tables = _tables(k, v, turned, paged)
+    if gluon and tma and head_size == GLUON_HEAD_SIZE and window is None and q_THD.dtype == torch.bfloat16:
+        operands = (q_THD, k, v.mT if turned else v, cu_seqlens_B1, max_query_len, softmax_scale, k_scale, v_scale)
+        if _run_gluon(*operands, block_table_BP, context_lens_B, stride_scale[:0:-1], out_THD, lse2_TH):
+            return out_THD, lse2_TH
     scales: tuple[ScaleTable, ScaleTable] = (k_scale, v_scale)
     if tma:
         rows_of_scales = (k_scale, v_scale) if paged else align_scales(k_scale, v_scale, cu_seqlens_B1, max_query_len)
@@ -341,3 +352,17 @@ def attention_rows(
         **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
     return out_THD, lse2_TH
+
+
+def _run_gluon(q_THD: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
+    """Whether it ran."""
+    if not can_run("attention_rows_gluon", k, v):
+        return False
+    try:
+        from octetrl.kernels.attention.attention_rows_gluon import attention_rows_gluon
+
+        attention_rows_gluon(q_THD, k, v, *others)
+    except COMPILER_ERRORS as error:
+        give_up("attention_rows_gluon", error)
+        return False
+    return True
