@@ -1,6 +1,6 @@
 """Attention alone, one layer, in every format of the KV cache: decode, prefill, and the packed forward and backward.
 
-    python -m benchmarks.kernels.attention [--only decode] [--out FOLDER]
+    python -m benchmarks.kernels.attention [--only decode|forwards] [--out FOLDER]
 
 First decode is checked against the packed forward, bit for bit, and its quantised output against the quantiser, byte
 for byte. Then the times: 32 query heads, 8 kv heads, head size 128, pages of 128 keys, random values. Decode is counted
@@ -13,6 +13,8 @@ larger than L2.
 
 A workload is `sequences x context`, for prefill `sequences x context-before + chunk`; ragged contexts are spread evenly
 from one length to another, in random, rising or falling order. `--only decode` leaves the rest out, and writes nothing.
+`--only forwards` times prefill and the packed forward in Gluon and in Triton, without the replay, and writes a file of
+its own.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ from octetrl.kernels.attention.attention_decode import attention_decode_triton
 from octetrl.kernels.attention.attention_packed import attention_packed, attention_packed_forward
 from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.attention_paged import attention_paged
+from octetrl.kernels.attention.attention_rows import attention_rows
 from octetrl.kernels.attention.decode_layout import DecodeTile
-from octetrl.kernels.attention.kv_store import kv_replay, kv_store, v_pages_shape
+from octetrl.kernels.attention.kv_store import by_key, kv_replay, kv_store, v_pages_shape
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE = 32, 8, 128, 128
@@ -259,6 +262,34 @@ def prefill_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
         yield {"precision": precision, "op": "prefill", "workload": workload, "us": us, "tflop_per_s": tflops}
 
 
+def forward_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
+    """Both forwards of `attention_rows`, in Gluon and in Triton."""
+    kv_mode, quantize_k = CACHES[precision]
+    calls: dict[tuple[str, str], tuple[int, tuple[Any, ...]]] = {}
+    for lengths in ([1024] * 16, [4096] * 4, [16384], [5451, 300, 2100, 1006, 40, 700, 3000, 3787]):
+        fused = torch.randn(sum(lengths), HEADS + 2 * KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
+        q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        k_scale, v_scale = (x.float().abs().amax((0, 2)) / 448 for x in (k, v))
+        kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantize_k)
+        ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+        name = f"{len(lengths)}x{lengths[0]}" if len(set(lengths)) == 1 else "8 of 40 to 5451"
+        flops = sum(causal_flops(1, 0, length) for length in lengths)
+        packed = (q, kv.k_TKD, kv.v_TKD, ends, max(lengths), SCALE, kv.k_scale, kv.v_scale)
+        calls["packed forward", name] = flops, packed
+    for sequences, before, chunk in PREFILL:
+        pages = Pages.random(precision, [before + chunk] * sequences, device)
+        q = torch.randn(sequences * chunk, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
+        ends = torch.arange(0, sequences * chunk + 1, chunk, dtype=torch.int32, device=device)
+        tables = (pages.k_scale, pages.v_scale, pages.table, pages.contexts)
+        paged = (q, pages.k, by_key(pages.v), ends, chunk, SCALE, *tables)
+        calls["prefill", f"{sequences}x{before}+{chunk}"] = causal_flops(sequences, before, chunk), paged
+    for (op, workload), (flops, operands) in calls.items():
+        for language, gluon in (("Gluon", True), ("Triton", False)):
+            us = timer(partial(partial(attention_rows, gluon=gluon), *operands))
+            row: Row = {"precision": precision, "op": f"{op}, {language}", "workload": workload, "us": us}
+            yield row | {"tflop_per_s": flops / us / 1e6}
+
+
 def trainer_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
     kv_mode, quantize_k = CACHES[precision]
     for sequences, length in PACKED:
@@ -308,6 +339,9 @@ def library_rows(qkv: tuple[Tensor, Tensor, Tensor], ours: Tensor, sequences: in
         yield row | {"us": us, "tflop_per_s": tflops, "relative_error": float(distance)}
 
 
+SIDES = {"decode": decode_rows, "forwards": forward_rows}
+
+
 def show(rows: list[Row]) -> None:
     columns = ("precision", "op", "workload", "us", "tb_per_s", "share", "tflop_per_s", "relative_error", "refused")
     table = Table(*columns, title="attention, one layer")
@@ -319,17 +353,18 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["decode"])
+    parser.add_argument("--only", choices=list(SIDES))
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     need_hopper("kernels.attention")
     torch.manual_seed(0)
-    right = check_bits("cuda")
-    sides = (decode_rows,) if arguments.only else (decode_rows, prefill_rows, trainer_rows)
+    right = arguments.only == "forwards" or check_bits("cuda")  # tests/gpu compares the bits of Gluon and Triton
+    sides = (SIDES[arguments.only],) if arguments.only else (decode_rows, prefill_rows, trainer_rows)
     rows = [row for precision in CACHES for side in sides for row in side(precision, "cuda", median_us)]
     show(rows)
-    if not arguments.only:
-        print(f"wrote {write_result('kernels', 'attention', rows, arguments.out)}")
+    if arguments.only != "decode":
+        name = "_".join(filter(None, ("attention", arguments.only)))
+        print(f"wrote {write_result('kernels', name, rows, arguments.out)}")
     raise SystemExit(0 if right else 1)
 
 
