@@ -40,7 +40,12 @@ Model = Annotated[
     ),
 ]
 PrecisionList = Annotated[str, typer.Option("--precision", help="Precisions to compare.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds per precision; the order is A B, then B A.")]
+Rounds = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Measurements of each precision. Every second round has the reverse order, against drift."
+    ),
+]
 Layers = Annotated[
     int | None, typer.Option(min=1, help="Use only this many of the model's layers, for a small machine.")
 ]

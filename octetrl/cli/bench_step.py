@@ -132,7 +132,8 @@ Calibration = Annotated[
     str | None,
     typer.Option(
         metavar=f"{MODES}|none",
-        help="Ways of calibration to compare, where a precision's cache is calibrated. Default: all, on one worker.",
+        help="Sources of the KV cache's scales to compare: fused: training's forward; exact: a forward of its own;"
+        " off: no new scales. none: compare nothing. Default: all, on one worker.",
     ),
 ]
 CalibrationBatches = Annotated[int, typer.Option(min=1, help="Number of micro-batches for measuring calibration.")]

@@ -60,8 +60,8 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="RUN_OR_MODEL... [section.key=value]...",
-            help="Run folders, checkpoints or Hugging Face folders, and fields that differ from the recipe. None with"
-            " engine.backend=openai: the server's model is evaluated.",
+            help="Run folders, RUN@STEP, checkpoints or Hugging Face folders, and fields that differ from the recipe."
+            " With engine.backend=openai fields only: the server's model is evaluated.",
             show_default=False,
         ),
     ],
@@ -80,7 +80,7 @@ def evaluate(
     ] = False,
     out: OutOption = None,
 ) -> None:
-    """Evaluate runs or models by a recipe's tasks."""
+    """Evaluate runs or models on a recipe's held-out tasks."""
     targets = [word for word in words if not _is_override(word)]
     overrides = [word for word in words if _is_override(word)]
     overrides += _options_as_overrides(samples, k, temperature)

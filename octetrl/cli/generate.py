@@ -37,7 +37,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A Hugging Face folder, a run folder or one of its checkpoints; with --base-url the server's name of it.",
+        help="A run folder, RUN@STEP, a checkpoint, a Hugging Face folder or a name of the hub; with --base-url the"
+        " server's name of it.",
     ),
 ]
 Prompts = Annotated[

@@ -99,7 +99,9 @@ TOKENIZER = "tokenizer"
 def init(
     objective: Annotated[
         Literal["grpo"],
-        typer.Argument(metavar="OBJECTIVE", help="What the recipe trains by: grpo.", show_default=False),
+        typer.Argument(
+            metavar="OBJECTIVE", help="Training objective of the project; only grpo so far.", show_default=False
+        ),
     ],
     folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder to create.", show_default=False)],
 ) -> None:

@@ -62,6 +62,16 @@ def run_command(arguments: Sequence[str]) -> int:
         return TERMINATED
     except Stopped as stopped:
         return _stopped(str(stopped))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+            raise
+        said = " ".join(str(error).split()).split(". GPU")[0]
+        print(
+            f"octetrl: failed: the GPU's memory is full ({said}); `octetrl check RECIPE` says what needs how much, and"
+            " which settings need less",
+            file=sys.stderr,
+        )
+        return FAILED
 
 
 def _run_verb(arguments: Sequence[str]) -> int:

@@ -56,7 +56,8 @@ def rollouts(
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all selected rollouts, one JSON line each.")] = False,
     evaluations: Annotated[
-        bool, typer.Option("--evaluations", help="Those of the held-out tasks, from the evaluations during the run.")
+        bool,
+        typer.Option("--evaluations", help="Show the rollouts on held-out tasks, from evaluations during the run."),
     ] = False,
 ) -> None:
     """Show the rollouts of a run."""

@@ -29,11 +29,16 @@ AllowOrigin = Annotated[
 ]
 AccessLog = Annotated[bool, typer.Option("--access-log", help="Write a line for each request to standard error.")]
 
+Served = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A run folder, RUN@STEP, a checkpoint, a Hugging Face folder or a name of the hub."
+    ),
+]
+
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a run folder or one of its checkpoints.")
-    ],
+    model: Served,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one, with a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the folder's name.")] = None,
@@ -69,7 +74,7 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for running requests after SIGTERM.")] = 30.0,
     calibrate_on: CalibrateOn = None,
 ) -> None:
-    """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
+    """Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
     _refuse_at_once(model, api_key)
     from octetrl.run import serve as run
 

@@ -44,7 +44,7 @@ def train(
         bool, typer.Option("--with-optimizer", help="With --from: begin with the run's optimizer states too.")
     ] = False,
 ) -> None:
-    """Train a model by a recipe: reinforcement learning, SFT, preferences or a reward model."""
+    """Train a model from a recipe: reinforcement learning, SFT, preferences or a reward model."""
     allow = allow or []
     if allow and not resume:
         raise UserError("--allow: it changes a run that is resumed; add --resume, or leave it out")

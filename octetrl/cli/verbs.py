@@ -21,7 +21,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb(
-        "train:train", "Train a model by a recipe: reinforcement learning, SFT, preferences or a reward model."
+        "train:train", "Train a model from a recipe: reinforcement learning, SFT, preferences or a reward model."
     ),
     "recipes": Verb(
         "recipes:recipes", "List the shipped recipes, or copy one. `octetrl train NAME` runs a shipped recipe as it is."
@@ -29,7 +29,7 @@ VERBS = {
     "init": Verb(
         "init:init", "Create a project: recipe, environment, test and README. It trains a tiny model at once."
     ),
-    "eval": Verb("eval:evaluate", "Evaluate runs or models by a recipe's tasks."),
+    "eval": Verb("eval:evaluate", "Evaluate runs or models on a recipe's held-out tasks."),
     "rollouts": Verb("rollouts:rollouts", "Show the rollouts of a run."),
     "metrics": Verb("metrics:metrics", "Explain the metrics of a run: their units, and what good and bad values are."),
     "report": Verb(
@@ -39,7 +39,7 @@ VERBS = {
     "generate": Verb("generate:generate", "Generate text from a model or a run."),
     "serve": Verb(
         "serve:serve",
-        "Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
+        "Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
     ),
     "check": Verb("check:check", "Show what a recipe means, what it needs, and every problem it has."),
     "status": Verb("status:status", "Show what a run does: each of its workers and its memory, or the last step."),

@@ -147,7 +147,8 @@ def _table(fields: dict[str, Schema], schema: Schema) -> Iterator[str]:
             default = "`null`" if resolved.get("default", 0) is None else "as below"
             yield f"| `{name}` | section | {default} | {_text(_description(resolved, schema))} |"
         else:
-            default = "required" if "default" not in resolved and name != "extends" else _default(resolved)
+            may_lack = name == "extends" or resolved.get("type") == "object"
+            default = _default(resolved) if may_lack or "default" in resolved else "required"
             yield f"| `{name}` | {_type(resolved, schema)} | {default} | {_text(_description(resolved, schema))} |"
 
 
@@ -226,7 +227,7 @@ def _number(value: float) -> str:
 
 def _default(field: Schema) -> str:
     if "default" not in field:
-        return "none"
+        return "`{}`" if field.get("type") == "object" else "none"
     shown = _yaml(field["default"])
     return "a text of several lines" if "\n" in shown else f"`{shown}`".replace("|", "\\|")
 
@@ -245,7 +246,7 @@ def _yaml(value: Any) -> str:
 def _text(text: str) -> str:
     """A description in one cell; `docs/x.md` becomes a link."""
     words = []
-    for word in " ".join(text.replace("|", "\\|").split()).split(" "):
+    for word in " ".join(text.replace("|", "\\|").replace("None:", "null:").split()).split(" "):
         bare = word.strip("().,;:`")
         if bare.startswith("docs/") and bare.endswith(".md"):
             name = bare.removeprefix("docs/")

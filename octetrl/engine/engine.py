@@ -23,7 +23,14 @@ from octetrl.engine.admission import Admission, pages_wanted
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.cache_scales import CacheScales
 from octetrl.engine.grammars import Grammars
-from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, host_pages, smallest_pages
+from octetrl.engine.kv_cache import (
+    KVCache,
+    cache_format,
+    configured_pages,
+    host_pages,
+    sized_by_requests,
+    smallest_pages,
+)
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
 from octetrl.engine.ngram_drafts import draft_source_of
@@ -150,8 +157,8 @@ class Engine:
 
         On a CPU without `engine.kv_cache_tokens` the size follows from the requests, so nothing is allocated yet.
         """
-        num_pages = smallest_pages(self._model.group, configured_pages(self._config, self._page, self.device))
-        if self._cache is None and num_pages is not None:
+        if self._cache is None and not sized_by_requests(self._config, self.device):
+            num_pages = smallest_pages(self._model.group, configured_pages(self._config, self._page, self.device))
             if num_pages < 1:
                 raise UserError(
                     f"engine.kv_memory_fraction: {self._config.kv_memory_fraction} of the free memory does not hold one"
@@ -245,8 +252,8 @@ class Engine:
 
     def _cache_for(self, wanted_pages: int) -> tuple[KVCache, BlockManager]:
         self.wake()
-        if configured_pages(self._config, self._page, self.device) is None:
-            wanted = smallest_pages(self._model.group, max(1, wanted_pages)) or 1
+        if sized_by_requests(self._config, self.device):
+            wanted = smallest_pages(self._model.group, max(1, wanted_pages))
             if self._cache is None or self._cache.num_pages != wanted:  # no trace of earlier calls, in metrics neither
                 self._cache = None  # the old pages go before the new ones come
                 self._make_cache(wanted)

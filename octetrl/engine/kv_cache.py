@@ -104,15 +104,18 @@ def cache_format(spec: ModelSpec, policy: PrecisionPolicy, dtype: torch.dtype, p
     return CacheFormat(layers, page_size)
 
 
-def configured_pages(config: EngineConfig, page: CacheFormat, device: torch.device) -> int | None:
-    """Number of pages by the recipe or the GPU's free memory. None on a CPU without `kv_cache_tokens`: as needed."""
+def sized_by_requests(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the cache is made for the current requests: on a CPU without `kv_cache_tokens`."""
+    return config.kv_cache_tokens is None and device.type != "cuda"
+
+
+def configured_pages(config: EngineConfig, page: CacheFormat, device: torch.device) -> int:
+    """Number of pages by the recipe, or by the GPU's free memory."""
     if config.kv_cache_tokens is not None:
         return max(1, config.kv_cache_tokens // config.page_size)
-    if device.type != "cuda":
-        return None
+    torch.cuda.empty_cache()  # what the allocator still holds are pieces between tensors, too small for a cache
     free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(config.kv_memory_fraction * (free + unused)) // page.bytes_per_page
+    return int(config.kv_memory_fraction * free) // page.bytes_per_page
 
 
 def host_pages(config: EngineConfig, page: CacheFormat) -> int:
@@ -121,9 +124,9 @@ def host_pages(config: EngineConfig, page: CacheFormat) -> int:
     return int(config.kv_memory_fraction * memory) // page.bytes_per_page
 
 
-def smallest_pages(group: TensorGroup, num_pages: int | None) -> int | None:
+def smallest_pages(group: TensorGroup, num_pages: int) -> int:
     """The fewest pages of any worker that shares the model: their schedules are equal only with equal numbers."""
-    if num_pages is None or group.size == 1:
+    if group.size == 1:
         return num_pages
     return int(group.stack(torch.tensor(num_pages)).min())
 

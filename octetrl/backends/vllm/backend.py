@@ -90,14 +90,24 @@ class VllmBackend:
             self.forget_prefixes()
 
     def weights_digest(self, *, covers_all: bool = False) -> str:
-        """Digest of what vLLM holds, compared with what was put in. Raises RuntimeError naming what differs."""
+        """Digest of what vLLM holds, compared with what was put in. Raises RuntimeError naming what differs.
+
+        Under `fp8_rollout` the codes were made for vLLM alone, so that only one linear a version can be compared. The
+        digest of all bytes then says whether any changed.
+        """
         assert self._weights is not None, "`put_weights` comes first"
         if not self._has_weights:
             self._load_again()
         if self._has_cache and self._scales is not None:
             scales = self._scales
             self._apply(lambda model: self._model.check_scales(model, scales))
-        return self._read_back(covers_all=covers_all)
+        digest = self._read_back(covers_all=covers_all)
+        if (digest if covers_all else self._read_back(covers_all=True)) != self._digest:
+            raise RuntimeError(
+                f"publish: vLLM's weights are not those of policy version {self.policy_version} any more, which were"
+                " put in; stopping"
+            )
+        return digest
 
     def _read_back(self, *, covers_all: bool = False) -> str:
         weights = self._weights

@@ -62,6 +62,11 @@ def test_a_rollout_in_fp8_alone_gets_the_codes_of_our_quantiser() -> None:
     assert all(torch.equal(one, ours[name]) for name, one in fp8.trainer_model.named_parameters())
     assert adapter.weights_digest() == weights_digest(fp8.engine_model, weight_set(fp8.trainer_model, 0))
 
+    held = dict(double.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
+    held.data.view(torch.uint8)[5, 7] ^= 1  # not the linear that this version quantises again
+    with pytest.raises(RuntimeError, match="are not those of policy version 0 any more"):
+        adapter.weights_digest()
+
 
 @pytest.mark.parametrize(
     ("damage", "expected"),

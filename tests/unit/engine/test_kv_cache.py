@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octetrl.config.schema import EngineConfig, Fp8Config
-from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages
+from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, sized_by_requests
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.policy import precision_policy
 from octetrl.kernels.attention.kv_store import v_pages_shape
@@ -69,4 +69,4 @@ def test_pages_are_copied_whole_and_all_at_once(precision: str) -> None:
 def test_capacity_follows_the_recipe() -> None:
     page = page_of("bf16")
     assert configured_pages(EngineConfig(page_size=16, kv_cache_tokens=100), page, CPU) == 6
-    assert configured_pages(EngineConfig(page_size=16), page, CPU) is None
+    assert sized_by_requests(EngineConfig(page_size=16), CPU)
