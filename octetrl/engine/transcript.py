@@ -67,7 +67,7 @@ class Transcript:
         self._logprobs_RN[row_b, count_b] = logprob_B[kept_b]
         self._count_R[row_b] = count_b + 1
         attention_b = (count_b + 1 == self._limit_R[row_b]) | self._watched_R[row_b] | (token_b < 0)
-        attention_b |= self._stops_at_eos_R[row_b] & np.isin(token_b, self._eos)
+        attention_b |= self._stops_at_eos_R[row_b] & self._is_eos(token_b)
         return [batch.sequences[i] for i in kept_b[attention_b]]
 
     def add_runs(
@@ -84,8 +84,7 @@ class Transcript:
         token_n, known_B, stops_B = token_N[row_n], self._count_R[batch.row_B], self._stops_at_eos_R[batch.row_B]
         ends_B = self._watched_R[batch.row_B] | (known_B + count_B >= self._limit_R[batch.row_B])
         if len(self._eos):
-            is_eos_n = (token_n[:, None] == self._eos).any(axis=1)
-            ends_B |= stops_B & np.logical_or.reduceat(is_eos_n, before_B)
+            ends_B |= stops_B & np.logical_or.reduceat(self._is_eos(token_n), before_B)
         is_open_B = self.is_open(batch)
         ends_B &= is_open_B
         count_B = np.where(is_open_B & ~ends_B, count_B, 0)
@@ -99,6 +98,11 @@ class Transcript:
         self._logprobs_RN[place_n, column_n] = logprob_N[row_n]
         self._count_R[batch.row_B] = known_B + count_B
         return row_n, ends_B
+
+    def _is_eos(self, token_n: np.ndarray) -> np.ndarray:
+        """bool [n]. For the few stop tokens of a model, `np.isin` takes several times as long."""
+        is_eos_n: np.ndarray = (token_n[:, None] == self._eos).any(axis=1)
+        return is_eos_n
 
     def num_new(self, batch: Batch) -> list[int]:
         """For each sequence, the number of tokens whose results arrived since it joined the batch."""
