@@ -2,7 +2,8 @@
 
 A judge (judge.py) and a server that generates (backends/openai/) use it.
 
-These failures are retried: no connection, no whole answer in time, and temporary statuses (408, 409, 429, 5xx).
+These failures are retried: no connection, no whole answer in time, and temporary statuses (408, 409, 429, 5xx except
+501, by which a server says that it never does this).
 `Retry-After` is respected up to a minute. The wait doubles each time and is random within its upper half, so that many
 callers do not retry at once. Any other status is not retried, and a redirect is not followed: the key stays with the
 server it is for. The last failure is raised as an EndpointError: one line without the key.
@@ -26,6 +27,7 @@ from octetrl.config.address import HOW, is_address
 from octetrl.config.errors import UserError
 
 _MAY_PASS = (408, 409, 429)
+_NOT_IMPLEMENTED = 501
 _LONGEST_WAIT = 60.0  # seconds
 _LONGEST_CONNECT = 20.0  # seconds, until a connection is open
 _LARGEST = 256 << 20  # bytes of an answer, decompressed
@@ -148,7 +150,7 @@ class Endpoint:
         moved = f" to {self._shown(response.headers['location'])}" if response.has_redirect_location else ""
         said = f"{url}: status {status}{moved}: {self._shown(_reason(text))}"
         error = EndpointError(said, status=status, body=text)
-        may_pass = status in _MAY_PASS or status >= 500
+        may_pass = status in _MAY_PASS or (status >= 500 and status != _NOT_IMPLEMENTED)
         return None, error, _seconds(response.headers.get("retry-after")) if may_pass else None
 
     def _exchange(self, url: str, body: dict[str, Any] | None) -> tuple[Any, str]:

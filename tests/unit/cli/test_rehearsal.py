@@ -12,6 +12,7 @@ import pytest
 from octetrl.cli.main import run_command
 from octetrl.config.presets import preset_config
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.run.tokenizer_process import TokenizerProcess
 
 RECIPE = """
 model: {path: model, init: random}
@@ -142,6 +143,16 @@ def test_quick_checks_come_first(
             assert code == 2 and err.count("\n") == 1, err
             assert "not tried tasks, tokenizer and score" in out and not (folder / "imported").exists()
     assert check(folder, monkeypatch, capsys, reward)[0] == 0 and (folder / "imported").exists()
+
+
+def test_the_process_of_the_tokenizer_ends_with_the_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)  # otherwise no process is needed
+    with TokenizerProcess(folder / "model", None) as tokenizer:
+        process = tokenizer._process
+        assert process is not None and tokenizer.tool_family() is None
+        worker = process.pid
+        assert Path("/proc", str(worker)).exists()
+    assert not Path("/proc", str(worker)).exists()
 
 
 def test_it_needs_neither_torch_nor_transformers_in_its_own_process(

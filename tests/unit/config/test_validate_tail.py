@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from octetrl.config.algorithm import DpoConfig, SftConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.config.validate_environment import refuse_for_turns
+from octetrl.config.validate_tail import tail_problems
 from tests.e2e.tiny_run import tiny_recipe
 
 ON = {"rollout.learn_beside_tail": True, "cluster.cpus": 2, "cluster.device": "auto"}
@@ -45,6 +48,7 @@ def test_a_kl_term_of_the_loss_streams() -> None:
         ({"trainer.epochs": 2}, "only the first of several passes could begin early"),
         ({"trainer.gradients": "bfloat16"}, "rounds BF16 sums once more"),
         ({"trainer.router": {"z_loss": 0.1}}, "the routers' losses are means over all micro-batches"),
+        ({"trainer.router": {"balance_loss": 0.1}}, "the routers' losses are means over all micro-batches"),
         ({"cluster.gradients": "sharded"}, "adds every micro-batch's gradient over all workers"),
         ({"cluster.cpus": 4, "cluster.tensor_parallel": 2}, "workers that share a model run the same forwards"),
         ({"rollout.overdraw": 1.5}, "it keeps groups when all are drawn"),
@@ -59,3 +63,33 @@ def test_what_needs_the_whole_batch_is_refused(changes: dict[str, Any], says: st
     with pytest.raises(UserError, match=f"rollout.learn_beside_tail: .*{says}"):
         recipe(**changes)
     assert recipe(**changes, **{"rollout.learn_beside_tail": False})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"trainer": {"weight_codes": "remade"}}, "trainer.weight_codes: the engine needs its codes; use kept"),
+        ({"engine": {"backend": "vllm"}}, "engine.backend: its answers cannot move; use octetrl"),
+        ({"environment": {"reward_model": "scorer"}}, "environment.reward_model: it scores all answers when the last"),
+        ({"algorithm": SftConfig()}, "sft samples no rollouts; set it to false"),
+        ({"algorithm": DpoConfig()}, "dpo samples no rollouts; set it to false"),
+    ],
+    ids=["weight_codes", "backend", "reward_model", "sft", "dpo"],
+)
+def test_it_refuses_by_itself_what_several_workers_or_a_cpu_refuse_too(change: dict[str, Any], says: str) -> None:
+    """Other rules name these fields as well, so the rules of this option are asked alone."""
+    whole = recipe()
+    assert not list(tail_problems(whole))
+    for section, values in change.items():
+        new = getattr(whole, section).model_copy(update=values) if isinstance(values, dict) else values
+        (problem,) = tail_problems(whole.model_copy(update={section: new}))
+    assert (
+        problem.text.startswith(f"rollout.learn_beside_tail: {says}") and "rollout.learn_beside_tail" in problem.fields
+    )
+    assert problem.text.endswith("false")
+
+
+def test_several_turns_are_refused_when_the_environment_is_known() -> None:
+    with pytest.raises(UserError, match=r"learn_beside_tail: it needs answers of one turn, but .* has several; set it"):
+        refuse_for_turns(recipe())
+    refuse_for_turns(recipe(**{"rollout.learn_beside_tail": False}))

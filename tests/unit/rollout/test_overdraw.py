@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from octetrl.records import (
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.collected import CollectedBatch
 from octetrl.rollout.collection_settings import CollectionSettings
-from octetrl.rollout.overdraw import Race
+from octetrl.rollout.overdraw import Race, _lost
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import train
 from octetrl.run.resume import Cursor
@@ -191,6 +192,39 @@ def test_of_the_new_groups_the_shortest_are_kept_and_the_rest_is_not_drawn_to_it
     assert workers.opened.drawn <= 2 * 6 * max(kept), "no answer grows past the longest that is kept"
 
 
+def test_a_group_that_ended_in_part_is_stopped_by_the_longest_of_its_answers() -> None:
+    """Room for one answer at a time: an ended sibling alone may show that its group can't be kept."""
+    opened = Session(1, random.Random(0))
+    request = GenerationRequest("slow", (1,), SamplingParams(max_new_tokens=LONGEST), SIBLINGS, seed=1)
+    opened.requests["slow"], opened.lengths["slow", 1] = request, 0  # sibling 0 has ended, sibling 1 waits
+    race = Race(range(2), 1)
+    race.end(0, 4)
+    for ended, is_lost in ((3, False), (4, False), (5, True)):  # an equal time is decided by the place
+        answer = Completion((5,) * ended, (-1.0,) * ended, "", FinishReason.STOP, 0, "digest")
+        assert list(_lost(opened, race, {"slow": 1}, {1: {0: answer}})) == ([1] if is_lost else [])
+    opened.lengths["slow", 1] = 4
+    assert list(_lost(opened, race, {"slow": 1}, {1: {}})) == [1], "an unfinished one has one more at least"
+
+
+def test_groups_that_were_put_back_are_expected_to_be_long_and_restarts_are_counted() -> None:
+    class Restarting(Scores):
+        restarts = 3
+
+        def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+            self.restarts = 5
+            return super().score(completions)
+
+    settings, source = plain_overdrawn(), tasks()
+    collected = collect_batch(source, lambda group: True, Restarting(), Workers(100), settings)  # type: ignore[arg-type]
+    bound = collected.metrics["rollout/longest_kept_answer"]
+    assert collected.metrics["rollout/reward_restarts"] == 2
+    assert [settings.lengths.estimate(task, 2) for task in collected.put_back] == [bound, bound]
+    again = Workers(100)
+    collect_batch(source, lambda group: True, Scores(), again, replace(settings, step=2))  # type: ignore[arg-type]
+    hints = [request.expected_tokens for request in again.opened.requests.values()]
+    assert hints[:2] == [bound, bound], "so they start first"
+
+
 def test_prompts_that_are_too_long_take_no_groups_place() -> None:
     source = Taskset(
         [Task(str(i), f"question {i}7" if i % 2 else f"question {i}0") for i in range(12)], eval_size=0, seed=1
@@ -294,6 +328,10 @@ def test_a_full_disk_and_odd_names_are_no_surprise(tmp_path: Path) -> None:
     file = PutBackFile(tmp_path / PUT_BACK)
     assert not file.path.exists()
     file.write(1, ["a\nb", "\udc80"])
+    assert PutBackFile(file.path, 1).path.read_text().count("\n") == 1
+    for step in ('"1"', "null", "[1]", "1.5", "{}"):  # lines of something else
+        with file.path.open("a") as lines:
+            lines.write(f'{{"step": {step}, "task_ids": []}}\n')
     assert PutBackFile(file.path, 1).path.read_text().count("\n") == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -83,10 +84,18 @@ def test_a_checkpoint_exports_itself(run: Path, tmp_path: Path) -> None:
     assert same(weights_of(tmp_path / "out"), model(seed=1))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(fp8: bool, value: float, tmp_path: Path) -> None:
-    broken = model(seed=1, spec=WIDE if fp8 else SPEC)
+@pytest.mark.parametrize(
+    ("fp8", "value", "dtype"),
+    [
+        (False, math.nan, torch.bfloat16),
+        (False, math.inf, torch.float32),
+        (False, math.nan, torch.float16),
+        (True, math.nan, torch.bfloat16),
+        (True, -math.inf, torch.float32),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(fp8: bool, value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    broken = model(seed=1, spec=WIDE if fp8 else SPEC).to(dtype)
     next(one for one in broken.parameters() if one.ndim == 2).data[0, 0] = value
     folder = tmp_path / "run" / CHECKPOINTS
     checkpoint.save(folder, 1, {}, write_more=lambda to: save_weights(broken, to))

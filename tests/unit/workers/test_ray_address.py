@@ -67,6 +67,9 @@ def test_auto_joins_the_ray_that_no_run_started(machine: Callable[..., None]) ->
     assert address_to_join("auto", lambda: OWN.address) == OWN.address  # of the last `ray start`
     machine()
     assert address_to_join("auto", lambda: OWN.address) == OWN.address  # in a container that sees no processes
+    machine(OWN, OF_A_RUN)
+    for gone in (OTHER.address, OF_A_RUN.address):  # Ray's own file may name a Ray that ended, or that of a run
+        assert address_to_join("auto", lambda gone=gone: gone) == OWN.address
 
 
 @pytest.mark.parametrize(
@@ -79,9 +82,10 @@ def test_auto_joins_the_ray_that_no_run_started(machine: Callable[..., None]) ->
 )
 def test_auto_joins_nothing_else(rays: tuple[LocalRay, ...], message: str, machine: Callable[..., None]) -> None:
     machine(*rays)
-    with pytest.raises(UserError, match=message) as refused:
-        address_to_join("auto", nothing)
-    assert "\n" not in str(refused.value)
+    for last in (None, "10.0.0.1:9") if rays else (None,):  # of the last `ray start`, which has ended
+        with pytest.raises(UserError, match=message) as refused:
+            address_to_join("auto", lambda last=last: last)
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.0.0.1"])
@@ -141,3 +145,14 @@ def test_what_does_not_speak_rays_protocol_is_refused(
         else:
             with pytest.raises(UserError, match=message):
                 address_to_join(address, nothing)
+
+
+def test_with_tls_only_the_connection_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first frame would be encrypted."""
+    with server(None) as address:
+        monkeypatch.setenv("RAY_USE_TLS", "1")
+        assert address_to_join(address, nothing) == address
+        monkeypatch.setenv("RAY_USE_TLS", "0")
+        monkeypatch.setattr(ray_address, "CONNECT_SECONDS", 0.1)
+        with pytest.raises(UserError, match="no Ray answers"):
+            address_to_join(address, nothing)
