@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.workers.ray_* need it
 
 from octetrl.cli.main import run_command
-from octetrl.config.cluster import ClusterConfig
+from octetrl.config.cluster import ClusterConfig, DeadlineConfig
 from octetrl.config.errors import UserError
 from octetrl.models.weight_files import SINGLE
 from octetrl.run import loop
@@ -29,7 +29,7 @@ from octetrl.run.build import Run, build_run
 from octetrl.run.export import export_run
 from octetrl.run.loop import one_step, train
 from octetrl.telemetry.metrics import StepMetrics
-from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.status import STATUS_FILE
 from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
 from octetrl.workers.ray_cluster import RayCluster, connect
@@ -167,17 +167,24 @@ def test_a_run_that_draws_ahead_takes_every_task_once_when_a_worker_dies(
         assert mine == expected
 
 
-def test_a_worker_that_stalls_ends_the_step_and_is_named(running: RayCluster, model: Path, tmp_path: Path) -> None:
+def test_a_worker_that_stalls_ends_the_step_and_is_named(
+    running: RayCluster, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    live = build_run(tiny_recipe(model, folder, JOINED | {"cluster.deadlines": {"silent_seconds": 3.0}}))
+    live = build_run(tiny_recipe(model, folder, JOINED))
+    team = live.workers._team
     try:
         live.rollout_workers.calibrate([[1, 2, 3]])
         (folder / "logs" / "worker_0.log").open("a").write("the last words\n")
         stopped = pid_of(folder, 0)
         os.kill(stopped, signal.SIGSTOP)
-        lost = r"worker 0 \(host .*, CPU\) was lost in phase .* s: it has been silent for \d\.\d s; it printed:"
-        with pytest.raises(WorkerLost, match=lost) as error:
+        lost = r"worker 0 \(host .*, CPU\) was lost in phase"
+        monkeypatch.setattr(team, "_deadlines", Deadlines(DeadlineConfig(least_seconds=0.5)))
+        with pytest.raises(WorkerLost, match=rf"{lost} state after \d+\.\d s: the limit is 0 s \(cluster\.deadlines\)"):
+            team.ask_one(0, "state", "state")
+        monkeypatch.setattr(team, "_deadlines", Deadlines(DeadlineConfig(silent_seconds=3.0)))
+        with pytest.raises(WorkerLost, match=rf"{lost} .* s: it has been silent for \d+\.\d s; it printed:") as error:
             live.rollout_workers.calibrate([[1, 2, 3]])
         assert str(error.value).endswith("\n    the last words")
     finally:

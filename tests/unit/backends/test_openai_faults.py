@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-import struct
-import threading
 from typing import Any
 
+import httpx
 import pytest
 
 from octetrl.backends.openai.answers import sibling_seed
 from octetrl.backends.openai.session import GIVES_UP
 from octetrl.config.errors import UserError
+from octetrl.environments.endpoint import Endpoint
 from octetrl.records import FinishReason
 from tests.unit.backends.test_openai import asked, one, replaced, said, texts
 from tests.unit.environments.judge_double import judge_double
@@ -27,21 +26,18 @@ def test_failures_after_good_answers_never_end_the_run() -> None:
     assert good.text == "four" and {one.finish_reason for one in bad} == {FinishReason.FAILED}
 
 
-def test_a_connection_that_is_lost_in_an_answer_is_no_missing_server() -> None:
-    """The server was reached, so the fault concerns this answer: what it was must not end a whole evaluation."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+@pytest.mark.parametrize("kind", [httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError])
+def test_a_connection_that_is_lost_in_an_answer_is_no_missing_server(
+    kind: type[httpx.TransportError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server was reached, so this answer is lost and not the whole evaluation."""
 
-        def reset() -> None:
-            connection = listening.accept()[0]
-            connection.recv(1 << 16)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.close()  # with a reset
+    def lose(*_: object) -> None:
+        raise kind("reset by peer")
 
-        threading.Thread(target=reset, daemon=True).start()
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        found = one(texts(url, retries=0), asked())
-    assert found.finish_reason is FinishReason.FAILED and "ReadError" in str(found.detail)
+    monkeypatch.setattr(Endpoint, "_exchange", lose)
+    found = one(texts("http://127.0.0.1:9/v1", retries=0), asked())
+    assert found.finish_reason is FinishReason.FAILED and f"{kind.__name__}: reset by peer" in str(found.detail)
 
 
 @pytest.mark.parametrize("status", [405, 413, 415, 422, 501])

@@ -3,8 +3,10 @@ both run a recipe with settings that a recipe has."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +144,39 @@ def test_the_slurm_script_is_bash_and_its_settings_are_a_recipes() -> None:
     line = line.replace('"$address"', "host:6379").replace('"$SLURM_JOB_NUM_NODES"', "2").replace('"$gpus"', "8")
     cluster = load_recipe("grpo_chain-sum_qwen3-0.6b_1gpu_fp8-full", shlex.split(line)[3:]).cluster
     assert (cluster.address, cluster.nodes, cluster.gpus_per_node, cluster.num_workers) == ("host:6379", 2, 8, 16)
+
+
+STAND_INS = {  # each notes how it was called
+    "scontrol": "echo first; echo second",
+    "hostname": "echo 10.0.0.1 fe80::1",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "ray": """case $1 in
+        get-auth-token) echo secret ;;
+        status) [ -s started ] || exit 1; sed 's/^/ node_/' started ;;
+        start) echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> started ;;
+        esac""",
+    "octetrl": "cp started at_the_start",
+}
+
+
+def test_the_slurm_script_starts_ray_on_all_machines_and_then_the_run(tmp_path: Path) -> None:
+    for name, body in STAND_INS.items():
+        program = tmp_path / name
+        program.write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/calls\n{body}\n')
+        program.chmod(0o755)
+    nodes = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    environment = {**os.environ, **nodes, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", str(EXAMPLES / "slurm.sh"), "r.yaml", "trainer.optimizer.lr=2e-6"]
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "at_the_start").read_text() == "token secret\n" * 2, "both machines had joined"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    starts = [call for call in calls if call.startswith("ray start")]
+    assert starts == [
+        "ray start --head --node-ip-address=10.0.0.1 --port=6379 --num-gpus=8 --block",
+        "ray start --address=10.0.0.1:6379 --num-gpus=8 --block",
+    ]
+    (head, others) = [call for call in calls if call.startswith("srun") and "ray start" in call]
+    assert "--nodelist=first ray" in head and "--nodes=1 --ntasks=1 --overlap --exclude=first ray" in others
+    run = "octetrl train r.yaml trainer.optimizer.lr=2e-6 cluster.address=10.0.0.1:6379 cluster.nodes=2"
+    assert calls[-1] == f"{run} cluster.gpus_per_node=8"

@@ -27,7 +27,7 @@ from tests.grid import run_grid, smallest_shape
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, random_samples, supervised
 
-SPEC = replace(smallest_shape("qwen3", 2), num_layers=1)
+SPEC = replace(smallest_shape("qwen3", 2), num_layers=1, qkv_bias=True, o_bias=True)
 
 
 class Run(NamedTuple):
