@@ -73,7 +73,7 @@ CONTENTS = {
         "library", "environments", "environment_tools", "sandbox", "data", "algorithms", "lora", "critic", "evaluation",
         "collapse", "server", "models", "scale", "engines",
     ],
-    "Reference": ["recipe", "api", "metrics"],
+    "Reference": ["commands", "recipe", "api", "metrics"],
     "How it works": ["architecture", "fp8", "parity", "contributing"],
     "Measurements": ["figures", "study", "log"],
 }  # fmt: skip

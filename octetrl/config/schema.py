@@ -51,8 +51,8 @@ Preset = Literal[
 
 class ModelConfig(Section):
     path: str | None = None
-    """Hugging Face folder with config.json, tokenizer and safetensors (BF16 or block-FP8). Leave it out if `preset` is
-    set."""
+    """Hugging Face folder with config.json, tokenizer and safetensors (BF16 or block-FP8), a run, or a name of the hub
+    such as Qwen/Qwen3-0.6B. Leave it out if `preset` is set."""
     preset: Preset | None = None
     """A known model shape, for `init: random` without weights. Set either `preset` or `path`."""
     init: Literal["pretrained", "random"] = "pretrained"

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from octetrl.cli.verbs import VERBS
 from octetrl.run.allowed_changes import MAY_CHANGE
 from tests.house.tree import REPO, python_files, syntax, text_files
 
@@ -42,7 +43,13 @@ def test_documents_are_there(name: str) -> None:
     assert (REPO / name).is_file()
 
 
-def test_architecture_lists_what_a_resumed_run_may_change() -> None:
-    text = (REPO / "docs/architecture.md").read_text(encoding="utf-8")
+def test_the_commands_page_has_every_command() -> None:
+    text = (REPO / "docs/commands.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^octetrl (\w+)", text, re.MULTILINE)
+    assert sorted(set(listed)) == sorted(VERBS)
+
+
+def test_the_commands_page_lists_what_a_resumed_run_may_change() -> None:
+    text = (REPO / "docs/commands.md").read_text(encoding="utf-8")
     listed = text.split("These fields may differ from the saved recipe:", 1)[1].split(". `--allow", 1)[0]
     assert re.findall(r"`([\w.]+)`", listed) == list(MAY_CHANGE)
