@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from benchmarks.precisions import WIDE
+from benchmarks.study import remainders
+from octetrl.run.demo import BARE_SHARE, Answers
 
 Changes = tuple[str, ...]
 TIS = "algorithm.corrections=[tis]"
@@ -86,6 +88,7 @@ EIGHT = (
     *("bf16", "fp8_rollout", "fp8_rollout_tis", "fp8", "fp8_full", "fp8_full_dynamic"),
     *("bf16_kv_calibrated", "all_rollout_tis"),
 )
+NINE = (*EIGHT[:6], "fp8_full_int8", *EIGHT[6:])  # those of `tiny-sums` that have results
 FOUR = ("bf16", "fp8_rollout_tis", "fp8", "fp8_full")
 
 Kind = Literal["tiny", "wide", "pretrained"]
@@ -96,7 +99,8 @@ class StudyTable:
     """One model and one task: recipes, what is changed in all arms, and the usual arms.
 
     start: the cold start's recipe, made once for each seed and shared by all arms; None: the model is pretrained, its
-    folder is `--model`, and all seeds share it. job_seconds: a first guess, until a job has ended.
+    folder is `--model`, and all seeds share it. answers: a task's bare and worked answer in the cold start's examples
+    (None: those of sums), and bare_share of them are bare. job_seconds: a first guess, until a job has ended.
     """
 
     kind: Kind
@@ -109,6 +113,8 @@ class StudyTable:
     arms: tuple[str, ...] = tuple(ARMS)
     job_seconds: float = 60.0
     shape: Mapping[str, int] = field(default_factory=dict)  # changes of the preset `tiny`
+    answers: Answers | None = None
+    bare_share: float = BARE_SHARE
 
 
 TWO_TERMS = "environment.parameters={min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 2}"
@@ -120,6 +126,12 @@ WIDE_LENGTHS = (
     "environment.parameters={min_terms: 8, max_terms: 12, min_digits: 1, max_digits: 1}",
     "environment.train_size=31000",
 )
+REMAINDERS = (
+    "environment.kind=python",
+    "environment.dataset=benchmarks.study.remainders:Remainders",
+    "environment.parameters={}",
+    "environment.answer_marker=null",
+)
 PRETRAINED_COMMON = (
     "environment.eval_size=512",
     "evaluation.every=25",
@@ -129,6 +141,18 @@ PRETRAINED_COMMON = (
 SMOLLM2 = "grpo_chain-sum_smollm2-135m_1gpu_fp8-full"
 TABLES: Mapping[str, StudyTable] = {
     "tiny-sums": StudyTable("tiny", 4, "demo_grpo", SMALL_COMMON, "demo_sft", (), 45),
+    "tiny-remainders": StudyTable(
+        "tiny",
+        4,
+        "demo_grpo",
+        (*SMALL_COMMON, *REMAINDERS),
+        "demo_sft",
+        (*REMAINDERS, "steps=250"),
+        45,
+        NINE,
+        answers=(remainders.bare_answer, remainders.worked_answer),
+        bare_share=0.6,
+    ),
     "wide-sums": StudyTable(
         "wide",
         8,

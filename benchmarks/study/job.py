@@ -84,7 +84,8 @@ def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> Non
     resumes = has_checkpoint(recipe)
     if not resumes:
         shutil.rmtree(folder, ignore_errors=True)
-        make_model_and_examples(recipe, preset_config("tiny") | dict(table.shape))
+        shape = preset_config("tiny") | dict(table.shape)
+        make_model_and_examples(recipe, shape, table.bare_share, table.answers)
     try:
         train(recipe, resume=resumes)
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ import json
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ NUM_EXAMPLES = 30_000
 BARE_SHARE = 0.72  # of the examples that show the result without the steps
 TOKENIZER_EXAMPLES = 1_000
 VOCAB_SIZE = 384
+Answers = tuple[Callable[[Task], str], Callable[[Task], str]]
 
 
 def run_demo(folder: Path, *, again: bool = False) -> None:
@@ -138,15 +140,22 @@ def note_phase(folder: Path, phase: str) -> None:
         marker.write(f"{phase}\n")
 
 
-def make_model_and_examples(recipe: Recipe, config: dict[str, Any], bare_share: float = BARE_SHARE) -> None:
-    """Write a random model of this shape, its tokenizer and the worked examples where the SFT recipe expects them."""
+def make_model_and_examples(
+    recipe: Recipe, config: dict[str, Any], bare_share: float = BARE_SHARE, answers: Answers | None = None
+) -> None:
+    """Write a random model of this shape, its tokenizer and the worked examples where the SFT recipe expects them.
+
+    bare_share: of the examples that show the result without the steps. answers: a task's bare and worked answer; None:
+    those of sums.
+    """
+    bare, worked = answers or (bare_answer, worked_answer)
     model_folder, conversations = Path(str(recipe.model.path)), Path(recipe.sources["conversations"].path)
     model_folder.mkdir(parents=True)
     environment = build_environment(recipe.environment)
     taskset = build_taskset(environment, recipe.environment)
     chance = random.Random(recipe.seed)
     examples = [
-        {"prompt": task.prompt, "answer": bare_answer(task) if chance.random() < bare_share else worked_answer(task)}
+        {"prompt": task.prompt, "answer": bare(task) if chance.random() < bare_share else worked(task)}
         for task in taskset.next_batch(NUM_EXAMPLES)
     ]
     conversations.write_text("".join(json.dumps(example) + "\n" for example in examples))

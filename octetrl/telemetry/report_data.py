@@ -28,6 +28,9 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+_OF_ROLLOUTS = ("tasks", "dataset", "reward", "prompts a step", "answers a prompt", "answer limit", "temperature")
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """One run. `rows`: its metrics by name, one mapping a step, in the order of steps."""
@@ -70,6 +73,9 @@ class RunRecord:
     def settings(self) -> list[tuple[str, str]]:
         """The recipe in a few lines."""
         found = [(label, _at(self.recipe, path)) for label, path in _SETTINGS]
+        if (rows := _at(self.recipe, "algorithm.batch_size")) is not None:  # it learns from files, not from rollouts
+            found = [(label, value) for label, value in found if label not in _OF_ROLLOUTS]
+            found += [("data", ", ".join(_files(self.recipe)) or None), ("rows a step", rows)]
         if several := self.environments:
             found = [(label, value) for label, value in found if label not in ("tasks", "dataset", "reward")]
             found += [(f"environment {name}", _environment_text(section)) for name, section in several.items()]
@@ -128,7 +134,11 @@ def findings(run: RunRecord) -> list[str]:
             "log-probs of engine and trainer differ; `octetrl doctor RECIPE` finds the op",
         ),
         ("mismatch/token_mult_prob_error", 1.05, "engine and trainer disagree by more than 5%; see docs/fp8.md"),
-        ("fp8/kv_saturation", 0.0, "K and V values were clamped; raise fp8.calibration_margin"),
+        (
+            "fp8/kv_saturation",
+            _at(run.recipe, "fp8.saturation_warn") or 0.0,
+            "more K and V values than fp8.saturation_warn were clamped; raise fp8.calibration_margin",
+        ),
         ("rollout/non_finite_tokens", 0.0, "activations were not finite in the rollout"),
         ("train/non_finite_tokens", 0.0, "activations were not finite in training"),
         ("train/skipped", 0.0, "no update, because no group had a learning signal"),
@@ -153,7 +163,8 @@ def findings(run: RunRecord) -> list[str]:
             continue  # the model has learnt it since
         if steps:
             where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, first in step {steps[0]}"
-            found.append(f"{says} ({name}, {where})")
+            most = f", at most {max(run.values(name)):.2g}" if name == "fp8/kv_saturation" else ""
+            found.append(f"{says} ({name}, {where}{most})")
     return found
 
 
@@ -182,6 +193,13 @@ def _environment_text(section: Mapping[str, Any]) -> str:
     """One of several environments in a few words."""
     reward = f", reward {section['reward']}" if section.get("reward") else ""
     return f"{section.get('kind', '')} {section.get('dataset', '')}{reward}, weight {section.get('weight', 1):g}"
+
+
+def _files(recipe: Mapping[str, Any]) -> list[str]:
+    """The files that a run without rollouts learns from."""
+    one, sources = _at(recipe, "algorithm.conversations"), _at(recipe, "data.sources") or {}
+    several = [section.get("path") for section in sources.values() if isinstance(section, Mapping)]
+    return [str(path) for path in (one, *several) if path is not None]
 
 
 def _at(recipe: Mapping[str, Any], path: str) -> Any:

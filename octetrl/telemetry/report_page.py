@@ -135,9 +135,12 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
                 rows.append([name, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", interval, str(found.tasks)])
     if rows:
         yield "<h2>Differences at the same steps, over the last half</h2>" + _table(
-            ["", "", "mean", "95% interval (bootstrap over steps)", "steps"], rows
+            ["", "", "mean", "95% interval", "steps"], rows
         )
-        says = "Steps of a run depend on one another, so these intervals are too narrow. Several seeds say more."
+        says = (
+            "The intervals are a bootstrap over steps. Steps of a run depend on one another, so they are too narrow."
+            " Several seeds say more."
+        )
         yield f'<p class="soft">{says}</p>'
 
 
@@ -148,7 +151,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
         if name == _REWARD and rewards_are_accuracy:
             continue
         values = {value for run in runs for value in run.values(name)}  # a step without an update has no loss
-        measured = [len(run.values(name)) for run in runs]
+        measured = [count for run in runs if (count := len(run.values(name)))]
         if len(values) == 1 and name not in HEADLINES and min(measured) > 1:
             constant += [[title, shown_number(value), _meaning(name)] for value in values]
             continue

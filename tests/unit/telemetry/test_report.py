@@ -65,6 +65,20 @@ def test_what_never_changed_is_a_line_of_a_table(tmp_path: Path) -> None:
     assert "<h3>learning rate</h3>" in curves and "<td>log-probs equal</td><td>1</td>" in constant, "they differ"
 
 
+def test_what_only_one_run_has_and_never_changed_makes_no_chart(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / "one")), read_run(make_run(tmp_path / "two", kl=0.25))]
+    page = report_page(runs)
+    assert "<h3>KL from the reference</h3>" not in page and "<td>KL from the reference</td><td>0.25</td>" in page
+
+
+def test_clamped_values_are_a_finding_above_the_share_that_warns(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", **{"fp8/kv_saturation": 0.00033})
+    (found,) = findings(read_run(folder))
+    assert "12 steps, first in step 1, at most 0.00033" in found
+    (folder / "config.yaml").write_text("fp8: {kv_cache: calibrated, saturation_warn: 0.001}\n")
+    assert findings(read_run(folder)) == []
+
+
 def test_a_reward_that_is_the_accuracy_has_no_second_chart(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run"))
     for row in run.rows:
@@ -85,6 +99,25 @@ def test_a_step_without_an_update_makes_no_chart_of_what_never_changed(tmp_path:
     page = report_page([run])
     assert not {"<h3>learning rate</h3>", "<h3>log-probs equal</h3>"} & set(re.findall("<h3>.*?</h3>", page))
     assert "<td>learning rate</td><td>0.5</td>" in page and "<td>log-probs equal</td><td>1</td>" in page
+
+
+def test_a_run_without_rollouts_shows_its_files_and_no_settings_of_rollouts(tmp_path: Path) -> None:
+    recipe = """
+    algorithm: {name: sft, batch_size: 64, conversations: talk.jsonl}
+    environment: {kind: reasoning_gym, dataset: chain_sum}
+    rollout: {prompts_per_step: 32, group_size: 8, temperature: 1.0}
+    """
+    folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").write_text(recipe)
+    shown = dict(read_run(folder).settings)
+    assert shown["data"] == "talk.jsonl" and shown["rows a step"] == "64"
+    assert not shown.keys() & {"tasks", "dataset", "prompts a step", "answers a prompt", "temperature"}
+    several = "data: {sources: {a: {path: one.jsonl}, b: {path: two}}}"
+    (folder / "config.yaml").write_text(recipe.replace(", conversations: talk.jsonl", "") + f"\n    {several}\n")
+    assert dict(read_run(folder).settings)["data"] == "one.jsonl, two"
+    (folder / "config.yaml").write_text(recipe.replace(", batch_size: 64, conversations: talk.jsonl", ""))
+    shown = dict(read_run(folder).settings)
+    assert shown["prompts a step"] == "32" and "rows a step" not in shown
 
 
 def test_differences_are_paired_by_step(tmp_path: Path) -> None:
