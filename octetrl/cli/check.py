@@ -284,7 +284,8 @@ def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterat
     """Whether the two sides' log-probs will be equal, and if not why; which side of a GPU's run is not fused."""
     why = why_not_equal(recipe, policy, on_gpu=device.on_gpu)
     if why is None:
-        yield "numerics", "parity: one order of sums on both sides, so equal log-probs"
+        stale = " of samples that are not stale" if recipe.cluster.max_staleness else ""
+        yield "numerics", f"parity: one order of sums on both sides, so equal log-probs{stale}"
     else:
         yield "numerics", f"{policy.numerics}; equal log-probs are not promised:"
         yield "", why

@@ -24,6 +24,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,17 +89,22 @@ def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, fl
     return {f"{family}/{name}": statistics.fmean(one[name] for one in measured if name in one) for name in names}
 
 
+OWN_NAME = re.compile(r"step_(?P<step>\d{6,})\.jsonl(?P<partial>\.partial)?")  # others are the user's
+
+
 class RolloutFiles:
     """Writes the rollouts of each step to a file in `folder`.
 
-    resumed_step: step of the checkpoint that the run resumes from, 0 for a new run. Files of later steps are removed.
+    resumed_step: step of the checkpoint that the run resumes from, 0 for a new run. Its files of later steps are
+    removed, and those that were not written to the end.
     """
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("step_*.jsonl*"):
-            if path.suffix != ".jsonl" or int(path.stem.removeprefix("step_")) > resumed_step:
+        for path in folder.iterdir():
+            name = OWN_NAME.fullmatch(path.name)
+            if name is not None and (name["partial"] or int(name["step"]) > resumed_step):
                 path.unlink()
 
     def write(self, step: int, groups: Iterable[RolloutGroup]) -> Path:

@@ -85,8 +85,12 @@ def test_resume_removes_later_steps_and_torn_files(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         files.write(step, [FLAT])
     (tmp_path / "step_000004.jsonl.partial").write_text("{")
+    of_the_user = ["step_000001.jsonl.gz", "step_000003 (copy).jsonl", "step_000003.jsonl~", "step_9_mine.jsonl"]
+    for name in of_the_user:
+        (tmp_path / name).write_text("")
     RolloutFiles(tmp_path, resumed_step=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step_000001.jsonl", "step_000002.jsonl", *of_the_user}
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
