@@ -165,3 +165,10 @@ class ModelSpec:
         )
         embeddings = self.vocab_rows * self.hidden_size * (1 if self.tied_embeddings else 2)
         return in_blocks + embeddings + self.hidden_size
+
+
+def ordinary_head_size(width: int) -> int:
+    """The head size of ordinary attention for `width` elements: the smallest power of two that the kernels take and
+    that holds them; beyond those, on a CPU, the width itself."""
+    powers = (size for size in SUPPORTED_HEAD_SIZES if size.bit_count() == 1 and size >= width)
+    return min(powers, default=width)

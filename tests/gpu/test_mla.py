@@ -15,6 +15,7 @@ from octetrl.config.blocks import LayerBlocks
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.relative_error import relative_error
+from octetrl.kernels.attention.latent_backward import LatentGradients, latent_backward_reference, latent_backward_triton
 from octetrl.kernels.attention.latent_decode import latent_decode
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.attention.latent_paged import latent_paged
@@ -35,6 +36,7 @@ from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
 from tests.parity.sides import Sides, random_requests, random_tokens
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+from tests.unit.kernels import latent_gradient_cases as gradients
 from tests.unit.kernels.latent_cases import SCALE, Latents, latents, paged, written_out
 
 pytestmark = pytest.mark.gpu
@@ -221,6 +223,37 @@ def test_gradients_are_near_those_of_a_cpu() -> None:
     found = attention_gradients(*(x.detach().cuda().requires_grad_() for x in arguments), SIZES, moved, SCALE)
     for name, one, other in zip(want._fields, found, want, strict=True):
         assert relative_error(one.cpu(), other) < 2e-2, name
+
+
+@pytest.mark.parametrize("sizes", [(128, 64, 128), (64, 64, 128), (64, 32, 64)], ids=str)
+def test_the_backward_repeats_its_bits_and_nothing_crosses_over(sizes: tuple[int, int, int]) -> None:
+    lengths, rest, scale = (1, 63, 129, 777, 300), 40, gradients.SCALE
+    used, bounds = sum(lengths), gradients.cu_seqlens(lengths).cuda()
+    arguments = gradients.Arguments(*(x.cuda() for x in gradients.draw(used + rest, 5, sizes=sizes)))
+    want = gradients.written_out(gradients.Arguments(*(x[:used] for x in arguments)), lengths)
+    for x in arguments:
+        x[used:] = float("nan")
+    found = latent_backward_triton(*arguments, bounds, scale)
+    assert "latent_backward_gluon" not in fallbacks
+    assert max(gradients.errors(LatentGradients(*(x[:used] for x in found)), want)) < 5e-3
+    assert not any(x[used:].count_nonzero() for x in found)
+    for gluon in (True, False):
+        again = latent_backward_triton(*arguments, bounds, scale, gluon=gluon)
+        assert all(map(torch.equal, again, found)), f"gluon {gluon}"
+    for x in arguments:
+        x[64:193] = float("nan")
+    beside = latent_backward_triton(*arguments, bounds, scale)
+    for one, other in zip(beside, found, strict=True):
+        assert torch.equal(one[:64], other[:64]) and torch.equal(one[193:], other[193:])
+
+
+def test_what_all_keys_have_in_common_hardly_adds_to_an_error_of_queries() -> None:
+    """The rows of dS add up to zero. With a delta from outputs in BF16 they would not."""
+    arguments = gradients.Arguments(*(x.cuda() for x in gradients.draw(700, 4, common=2.0, sizes=(128, 64, 128))))
+    want, bounds = gradients.written_out(arguments, (700,)).q_THX, gradients.cu_seqlens((700,)).cuda()
+    found = latent_backward_triton(*arguments, bounds, gradients.SCALE).q_THX
+    by_outputs = latent_backward_reference(*arguments, bounds, 700, gradients.SCALE).q_THX
+    assert relative_error(found, want) < relative_error(by_outputs, want) / 2
 
 
 @pytest.mark.parametrize(("model", "precision"), [("direct", "bf16"), ("direct", "fp8_full"), ("low_rank", "fp8_full")])

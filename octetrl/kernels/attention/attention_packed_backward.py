@@ -47,7 +47,7 @@ ALIGN = tl.constexpr(4)  # float32 values in 16 bytes; TMA's tiles of lse2 and d
 
 
 @triton.jit
-def _find_sequence(item, cu_seqlens_ptr, num_sequences, num_tokens, BLOCK: tl.constexpr):
+def find_sequence(item, cu_seqlens_ptr, num_sequences, num_tokens, BLOCK: tl.constexpr):
     """The sequence that owns an item (B: the rows past all), its first token, its length, the item's number in it."""
     sequence = 0
     for start in range(1, num_sequences + 1, SEARCH):
@@ -117,7 +117,7 @@ def _dq_kernel(
     STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    sequence, first, length, number = _find_sequence(
+    sequence, first, length, number = find_sequence(
         tl.program_id(1), cu_seqlens_ptr, num_sequences, num_tokens, BLOCK_I
     )
     if number * BLOCK_I < length:
@@ -213,7 +213,7 @@ def _dkdv_kernel(
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(0)
-    sequence, first, length, number = _find_sequence(
+    sequence, first, length, number = find_sequence(
         tl.program_id(1), cu_seqlens_ptr, num_sequences, num_tokens, BLOCK_J
     )
     first_key = number * BLOCK_J  # the first keys have the most queries: first

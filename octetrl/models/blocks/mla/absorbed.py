@@ -26,13 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward
-from octetrl.kernels.attention.kv_store import ReplayedKV
+from octetrl.kernels.attention.latent_backward import latent_backward
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm
 from octetrl.kernels.gemm.head_gemm import can_run, head_gemm
 from octetrl.layers.context import PackedContext
-from octetrl.models.blocks.mla.layout import ordinary_head_size
 
 
 class HeadSizes(NamedTuple):
@@ -110,24 +108,15 @@ def attention_gradients(
     softmax_scale: float,
 ) -> AttentionGradients:
     """Gradients of `attend_packed`'s result, by ordinary attention over the keys and values of every head."""
-    q_THX = torch.cat((q_THN, q_THR), 2)
-    tokens, heads, width = q_THX.shape
-    size = ordinary_head_size(max(width, sizes.value))
+    tokens, heads, nope = q_THN.shape
     kv_THX = F.linear(value_TC, kv_b).view(tokens, heads, sum(sizes))
-    k_THX = torch.cat((kv_THX[..., : sizes.nope], key_TR[:, None].expand(-1, heads, -1)), 2)
-    q_THD, k_THD, v_THD, dout_THD = (
-        F.pad(x_TH, (0, size - x_TH.shape[2]))
-        for x_TH in (q_THX, k_THX, kv_THX[..., sizes.nope :], dout_TV.view(tokens, heads, sizes.value))
-    )
+    dout_THV = dout_TV.view(tokens, heads, sizes.value)
     bounds = context.cu_seqlens_B1, context.max_seqlen
-    out_THD, lse2_TH = attention_packed_forward(q_THD, k_THD, v_THD, *bounds, softmax_scale)
-    kv = ReplayedKV(k_THD, v_THD, None, None)
-    dq_THD, dk_THD, dv_THD = attention_packed_backward(dout_THD, q_THD, kv, out_THD, lse2_TH, *bounds, softmax_scale)
-    dkv_TX = torch.cat((dk_THD[..., : sizes.nope], dv_THD[..., : sizes.value]), 2).flatten(1)
-    dkey_TR = dk_THD[..., sizes.nope : width].sum(1, dtype=torch.float32).to(key_TR.dtype)
+    dq_THX, dkv_THX, dkey_THR = latent_backward(dout_THV, q_THN, q_THR, kv_THX, key_TR, *bounds, softmax_scale)
+    dkv_TX = dkv_THX.flatten(1)
+    dkey_TR = dkey_THR.sum(1, dtype=torch.float32).to(key_TR.dtype)
     dkv_b = dkv_TX.t() @ value_TC if kv_b.requires_grad else None
-    dq_THN, dq_THR, _ = dq_THD.split((sizes.nope, width - sizes.nope, size - width), 2)
-    return AttentionGradients(dq_THN, dq_THR, dkv_TX @ kv_b, dkey_TR, dkv_b)
+    return AttentionGradients(dq_THX[..., :nope], dq_THX[..., nope:], dkv_TX @ kv_b, dkey_TR, dkv_b)
 
 
 class PackedAttention(torch.autograd.Function):

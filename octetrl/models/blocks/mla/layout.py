@@ -19,7 +19,7 @@ from octetrl.config.blocks import (
     TrainedAs,
     VectorLayout,
 )
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES, ModelSpec
+from octetrl.config.spec import SUPPORTED_HEAD_SIZES, ModelSpec, ordinary_head_size
 
 if TYPE_CHECKING:
     from octetrl.models.blocks.block import BlockBuilder
@@ -80,7 +80,8 @@ class LatentAttentionLayout(BlockLayout):
     def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
         """Saved: queries, their latents, and the latent before its norm. Costly: the output of every head.
 
-        The backward's peak has queries, keys, values, output and the gradients of all, each padded to one head size.
+        The backward's peak has queries, keys, values, output and the gradients of all, each padded to one head size:
+        the most that any sizes of a head need.
         """
         b, heads, hidden = how.value_bytes, spec.num_heads, spec.hidden_size
         latents = self.latent_size + self.rope_size
@@ -113,12 +114,13 @@ class LatentAttentionLayout(BlockLayout):
         return self.rope_size
 
     def pair_products(self, spec: ModelSpec) -> PairProducts:
-        """Needed: that of keys and values of every head. Computed: the absorbed forward, and a backward in padded heads
-        that runs ordinary attention's forward again."""
+        """Needed: that of keys and values of every head. Computed: the absorbed forward, and a backward that computes
+        scores and dP three times (kernels/attention/latent_backward.py)."""
         query, value = spec.head_size, self.value_size
-        padded = ordinary_head_size(max(query, value))
         absorbed = 2 * self.latent_size + self.rope_size
-        return PairProducts(spec.num_heads * (4 * query + 3 * value), spec.num_heads * (absorbed + 7 * padded))
+        return PairProducts(
+            spec.num_heads * (4 * query + 3 * value), spec.num_heads * (absorbed + 5 * query + 4 * value)
+        )
 
     def refused_on_gpu(self) -> str | None:
         widest, most = max(self.nope_size + self.rope_size, self.value_size), max(SUPPORTED_HEAD_SIZES)
@@ -134,10 +136,3 @@ class LatentAttentionLayout(BlockLayout):
         from octetrl.models.blocks.mla.module import LatentAttention  # needs torch
 
         return LatentAttention(builder, self)
-
-
-def ordinary_head_size(width: int) -> int:
-    """The head size of the ordinary attention by which the backward goes: the smallest power of two that the kernels
-    take and that holds `width`; beyond them, on a CPU, the width itself."""
-    powers = (size for size in SUPPORTED_HEAD_SIZES if size.bit_count() == 1 and size >= width)
-    return min(powers, default=width)

@@ -25,7 +25,7 @@ def test_a_mixture_costs_the_experts_of_a_token_and_latent_attention_its_own_for
     attention = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 * 16 * 256 + 16 * 128 * 2048
     experts = 3 * 2048 * 1408 * (6 + 2) + 64 * 2048
     assert costs.token == 27 * attention + 3 * 2048 * 11264 + 26 * experts
-    assert costs.pair == 27 * 16 * ((512 + 512 + 64) + 7 * 256) / 7
+    assert costs.pair == 27 * 16 * ((512 + 512 + 64) + 5 * 192 + 4 * 128) / 7
 
 
 def test_every_micro_batch_once_and_the_longest_sequences_apart() -> None:
