@@ -65,7 +65,8 @@ def run_command(arguments: Sequence[str]) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
             raise
-        said = " ".join(str(error).split()).split(". GPU")[0]
+        where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        said = " ".join(str(error).split()).split(". GPU")[0] + where
         print(
             f"octetrl: failed: the GPU's memory is full ({said}); `octetrl check RECIPE` says what needs how much, and"
             " which settings need less",

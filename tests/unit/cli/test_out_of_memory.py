@@ -15,12 +15,14 @@ from octetrl.cli import main
             torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 3.55 GiB. GPU 0 has a total capacity of 139 GiB."
             ),
-            "octetrl: failed: the GPU's memory is full (CUDA out of memory. Tried to allocate 3.55 GiB); `oct",
+            "octetrl: failed: the GPU's memory is full (CUDA out of memory. Tried to allocate 3.55 GiB, raised on worker 1 (host b, GPU 0)); `oct",
         ),
         (RuntimeError("another fault"), None),
     ],
 )
 def test_a_full_gpu_is_one_line(error, line, monkeypatch, capsys):
+    error.add_note("raised on worker 1 (host b, GPU 0)")
+
     def verb(arguments):
         raise error
 
