@@ -240,10 +240,9 @@ class _Stoppable:
     def generate(
         self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, /
     ) -> list[list[Completion]]:
-        def checked(ended: Sequence[tuple[int, int, Completion]]) -> None:
+        def checked(ended: Sequence[tuple[int, int, Completion]]) -> bool | None:
             self._check()
-            if on_completions is not None:
-                on_completions(ended)
+            return None if on_completions is None else on_completions(ended)
 
         return self._workers.generate(requests, checked)
 

@@ -126,8 +126,16 @@ class ManyLearningWorkers:
         return published[0]
 
     def _check_equal(self, digests: Sequence[str], part: int) -> None:
-        """Raises WorkersDiffer naming the first worker whose weights are not those of most workers."""
-        common, _ = Counter(digests).most_common(1)[0]
+        """Raises WorkersDiffer naming the first worker whose weights are not those of most workers; if no weights are
+        those of most, one worker for each of two digests."""
+        (common, count), *others = Counter(digests).most_common(2)
+        places = [self._team.place(digests.index(one) * self._size + part) for one in (common, *(d for d, _ in others))]
+        if others and 2 * count <= len(digests):
+            raise WorkersDiffer(
+                f"publish: {places[0]} and {places[1]} hold different weights (digests {common[:12]} and"
+                f" {others[0][0][:12]}); one of their machines may be faulty: try each without the other, and continue"
+                " with --resume"
+            )
         for place, digest in enumerate(digests):
             if digest != common:
                 worker = self._team.place(place * self._size + part)

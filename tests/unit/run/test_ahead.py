@@ -15,7 +15,7 @@ import pytest
 from octetrl.engine.session import Session
 from octetrl.records import RolloutGroup, SessionEvent
 from octetrl.rollout.token_versions import versions_by_token
-from octetrl.run.ahead import Lead
+from octetrl.run.ahead import Lead, _Stoppable
 from octetrl.run.evaluate import evaluate
 from octetrl.run.journal import Journal
 from octetrl.run.loop import one_step
@@ -44,6 +44,17 @@ def simulated(most: int, produce: list[float], learn: list[float]) -> tuple[floa
         learnt_at.append(max(drawn_at[-1], learnt_at[-1]) + learn[step - 1])
         ages.append(step - 1 - version)
     return learnt_at[-1], ages
+
+
+def test_rewards_that_wait_are_said_to_the_workers_of_a_batch_ahead() -> None:
+    """Workers look for ended answers sooner while rewards wait, which is what `on_completions` returns."""
+
+    class Workers:
+        def generate(self, requests: Any, on_completions: Callable[[Any], bool | None]) -> Any:
+            return on_completions(requests)
+
+    assert _Stoppable(Workers(), lambda: None).generate([], lambda _: True) is True  # type: ignore[arg-type, comparison-overlap]
+    assert _Stoppable(Workers(), lambda: None).generate([]) is None  # type: ignore[arg-type]
 
 
 def test_both_sides_are_busy_by_a_simulated_clock() -> None:

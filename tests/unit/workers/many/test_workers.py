@@ -87,6 +87,8 @@ def test_a_worker_with_other_weights_is_named(precision: str, changed: str, mode
         held.view(torch.uint8).flatten()[0] ^= 1  # both sides of worker 1 read this
         with pytest.raises(WorkersDiffer, match="publish: worker 1 holds other weights than most workers"):
             run.workers.publish(0)
+        with pytest.raises(WorkersDiffer, match=r"worker 0 and worker 1 hold different weights \(digests a+ and b+\)"):
+            run.workers._check_equal(["a" * 64, "b" * 64], 0)  # nobody knows whose are wrong
 
 
 def test_a_worker_that_accepts_no_request_is_lost_at_the_limit(
