@@ -15,7 +15,7 @@ from octetrl.cli import main
             torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 3.55 GiB. GPU 0 has a total capacity of 139 GiB."
             ),
-            "octetrl: failed: the GPU's memory is full (CUDA out of memory. Tried to allocate 3.55 GiB, raised on worker 1",
+            "octetrl: failed: the GPU's memory is full (CUDA out of memory. Tried to allocate 3.55 GiB, raised on",
         ),
         (RuntimeError("another fault"), None),
     ],
