@@ -13,7 +13,7 @@ from typing import Literal
 
 from benchmarks.precisions import WIDE
 from benchmarks.study import remainders
-from octetrl.run.demo import BARE_SHARE, Answers
+from octetrl.run.demo import Answers
 
 Changes = tuple[str, ...]
 TIS = "algorithm.corrections=[tis]"
@@ -99,8 +99,8 @@ class StudyTable:
     """One model and one task: recipes, what is changed in all arms, and the usual arms.
 
     start: the cold start's recipe, made once for each seed and shared by all arms; None: the model is pretrained, its
-    folder is `--model`, and all seeds share it. answers: a task's bare and worked answer in the cold start's examples
-    (None: those of sums), and bare_share of them are bare. job_seconds: a first guess, until a job has ended.
+    folder is `--model`, and all seeds share it. answers: a task's bare and worked answer in the cold start's examples;
+    None: those of sums. job_seconds: a first guess, until a job has ended.
     """
 
     kind: Kind
@@ -114,7 +114,6 @@ class StudyTable:
     job_seconds: float = 60.0
     shape: Mapping[str, int] = field(default_factory=dict)  # changes of the preset `tiny`
     answers: Answers | None = None
-    bare_share: float = BARE_SHARE
 
 
 TWO_TERMS = "environment.parameters={min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 2}"
@@ -147,11 +146,10 @@ TABLES: Mapping[str, StudyTable] = {
         "demo_grpo",
         (*SMALL_COMMON, *REMAINDERS),
         "demo_sft",
-        (*REMAINDERS, "steps=250"),
+        REMAINDERS,
         45,
         NINE,
         answers=(remainders.bare_answer, remainders.worked_answer),
-        bare_share=0.6,
     ),
     "wide-sums": StudyTable(
         "wide",

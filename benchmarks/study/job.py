@@ -85,7 +85,7 @@ def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> Non
     if not resumes:
         shutil.rmtree(folder, ignore_errors=True)
         shape = preset_config("tiny") | dict(table.shape)
-        make_model_and_examples(recipe, shape, table.bare_share, table.answers)
+        make_model_and_examples(recipe, shape, answers=table.answers)
     try:
         train(recipe, resume=resumes)
     except KeyboardInterrupt:

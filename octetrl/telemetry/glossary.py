@@ -143,7 +143,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("correction/effective_sample_size", SHARE, "Share of the samples that the weights leave effective."),
         Metric("correction/{kind}_fraction", SHARE, "Trained tokens that this kind of correction changes."),
         Metric("fp8/kv_saturation", SHARE, "K and V values clamped on their way into a calibrated FP8 cache.",
-               "Above 0: raise fp8.calibration_margin."),
+               "Above fp8.saturation_warn: raise fp8.calibration_margin."),
         Metric("fp8/gluon_fallbacks", "",
                "Gluon kernels (FP8 GEMMs, attention) that run as plain Triton, slower and with the same bits."),
     ),

@@ -295,7 +295,7 @@ def _group(word: str, group: SampledGroup) -> str:
 
 
 def _sibling(row: SampledRow) -> str:
-    tone = "bad" if row.reward is None else "good" if row.reward > 0 else "line"
+    tone = "bad" if row.reward is None else "good" if row.reward > 0 else "soft"
     reward = "–" if row.reward is None else f"{row.reward:.3g}"
     failed = "" if row.reward is not None else " failed"
     detail = f'<div class="detail">{escape(_cut(str(row.line["detail"])))}</div>' if row.line.get("detail") else ""
