@@ -15,7 +15,7 @@ from octetrl.workers.many.tail import TailWorkers
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedStep:
+class TailStep:
     """What one step sampled and learnt."""
 
     completions: list[list[Completion]]
@@ -25,14 +25,14 @@ class StreamedStep:
     trained_tokens: int
 
 
-def streamed_step(
+def tail_step(
     workers: TailWorkers,
     recipe: Recipe,
     requests: Sequence[GenerationRequest],
     algorithm: Algorithm,
     reward_seed: str,
     now: Callable[[], float],
-) -> StreamedStep:
+) -> TailStep:
     """Samples `requests` and makes one update. Rewards are random. Siblings of a group stand side by side,
     in one request or in several."""
     group_size = recipe.rollout.group_size
@@ -60,6 +60,6 @@ def streamed_step(
     for batch in blocks.rest([group for _, group in sorted(groups.items())]):
         workers.offer(batch)
     update, counts = workers.finish_step(), blocks.metrics
-    return StreamedStep(
+    return TailStep(
         completions, update, produced, int(counts["train/micro_batches"]), int(counts["train/trained_tokens"])
     )

@@ -25,7 +25,7 @@ from itertools import product
 import torch
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.bench.beside_tail import streamed_step
+from octetrl.bench.beside_tail import tail_step
 from octetrl.bench.on_workers import (
     Arm,
     BenchWorkers,
@@ -203,7 +203,7 @@ class ClusterSteps:
         workers, requests = self.workers, self.bench.workload.requests
         if isinstance(workers, TailWorkers):
             seed = f"{self.bench.seed} {number}"
-            one = streamed_step(workers, self._recipe, requests, self.algorithm, seed, self._now)
+            one = tail_step(workers, self._recipe, requests, self.algorithm, seed, self._now)
             self.digest = self.digest or digest_of(one.completions)
             return one.update, one.produced, one.micro_batches, one.trained_tokens
         samples = self._produce(requests, number)

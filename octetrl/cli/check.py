@@ -19,9 +19,10 @@ from octetrl.cli.check_backend import backend_lines, backend_problems_here
 from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
 from octetrl.cli.check_device import Device, find_device, missing_gpu
 from octetrl.cli.check_environments import environment_lines
-from octetrl.cli.check_files import content_problems, file_problems, start_tokenizer
+from octetrl.cli.check_files import file_problems, start_tokenizer
 from octetrl.cli.check_lines import print_lines
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
+from octetrl.cli.check_rehearsal import refuse_problems, rehearsal_problems
 from octetrl.cli.check_sample import refuse_sample, show_sample
 from octetrl.cli.check_server import check_server
 from octetrl.cli.check_workers import worker_memory_lines
@@ -37,6 +38,7 @@ from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.validate import spec_problems
 from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.config.validate_overdraw import describe_overdraw
+from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why_not_equal
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
@@ -44,7 +46,6 @@ from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.model_source import is_of_hub, with_found_model
 from octetrl.run.own_objective import try_objective
-from octetrl.run.rehearsal import rehearse
 from octetrl.run.tokenizer_process import TokenizerProcess
 
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
@@ -135,17 +136,7 @@ def _plan(
 
 def _try_out(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> list[str]:
     """Load tokenizer, tasks and modules, call the score, and show what it gives. Returns what is wrong."""
-    problems = _own_objective(recipe)
-    problems += content_problems(recipe, spec, tokenizer)
-    rehearsal = rehearse(recipe, tokenizer)
-    problems += rehearsal.problems
-    try:
-        if tokenizer is not None:
-            tokenizer.wait()
-    except UserError as error:
-        problems.append(str(error))
-    print_lines("rehearsal", iter(rehearsal.lines))
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys([*_own_objective(recipe), *rehearsal_problems(recipe, spec, tokenizer)]))
 
 
 def _refused_on_gpu(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> list[str]:
@@ -189,11 +180,7 @@ def _refuse(recipe: str, problems: Sequence[str], too_large: str | None) -> None
     if too_large is not None and not problems:
         typer.echo(f"octetrl: {recipe}: {too_large}", err=True)
         raise typer.Exit(1)
-    problems = [*problems, too_large] if too_large is not None else problems
-    if len(problems) == 1:
-        raise UserError(f"{recipe}: {problems[0]}")
-    if problems:
-        raise UserError("\n  ".join([f"{recipe}: {len(problems)} problems", *problems]))
+    refuse_problems(recipe, [*problems, too_large] if too_large is not None else problems)
 
 
 def largest_part(recipe: Recipe, spec: ModelSpec) -> ModelSpec:
@@ -219,6 +206,9 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
         overdraw = describe_overdraw(recipe)
         if overdraw is not None:
             yield "over-drawing", overdraw
+        tail = describe_tail(recipe)
+        if tail is not None:
+            yield "beside tail", tail
     yield "steps", f"{recipe.steps:,}, seed {recipe.seed}, into {recipe.output_dir}"
     yield "optimizer", f"AdamW, lr {optimizer.lr:g}, {optimizer.decay}, {optimizer.warmup_steps} warm-up steps"
     longest = f"{rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} answer tokens"

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from importlib.util import find_spec
 
 import typer
 
 from octetrl.cli.check_environments import environment_lines
-from octetrl.cli.check_files import content_problems, file_problems, start_tokenizer
+from octetrl.cli.check_files import file_problems, start_tokenizer
 from octetrl.cli.check_lines import print_lines
+from octetrl.cli.check_rehearsal import refuse_problems, rehearsal_problems
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.openai import OpenaiConfig
 from octetrl.config.schema import Recipe
+from octetrl.config.validate_backend import without_effect
+from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
 from octetrl.models.families import load_spec
 from octetrl.run.model_source import with_found_model
-from octetrl.run.rehearsal import rehearse
 
 
 def check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
@@ -34,7 +34,7 @@ def check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
             " and engine.openai.model, without --sample and --memory-gib; leave --eval out for any other recipe"
         )
     search_beside(path)
-    problems = list(_lacking(server))
+    problems = list(lacking(server, "engine.openai"))
     spec, named = None, recipe
     if server.answers == "tokens":
         try:
@@ -47,27 +47,10 @@ def check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
         problems += [] if wrong_files is None else [wrong_files]
         problems += file_problems(_without_weights(recipe), None)
         print_lines("evaluation", server_lines(recipe, server, imports=not problems))
-        _refuse(path, problems)
-        problems += content_problems(_without_weights(recipe), None, tokenizer)
-        rehearsal = rehearse(recipe, tokenizer)
-        problems += [problem for problem in rehearsal.problems if problem not in problems]
-        try:
-            if tokenizer is not None:
-                tokenizer.wait()
-        except UserError as error:
-            problems.append(str(error))
-        print_lines("rehearsal", iter(rehearsal.lines))
-    _refuse(path, problems)
+        refuse_problems(path, problems)
+        problems = rehearsal_problems(_without_weights(recipe), None, tokenizer)
+    refuse_problems(path, list(dict.fromkeys(problems)))
     typer.echo("no problems")
-
-
-def _lacking(server: OpenaiConfig) -> Iterator[str]:
-    """What this machine lacks to ask the server."""
-    key = server.api_key_variable
-    if key is not None and not os.environ.get(key, "").strip():
-        yield f"engine.openai.api_key_variable: the environment variable {key} is not set here; export it"
-    if find_spec("httpx") is None:
-        yield "engine.openai: needs httpx, which is not installed; pip install 'octetrl[judge]'"
 
 
 def _without_weights(recipe: Recipe) -> Recipe:
@@ -75,16 +58,12 @@ def _without_weights(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"init": "random", "lora": None})})
 
 
-def _refuse(path: str, problems: Sequence[str]) -> None:
-    if len(problems) == 1:
-        raise UserError(f"{path}: {problems[0]}")
-    if problems:
-        raise UserError("\n  ".join([f"{path}: {len(problems)} problems", *problems]))
-
-
 def server_lines(recipe: Recipe, server: OpenaiConfig, *, imports: bool) -> Iterator[tuple[str, str]]:
     """What is asked of the server, and what holds for its answers. imports: also what the environment's code says."""
     yield "rollout backend", f"{server.name}, up to {server.concurrency} requests in flight"
+    unread = without_effect(recipe)
+    if unread is not None:
+        yield "warning", unread
     yield "weights", "the server's own; none are loaded here and none are published"
     if server.answers == "tokens":
         folder = recipe.model.tokenizer or recipe.model.path

@@ -30,6 +30,18 @@ def backend_problems(recipe: Recipe, training: bool = True) -> Iterator[Problem]
         yield Problem(("engine.openai", FIELD), text)
 
 
+def without_effect(recipe: Recipe) -> str | None:
+    """The recipe's settings of `engine` that its backend does not read, in one line. None: there are none. They are no
+    problem: a recipe that trains here is evaluated by a server as well."""
+    if recipe.engine.backend != "openai":
+        return None
+    heeded = {"backend", "openai", "speculation"}  # the last is refused where it is set
+    unread = [name for name in type(recipe.engine).model_fields if name not in heeded]
+    given = [f"engine.{name}" for name in unread if name in recipe.engine.model_fields_set]
+    verb = "has" if len(given) == 1 else "have"
+    return f"{', '.join(given)} {verb} no effect with {FIELD}: openai; the server has its own" if given else None
+
+
 def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
     cluster, fp8 = recipe.cluster, recipe.fp8
     own = "or engine.backend: octetrl"

@@ -11,7 +11,19 @@ from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 
 FIELD = "rollout.learn_beside_tail"
+TAIL_SHARE = 0.25  # of a worker's `engine.max_batch`: so few unfinished answers of all workers continue on one
 OFF = f"or {FIELD}: false"
+
+
+def describe_tail(recipe: Recipe) -> str | None:
+    """When a step begins to learn beside its tail. None without it."""
+    if not recipe.rollout.learn_beside_tail:
+        return None
+    return (
+        f"when at most {max(1, int(recipe.engine.max_batch * TAIL_SHARE))} answers of all workers are unfinished"
+        f" ({TAIL_SHARE:g} of engine.max_batch), one worker samples them to the end and the others train on complete"
+        " groups"
+    )
 
 
 def tail_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -26,8 +26,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from octetrl.config.judge import JudgeConfig
+from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.environments.base import LARGEST_REWARD
-from octetrl.environments.endpoint import Endpoint, EndpointError
 from octetrl.environments.reward_times import RewardTimes
 from octetrl.environments.scoring import Score
 from octetrl.records import RolloutStatus, Task

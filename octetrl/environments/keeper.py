@@ -216,8 +216,7 @@ def _become_worker(keeper_pid: int, output: int) -> None:
 def _serve(descriptor: int) -> None:
     """Load the callable, then answer calls until the run closes the socket.
 
-    A broad `except` is allowed only here, in tracebacks.py and in turns/calls.py: any exception of a foreign callable
-    is an answer, including SystemExit and KeyboardInterrupt.
+    The `except` is broad: any exception of a foreign callable is an answer, including SystemExit and KeyboardInterrupt.
     """
     import pickle
 

@@ -92,7 +92,8 @@ class TellsAnswers(Protocol):
     """A session whose unfinished answers can continue in another engine (`GenerationRequest.said`)."""
 
     def answers_so_far(self) -> Mapping[tuple[str, int], tuple[Sequence[int], Sequence[float]]]:
-        """Tokens and log-probs so far of each unfinished answer that has begun, by request and sibling."""
+        """Tokens and log-probs so far of each unfinished answer, by request and sibling. Both are empty for one that
+        has not begun."""
 
 
 class MeasuredSession(RolloutSession, Protocol):

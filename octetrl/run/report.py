@@ -16,10 +16,11 @@ from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.text import ESCAPE, counted
 from octetrl.config.validate_overdraw import describe_overdraw
+from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.given import is_given
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.report_data import BETWEEN, PHASES, RunRecord, read_run
+from octetrl.telemetry.report_data import BETWEEN, PHASES, RunRecord, idle_tail, read_run
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import duration
@@ -53,17 +54,27 @@ def banner(run: Run) -> Screen:
     recipe = run.config
     settings = dict(RunRecord(Path(recipe.output_dir), recipe.model_dump(mode="json"), []).settings)
     trained = "" if recipe.model.lora is None else f", LoRA of rank {recipe.model.lora.rank}"
-    model = f"{Path(settings['model']).name}, {_millions(model_spec(recipe).num_parameters)} parameters{trained}"
+    model = f"{model_name(settings['model'])}, {_millions(model_spec(recipe).num_parameters)} parameters{trained}"
     rows = [
         ("precision", settings["precision"]),
         ("device", _device(recipe, run.console)),
         ("data", _data(run)),
         ("step", _step(recipe)),
         ("over-drawing", describe_overdraw(recipe) or ""),
+        ("beside tail", describe_tail(recipe) or ""),
         ("run", _plan(recipe)),
         ("folder", recipe.output_dir),
     ]
     return f"{settings['algorithm']}: {model}", [(label, text) for label, text in rows if text]
+
+
+def model_name(model: str) -> str:
+    """A preset's name, a run with its step, the name at the hub, or the last two parts of a folder's path."""
+    path = Path(model)
+    if path.parent.name == CHECKPOINTS and path.name.removeprefix("step_").isdecimal():
+        return f"{model_name(str(path.parent.parent))}@{step_of(path)}"
+    hub = next((part for part in path.parts if part.startswith("models--")), None)
+    return "/".join(hub.split("--")[1:]) if hub is not None else "/".join(path.parts[-2:])
 
 
 def _device(recipe: Recipe, console: Console) -> str:
@@ -130,7 +141,8 @@ def _millions(number: int) -> str:
 def last_screen(folder: Path, recipe: Recipe) -> Screen:
     """What came out, where it is, where the time went, and what to type next."""
     run = read_run(folder)
-    rows = [*_result(run), ("time", _seconds_by_phase(run)), *_where(folder), ("report", str(folder / REPORT))]
+    rows = [*_result(run), ("time", _seconds_by_phase(run)), ("beside tail", idle_tail(run) or ""), *_where(folder)]
+    rows.append(("report", str(folder / REPORT)))
     next_label = "next"
     for command, what in _commands(folder, recipe):
         rows.append((next_label, f"{command}   {what}"))

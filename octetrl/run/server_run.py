@@ -13,6 +13,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.backends.openai.backend import NO_LIMIT, OpenaiBackend
 from octetrl.backends.openai.text import CharacterTokenizer
 from octetrl.config.schema import Recipe
+from octetrl.config.validate_backend import without_effect
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.environments.given import Given
 from octetrl.run.build import Run, build_collection
@@ -67,6 +68,9 @@ def build_server_run(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Run:
             )
         )
     workers = ServerWorkers(backend, console)
+    unread = without_effect(recipe)
+    if unread is not None:
+        console.warn(unread)
     try:
         rewards = build_scorers(recipe, environments, tokenizer, given)
     except BaseException:

@@ -29,6 +29,7 @@ import numpy
 from octetrl.records import Rollout, RolloutGroup, RolloutStatus
 from octetrl.telemetry.environment_metrics import by_environment
 from octetrl.telemetry.failures import Failures
+from octetrl.telemetry.rollouts import generated_tokens
 from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k
 
 REWARD = "reward_mean"  # the one estimate whose values may have any range
@@ -122,7 +123,7 @@ class EvalReport:
         drawn = [rollout for group in self.groups for rollout in group.rollouts if rollout.turns]
         if not drawn:
             return {}
-        lengths = numpy.array([_num_tokens(rollout) for rollout in drawn])
+        lengths = numpy.array([generated_tokens(rollout) for rollout in drawn])
         truncated = sum(rollout.status is RolloutStatus.TRUNCATED for rollout in drawn)
         found = {"mean": float(lengths.mean())}
         found |= {name: float(numpy.quantile(lengths, level)) for name, level in QUANTILES.items()}
@@ -185,7 +186,7 @@ class EvalReport:
             "rewards": [rollout.reward for rollout in rollouts],
             "answered": [rollout.answered for rollout in rollouts],
             "statuses": [rollout.status.value for rollout in rollouts],
-            "lengths": [_num_tokens(rollout) for rollout in rollouts],
+            "lengths": [generated_tokens(rollout) for rollout in rollouts],
         }
 
 
@@ -209,7 +210,3 @@ def difference_as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
 
 def _fields(estimate: Estimate) -> dict[str, float]:
     return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high, "tasks": estimate.tasks}
-
-
-def _num_tokens(rollout: Rollout) -> int:
-    return sum(len(turn.completion.token_ids) for turn in rollout.turns)

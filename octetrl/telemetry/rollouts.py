@@ -54,7 +54,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
-    lengths = [_generated_tokens(rollout) for rollout in rollouts if rollout.turns]
+    lengths = [generated_tokens(rollout) for rollout in rollouts if rollout.turns]
     metrics: dict[str, float] = {"rollout/count": len(rollouts), "reward/count": len(rewards)}
     for status in RolloutStatus:
         if status is not RolloutStatus.SCORED:
@@ -133,7 +133,7 @@ def no_space(path: Path, error: OSError) -> Exception:
     return UserError(f"no space left to write '{path}': free some, then continue with --resume")
 
 
-def _generated_tokens(rollout: Rollout) -> int:
+def generated_tokens(rollout: Rollout) -> int:
     return sum(len(turn.completion.token_ids) for turn in rollout.turns)
 
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from octetrl.environments.scoring import Score
 from octetrl.records import (
     Completion,
-    GenerationProgress,
     GenerationRequest,
     OnCompletions,
-    OnProgress,
     PackedBatch,
     PolicyUpdate,
     Published,
@@ -29,7 +27,7 @@ from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.session_sum import SessionSum
-from octetrl.workers.training_progress import counted, most_tokens
+from octetrl.workers.training_progress import counted, most_tokens, rollout_shown
 from octetrl.workers.worker import Worker
 
 
@@ -104,14 +102,14 @@ class LocalWorkers(LocalLearningWorkers):
     def generate(
         self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
     ) -> list[list[Completion]]:
-        with self._shown(most_tokens(requests)) as on_progress:
+        with rollout_shown(self._console, most_tokens(requests)) as on_progress:
             drawn = self._policy.generate(requests, on_progress, on_completions)
         self._sessions.add(self._policy.engine.metrics)
         return drawn
 
     @contextmanager
     def session(self) -> Iterator[MeasuredSession]:
-        with self._shown() as on_progress, self._policy.session(on_progress) as session:
+        with rollout_shown(self._console) as on_progress, self._policy.session(on_progress) as session:
             yield session
         self._sessions.add(self._policy.engine.metrics)
 
@@ -124,12 +122,3 @@ class LocalWorkers(LocalLearningWorkers):
 
     def rollout_metrics(self) -> dict[str, float]:
         return self._sessions.take(scales_are_calibrated=self._policy.policy.kv_mode == "calibrated")
-
-    @contextmanager
-    def _shown(self, most: int | None = None) -> Iterator[OnProgress]:
-        with self._console.phase("rollout") as show:
-
-            def on_progress(progress: GenerationProgress) -> None:
-                show(progress.done, progress.total, progress.generated_tokens, most)
-
-            yield on_progress

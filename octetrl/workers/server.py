@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.backends.openai.session import OpenaiSession
-from octetrl.records import Completion, GenerationProgress, GenerationRequest, OnCompletions, OnProgress
+from octetrl.records import Completion, GenerationRequest, OnCompletions
 from octetrl.telemetry.console import Console
 from octetrl.workers.session_sum import SessionSum
-from octetrl.workers.training_progress import most_tokens
+from octetrl.workers.training_progress import most_tokens, rollout_shown
 
 
 class ServerWorkers:
@@ -30,14 +30,14 @@ class ServerWorkers:
         self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
     ) -> list[list[Completion]]:
         """`num_siblings` completions of each request. One without an answer has `finish_reason` FAILED."""
-        with self._shown(most_tokens(requests)) as on_progress:
+        with rollout_shown(self._console, most_tokens(requests)) as on_progress:
             drawn = self.backend.generate(requests, on_progress, on_completions)
         self._sessions.add(self.backend.metrics)
         return drawn
 
     @contextmanager
     def session(self) -> Iterator[OpenaiSession]:
-        with self._shown() as on_progress, self.backend.session(on_progress) as session:
+        with rollout_shown(self._console) as on_progress, self.backend.session(on_progress) as session:
             yield session
         self._sessions.add(self.backend.metrics)
 
@@ -49,12 +49,3 @@ class ServerWorkers:
 
     def close(self) -> None:
         self.backend.close()
-
-    @contextmanager
-    def _shown(self, most: int | None = None) -> Iterator[OnProgress]:
-        with self._console.phase("rollout") as show:
-
-            def on_progress(progress: GenerationProgress) -> None:
-                show(progress.done, progress.total, progress.generated_tokens, most)
-
-            yield on_progress

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from octetrl.records import GenerationRequest, PackedBatch
+from octetrl.records import GenerationProgress, GenerationRequest, OnProgress, PackedBatch
+from octetrl.telemetry.console import Console
 from octetrl.trainer.reward_trainer import RewardTrainer
 from octetrl.trainer.trainer import Trainer
 
@@ -35,6 +36,17 @@ def counted(trainer: Trainer | RewardTrainer, batch: PackedBatch, show: Callable
         yield
     finally:
         gradients.on_micro_batch = None
+
+
+@contextmanager
+def rollout_shown(console: Console, most: int | None = None) -> Iterator[OnProgress]:
+    """The console's phase of a rollout; its callback shows how far the rollout is. most: tokens, None: not known."""
+    with console.phase("rollout") as show:
+
+        def on_progress(progress: GenerationProgress) -> None:
+            show(progress.done, progress.total, progress.generated_tokens, most)
+
+        yield on_progress
 
 
 def most_tokens(requests: Sequence[GenerationRequest]) -> int:

@@ -159,8 +159,9 @@ def test_a_run_is_not_named_beside_a_server_and_not_trained_with_it(
     assert run_command(["check", "--eval", recipe, *backend(live)]) == 0
     shown = capsys.readouterr().out
     assert f"tiny at {live.url}/v1" in shown and "not promised" in shown and shown.endswith("no problems\n")
+    assert "no effect with engine.backend: openai; the server has its own" in shown
     assert run_command(["check", "--eval", recipe, *backend(live, "engine.openai.api_key_variable=NO_SUCH_KEY")]) == 2
-    assert "the environment variable NO_SUCH_KEY is not set here; export it" in capsys.readouterr().err
+    assert "the environment variable NO_SUCH_KEY is not set; export NO_SUCH_KEY=" in capsys.readouterr().err
     assert run_command(["check", "--eval", recipe]) == 2
     assert "--eval: it checks an evaluation by a server" in capsys.readouterr().err
     assert run_command(["eval", "-r", recipe, "engine.backend=openai"]) == 2

@@ -23,9 +23,9 @@ from octetrl.backends.openai.shapes import Answer, Choice, parsed
 from octetrl.backends.openai.text import UNKNOWN, asked_of
 from octetrl.config.errors import UserError
 from octetrl.config.openai import MOST_STOPS, OpenaiConfig
+from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.stopping import Decode
-from octetrl.environments.endpoint import Endpoint, EndpointError
 from octetrl.records import Completion, FinishReason, GenerationRequest
 
 SECTION = "engine.openai"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from octetrl.backends.one_session import OneSession
 from octetrl.backends.openai.answers import SECTION, failure_of
 from octetrl.backends.openai.metrics import ServerMetrics
 from octetrl.backends.openai.session import OpenaiSession, checked
@@ -21,24 +22,25 @@ from octetrl.backends.openai.text import VOCABULARY, CharacterTokenizer
 from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
 from octetrl.config.spec import ModelSpec
+from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.whole_answers import whole_answers
-from octetrl.environments.endpoint import Endpoint, EndpointError
 from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
 
 _SHOWN = 400
 NO_LIMIT = 1 << 30  # tokens of a context that only the server knows
 
 
-class OpenaiBackend:
+class OpenaiBackend(OneSession[ServerMetrics]):
     """`RolloutBackend` over a server. `close` ends its connections."""
 
+    NAME = "the server"
+
     def __init__(self, endpoint: Endpoint, config: OpenaiConfig, admission: Admission, tokenizer: Tokenizer) -> None:
-        self.metrics: ServerMetrics | None = None
+        super().__init__()
         self._endpoint, self._config, self._admission = endpoint, config, admission
         self._decode = decoder_of(tokenizer)
-        self._session: OpenaiSession | None = None
 
     @classmethod
     def of_tokens(
@@ -113,7 +115,7 @@ class OpenaiBackend:
     def session(self, on_progress: OnProgress | None = None) -> Iterator[OpenaiSession]:
         """An open session. One at a time."""
         self._refuse_while_open("another session")
-        self._session = OpenaiSession(
+        session = OpenaiSession(
             self._endpoint,
             self._config,
             admission=self._admission,
@@ -121,19 +123,12 @@ class OpenaiBackend:
             on_close=self._closed,
             on_progress=on_progress,
         )
-        with self._session as session:
+        with self._opened(session):
             yield session
-
-    def _closed(self, session: OpenaiSession) -> None:
-        self.metrics, self._session = session.metrics(), None
 
     def rollout_metrics(self) -> dict[str, float]:
         """Metrics of the last `generate` or session; empty before the first."""
         return {} if self.metrics is None else self.metrics.named(scales_are_calibrated=False)
-
-    def _refuse_while_open(self, what: str) -> None:
-        if self._session is not None:
-            raise RuntimeError(f"{what} is not possible while the server has an open session; close it first")
 
 
 def check_server(endpoint: Endpoint, config: OpenaiConfig, context_length: int) -> None:

@@ -11,17 +11,17 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.openai.answers import STAMP, NoAnswer, ask, check_sampling, read
 from octetrl.backends.openai.metrics import ServerMetrics, Tally
 from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
+from octetrl.endpoint import Endpoint
 from octetrl.engine.admission import Admission
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Decode
-from octetrl.environments.endpoint import Endpoint
 from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
 
 GIVES_UP = 8  # failed answers before any good one
@@ -29,7 +29,7 @@ _TURN = 0.5  # seconds that `advance` waits at most
 Outcome = dict[str, Any] | BaseException
 
 
-class OpenaiSession:
+class OpenaiSession(AdapterSession[int, ServerMetrics]):
     """Created by `OpenaiBackend.session`. Leaving it forgets unfinished requests."""
 
     def __init__(
@@ -39,41 +39,23 @@ class OpenaiSession:
         *,
         admission: Admission,
         decode: Decode,
-        on_close: Callable[[OpenaiSession], None],
+        on_close: Callable[[ServerMetrics], None],
         on_progress: OnProgress | None = None,
     ) -> None:
+        super().__init__(on_close)
         self._endpoint, self._config = endpoint, config
-        self._admission, self._decode = admission, decode
-        self._on_close, self._on_progress = on_close, on_progress
+        self._admission, self._decode, self._on_progress = admission, decode, on_progress
         self._tally = Tally(config.concurrency)
-        self._running: dict[int, RunningSequence] = {}  # by ticket
         self._to_ask: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._answered: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-        self._num_threads = self._num_tickets = self._num_submitted = 0
-        self._is_open = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._num_threads = self._num_tickets = 0
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
-        """Adds a request. Raises UserError for one that cannot be served, or whose id belongs to an unfinished one."""
-        if any(sibling.group.request.id == request.id for sibling in self._running.values()):
-            raise UserError(f"request '{request.id}': a request with this id is not finished yet; use a different id")
-        self.accept(self.checked(request))
-
     def checked(self, request: GenerationRequest) -> RequestGroup:
-        """The request's siblings, not yet submitted. Raises UserError."""
         return checked(request, self._num_submitted, self._admission, self._config)
 
-    def accept(self, group: RequestGroup) -> None:
-        """`submit` for a request that was checked."""
+    def accept(self, group: RequestGroup, *, streams: bool = False) -> None:
         assert self._is_open, "the session is closed"
         self._num_submitted += 1
         for sibling in self._admission.siblings(group):
@@ -86,9 +68,9 @@ class OpenaiSession:
             self._num_threads += 1
             threading.Thread(target=self._work, name=f"openai-{self._num_threads}", daemon=True).start()
 
-    def cancel(self, request_id: str) -> None:
-        """Forgets the request's siblings. The server may go on with those that it has."""
-        for ticket in [one for one, sibling in self._running.items() if sibling.group.request.id == request_id]:
+    def _drop(self, keys: list[int]) -> None:
+        """The server may go on with those that it has."""
+        for ticket in keys:
             del self._running[ticket]
         self._count()
 
@@ -110,10 +92,6 @@ class OpenaiSession:
             self._answered.put((ticket, outcome))
 
     # ------------------------------------------------------------ answers
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running)
 
     def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
         """New events. Waits for the first, at most `wait_seconds`, if there is work."""
@@ -190,13 +168,10 @@ class OpenaiSession:
 
     def close(self) -> None:
         """Forgets unfinished requests and ends the threads that wait for one. Does nothing on a closed session."""
-        if self._is_open:
-            self._running.clear()
-            self._count()
-            self._is_open = False
-            for _ in range(self._num_threads):
-                self._to_ask.put(None)
-            self._on_close(self)
+        super().close()
+        while self._num_threads:
+            self._num_threads -= 1
+            self._to_ask.put(None)
 
 
 def checked(request: GenerationRequest, index: int, admission: Admission, config: OpenaiConfig) -> RequestGroup:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from octetrl.backends.one_session import OneSession
 from octetrl.backends.vllm.calls import Started
 from octetrl.backends.vllm.metrics import VllmMetrics
 from octetrl.backends.vllm.session import VllmSession, checked
@@ -34,11 +35,13 @@ from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProg
 SLEEP_LEVEL = 2  # frees weights too; level 1 would copy them to the host
 
 
-class VllmBackend:
+class VllmBackend(OneSession[VllmMetrics]):
     """`RolloutBackend` over a started engine, which is put to sleep at once.
 
     `context_length` and `config` must be those that the engine was started with (settings.py).
     """
+
+    NAME = "vLLM"
 
     def __init__(
         self,
@@ -50,14 +53,13 @@ class VllmBackend:
         config: EngineConfig,
         context_length: int,
     ) -> None:
+        super().__init__()
         self.policy_version = 0
-        self.metrics: VllmMetrics | None = None
         self._vllm, self._config, self._policy = vllm, config, policy
         self._model = VllmWeights(spec, policy)
         self._weights: WeightSet | None = None  # the last put in
         self._digest = ""  # of all of them, read back from vLLM
         self._scales: KVScales | None = None
-        self._session: VllmSession | None = None
         self._decode = decoder_of(tokenizer)
         eos = {*spec.eos_token_ids, *(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))}
         self._admission = Admission(
@@ -211,7 +213,7 @@ class VllmBackend:
         self._refuse_while_open("another session")
         self._check_calibrated()
         self.wake()
-        self._session = VllmSession(
+        session = VllmSession(
             self._vllm,
             admission=self._admission,
             decode=self._decode,
@@ -221,19 +223,12 @@ class VllmBackend:
             on_close=self._closed,
             on_progress=on_progress,
         )
-        with self._session as session:
+        with self._opened(session):
             yield session
-
-    def _closed(self, session: VllmSession) -> None:
-        self.metrics, self._session = session.metrics(), None
 
     def rollout_metrics(self) -> dict[str, float]:
         """Metrics of the last `generate` or session; empty before the first."""
         return {} if self.metrics is None else self.metrics.named(scales_are_calibrated=self._policy.kv_mode != "none")
-
-    def _refuse_while_open(self, what: str) -> None:
-        if self._session is not None:
-            raise RuntimeError(f"{what} is not possible while vLLM has an open session; close it first")
 
     def _apply(self, function: Callable[[Any], Any]) -> Any:
         """The result of `function` on vLLM's model."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
 
+from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.vllm.calls import LLMEngine, RequestOutput, Started, block_pool_of, scheduler_of
 from octetrl.backends.vllm.metrics import Tally, VllmMetrics
 from octetrl.config.errors import UserError
@@ -26,7 +25,7 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it, with nothing but a l
 Ended = tuple[RunningSequence, Completion]
 
 
-class VllmSession:
+class VllmSession(AdapterSession[str, VllmMetrics]):
     """Created by `VllmBackend.session`. Leaving it cancels unfinished requests. `stamp`: policy version and precision
     digest of every completion."""
 
@@ -39,25 +38,14 @@ class VllmSession:
         page_size: int,
         max_batch: int,
         stamp: tuple[int, str],
-        on_close: Callable[[VllmSession], None],
+        on_close: Callable[[VllmMetrics], None],
         on_progress: OnProgress | None = None,
     ) -> None:
+        super().__init__(on_close)
         self._vllm, self._admission, self._decode = vllm, admission, decode
-        self._page_size, self._stamp = page_size, stamp
-        self._on_close, self._on_progress = on_close, on_progress
+        self._page_size, self._stamp, self._on_progress = page_size, stamp, on_progress
         self._tally = Tally(max_batch)
-        self._running: dict[str, RunningSequence] = {}  # by the name that vLLM knows
         self._reported: dict[str, int] = {}  # tokens, of those that stream
-        self._num_submitted = 0
-        self._is_open = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def _engine(self) -> LLMEngine:
@@ -65,18 +53,10 @@ class VllmSession:
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
-        """Adds a request. Raises UserError for one that cannot be served, or whose id belongs to an unfinished one."""
-        if any(sibling.group.request.id == request.id for sibling in self._running.values()):
-            raise UserError(f"request '{request.id}': a request with this id is not finished yet; use a different id")
-        self.accept(self.checked(request), streams=streams)
-
     def checked(self, request: GenerationRequest) -> RequestGroup:
-        """The request's siblings, not yet submitted. Raises UserError."""
         return checked(request, self._num_submitted, self._admission, self.num_pages * self._page_size)
 
     def accept(self, group: RequestGroup, *, streams: bool = False) -> None:
-        """`submit` for a request that was checked."""
         assert self._is_open, "the session is closed"
         request = group.request
         self._num_submitted += 1
@@ -104,14 +84,10 @@ class VllmSession:
             logprobs=0,
         )
 
-    def cancel(self, request_id: str) -> None:
-        """Stops the request's siblings; no event of theirs follows. Unknown ids are ignored."""
-        self._drop([name for name, sibling in self._running.items() if sibling.group.request.id == request_id])
-
-    def _drop(self, names: Sequence[str]) -> None:
-        if names:
-            self._engine.abort_request(list(names))
-        for name in names:
+    def _drop(self, keys: list[str]) -> None:
+        if keys:
+            self._engine.abort_request(list(keys))
+        for name in keys:
             self._running.pop(name)
             self._reported.pop(name, None)
         self._rest()
@@ -131,10 +107,6 @@ class VllmSession:
         return lengths
 
     # ------------------------------------------------------------ steps
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running)
 
     def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
         """New events. Runs one step of vLLM, if there is work."""
@@ -225,13 +197,6 @@ class VllmSession:
     @property
     def pages_in_use(self) -> int:
         return self.num_pages - block_pool_of(self._engine).get_num_free_blocks()
-
-    def close(self) -> None:
-        """Cancels unfinished requests. Does nothing on a closed session."""
-        if self._is_open:
-            self._drop(list(self._running))
-            self._is_open = False
-            self._on_close(self)
 
 
 def checked(request: GenerationRequest, index: int, admission: Admission, capacity: int) -> RequestGroup:

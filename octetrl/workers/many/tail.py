@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from octetrl.config.validate_tail import TAIL_SHARE
 from octetrl.records import MicroBatch, OnProgress, PackedBatch, PolicyUpdate, SessionEvent
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs, shared_out
@@ -29,7 +30,6 @@ from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.team import Call, Team
 from octetrl.workers.many.workers import ManyWorkers
 
-TAIL_SHARE = 0.25  # of a worker's `engine.max_batch`: so few unfinished answers of all workers continue on one
 CALLS_AHEAD = 2  # micro-batches that a worker has been sent, so that it never waits for the driver
 
 

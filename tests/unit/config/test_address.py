@@ -7,7 +7,7 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.config.judge import JudgeConfig
 from octetrl.config.openai import OpenaiConfig, openai_problems
-from octetrl.environments.endpoint import Endpoint
+from octetrl.endpoint import Endpoint
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import pytest
 
 from octetrl.cli.check_backend import backend_lines, backend_problems_here
 from octetrl.cli.check_device import Device
+from octetrl.cli.check_server import server_lines
 from octetrl.config.memory import estimate_memory
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import build_recipe
-from octetrl.config.validate_backend import backend_spec_problems
+from octetrl.config.validate_backend import backend_spec_problems, without_effect
 from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
 from octetrl.fp8.parity import refused_gate, why_not_equal
 from octetrl.fp8.policy import precision_policy
@@ -80,6 +81,16 @@ def test_what_a_server_cannot_be_asked(changes: dict[str, Any], expected: str | 
     texts = [problem.text for problem in problems]
     assert (recipe is not None) == (expected is None) and len(texts) == (expected is not None)
     assert all(str(expected) in text and "secret" not in text for text in texts)
+
+
+def test_settings_that_a_server_does_not_read_are_named() -> None:
+    recipe, _ = build_recipe(plain_tree(*OPENAI, ("engine.max_batch", 8), ("engine.page_size", 16)), training=False)
+    assert recipe is not None and recipe.engine.openai is not None
+    said = str(without_effect(recipe))
+    assert "engine.max_batch" in said and "engine.page_size" in said and "engine.prefill_chunk" not in said
+    assert ("warning", said) in list(server_lines(recipe, recipe.engine.openai, imports=False))
+    plain, _ = build_recipe(plain_tree(("engine.max_batch", 8)))
+    assert plain is not None and without_effect(plain) is None, "our engine reads it"
 
 
 def test_a_server_trains_nothing() -> None:

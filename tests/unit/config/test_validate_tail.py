@@ -11,7 +11,7 @@ from octetrl.config.algorithm import DpoConfig, SftConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.validate_environment import refuse_for_turns
-from octetrl.config.validate_tail import tail_problems
+from octetrl.config.validate_tail import describe_tail, tail_problems
 from tests.e2e.tiny_run import tiny_recipe
 
 ON = {"rollout.learn_beside_tail": True, "cluster.cpus": 2, "cluster.device": "auto"}
@@ -24,6 +24,12 @@ def recipe(**changes: Any) -> Recipe:
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo", "rft"])
 def test_objectives_whose_advantages_need_their_group_alone_stream(name: str) -> None:
     assert recipe(algorithm={"name": name}).rollout.learn_beside_tail
+
+
+def test_a_run_says_when_it_learns_beside_the_tail() -> None:
+    said = str(describe_tail(recipe(**{"engine.max_batch": 64})))
+    assert "at most 16 answers" in said and "engine.max_batch" in said
+    assert describe_tail(recipe(**{"rollout.learn_beside_tail": False})) is None
 
 
 def test_a_kl_term_of_the_loss_streams() -> None:

@@ -5,8 +5,9 @@ A judge (judge.py) and a server that generates (backends/openai/) use it.
 These failures are retried: no connection, no whole answer in time, and temporary statuses (408, 409, 429, 5xx except
 501, by which a server says that it never does this).
 `Retry-After` is respected up to a minute. The wait doubles each time and is random within its upper half, so that many
-callers do not retry at once. Any other status is not retried, and a redirect is not followed: the key stays with the
-server it is for. The last failure is raised as an EndpointError: one line without the key.
+callers do not retry at once. A line on stderr says that a request waits, why and for how long. Any other status is not
+retried, and a redirect is not followed: the key stays with the server it is for. The last failure is raised as an
+EndpointError: one line without the key.
 
 The HTTP client is httpx (extra `judge`) and not the openai package: only one kind of POST is needed, and
 huggingface_hub installs httpx anyway. httpx's client is thread-safe, and so is this class.
@@ -17,9 +18,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -33,6 +37,8 @@ _LONGEST_CONNECT = 20.0  # seconds, until a connection is open
 _LARGEST = 256 << 20  # bytes of an answer, decompressed
 _LEAST_KEY = 8  # characters; a shorter key stands for none (EMPTY), and an answer may hold it by chance
 _SHOWN = 300
+_SILENT = 0.5  # seconds: a shorter wait needs no line
+_PAUSE = 10.0  # seconds between two lines about waits, of all requests together
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -78,14 +84,14 @@ class Endpoint:
     """
 
     def __init__(self, config: EndpointSettings, section: str = "environment.judge") -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise UserError(f"{section}: needs httpx, which is not installed; pip install 'octetrl[judge]'") from None
+        for problem in lacking(config, section):
+            raise UserError(problem)
+        import httpx
+
         self._config, self._httpx = config, httpx
         if not is_address(config.base_url):
             raise UserError(f"{section}.base_url: this is not an address; {HOW}")
-        self._key = _key_of(config.api_key_variable, section)
+        self._key = _key_of(config.api_key_variable)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
         timeout = httpx.Timeout(config.timeout_seconds, connect=min(_LONGEST_CONNECT, config.timeout_seconds))
@@ -93,6 +99,7 @@ class Endpoint:
         self._turn = threading.BoundedSemaphore(config.concurrency)
         self._chance = random.Random()  # a separate generator, so that the run's generators do not advance
         self._closed = threading.Event()
+        self._waits = Waits()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post `body` to `path` and return the answer. A path that begins with a slash is relative to the server, any
@@ -114,7 +121,10 @@ class Endpoint:
             if wait is None or tries == self._config.retries:
                 raise error
             backoff = self._config.backoff_seconds * 2**tries * self._chance.uniform(0.5, 1.0)
-            if self._closed.wait(min(_LONGEST_WAIT, max(wait, backoff))):
+            seconds = min(_LONGEST_WAIT, max(wait, backoff))
+            with self._waits.of(str(error), seconds, tries + 1, self._config):
+                ended = self._closed.wait(seconds)
+            if ended:
                 raise EndpointError(f"{url}: not retried, because the run ends")
         raise AssertionError("unreachable: the last try raises")
 
@@ -203,6 +213,38 @@ class Endpoint:
         return masked if len(masked) <= _SHOWN else f"{masked[:_SHOWN]}..."
 
 
+class Waits:
+    """Says on stderr that requests wait for a retry. Many wait at once, so lines are rare. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0  # requests that wait now
+        self._said = -_PAUSE
+
+    @contextmanager
+    def of(self, why: str, seconds: float, retry: int, config: EndpointSettings) -> Iterator[None]:
+        """Within, a request waits `seconds` for the retry of this number."""
+        with self._lock:
+            self._count += 1
+            now = time.monotonic()
+            is_due = seconds >= _SILENT and now - self._said >= _PAUSE
+            self._said = now if is_due else self._said
+            others = self._count - 1
+        if is_due:
+            later = [min(_LONGEST_WAIT, config.backoff_seconds * 2**one) for one in range(retry, config.retries)]
+            most = seconds + sum(later)
+            line = f"octetrl: {why}; retry {retry} of {config.retries} in {seconds:.1f} s"
+            line += f", the last one after at most {most:.0f} s of waiting" if later else ", the last one"
+            line += f", and {config.timeout_seconds:g} s for each attempt"
+            line += f"; {others} more request{'s' * (others != 1)} wait too" if others else ""
+            print(line, file=sys.stderr, flush=True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+
+
 def _reason(text: str) -> str:
     """The message in the body of an error in OpenAI's form; of any other the whole body."""
     try:
@@ -226,18 +268,22 @@ def _strings(answer: dict[str, Any]) -> Iterator[str]:
             left.extend(one)
 
 
-def _key_of(variable: str | None, section: str) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise UserError(
+def lacking(config: EndpointSettings, section: str) -> Iterator[str]:
+    """What this machine lacks to ask the endpoint, a line each. section: the recipe's, for messages."""
+    if find_spec("httpx") is None:
+        yield f"{section}: needs httpx, which is not installed; pip install 'octetrl[judge]'"
+    variable, key = config.api_key_variable, _key_of(config.api_key_variable)
+    if variable is not None and not key:
+        yield (
             f"{section}.api_key_variable: the environment variable {variable} is not set;"
             f" export {variable}=..., or set the field to null for an endpoint without a key"
         )
-    if not (key.isascii() and key.isprintable()):
-        raise UserError(f"{section}.api_key_variable: {variable} holds characters that no header takes; set it again")
-    return key
+    elif key and not (key.isascii() and key.isprintable()):
+        yield f"{section}.api_key_variable: {variable} holds characters that no header takes; set it again"
+
+
+def _key_of(variable: str | None) -> str | None:
+    return None if variable is None else os.environ.get(variable, "").strip()
 
 
 def _seconds(retry_after: str | None) -> float:
