@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from octetrl.engine.grammars import WHITE_SPACE, json_grammar
 from octetrl.environments.tools import Family
+from octetrl.server.schema_references import endless_reference, moved_below
 
 
 class JsonSchema(BaseModel):
@@ -48,29 +49,40 @@ class ToolChoice(BaseModel):
 
 
 def format_grammar(asked: ResponseFormat | None) -> str | None:
-    """The grammar of a response format. None: any text. Raises ValueError if a schema is missing."""
+    """The grammar of a response format. None: any text. Raises ValueError for a schema that is missing or endless."""
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
         return json_grammar({"type": "object"})
     if asked.json_schema is None:
         raise ValueError("response_format: json_schema is missing; give {'schema': {...}}")
+    _check_ends(asked.json_schema.content, "response_format")
     return json_grammar(asked.json_schema.content)
 
 
 def call_grammar(functions: Sequence[dict[str, Any]], family: Family, *, several: bool) -> str:
-    """The grammar of one call, or `several`, of these functions (`name` and JSON schema `parameters`)."""
+    """The grammar of one call, or `several`, of these functions (`name` and JSON schema `parameters`). Raises
+    ValueError for parameters that no text matches."""
     key = "arguments" if family == "hermes" else "parameters"
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": one["name"]}, key: one.get("parameters") or {"type": "object"}},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for one in functions
-    ]
+    calls = []
+    for place, one in enumerate(functions):
+        parameters = one.get("parameters") or {"type": "object"}
+        _check_ends(parameters, f"tools: function '{one['name']}'")
+        parameters = moved_below(parameters, f"#/anyOf/{place}/properties/{key}")
+        properties = {"name": {"const": one["name"]}, key: parameters}
+        calls.append(
+            {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        )
     body = json.dumps({"anyOf": calls, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
     more = ' ("\\n" call)*' if several and family == "hermes" else ' ("; " call)*' if several else ""
     call = '"<tool_call>\\n" body "\\n</tool_call>"' if family == "hermes" else "body"
     return f"start: call{more}\ncall: {call}\nbody: %json {body}\n"
+
+
+def _check_ends(schema: dict[str, Any], where: str) -> None:
+    endless = endless_reference(schema)
+    if endless is not None:
+        raise ValueError(
+            f"{where}: the schema can't be followed: what '$ref': '{endless[:80]}' refers to needs itself, so no text"
+            " ends; make it optional, or give another choice with anyOf"
+        )

@@ -290,7 +290,10 @@ def grammar_of(body: GenerationBody, family: Family | None) -> str | None:
     assert family is not None, "tools of a model without a form of calls are refused before"
     assert isinstance(body, ChatBody)
     one = body.parallel_tool_calls is False or isinstance(body.tool_choice, ToolChoice)
-    return call_grammar(demanded, family, several=not one)
+    try:
+        return call_grammar(demanded, family, several=not one)
+    except ValueError as error:
+        raise wrong("tools", str(error), "invalid_value") from None
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:

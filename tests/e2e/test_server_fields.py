@@ -193,8 +193,9 @@ def test_json_modes_give_json(live: Live) -> None:
     loose = create(**ASK, seed=2, max_tokens=20, response_format={"type": "json_object"})
     for choice in loose.choices:
         assert (choice.message.content or "").lstrip().startswith("{")
-    with pytest.raises(openai.BadRequestError, match="the schema can't be followed"):
-        create(**ASK, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}})
+    for schema in ({"type": "no"}, {"$ref": "#"}):
+        with pytest.raises(openai.BadRequestError, match="the schema can't be followed"):
+            create(**ASK, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
