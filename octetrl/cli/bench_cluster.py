@@ -44,6 +44,7 @@ COLUMNS = {  # key of a row: heading, format
     "memory/estimate_gb": ("estimate\nGB", ".1f"),
     "time/startup": ("start\ns", ".1f"),
 }
+MOST_EFFICIENCY, MOST_OVER_EMBEDDED = 1.25, 1.0  # shares; larger ones are noise
 LEGEND = (
     "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. beside"
     " tail: share of the tokens trained on before the last answer ended; learn is then what was left. publish: new"
@@ -179,11 +180,31 @@ def measure_cluster(step: StepBench, cluster: ClusterConfig, workers: str | None
         turns = measure(plan, _say)
     rows = rows_of(plan, turns)
     title = f"step, {step.model.name} on {step.device.type} workers, {step.workload.name}"
-    print_table(title, ("precision", "step/numerics", "cluster/kind", "cluster/workers"), COLUMNS, rows, LEGEND)
-    for line in digest_warnings(turns):
+    names = ("precision", "step/numerics", "cluster/kind", "cluster/workers")
+    print_table(title, names, columns_of(beside_tail=step.learn_beside_tail), rows, LEGEND)
+    for line in [*noise_warnings(rows), *digest_warnings(turns)]:
         typer.echo(line, err=True)
     path = write_result("step", name, rows, folder)
     typer.echo(f"wrote {path}")
+
+
+def columns_of(*, beside_tail: bool) -> dict[str, tuple[str, str]]:
+    """The table's columns. Beside a tail `learn` is only what was left of learning, so it has no efficiency."""
+    left_out = "learn/efficiency" if beside_tail else "step/beside_tail_share"
+    return {key: value for key, value in COLUMNS.items() if key != left_out}
+
+
+def noise_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line if a share is larger than workers can make it, so that steps were too short to be compared."""
+    shares = [value for row in rows for key, value in row.items() if key.endswith("/efficiency")]
+    beyond = [value for row in rows for key, value in row.items() if key.endswith("/over_embedded")]
+    if max(shares, default=0.0) <= MOST_EFFICIENCY and max(beyond, default=0.0) <= MOST_OVER_EMBEDDED:
+        return []
+    return [
+        "warning: such times compare nothing (an efficiency far above 100%, or a worker on Ray far slower than the"
+        " embedded one): steps are too short, other programs ran, or a single worker had too little memory; give"
+        " longer steps and more --rounds"
+    ]
 
 
 def result_name(cluster: ClusterConfig) -> str:

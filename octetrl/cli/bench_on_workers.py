@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from octetrl.cli.bench_cluster import check_codes, counts_of
+from octetrl.cli.bench_cluster import check_codes, counts_of, noise_warnings
 from octetrl.cli.bench_options import check_checkpointing, make_folder, print_table
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
@@ -74,6 +74,8 @@ def measure_rollout(bench: Bench, cluster: ClusterConfig, workers: str | None, f
     names = ("precision", "workload", "rollout/numerics", "cluster/kind", "cluster/workers")
     title = f"rollout, {bench.model.name} on {bench.device.type} workers"
     print_table(title, names, ROLLOUT_COLUMNS, rows, ROLLOUT_LEGEND)
+    for line in noise_warnings(rows):
+        typer.echo(line, err=True)
     for workload in bench.workloads:
         for line in digest_warnings([turn for turn in turns if turn.workload is workload]):
             typer.echo(line, err=True)
@@ -100,6 +102,8 @@ def measure_train(bench: TrainBench, cluster: ClusterConfig, workers: str | None
     print_table(
         title, ("precision", "train/numerics", "cluster/kind", "cluster/workers"), TRAIN_COLUMNS, rows, TRAIN_LEGEND
     )
+    for line in noise_warnings(rows):
+        typer.echo(line, err=True)
     typer.echo(f"wrote {write_result('train', name, rows, folder)}")
 
 

@@ -42,7 +42,7 @@ from octetrl.cli.bench_options import (
     result_suffix,
     results_folder,
 )
-from octetrl.cli.bench_vllm import OURS, Backend, backends_of, measure_backends
+from octetrl.cli.bench_vllm import OURS, WARMUP_TOKENS, Backend, Warmup, backends_of, measure_backends
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.config.speculation import SpeculationConfig
@@ -121,7 +121,6 @@ Sigma = Annotated[
     typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
 ]
 GroupSize = Annotated[int | None, typer.Option(min=1, help="Siblings that share a prompt. Default: 8; on a CPU 4.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in an untimed call before the timed one.")]
 KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
 PrefillChunk = Annotated[
     int | None, typer.Option(min=16, help="Tokens of prompts in one forward. Default: a recipe's.")
@@ -180,7 +179,7 @@ def rollout(
     sigma: Sigma = None,
     group_size: GroupSize = None,
     rounds: Rounds = 1,
-    warmup: Warmup = 16,
+    warmup: Warmup = None,
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.8,
     prefill_chunk: PrefillChunk = None,
@@ -217,8 +216,8 @@ def rollout(
     on_gpu = (chosen := device_of(device_name(cluster, device))).type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
-    only_ours = profile or bool(kinds) or modes != ("parity",) or prefill_chunk is not None or router_skew > 0
-    backends = backends_of(backend, on_gpu=on_gpu, refused=only_ours or cluster is not None)
+    only_ours = any((profile, kinds, modes != ("parity",), prefill_chunk, router_skew, cluster))
+    backends = backends_of(backend, on_gpu=on_gpu, refused=only_ours, warmup=warmup, hints=hints)
     found = model_of(model, None, on_gpu=on_gpu)
     check_skew(router_skew, found.name, found.spec)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
@@ -231,7 +230,7 @@ def rollout(
         workloads=tuple(_workloads(asked, found)),
         device=chosen,
         rounds=rounds,
-        warmup_tokens=warmup,
+        warmup_tokens=WARMUP_TOKENS if warmup is None else warmup,
         max_batch=max_batch,
         kv_fraction=kv_fraction,
         seed=seed,

@@ -24,6 +24,16 @@ Backend = Annotated[
         help="vllm: measure vLLM instead, with the same requests. octetrl,vllm: both, each turn in a fresh process.",
     ),
 ]
+WARMUP_TOKENS = 16
+Warmup = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help=f"Tokens of each answer in an untimed call before the timed one. Default: {WARMUP_TOKENS}. Not for"
+        " --backend vllm, which runs its whole workload once before.",
+        show_default=False,
+    ),
+]
 COLUMNS = {  # key of a row: heading, format
     "rollout/tokens_per_second": ("tokens/s", ",.0f"),
     "time/rollout": ("s", ",.1f"),
@@ -37,8 +47,15 @@ LEGEND = (
 )
 
 
-def backends_of(text: str, *, on_gpu: bool, refused: bool) -> tuple[str, ...]:
-    """The backends to measure. `refused`: options are given that only our engine has. Raises UserError."""
+UNHEEDED = {
+    "--warmup": "vLLM runs the whole workload once before it is timed",
+    "--hints": "vLLM starts requests in their order",
+}
+
+
+def backends_of(text: str, *, on_gpu: bool, refused: bool, warmup: int | None, hints: bool) -> tuple[str, ...]:
+    """The backends to measure. `refused`: options are given that only our engine has. `warmup`, `hints`: those options,
+    which have no effect on vLLM. Raises UserError."""
     backends = tuple(word.strip() for word in text.split(","))
     if set(backends) - {OURS, VLLM} or len(set(backends)) < len(backends):
         raise UserError(f"--backend: '{text[:40]}' is not octetrl, vllm or octetrl,vllm; give one of them")
@@ -49,6 +66,9 @@ def backends_of(text: str, *, on_gpu: bool, refused: bool) -> tuple[str, ...]:
             "--backend: vLLM has no --profile, --drafts, --numerics, --prefill-chunk or --router-skew, and runs on one"
             " GPU; leave them out"
         )
+    given = {"--warmup": warmup is not None, "--hints": hints}
+    for option in (name for name, is_given in given.items() if is_given and OURS not in backends):
+        raise UserError(f"{option}: it has no effect with --backend {VLLM}: {UNHEEDED[option]}; leave it out")
     if not on_gpu:
         raise UserError("--backend: vLLM needs an NVIDIA GPU, and this would run on a CPU; leave the option out")
     why = why_no_vllm()

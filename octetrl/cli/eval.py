@@ -19,8 +19,10 @@ from rich.console import Console
 
 from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
 from octetrl.cli.out_file import refuse_file, writes
+from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError, nearest_file, refuse_empty, runs_in
 from octetrl.config.load import load_recipe
+from octetrl.config.objective_settings import DatasetSettings
 from octetrl.environments.python_object import search_beside
 from octetrl.run.early import refuse_no_model
 from octetrl.run.model_source import recipe_of_run
@@ -84,7 +86,7 @@ def evaluate(
     targets = [word for word in words if not _is_override(word)]
     overrides = [word for word in words if _is_override(word)]
     overrides += _options_as_overrides(samples, k, temperature)
-    recipe = recipe or recipe_of(targets)
+    recipe = recipe or _recipe_with_tasks(targets, overrides)
     overrides += _without_held_out(recipe, overrides) if all_tasks else []
     resolved = load_recipe(recipe, overrides, training=False)
     search_beside(recipe)
@@ -128,6 +130,22 @@ def _evaluated(targets: Sequence[str], resolved: Recipe, all_tasks: bool) -> dic
     from octetrl.run.server_run import evaluate_server
 
     return {server.name: evaluate_server(resolved, all_tasks=all_tasks)}
+
+
+def _recipe_with_tasks(targets: Sequence[str], overrides: Sequence[str]) -> str:
+    """`recipe_of` these. Raises UserError for a run that was trained on given data and names no environment."""
+    recipe = recipe_of(targets)
+    try:
+        saved = load_recipe(recipe)
+    except UserError:
+        return recipe  # what is wrong is said where the recipe is loaded for the evaluation
+    given = any(override.startswith("environment") for override in overrides) or saved.environments
+    if isinstance(saved.algorithm, DatasetSettings) and not given and saved.environment == EnvironmentConfig():
+        raise UserError(
+            f"--recipe: '{Path(recipe).parent}' was trained on given data ({saved.algorithm.name}), and its recipe has"
+            " no tasks to evaluate; give --recipe RECIPE.yaml, a recipe with an environment"
+        )
+    return recipe
 
 
 def write_json(

@@ -11,7 +11,7 @@ forwards are the fused ones. If they differ, the modules of models/decoder.py de
 Weights, prompts, precision, page size and packing come from the recipe. Answers have a fixed length. Nothing is
 written, and no weight changes, except that adapters with zero B get small numbers in memory (`wake_branches`).
 
-B sequences, N drawn tokens, R rows (tokens of all sequences end to end).
+B sequences, N drawn tokens, R rows (tokens of all sequences end to end), L layers, S scales of a layer's cache.
 """
 
 from __future__ import annotations

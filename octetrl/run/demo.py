@@ -72,7 +72,7 @@ def run_demo(folder: Path, *, again: bool = False) -> None:
         make_model_and_examples(sft, preset_config("tiny"))
         note_phase(folder, MADE)
     reports = {"before SFT": evaluate_checkpoint(str(sft.model.path), sft)}
-    console.rule("2 · cold start: SFT on worked sums")
+    console.rule("2 · cold start: SFT on worked sums (about half of the time)")
     if COLD_START not in complete:
         train_or_resume(sft)
         shutil.rmtree(str(grpo.model.path), ignore_errors=True)  # half an export

@@ -165,7 +165,19 @@ def findings(run: RunRecord) -> list[str]:
             where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, first in step {steps[0]}"
             most = f", at most {max(run.values(name)):.2g}" if name == "fp8/kv_saturation" else ""
             found.append(f"{says} ({name}, {where}{most})")
-    return found
+    return [*found, *filter(None, [idle_tail(run)])]
+
+
+def idle_tail(run: RunRecord) -> str | None:
+    """Says so if a run with `rollout.learn_beside_tail` never learnt beside a tail."""
+    shares = run.values("train/beside_tail_share")
+    if not _at(run.recipe, "rollout.learn_beside_tail") or not shares or any(shares):
+        return None
+    return (
+        "rollout.learn_beside_tail: no token was trained on before the last answer ended:"
+        " no group was complete and scored in time, or too many answers ran until the end; give fewer tokens a"
+        " micro-batch, a faster reward, or a larger engine.max_batch"
+    )
 
 
 def paired_difference(first: RunRecord, second: RunRecord, name: str) -> Estimate | None:

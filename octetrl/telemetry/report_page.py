@@ -6,6 +6,7 @@ and a Content-Security-Policy forbids scripts and connections. Charts are SVG (c
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import textwrap
@@ -152,8 +153,12 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
             continue
         values = {value for run in runs for value in run.values(name)}  # a step without an update has no loss
         measured = [count for run in runs if (count := len(run.values(name)))]
+        missing = _without_value(runs, name)
+        if missing and not values:
+            constant.append([title, f"no value{missing}", _meaning(name)])
+            continue
         if len(values) == 1 and name not in HEADLINES and min(measured) > 1:
-            constant += [[title, shown_number(value), _meaning(name)] for value in values]
+            constant += [[title, f"{shown_number(value)}{missing}", _meaning(name)] for value in values]
             continue
         charts = []
         for at, x_name in ((0, "step"), (1, "hour")):
@@ -166,6 +171,13 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
     if constant:
         yield "<h2>The same in every step that has it</h2>" + _table(["", "value", ""], constant, " settings")
+
+
+def _without_value(runs: Sequence[RunRecord], name: str) -> str:
+    """In how many steps the metric was no finite number. Empty if in none."""
+    steps = [row[name] for run in runs for row in run.rows if name in row]
+    lost = sum(value is None or not math.isfinite(value) for value in steps)
+    return f"; not finite in {lost} of {len(steps)} steps" if lost else ""
 
 
 def _meaning(name: str) -> str:

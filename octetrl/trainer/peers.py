@@ -13,7 +13,7 @@ torch.distributed: NCCL between GPUs, gloo between CPU processes.
 The same number of workers gives the same bits each time. Another number changes the order of float32 sums.
 
 Every call has a deadline. If the other workers do not answer in time, `PeersLost` names the worker, the phase and the
-seconds. R bytes or elements of the largest share of one worker.
+seconds. N values, R bytes or elements of the largest share of one worker.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ quotient every value of the backward is rounded at another place between two pow
 and scales in FP8. The difference has the size of the backward's own roundings and no bias (docs/scale.md).
 
 Only for objectives that need nothing of the whole batch before a backward (config/validate_tail.py).
+
+L layers, S scales of a layer's cache.
 """
 
 from __future__ import annotations

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from octetrl.backends.openai import metrics
 from octetrl.backends.openai.answers import sibling_seed
 from octetrl.backends.openai.session import GIVES_UP
 from octetrl.config.errors import UserError
-from octetrl.environments.endpoint import Endpoint
-from octetrl.records import FinishReason
-from tests.unit.backends.test_openai import asked, one, replaced, said, texts
+from octetrl.endpoint import Endpoint
+from octetrl.records import FinishReason, GenerationRequest, SamplingParams
+from tests.unit.backends.test_openai import CHAT, asked, one, replaced, said, texts
 from tests.unit.environments.judge_double import judge_double
 
 
@@ -51,3 +54,33 @@ def test_a_request_that_would_fail_again_in_any_form_ends_the_run_at_once(status
 def test_seeds_of_siblings_are_signed_integers_of_64_bits() -> None:
     """Servers take no larger ones."""
     assert 1 << 62 < max(sibling_seed(5, sibling) for sibling in range(1, 200)) < 1 << 63
+
+
+def test_a_wait_for_a_retry_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once for all requests that wait, with the reason, the time and what is left; nothing of a wait that is short."""
+    busy = (503, "busy", {})
+    with judge_double(busy, busy, said("four"), said("four")) as double:
+        backend = texts(double.url, retries=4, backoff_seconds=1.0)
+        with backend.session() as session:
+            for name in ("a", "b"):
+                session.submit(GenerationRequest(name, CHAT.prompt_tokens("hi"), SamplingParams(8)))
+            while session.has_work:
+                session.advance()
+        backend.close()
+    error = capsys.readouterr().err
+    (line,) = [line for line in error.splitlines() if line.startswith("octetrl: ")]
+    assert "/v1/chat/completions: status 503: busy; retry 1 of 4 in 0." in line
+    assert re.search(r"the last one after at most 1[45] s of waiting, and 5 s for each attempt", line)
+    with judge_double(busy, said("four")) as double:
+        one(texts(double.url), asked())
+    assert capsys.readouterr().err == ""
+
+
+def test_the_idle_share_is_of_the_time_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    tally = metrics.Tally(2, started=10.0, _since=10.0)
+    clock = iter((11.0, 14.0, 18.0))  # idle 1 s, one request 3 s, idle 4 s
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    tally.unfinished(1)
+    tally.unfinished(0)
+    found = tally.metrics()
+    assert (found.seconds, found.idle_share, found.batch_occupancy) == (8.0, 5 / 8, 3 / 16)

@@ -21,7 +21,7 @@ from octetrl.bench.rollout import Bench, BenchModel, Row, find_model
 from octetrl.bench.step import StepBench
 from octetrl.bench.train import TrainBench
 from octetrl.bench.workload import LengthRange, Shape, lognormal_lengths, uniform_lengths
-from octetrl.cli.bench_cluster import check_codes, cluster_of, counts_of
+from octetrl.cli.bench_cluster import check_codes, cluster_of, columns_of, counts_of, noise_warnings
 from octetrl.cli.bench_on_workers import micro_batches_of
 from octetrl.cli.bench_options import with_layers
 from octetrl.cli.main import run_command
@@ -40,6 +40,19 @@ CPU = torch.device("cpu")
 
 def threads(recipe: Recipe, folder: None, deadlines: Any, **how: Any) -> ThreadTeam:
     return ThreadTeam(recipe, recipe.cluster.num_workers, **how)
+
+
+def test_times_that_compare_nothing_are_said_to_be_so() -> None:
+    assert noise_warnings([{"step/efficiency": 1.1, "step/over_embedded": 0.5}, {"precision": "bf16"}]) == []
+    for row in ({"learn/efficiency": 3.276}, {"step/over_embedded": 12.061}):
+        (line,) = noise_warnings([{"step/efficiency": 1.0}, row])
+        assert line.startswith("warning: such times compare nothing") and "--rounds" in line
+
+
+def test_a_table_has_no_column_that_says_nothing() -> None:
+    plain, beside = columns_of(beside_tail=False), columns_of(beside_tail=True)
+    assert set(plain) ^ set(beside) == {"learn/efficiency", "step/beside_tail_share"}
+    assert "step/beside_tail_share" in beside
 
 
 def test_any_number_of_workers_draws_the_same_lengths_and_tokens() -> None:

@@ -17,6 +17,7 @@ from octetrl.bench.rollout import Bench, find_model
 from octetrl.bench.vllm import VllmTurn, asked_of, measure_beside, precision_in_vllm, vllm_rows
 from octetrl.bench.workload import Shape, Workload, fixed_lengths, lognormal_lengths
 from octetrl.cli.bench_vllm import backends_of, measure_backends
+from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 
 WORKLOAD = fixed_lengths(Shape(256, 8, 4), 8, 300, seed=1)
@@ -97,7 +98,8 @@ def test_the_picture_reads_the_rows(tmp_path: Path) -> None:
 
 
 def test_options() -> None:
-    assert backends_of("octetrl", on_gpu=False, refused=True) == ("octetrl",)
+    nothing: dict[str, Any] = {"warmup": None, "hints": False}
+    assert backends_of("octetrl", on_gpu=False, refused=True, **nothing) == ("octetrl",)
     assert [precision_in_vllm(name) for name in ("bf16", "fp8_rollout", "fp8", "fp8_full")] == [
         *("bf16", "fp8", "fp8", "fp8_kv"),
     ]
@@ -108,4 +110,13 @@ def test_options() -> None:
         ("octetrl,vllm", False, False, "vLLM needs an NVIDIA GPU"),
     ):
         with pytest.raises(UserError, match=expected):
-            backends_of(text, on_gpu=on_gpu, refused=refused)
+            backends_of(text, on_gpu=on_gpu, refused=refused, **nothing)
+
+
+@pytest.mark.parametrize("words", [["--warmup", "8"], ["--hints", "--lengths", "lognormal"]])
+def test_an_option_without_effect_on_vllm_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "rollout", "--backend", "vllm", *words]) == 2
+    error = capsys.readouterr().err
+    assert f"{words[0]}: it has no effect with --backend vllm" in error and error.count("\n") == 1
+    assert run_command(["bench", "rollout", "--backend", "octetrl,vllm", *words]) == 2
+    assert "vLLM needs an NVIDIA GPU" in capsys.readouterr().err, "ours has it"

@@ -202,6 +202,21 @@ def test_eval_takes_the_recipe_of_the_first_run(tmp_path: Path) -> None:
         assert recipe_of([str(target) for target in targets]) == str(run / "config.yaml")
 
 
+def test_a_run_on_given_data_needs_a_recipe_with_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "sft"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(
+        "model: {preset: tiny, init: random, tokenizer: t, context_length: 64}\nsteps: 1\noutput_dir: sft\n"
+        "algorithm: {name: sft, conversations: c.jsonl, batch_size: 2}\n"
+        "rollout: {max_prompt_tokens: 32, max_new_tokens: 32}\n"
+    )
+    text = said(capsys, "eval", str(run))
+    assert "was trained on given data (sft)" in text and "give --recipe RECIPE.yaml" in text
+    assert "reasoning_gym" not in text
+    tasks = tmp_path / "tasks.jsonl"
+    assert "tasks.jsonl" in said(capsys, "eval", str(run), "environment.kind=jsonl", f"environment.dataset={tasks}")
+
+
 def test_the_recipe_of_a_moved_run_does_not_resume_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,8 @@ def trainer_of(subject: ExaminedWorker, hear: Callable[[Any], Tensor]) -> Tensor
 def test_places_and_the_first_above() -> None:
     difference = torch.zeros(2, 9)
     difference[1, 4], difference[0, 6], difference[0, 0] = 0.5, 1.0, 0.05
+    same_place = difference.clone()
+    same_place[0, 4] = 0.3
     trainer = torch.full((2, 9), -2.0)
     found = Departures(
         engine_N=(trainer + difference).flatten(),
@@ -110,6 +113,10 @@ def test_places_and_the_first_above() -> None:
     assert [round(largest, 6) for *_, largest in rows] == [0.05, 0, 0, 1, 0]
     assert found.first_above(0.1) == 9 + 4, "the earliest place, not the first sequence"
     assert found.first_above(0.6) == 6 and found.first_above(2.0) is None
+    # rows of the second sequence come first here
+    turned = {name: getattr(found, name).flip(0) for name in ("place_N", "sequence_N", "token_N")}
+    both = replace(found, engine_N=(trainer + same_place).flatten().flip(0), **turned)
+    assert both.first_above(0.1) == 17 - 4, "of several at one place the first sequence's"
     assert found.mean == pytest.approx(1.55 / 18) and found.largest == 1.0
     error = found.metrics["mismatch/token_mult_prob_error"]
     assert error == pytest.approx((14 + 1 + math.exp(0.05) + math.exp(0.5) + math.e) / 18, rel=1e-6)

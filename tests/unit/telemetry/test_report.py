@@ -120,6 +120,17 @@ def test_a_run_without_rollouts_shows_its_files_and_no_settings_of_rollouts(tmp_
     assert shown["prompts a step"] == "32" and "rows a step" not in shown
 
 
+def test_what_was_never_finite_is_no_constant(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", lr=0.5, kl=0.25, loss=1.0))
+    for number, row in enumerate(run.rows):
+        row["kl"] = None if number < 3 else 0.25  # as metrics.jsonl has NaN
+        row["loss"] = None
+    page = report_page([run])
+    assert "<td>learning rate</td><td>0.5</td>" in page
+    assert "<td>KL from the reference</td><td>0.25; not finite in 3 of 12 steps</td>" in page
+    assert "<td>loss</td><td>no value; not finite in 12 of 12 steps</td>" in page and "<h3>loss</h3>" not in page
+
+
 def test_differences_are_paired_by_step(tmp_path: Path) -> None:
     one = read_run(make_run(tmp_path / "one"))
     two = read_run(make_run(tmp_path / "two", **{"reward/mean": 2.0}))
@@ -136,6 +147,18 @@ def test_findings_name_the_steps(tmp_path: Path) -> None:
     learnt = read_run(make_run(tmp_path / "learnt", **{"rollout/truncated_share": 0.3}))
     learnt.rows[-1]["rollout/truncated_share"] = 0.1
     assert findings(learnt) == [], "in the end the answers are short enough"
+
+
+def test_learning_beside_a_tail_that_never_was_is_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **{"train/beside_tail_share": 0.0})
+    assert findings(read_run(folder)) == [], "it was not asked for"
+    with (folder / "config.yaml").open("a") as file:
+        file.write("rollout: {learn_beside_tail: true}\n")
+    run = read_run(folder)
+    (line,) = findings(run)
+    assert line.startswith("rollout.learn_beside_tail: no token was trained on before the last answer ended")
+    run.rows[5]["train/beside_tail_share"] = 0.25
+    assert findings(run) == []
 
 
 def test_a_finding_says_when_there_is_nothing_to_do(tmp_path: Path) -> None:
