@@ -61,9 +61,10 @@ def misplaced_fields(name: str, fields: Iterable[str]) -> Problem:
         f"{'it' if one else ', '.join(group)} {'belongs' if len(group) == 1 else 'belong'} to {names}"
         for names, group in by_owners.items()
     ]
+    which, nulls = "it" if one else "them", " ".join(f"{SECTION}.{field}=null" for field in fields)
     text = (
         f"{SECTION}.{', '.join(fields)}: {name} has no such field{'' if one else 's'}; {'; '.join(belong)}; remove"
-        f" {'it' if one else 'them'} (null removes what a base file gives), or choose another {SECTION}.name"
+        f" {which}, or give {nulls} where a base file has {which}, or choose another {SECTION}.name"
     )
     return Problem((*(f"{SECTION}.{field}" for field in fields), f"{SECTION}.name"), text)
 

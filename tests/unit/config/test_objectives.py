@@ -121,7 +121,7 @@ def loaded(folder: Path, algorithm: str, *overrides: str) -> Any:
     return load_recipe(folder / "recipe.yaml", overrides).algorithm
 
 
-REMEDY = "(null removes what a base file gives), or choose another algorithm.name"
+REMEDY = ", or choose another algorithm.name"
 SFT = "{name: sft, conversations: c}"
 
 
@@ -130,12 +130,13 @@ SFT = "{name: sft, conversations: c}"
     [
         (
             SFT, ["algorithm.preference_logprobs=sum"],
-            "command line: algorithm.preference_logprobs: sft has no such field; it belongs to dpo, ipo; remove it ",
+            "command line: algorithm.preference_logprobs: sft has no such field; it belongs to dpo, ipo; remove it, or"
+            " give algorithm.preference_logprobs=null where a base file has it",
         ),
         (
             "{clip_high: 0.3, tis_cap: 3, overlong: mask}", ["algorithm.name=sapo"],
             "command line: algorithm.clip_high: sapo has no such field; it belongs to every objective"
-            " except sapo, sft, dpo, ipo, reward_model, rft; remove it ",
+            " except sapo, sft, dpo, ipo, reward_model, rft; remove it, or give algorithm.clip_high=null",
         ),
         (
             "{clip_high: 0.3, tis_cap: 3}", ["algorithm.name=rft"],
