@@ -27,5 +27,5 @@ def demo(
     try:
         run_demo(Path(to), again=again)
     except KeyboardInterrupt:
-        typer.echo("the same command continues the demo from its last checkpoint", err=True)
+        typer.echo("the same command continues the demo", err=True)
         raise

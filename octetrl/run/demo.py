@@ -84,7 +84,7 @@ def run_demo(folder: Path, *, again: bool = False) -> None:
     reports["after GRPO"] = evaluate_checkpoint(grpo.output_dir, grpo)
     note_phase(folder, FINISHED)
     console.rule("4 · what it did")
-    console.print(summary(reports, Path(grpo.output_dir), time.perf_counter() - started))
+    console.print(summary(reports, Path(grpo.output_dir), time.perf_counter() - started, continued=bool(complete)))
 
 
 def train_or_resume(recipe: Recipe) -> None:
@@ -182,8 +182,8 @@ def worked_answer(task: Task) -> str:
     return f"{', '.join(lines)} #### {total}"
 
 
-def summary(reports: dict[str, EvalReport], grpo_folder: Path, seconds: float) -> Table:
-    """The table at the end of the demo."""
+def summary(reports: dict[str, EvalReport], grpo_folder: Path, seconds: float, *, continued: bool = False) -> Table:
+    """The table at the end of the demo. `seconds` are those of the last part if it was continued."""
     steps = [json.loads(line) for line in (grpo_folder / "metrics.jsonl").read_text().splitlines()]
 
     def mean(name: str) -> float:
@@ -197,7 +197,7 @@ def summary(reports: dict[str, EvalReport], grpo_folder: Path, seconds: float) -
         ("mismatch (token_mult_prob_error)", f"{mean('mismatch/token_mult_prob_error'):.6f}"),
         ("largest log-prob difference", f"{max(step['mismatch/max_abs_diff'] for step in steps):.2e}"),
         ("saturated K and V values", f"{mean('fp8/kv_saturation'):.4%}"),
-        ("minutes", f"{seconds / 60:.1f}"),
+        ("minutes since it was continued" if continued else "minutes", f"{seconds / 60:.1f}"),
         ("run folder", str(grpo_folder)),
     ]
     table = Table(show_header=False)

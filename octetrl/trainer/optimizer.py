@@ -46,7 +46,7 @@ from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shards import BLOCK_ROWS, Rows, cut_rows
 from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
 
-EXACT_NORM_FROM = 1 << 20  # elements; smaller tensors keep the bits of torch's own norm
+EXACT_NORM_FROM = 1 << 20  # elements; on a CPU, models whose tensors are all smaller keep the bits of torch's own norm
 BUCKET_ELEMENTS = 1 << 26
 GradientFormat = Literal["float32", "bfloat16"]  # of the sums, `trainer.gradients`
 
