@@ -96,9 +96,11 @@ def clear_screen() -> None:
 
 def is_of_ctrl_c(error: BaseException) -> bool:
     """Whether the error is a KeyboardInterrupt, or was caused by one."""
+    seen: set[int] = set()  # causes may form a circle
     link: BaseException | None = error
-    while link is not None:
+    while link is not None and id(link) not in seen:
         if isinstance(link, KeyboardInterrupt):
             return True
+        seen.add(id(link))
         link = link.__cause__ or link.__context__
     return False

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octetrl.config.text import ESCAPE
-from octetrl.telemetry.rollouts import no_space
+from octetrl.telemetry.rollouts import not_written
 
 PUT_BACK = "put_back.jsonl"
 
@@ -31,7 +31,7 @@ class PutBackFile:
             aside.replace(path)
 
     def write(self, step: int, task_ids: Sequence[str]) -> None:
-        """Append a step's line and sync it to the disk. Raises UserError if the disk is full."""
+        """Append a step's line and sync it to the disk. Raises UserError if it can't be written."""
         line = json.dumps({"step": step, "task_ids": list(task_ids)}, ensure_ascii=False)
         try:
             with self.path.open("a", encoding="utf-8", errors=ESCAPE) as file:
@@ -39,7 +39,7 @@ class PutBackFile:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise no_space(self.path, error) from error
+            raise not_written(self.path, error) from error
 
 
 def _step_of(line: bytes) -> float:

@@ -108,7 +108,7 @@ class RolloutFiles:
                 path.unlink()
 
     def write(self, step: int, groups: Iterable[RolloutGroup]) -> Path:
-        """Write `step_NNNNNN.jsonl` and return its path. Raises UserError if the disk is full."""
+        """Write `step_NNNNNN.jsonl` and return its path. Raises UserError if it can't be written."""
         path = self.folder / f"step_{step:06d}.jsonl"
         aside = path.with_suffix(".jsonl.partial")
         try:
@@ -122,15 +122,18 @@ class RolloutFiles:
             aside.replace(path)
         except OSError as error:
             aside.unlink(missing_ok=True)
-            raise no_space(self.folder, error) from error
+            raise not_written(self.folder, error) from error
         return path
 
 
-def no_space(path: Path, error: OSError) -> Exception:
-    """Return a UserError for a full disk. Return any other operating-system error unchanged."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    return UserError(f"no space left to write '{path}': free some, then continue with --resume")
+def not_written(path: Path, error: OSError) -> UserError:
+    """What to say if a file of the run can't be written: the disk is full or broken, or the folder is gone."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"no space left to write '{path}': free some, then continue with --resume")
+    return UserError(
+        f"can't write '{path}' ({error.strerror}): see that the folder is there and the disk works, then continue with"
+        " --resume"
+    )
 
 
 def generated_tokens(rollout: Rollout) -> int:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import escaped
-from octetrl.telemetry.rollouts import no_space
+from octetrl.telemetry.rollouts import not_written
 
 if TYPE_CHECKING:
     from octetrl.config.schema import LoggingConfig
@@ -48,7 +48,7 @@ class MetricsFile:
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step and sync it to the disk. Raises UserError if the disk is full."""
+        """Append one step and sync it to the disk. Raises UserError if it can't be written."""
         numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         line = json.dumps({"step": step, **numbers}, allow_nan=False).encode() + b"\n"
         try:
@@ -56,7 +56,7 @@ class MetricsFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise no_space(self.path, error) from error
+            raise not_written(self.path, error) from error
 
     def close(self) -> None:
         self._file.close()

@@ -110,10 +110,11 @@ def stage(
     here. `metrics` and `run_id` are kept for `prune`. A disk that is full, or fails, is a UserError, and leaves nothing
     half-written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
     final = folder / f"step_{step:06d}"
     partial = _hidden(final, ".partial")
+    with _explained(final):
+        folder.mkdir(exist_ok=True)  # in a run's folder, which is there unless somebody moved it
+    remove_leftovers(folder)
     try:
         with _explained(final):
             partial.mkdir()

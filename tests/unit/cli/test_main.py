@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import octetrl
+from octetrl.cli.ctrl_c import is_of_ctrl_c
 from octetrl.cli.main import run_command
 from octetrl.cli.verbs import VERBS, command_line
 from octetrl.config.errors import RunFailed, UserError
@@ -229,3 +230,11 @@ def test_a_closed_pipe_is_one_line(arguments: list[str]) -> None:
 def test_it_runs_as_a_module() -> None:
     run = subprocess.run([sys.executable, "-m", "octetrl", "recipes"], capture_output=True, text=True, check=True)
     assert "demo_grpo" in run.stdout
+
+
+def test_a_circle_of_causes_is_no_ctrl_c_and_ends() -> None:
+    first, second = OSError(5, "EIO"), ValueError("of the first")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_of_ctrl_c(first)
+    second.__cause__ = KeyboardInterrupt()
+    assert is_of_ctrl_c(first)

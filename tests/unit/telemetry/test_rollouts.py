@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,12 +94,24 @@ def test_resume_removes_later_steps_and_torn_files(tmp_path: Path) -> None:
     assert left == {"step_000001.jsonl", "step_000002.jsonl", *of_the_user}
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.ENOSPC, "no space left"), (errno.EIO, r"can't write '.*' \(Input/output error\)")]
+)
+def test_a_full_or_broken_disk_is_one_line_and_leaves_nothing(
+    number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
 
     files = RolloutFiles(tmp_path)
-    monkeypatch.setattr("octetrl.telemetry.rollouts.os.fsync", full)
-    with pytest.raises(UserError, match="no space left"):
+    monkeypatch.setattr("octetrl.telemetry.rollouts.os.fsync", fail)
+    with pytest.raises(UserError, match=said) as raised:
         files.write(1, [FLAT])
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and raised.value.__cause__ is not raised.value
+
+
+def test_a_folder_that_was_moved_is_one_line(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path / "rollouts")
+    (tmp_path / "rollouts").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"can't write '.*rollouts' \(No such file or directory\): see that the folder"):
+        files.write(1, [FLAT])
