@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from octetrl.config.threads import short_spin
+
 
 def demo(
     to: Annotated[
@@ -18,10 +20,7 @@ def demo(
     ] = False,
 ) -> None:
     """Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)."""
-    # Before torch is loaded: between the tiny matrices its threads spin for a short time and then sleep. Spinning for
-    # long takes the cores of other programs; sleeping at once halves the speed on a quiet machine (docs/log.md).
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.update(short_spin(os.environ))  # before torch is loaded
     from octetrl.run.demo import run_demo
 
     try:

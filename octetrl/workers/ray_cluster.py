@@ -33,6 +33,7 @@ from ray.exceptions import AuthenticationError
 
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
 from octetrl.config.errors import RunFailed, Terminated, UserError
+from octetrl.config.threads import short_spin
 from octetrl.workers import ray_watcher
 from octetrl.workers.ray_address import FOLDER_PREFIX, REMEDY, address_to_join
 from octetrl.workers.ray_daemons import Daemons
@@ -159,8 +160,7 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     started = RayCluster(is_ours=True, folder=folder, watcher=watcher)
     guard = StartGuard(cluster.deadlines.silent_seconds, started.processes, started.dismiss_watcher)
     try:
-        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # Ray's own niceness for workers is 15
-        with guard, _kept_stderr(), _environment({**settings, ray_watcher.MARK: str(folder)}):
+        with guard, _kept_stderr(), _environment({**variables_of_ray(cluster), ray_watcher.MARK: str(folder)}):
             ray.init(
                 address="local",
                 num_cpus=max(cluster.num_workers, os.cpu_count() or 1),
@@ -179,6 +179,12 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
         started.close()
         raise
     return started
+
+
+def variables_of_ray(cluster: ClusterConfig) -> dict[str, str]:
+    """For the processes of a Ray that we start. Its own niceness for workers is 15."""
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    return variables if cluster.num_gpus else {**variables, **short_spin(os.environ)}
 
 
 @contextmanager

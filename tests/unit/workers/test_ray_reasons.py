@@ -11,8 +11,9 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 
 from ray.exceptions import RayActorError
 
+from octetrl.config.cluster import ClusterConfig
 from octetrl.workers.ray import _why, lacking_module
-from octetrl.workers.ray_cluster import _kept_stderr, other_versions
+from octetrl.workers.ray_cluster import _kept_stderr, other_versions, variables_of_ray
 
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: _RayWorker
@@ -86,3 +87,17 @@ def test_what_a_library_prints_while_it_connects_is_shown_unless_it_fails(capfd:
         os.write(2, b"InvalidAuthToken\n")
         raise ConnectionError
     assert capfd.readouterr().err == ""
+
+
+def test_threads_of_workers_on_a_cpu_spin_for_a_short_time_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    usual = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    assert variables_of_ray(ClusterConfig(gpus=2)) == usual
+    assert variables_of_ray(ClusterConfig(cpus=2)) == usual | {"GOMP_SPINCOUNT": "10000"}
+    for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert variables_of_ray(ClusterConfig(cpus=2)) == usual
