@@ -91,5 +91,7 @@ def test_what_a_recipe_with_shared_models_may_not_ask() -> None:
     ]
     (text,) = problems(2, algorithm={"name": "ppo"})
     assert text.startswith("cluster.tensor_parallel: algorithm.name ppo needs a whole model on every worker so far")
+    (text,) = problems(2, algorithm={"name": "grpo", "kl_coefficient": 0.1, "reference_every": 5})
+    assert text.startswith("cluster.tensor_parallel: algorithm.reference_every")
     (text,) = problems(2, engine={"speculation": {"name": "ngram"}})
     assert text.startswith("cluster.tensor_parallel: engine.speculation ngram decides by measured times, which differ")

@@ -58,6 +58,11 @@ def test_a_kl_term_of_the_loss_streams() -> None:
         ({"cluster.gradients": "sharded"}, "adds every micro-batch's gradient over all workers"),
         ({"cluster.cpus": 4, "cluster.tensor_parallel": 2}, "workers that share a model run the same forwards"),
         ({"rollout.overdraw": 1.5}, "it keeps groups when all are drawn"),
+        ({"trainer.weight_codes": "remade"}, "the engine needs its codes"),
+        (
+            {"environment.reward_model": "model", "environment.reward": None},
+            "it scores all answers when the last has",
+        ),
         (
             {"cluster.cpus": None, "cluster.trainer_cpus": 1, "cluster.engine_cpus": 1},
             "workers that generate do not train",

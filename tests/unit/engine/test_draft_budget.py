@@ -14,6 +14,7 @@ from octetrl.engine.draft_budget import (
     REFERENCE_AGE,
     REFERENCES,
     TRIAL,
+    WINDOW,
     DraftBudget,
     DraftSwitch,
     ForwardTimes,
@@ -126,6 +127,31 @@ def test_another_size_of_batch_is_measured_anew() -> None:
     for _ in range(REFERENCES):
         switch.count_plain(8, 1.0)
     assert not switch.is_on(8), "a pause goes on"
+
+
+def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
+    switch = DraftSwitch(0.02)
+
+    def pause() -> int:
+        plain = 0
+        while not switch.is_on(8):
+            switch.count_plain(8, 1.0)
+            plain += 1
+        return plain
+
+    def fail() -> None:
+        while switch.is_on(8):
+            switch.count_drafted(8, 3.0, 1.0)
+
+    pause()
+    fail()
+    assert pause() == FIRST_PAUSE
+    fail()
+    assert pause() == 2 * FIRST_PAUSE
+    for _ in range(WINDOW):
+        switch.count_drafted(8, 1.0, 2.0)
+    fail()
+    assert pause() == FIRST_PAUSE
 
 
 def test_always() -> None:

@@ -154,6 +154,21 @@ def test_an_error_of_the_run_is_not_hidden_by_a_failed_save(run: Any, saves: Che
     assert len(run.console.texts) == 1 and "the last save failed as well: checkpoint" in run.console.texts[0]
 
 
+def test_half_updated_weights_are_not_saved_as_the_step_before(run: Any, saves: Checkpoints) -> None:
+    with saves.open(run, 0):
+        stage(saves, run, 1)
+        saves.write()
+        run.workers.step()
+        before = Cursor.of(run, 2)
+        run.workers.weights_are_whole = False
+        said = saves.save_interrupted(run, before)
+        assert said == "cut off in step 3, while the weights changed: continue from step 1 with --resume"
+        run.workers.weights_are_whole = True
+        run.workers.policy_version += 1  # the update was complete, its step was not
+        assert "while the weights changed" in saves.save_interrupted(run, before)
+    assert saved(saves) == {"step_000001": 1.0}
+
+
 def test_the_last_save_takes_no_copy(run: Any, saves: Checkpoints) -> None:
     with saves.open(run, 0):
         stage(saves, run, 1, is_last=True)

@@ -9,7 +9,9 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
+from octetrl.run import demo
 from octetrl.run.demo import COLD_START, FINISHED, MADE, MARKER, note_phase, prepare_folder
+from tests.e2e.tiny_run import tiny_recipe
 
 
 def test_a_second_demo_replaces_what_the_first_wrote_and_leaves_the_rest(tmp_path: Path) -> None:
@@ -69,3 +71,18 @@ def test_threads_of_torch_spin_for_a_short_time_unless_told_otherwise(monkeypatc
     monkeypatch.delenv("GOMP_SPINCOUNT")
     assert run_command(["demo"]) == 0 and os.environ["GOMP_SPINCOUNT"] == "10000"
     monkeypatch.delenv("GOMP_SPINCOUNT")
+
+
+def test_a_run_of_the_demo_without_a_checkpoint_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it wrote before its first checkpoint would be refused as another run's."""
+    trained = []
+    monkeypatch.setattr(demo, "train", lambda recipe, resume: trained.append((resume, left.exists())))
+    recipe = tiny_recipe(tmp_path / "model", tmp_path / "sft")
+    left = tmp_path / "sft" / "metrics.jsonl"
+    left.parent.mkdir()
+    left.touch()
+    demo.train_or_resume(recipe)
+    (tmp_path / "sft" / "checkpoints" / "step_000001").mkdir(parents=True)
+    left.touch()
+    demo.train_or_resume(recipe)
+    assert trained == [(False, False), (True, True)]

@@ -126,6 +126,10 @@ def test_slow_rewards_of_several_environments_name_the_section_and_crashes() -> 
     crashed = SlowRewards(scorer).warning(3, crashes)
     assert crashed is not None and "6 reward processes were replaced (6 reward_crash" in crashed
     assert "faster" not in crashed and crashed.endswith("rollouts/step_000003.jsonl says why")
+    scorer.times.members["b"].called("x/8", 2.0)
+    reward_times(scorer)
+    slow_too = SlowRewards(scorer).warning(4, crashes)
+    assert slow_too is not None and "was task 'b/x/8'" in slow_too, "the slow call has most of the time"
 
 
 def test_zero_never_ends_it() -> None:
@@ -181,3 +185,4 @@ def test_a_step_that_waits_for_rewards_names_the_slowest_task() -> None:
     assert slow.warning(3, metrics) is None, "once a run"
     assert reward_times(scorer) == {"time/reward": 0.0}
     assert SlowRewards(scorer).warning(1, {"time/reward": 3.0, "time/step": 8.0}) is None
+    assert SlowRewards(scorer).warning(1, {"time/reward": 0.9, "time/step": 1.0}) is None, "too little to matter"
