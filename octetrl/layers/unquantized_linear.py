@@ -94,4 +94,6 @@ def initial_weight(
 ) -> Tensor:
     """Normal values with standard deviation 1/sqrt(in_features). A loaded checkpoint overwrites them."""
     weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+    if weight.is_meta:  # has no values; to draw them would import torch._dynamo, which takes a second
+        return weight
     return weight.normal_(std=1.0 / math.sqrt(in_features))

@@ -54,7 +54,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[States]:
         load(worker, saved, policy_version)
         found.loaded[worker.peers.share.rank] = owned(worker)
 
-    def start(recipe: Recipe, folder: Path | None, deadlines: object) -> ThreadTeam:
+    def start(recipe: Recipe, folder: Path | None, deadlines: object, **_: object) -> ThreadTeam:
         return ThreadTeam(recipe, recipe.cluster.num_workers, trains=folder is not None)
 
     monkeypatch.setattr(Worker, "write_state", written)

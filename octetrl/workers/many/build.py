@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,9 @@ def build_many_workers(
     if trains and problem is not None:
         raise UserError(problem)
     deadlines = Deadlines(recipe.cluster.deadlines)
-    team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines)
+    travels = tokenizer if getattr(tokenizer, "is_fast", False) else None  # others may not be picklable
+    build = partial(build_worker, tokenizer=travels)  # arrives sooner than AutoTokenizer is imported
+    team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines, build=build)
     console.workers = team.lines
     try:
         if recipe.algorithm.name == "reward_model":
