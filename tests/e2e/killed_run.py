@@ -1,7 +1,7 @@
 """Runs in processes of their own, to be killed at any moment.
 
-The processes are forked from a server that has imported the project and computed nothing, so that each costs a fork
-and not five seconds of imports.
+The processes are forked from a server that has imported the project and what it loads a tokenizer with, and computed
+nothing, so that each costs a fork and not five seconds of imports.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from octetrl.config.load import recipe_from_mapping
 from octetrl.run.loop import train
+
+__all__ = ["AutoTokenizer", "Kill", "start"]  # its name alone imports it: transformers' modules are lazy
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])

@@ -28,6 +28,7 @@ from tests.e2e.killed_run import _processes
 from tests.e2e.tiny_run import make_model, recipe_tree
 from tests.unit.workers.many.thread_team import RunTeam
 
+pytestmark = pytest.mark.slow
 STEPS = 5
 TRAINER, ENGINE = 0, 1
 CHANGES: dict[str, Any] = {

@@ -38,32 +38,18 @@ from tests.unit.workers.many.thread_team import RunTeam
 def test_a_run_whose_processes_are_killed_is_the_run_that_nobody_killed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tmp_path / "whole"
-    with monkeypatch.context() as patch:
-        patch.setattr("octetrl.workers.ray.RayTeam", RunTeam)
-        train(tiny_recipe(model, whole, CHANGES | {"cluster.cpus": 2}))
-    strikes = [
-        Moment("gcs_server", signal.SIGKILL, 1, 0.1),
-        Moment("driver", signal.SIGKILL, 0, 0.1),
-        Moment("raylet", signal.SIGKILL, 0, 0.2, restarts=1),
-    ]
-    struck_run(model, tmp_path / "struck", {"cluster.cpus": 2}, strikes, seed=5)
-    aside = {"cursor.json"}  # has the random generators of this process
-    assert_same_run(tmp_path / "struck" / "run", whole, aside)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_run_that_generates_ahead_is_that_run_too(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     """With one version ahead and the batches in the checkpoint, byte for byte."""
     whole = tmp_path / "whole"
     with monkeypatch.context() as patch:
         patch.setattr("octetrl.workers.many.build.start_team", RunTeam)
         train(tiny_recipe(model, whole, CHANGES | AHEAD))
-    struck_run(model, tmp_path / "struck", AHEAD, [Moment("driver", signal.SIGKILL, 1, 0.1)], seed=5)
-    assert_same_run(tmp_path / "struck" / "run", whole, aside={"cursor.json"})
+    strikes = [
+        Moment("gcs_server", signal.SIGKILL, 1, 0.1),
+        Moment("driver", signal.SIGKILL, 0, 0.1),
+        Moment("raylet", signal.SIGKILL, 0, 0.2, restarts=1),
+    ]
+    struck_run(model, tmp_path / "struck", AHEAD, strikes, seed=5)
+    assert_same_run(tmp_path / "struck" / "run", whole, aside={"cursor.json"})  # the random generators of this process
 
 
 def test_a_seed_names_its_moments_and_strikes_everything() -> None:
