@@ -22,9 +22,12 @@ help:  ## list the verbs
 demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)
 	$(PYTHON) -m octetrl demo
 
-test: lint types  ## lint, types and all tests that need no GPU, in JOBS=3 processes, as some of them wait
+test: export PYTHONDONTWRITEBYTECODE =  # a hundred processes would compile the package anew
+test: lint  ## lint, types (beside the tests, shown last) and all tests that need no GPU, in JOBS=3 processes, as some wait
 	@bash setup/bubblewrap.sh || true
-	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu"
+	@mkdir -p build; $(PYTHON) -m mypy >build/types.txt 2>&1 & types=$$! failed=0; \
+	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu" || failed=$$?; \
+	wait $$types || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt; exit $$failed
 
 test-gpu: $(READY)  ## the tests that need a Hopper GPU; fails without one
 	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n 6 --dist loadgroup -m gpu

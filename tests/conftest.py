@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import sys
+from itertools import groupby, islice
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,7 @@ from tests.required import check_names, is_required, not_run, skip_reason
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: it reads this once
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.disable()  # until all is collected: what imports make lives on, and would be looked through in vain
 
 settings.register_profile("house", derandomize=True, deadline=None, database=None)
 settings.load_profile("house")
@@ -50,7 +52,10 @@ def _has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER
 
 
+@pytest.hookimpl(trylast=True)  # after those that are not asked for are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = _dealt(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests or _has_hopper():
         return
@@ -59,11 +64,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Each worker's share begins with files of slow tests, so that none is left with one of them at the end. xdist
+    gives each worker an equal piece of the list, and later to one without work the end of another's."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    files = [list(tests) for path, tests in groupby(items, lambda item: item.path) if path in slow]
+    others = (item for item in items if item.path not in slow)
+    order: list[pytest.Item] = []
+    for worker in range(workers):
+        order += [item for file in files[worker::workers] for item in file]
+        order += islice(others, max(0, (worker + 1) * len(items) // workers - len(order)))
+    return order
+
+
 def pytest_collection_finish() -> None:
     """Leave what imports and collection made out of every later garbage collection: it lives as long as the process,
     and to look through it costs tens of times more than through what a test makes."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

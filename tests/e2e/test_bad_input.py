@@ -64,7 +64,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Every file but caches and the process id in a run's lock; the top level by name, empty folders included."""
     files = (path for path in folder.rglob("*") if path.is_file())
     kept = (path for path in files if path.name != "lock" and path.parent.name != "__pycache__")
-    return {path.name: b"" for path in folder.iterdir()} | {str(path): path.read_bytes() for path in kept}
+    top = {path.name: b"" for path in folder.iterdir() if path.name != "__pycache__"}
+    return top | {str(path): path.read_bytes() for path in kept}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

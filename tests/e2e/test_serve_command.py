@@ -24,6 +24,7 @@ from tests.house.markdown import code_blocks, commands
 from tests.house.test_readme import check_command
 from tests.house.tree import REPO
 
+pytestmark = pytest.mark.slow
 PAGE = (REPO / "docs" / "server.md").read_text(encoding="utf-8")
 LONG: dict[str, Any] = {
     "model": "demo",

@@ -15,6 +15,7 @@ from octetrl.run.loop import train
 from tests.e2e.tiny_run import read_lines
 from tests.house.tree import REPO
 
+pytestmark = pytest.mark.slow
 QUIET = ["cluster.device=cpu", "cluster.cpu_threads=1", "logging.tensorboard=false", "logging.console=quiet"]
 
 STEPS = 14  # of the recipe's 20: it has learnt by then

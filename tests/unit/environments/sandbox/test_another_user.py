@@ -16,8 +16,12 @@ from tests.required import VARIABLE, lines_of, missing
 from tests.unit.environments.sandbox.traces import NO_REACH, NOT_READABLE
 
 TESTS = ["test_attacks.py", "test_escapes.py", "test_limits.py", "test_sandbox.py", "../code/test_scorer.py"]
-# Limits that Linux holds for any user alike, and of the judge what it makes of values, within the program's process.
-ONCE = ("test_crashes", "test_endless_output", "test_one_that_burns_time", "test_time_burnt_by_children", "test_scorer")
+# Limits that Linux holds for any user alike, clocks, and how many run at once; of the judge what it makes of values,
+# within the program's process.
+ONCE = (
+    "test_crashes", "test_endless_output", "test_one_that_burns_time", "test_time_burnt_by_children", "test_scorer",
+    "test_one_that_never_ends", "test_many_callers",
+)  # fmt: skip
 JUDGED = ("test_right_answers", "test_a_verdict_survives", "test_a_broken_sandbox", "looks for files", "huge", "killed")
 
 
