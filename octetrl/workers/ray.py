@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from octetrl.config.errors import UserError
@@ -36,7 +36,7 @@ from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan, last_lines
 from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, write_status
 from octetrl.workers.many.team import Call
-from octetrl.workers.ray_cluster import RayCluster, connect, terminable
+from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes, terminable
 
 CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
@@ -115,7 +115,7 @@ class RayTeam:
         if cluster.num_gpus:
             options["num_gpus"] = 1 / cluster.workers_per_gpu
         if cluster.nodes is not None and cluster.gpus_per_node is not None:
-            self._places = placement_group([{"GPU": cluster.gpus_per_node}] * cluster.nodes, strategy="STRICT_SPREAD")
+            self._places = reserve_nodes(cluster.nodes, cluster.gpus_per_node)
         if self._logs is not None:
             (self._logs / "logs").mkdir(parents=True, exist_ok=True)
         actor = ray.remote(_RayWorker)

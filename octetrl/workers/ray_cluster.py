@@ -30,6 +30,7 @@ import ray._private.utils as ray_utils
 import ray._private.worker as ray_worker
 import torch
 from ray.exceptions import AuthenticationError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
 from octetrl.config.errors import RunFailed, Terminated, UserError
@@ -43,6 +44,7 @@ OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch 
 LEAST_STORE_BYTES = 80 << 20  # that Ray accepts
 WATCHER_SECONDS = 30.0
 FREED_SECONDS = 5.0  # until Ray knows that a GPU is free again
+PLACES_SECONDS = 30  # until GPUs of several machines are reserved
 
 
 @dataclass(slots=True)
@@ -300,3 +302,15 @@ def _check_places(cluster: ClusterConfig) -> None:
                 f"cluster.nodes: {cluster.nodes} machines with {cluster.gpus_per_node} GPUs were asked for, the Ray"
                 f" cluster has {len(large)}; lower one of the two, or give cluster.gpus alone"
             )
+
+
+def reserve_nodes(nodes: int, gpus_per_node: int) -> PlacementGroup:
+    """Places on so many machines. Raises UserError if they are not free in time: Ray itself waits without a limit."""
+    places = placement_group([{"GPU": gpus_per_node}] * nodes, strategy="STRICT_SPREAD")
+    if not places.wait(PLACES_SECONDS):
+        remove_placement_group(places)
+        raise UserError(
+            f"cluster.nodes: the Ray cluster has no {nodes} machines with {gpus_per_node} free GPUs each, because other"
+            " programs use some; wait for them, lower one of the two, or give cluster.gpus alone"
+        )
+    return places

@@ -32,7 +32,7 @@ from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.status import STATUS_FILE
 from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
-from octetrl.workers.ray_cluster import RayCluster, connect
+from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.grid import WIDE
 from tests.unit.workers.many.thread_team import run_on, steps_of, unspread
@@ -232,6 +232,12 @@ def test_what_cannot_be_built_is_refused_in_one_line(
         train(tiny_recipe(model, tmp_path / "run", JOINED | changes))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_machines_whose_gpus_are_taken_are_not_awaited(running: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octetrl.workers.ray_cluster.PLACES_SECONDS", 1)
+    with pytest.raises(UserError, match=r"cluster\.nodes: .* no 2 machines with 4 free GPUs each, .*; wait for them"):
+        reserve_nodes(2, 4)
 
 
 def test_workers_that_share_a_model_save_what_one_worker_goes_on_from(running: RayCluster, tmp_path: Path) -> None:
