@@ -64,14 +64,17 @@ def compared(team: Team, found: Sequence[Findings]) -> tuple[list[str], bool]:
     """The lines and the result of `examine_workers`."""
     lines = [f"doctor: {found[0].subject}, by each of {team.size} workers"]
     common, count = Counter(one.digest for one in found).most_common(1)[0]
+    others, whose_gpu = f"{count} of the workers", "its GPU"
+    if 2 * count <= len(found):  # nobody knows whose are wrong
+        others, whose_gpu = team.place([one.digest for one in found].index(common)), "the GPU of one of them"
     for worker, one in enumerate(found):
         lines.append(f"{team.place(worker)}: {one.verdict}")
         if not one.equal:
             lines += one.lines
         if one.digest != common:
             lines.append(
-                f"  it drew other tokens or log-probs than {count} of the workers ({one.digest}, not {common}): its GPU"
-                " may be faulty"
+                f"  it drew other tokens or log-probs than {others} ({one.digest}, not {common}): {whose_gpu} may be"
+                " faulty"
             )
     equal = count == len(found) and all(one.equal for one in found)
     if equal:

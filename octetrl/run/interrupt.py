@@ -19,13 +19,16 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class StopRequest:
-    """A context manager; `asked` becomes true at the first Ctrl-C."""
+    """A context manager; `asked` becomes true at the first Ctrl-C.
+
+    saving: the step that is being saved before the run ends, 0 if none. The second Ctrl-C then only says so; the next
+    one gives the save up.
+    """
 
     def __init__(self, console: Console) -> None:
-        self.asked = False
-        self._answer = threading.Thread(
-            target=console.warn, args=("stopping after this step; press Ctrl-C again to stop at once",)
-        )
+        self.asked, self.saving = False, 0
+        self._console, self._has_said = console, False
+        self._answers: list[threading.Thread] = []
 
     def __enter__(self) -> StopRequest:
         before = signal.getsignal(signal.SIGINT)  # ignored in a shell's background job, and then it stays so
@@ -41,12 +44,21 @@ class StopRequest:
     ) -> None:
         if self._listens:
             signal.signal(signal.SIGINT, self._before)
-        if self._answer.is_alive():
-            self._answer.join()
+        for answer in self._answers:
+            answer.join()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if not self.asked:
+            self.asked = True
+            self._say("stopping after this step; press Ctrl-C again to stop at once")
+        elif self.saving and not self._has_said:
+            self._has_said = True
+            self._say(f"saving step {self.saving}; press Ctrl-C again to stop without it")
+        else:
             self._before(number, frame)
             raise KeyboardInterrupt
-        self.asked = True
-        self._answer.start()
+
+    def _say(self, text: str) -> None:
+        """In a thread: the main one may hold the console's lock."""
+        self._answers.append(threading.Thread(target=self._console.warn, args=(text,)))
+        self._answers[-1].start()

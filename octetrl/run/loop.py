@@ -117,6 +117,7 @@ def _run_steps(
             with _saved_if_cut_off(run, step, checkpoints, sound):
                 metrics = one_step(run, step)
             is_last = stop.asked or step == recipe.steps
+            stop.saving = step if is_last else 0
             if is_last or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
                 with run.console.phase("checkpoint"):
                     stopped_for = checkpoints.stage(run, step, metrics, is_last=is_last)
@@ -128,6 +129,7 @@ def _run_steps(
             run.console.step(step, metrics, is_due=is_due)
             with run.console.phase("checkpoint"):
                 checkpoints.write()
+            stop.saving = 0
             collapse = sound.look(step, metrics)
             sound.prune()
             health = (

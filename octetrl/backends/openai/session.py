@@ -123,15 +123,15 @@ class OpenaiSession(AdapterSession[int, ServerMetrics]):
         return ended
 
     def _completion(self, sibling: RunningSequence, outcome: Outcome) -> Completion:
-        """What came back. Raises the errors that no other request would be spared: once some were answered, a refusal
-        (a content filter, one server of several) concerns its request alone."""
+        """What came back. Raises the errors that no other request would be spared. Once some were answered, a
+        refusal or an odd answer (a content filter, one server of several) concerns its request alone."""
         try:
-            if isinstance(outcome, UserError) and self._tally.done:
-                raise NoAnswer(str(outcome)) from outcome
             if isinstance(outcome, BaseException):
                 raise outcome
             completion = read(outcome, self._config, sibling, self._decode, self._admission.vocab_size)
-        except NoAnswer as error:
+        except (NoAnswer, UserError) as error:
+            if isinstance(error, UserError) and not self._tally.done:
+                raise
             self._tally.failed += 1
             if not self._tally.done and self._tally.failed >= GIVES_UP:
                 raise UserError(

@@ -57,6 +57,10 @@ def test_the_worker_that_differs_is_named(recipe: Path) -> None:
     lines, equal = compared(team, [good, replace(good, digest="bb"), good])
     assert not equal
     assert lines[3] == "  it drew other tokens or log-probs than 2 of the workers (bb, not aa): its GPU may be faulty"
+    lines, equal = compared(team, [good, replace(good, digest="bb")])
+    assert not equal and lines[-1] == (
+        "  it drew other tokens or log-probs than worker 0 (bb, not aa): the GPU of one of them may be faulty"
+    )
     broken = replace(good, verdict="first difference: x", equal=False)
     lines, equal = compared(team, [good, good, broken])
     assert not equal and lines[-2:] == ["worker 2: first difference: x", "  a pass  equal"]

@@ -41,6 +41,18 @@ def test_the_second_stops_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def test_the_second_does_not_cost_a_save() -> None:
+    """The step has ended and nothing is shown: an impatient user presses once more."""
+    console, err = quiet_console()
+    with pytest.raises(KeyboardInterrupt), StopRequest(console) as stop:
+        signal.raise_signal(signal.SIGINT)
+        stop.saving = 4
+        signal.raise_signal(signal.SIGINT)
+        stop.saving = -1  # reached: the save goes on
+        signal.raise_signal(signal.SIGINT)
+    assert stop.saving == -1 and "saving step 4; press Ctrl-C again to stop without it" in err.getvalue()
+
+
 def test_the_handler_from_before_comes_back() -> None:
     console, _ = quiet_console()
     before = signal.getsignal(signal.SIGINT)
