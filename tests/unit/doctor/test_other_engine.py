@@ -155,6 +155,22 @@ def test_an_engine_with_one_scale_a_layer_is_recognised(model: Path, doubles: li
     assert found.replays[ONE_SCALE] == 0 < min(found.replays["as it trains"], found.replays["not quantised"])
 
 
+def test_the_other_engine_sleeps_while_the_trainer_computes(
+    model: Path, doubles: list[SayingDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the trainer would have no memory otherwise."""
+    subject = ExaminedWorker(recipe_of(model, "bf16"), SMALL)
+    ends, awake = subject.trainer_ends, []
+
+    def noted(drawn: Any) -> Any:
+        awake.append(set(doubles[0].awake))
+        return ends(drawn)
+
+    monkeypatch.setattr(subject, "trainer_ends", noted)
+    examine_other(subject, bound=0.1)
+    assert awake == [set()]
+
+
 def test_in_bf16_there_is_no_cache_to_replay(model: Path, doubles: list[SayingDouble]) -> None:
     assert examine_other(ExaminedWorker(recipe_of(model, "bf16"), SMALL), bound=0.1).replays == {}
 
