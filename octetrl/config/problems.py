@@ -188,8 +188,15 @@ def value_problem(name: str, detail: Any) -> str:
     if detail["type"] == "string_pattern_mismatch" and name.startswith(f"{SECTION_BY_NAME}."):
         given = "an empty name" if not detail["input"] else f"the name {_show(detail['input'])}"
         return f"{SECTION_BY_NAME}: {given} is not allowed; use small letters, digits, '_' and '-', as in `sums`"
+    if detail["type"] in ("int_type", "int_from_float") and _is_huge(detail["input"]):
+        return f"{name}: {_show(detail['input'])} is out of range; give a smaller number"
     words_of_type = _WORDS.get(detail["type"], "is not valid: " + detail["msg"].replace("{", "{{"))
     return f"{name}: {_show(detail['input'])} {words_of_type.format(**detail.get('ctx', {}))}"
+
+
+def _is_huge(value: Any) -> bool:
+    """Whether it is a whole number beyond those of 64 bits, which becomes a float on its way."""
+    return isinstance(value, float) and abs(value) >= 2.0**63
 
 
 def for_command_line(text: str) -> str:

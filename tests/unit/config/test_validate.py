@@ -233,6 +233,7 @@ def test_what_can_stand_together_passes(fields: list[tuple[str, Any]]) -> None:
 WRONG_VALUES = [
     ("steps", 1.0, "steps: 1.0 is not a whole number"),
     ("steps", True, "steps: true is not a whole number"),
+    ("steps", 1e26, "is out of range; give a smaller number"),
     ("steps", 0, "it must be at least 1"),
     ("seed", "1", "seed: '1' is not a whole number"),
     ("model.path", 3, "model.path: 3 is not a text; put it in quotes"),
