@@ -38,7 +38,16 @@ from octetrl.bench.on_workers import (
     slowest,
 )
 from octetrl.bench.rollout import BenchModel
-from octetrl.bench.step import DIFFERENCE, MISMATCH, StepBench, code_bytes, rollout_groups, shorter, step_recipe
+from octetrl.bench.step import (
+    DIFFERENCE,
+    MISMATCH,
+    PhaseTimes,
+    StepBench,
+    code_bytes,
+    rollout_groups,
+    shorter,
+    step_recipe,
+)
 from octetrl.bench.turns import take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.cluster import ClusterConfig
@@ -81,27 +90,14 @@ class ClusterBench:
         return recipe.model_copy(update={"rollout": rollout})
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterTimes:
-    """Seconds and counts of one step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTimes(PhaseTimes):
+    """Of several workers, of which the slowest counts; or of the embedded one."""
 
-    produce: float
-    learn: float
-    publish: float
-    gather: float  # part of publish, on the slowest worker
+    gather: float  # part of publish
     received_bytes: float  # of new weights, by a worker from the others
     link_gb_per_second: float  # at which a worker receives, measured at the start; 0: nothing is exchanged
-    calibrate: float  # part of learn
-    mismatch: float
-    max_abs_diff: float  # of log-probs, engine to trainer
-    compared_tokens: int
-    micro_batches: int
-    preemptions: float
     beside_tail_share: float = 0.0  # of the tokens, trained on before the last answer had ended
-
-    @property
-    def total(self) -> float:
-        return self.produce + self.learn + self.publish
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,28 +99,34 @@ class StepBench:
     learn_beside_tail: bool = False  # on several workers (beside_tail.py)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds and counts of one step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTimes:
+    """Seconds and counts of one step, on one worker or on several."""
 
     produce: float
     learn: float  # extrapolated to all groups if some were left out
     publish: float
-    requantize: float  # part of publish
     calibrate: float  # part of learn, not that of the fused kind
     mismatch: float
     max_abs_diff: float  # of log-probs, engine to trainer
     compared_tokens: int
     micro_batches: int  # of all groups
-    produce_peak: float | None  # GB, the KV cache included; None on a CPU
-    learn_peak: float | None  # and of publishing, without the cache
-    preemptions: int
-    kv_capacity_tokens: int
-    pace: Pace | None = None  # of learning; None where its micro-batches were too few
+    preemptions: float
 
     @property
     def total(self) -> float:
         return self.produce + self.learn + self.publish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes(PhaseTimes):
+    """Of the embedded worker."""
+
+    requantize: float  # part of publish
+    produce_peak: float | None  # GB, the KV cache included; None on a CPU
+    learn_peak: float | None  # and of publishing, without the cache
+    kv_capacity_tokens: int
+    pace: Pace | None = None  # of learning; None where its micro-batches were too few
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,20 @@ def test_what_a_worker_receives_is_the_rows_of_the_others() -> None:
 
 def times(produce: float, learn: float, gather: float = 0.0) -> ClusterTimes:
     received, link = (1e9, 16.0) if gather else (0.0, 0.0)
-    return ClusterTimes(produce, learn, 0.5, gather, received, link, 0.0, 1.0, 0.0, 7, 8, 0.0)
+    return ClusterTimes(
+        produce=produce,
+        learn=learn,
+        publish=0.5,
+        calibrate=0.0,
+        mismatch=1.0,
+        max_abs_diff=0.0,
+        compared_tokens=7,
+        micro_batches=8,
+        preemptions=0.0,
+        gather=gather,
+        received_bytes=received,
+        link_gb_per_second=link,
+    )
 
 
 def test_rows_name_a_worker_that_samples_something_else() -> None:

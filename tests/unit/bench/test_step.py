@@ -293,7 +293,19 @@ def test_the_clock_tells_before_settling_and_steady_apart(monkeypatch: pytest.Mo
 
 def times(produce: float, learn: float, publish: float) -> StepTimes:
     return StepTimes(
-        produce, learn, publish, publish / 2, 0.25, 1.0, 0.0, 7, 3, None, None, preemptions=4, kv_capacity_tokens=640
+        produce=produce,
+        learn=learn,
+        publish=publish,
+        calibrate=0.25,
+        mismatch=1.0,
+        max_abs_diff=0.0,
+        compared_tokens=7,
+        micro_batches=3,
+        preemptions=4,
+        requantize=publish / 2,
+        produce_peak=None,
+        learn_peak=None,
+        kv_capacity_tokens=640,
     )
 
 
