@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def teams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadTeam]]:
     started: list[ThreadTeam] = []
 
-    def start(recipe: Recipe, folder: Path | None, _: object) -> ThreadTeam:
+    def start(recipe: Recipe, folder: Path | None, _: object, **__: object) -> ThreadTeam:
         started.append(ThreadTeam(recipe, recipe.cluster.num_workers, trains=folder is not None))
         return started[-1]
 
