@@ -15,10 +15,13 @@ import atexit
 import os
 import signal
 import sys
+import threading
+import time
 from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
+TO_END = 3.0  # seconds for threads that are left
 _CLEAN = b"\r\x1b[J\x1b[?25h"  # without what a live line left there, and with the cursor that it had hidden
 
 
@@ -57,7 +60,10 @@ class CtrlC:
         handlers, and it may end by SIGINT if the KeyboardInterrupt came within an `exec`; so a command that was stopped
         ends here, with its exit code."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if was_stopped:
+        threads = [] if was_stopped else _threads_that_stay()
+        if threads:
+            print(f"octetrl: ended with threads that still ran: {', '.join(threads)}", file=sys.stderr)
+        if was_stopped or threads:
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -69,6 +75,20 @@ class CtrlC:
             _thread.interrupt_main()
         else:
             self._hook(what)
+
+
+def _threads_that_stay() -> list[str]:
+    """Names of threads for which the interpreter would wait for ever, such as one that a user's module started. They
+    have a moment to end. Those of executors end when they are told, which the interpreter does."""
+    until = time.monotonic() + TO_END
+    staying = []
+    for thread in threading.enumerate():
+        target = getattr(thread, "_target", None)
+        of_executor = getattr(target, "__module__", None) == "concurrent.futures.thread"
+        if thread is not threading.main_thread() and not thread.daemon and not of_executor:
+            thread.join(max(0.0, until - time.monotonic()))
+            staying += [thread.name] if thread.is_alive() else []
+    return staying
 
 
 def _is_importing(frame: FrameType | None) -> bool:

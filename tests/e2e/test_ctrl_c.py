@@ -122,3 +122,18 @@ def _assert_stopped(process: subprocess.Popen[str], *, may_be_done: bool = False
         return
     assert process.returncode == 130, err
     assert "octetrl: stopped" in err
+
+
+def test_a_thread_that_a_module_left_running_does_not_keep_the_command(tmp_path: Path) -> None:
+    """`finish` at the end of `main`: the interpreter would wait for the thread, and ignore Ctrl-C."""
+    code = """
+import sys, threading, time
+from octetrl.cli import ctrl_c
+ctrl_c.TO_END = 0.1
+threading.Thread(target=time.sleep, args=(600,), name="refresher").start()
+print("no problems")
+ctrl_c.CtrlC().finish(3, was_stopped=False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (3, "no problems\n")
+    assert done.stderr == "octetrl: ended with threads that still ran: refresher\n"
