@@ -11,7 +11,7 @@ import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.ctrl_c import Stopped
-from octetrl.config.errors import RunFailed, UserError
+from octetrl.config.errors import RunFailed, Terminated, UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
@@ -62,10 +62,14 @@ def train(
     fields = [change.partition("=")[0].strip() for change in allow]
     try:
         loop.train(resolved, resume=resume, allowed=fields, optimizer_of=source if with_optimizer else None)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as error:
         words = [*changed, *([] if source is None else ["--from", source])]
         words += ["--with-optimizer"] if with_optimizer else []
-        raise Stopped(_how_to_go_on(resolved, recipe, words)) from None
+        how = _how_to_go_on(resolved, recipe, words)
+        if isinstance(error, Terminated):
+            typer.echo(f"octetrl: {how}", err=True)
+            raise
+        raise Stopped(how) from None
     except RunFailed as error:
         typer.echo(f"octetrl: the run failed: {error}", err=True)
         raise typer.Exit(1) from None

@@ -48,7 +48,7 @@ def refuse_empty(name: object, what: str, give: str) -> None:
 
 
 class Terminated(SystemExit):
-    """SIGTERM came while Ray was started or joined. Exit code 143, as a shell shows for a process that it ends."""
+    """SIGTERM ended the command where it had something to clean up or to save. Exit code 143, as a shell shows it."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)

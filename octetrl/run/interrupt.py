@@ -1,6 +1,9 @@
-"""Ctrl-C: the first stops the run after the current step; the second stops it at once and saves what is possible.
+"""Ctrl-C and SIGTERM: the first stops the run after the current step; the second stops it at once and saves what is
+possible.
 
-The previous handler receives the second Ctrl-C, so a third one also ends the saving (cli/ctrl_c.py).
+The previous handler receives the second Ctrl-C, so a third one also ends the saving (cli/ctrl_c.py). A third SIGTERM
+ends the process. Schedulers send SIGTERM before they take a machine back. Processes that the run forks inherit the
+handler, and die of it as they did before.
 
 The message of the first is printed by a separate thread. The signal may arrive while the console is printing or being
 imported, and one thread must not enter the console twice.
@@ -8,18 +11,20 @@ imported, and one thread must not enter the console twice.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from octetrl.config.errors import Terminated
 from octetrl.telemetry.console import Console
 
 Handler = Callable[[int, FrameType | None], object]
 
 
 class StopRequest:
-    """A context manager; `asked` becomes true at the first Ctrl-C.
+    """A context manager; `asked` becomes true at the first Ctrl-C or SIGTERM, and `error` is what ends the run then.
 
     saving: the step that is being saved before the run ends, 0 if none. The second Ctrl-C then only says so; the next
     one gives the save up.
@@ -27,6 +32,7 @@ class StopRequest:
 
     def __init__(self, console: Console) -> None:
         self.asked, self.saving = False, 0
+        self.error: BaseException = KeyboardInterrupt()
         self._console, self._has_said = console, False
         self._answers: list[threading.Thread] = []
 
@@ -37,6 +43,10 @@ class StopRequest:
         if callable(before) and self._listens:
             self._before: Handler = before
             signal.signal(signal.SIGINT, self._on_signal)
+        self._process, self._hears_sigterm = os.getpid(), False
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._hears_sigterm = True
+            signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
 
     def __exit__(
@@ -44,19 +54,35 @@ class StopRequest:
     ) -> None:
         if self._listens:
             signal.signal(signal.SIGINT, self._before)
+        if self._hears_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for answer in self._answers:
             answer.join()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.asked:
-            self.asked = True
-            self._say("stopping after this step; press Ctrl-C again to stop at once")
-        elif self.saving and not self._has_said:
-            self._has_said = True
-            self._say(f"saving step {self.saving}; press Ctrl-C again to stop without it")
-        else:
+        if not self._waits(KeyboardInterrupt(), "press Ctrl-C again"):
             self._before(number, frame)
             raise KeyboardInterrupt
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif not self._waits(Terminated(), "SIGTERM: send it again"):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            raise Terminated
+
+    def _waits(self, error: BaseException, again: str) -> bool:
+        """Whether the run goes on to the end of the step, or of the save, after this signal."""
+        if not self.asked:
+            self.asked, self.error = True, error
+            self._say(f"stopping after this step; {again} to stop at once")
+        elif self.saving and not self._has_said:
+            self._has_said = True
+            self._say(f"saving step {self.saving}; {again} to stop without it")
+        else:
+            return False
+        return True
 
     def _say(self, text: str) -> None:
         """In a thread: the main one may hold the console's lock."""

@@ -146,7 +146,7 @@ def _run_steps(
             run.journal.check_failures(recipe)
             empty.check(step, metrics)
             if is_last and step < recipe.steps:
-                raise KeyboardInterrupt
+                raise stop.error
 
 
 def _write_samples(run: Run, step: int, sinks: Sinks) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
+from octetrl.config.errors import Terminated
 from octetrl.run.interrupt import StopRequest
 from octetrl.telemetry.console import Console
 
@@ -71,3 +73,21 @@ def test_a_background_job_that_ignores_ctrl_c_still_ignores_it() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_sigterm_waits_for_the_step_and_a_forked_process_dies_of_it() -> None:
+    """Schedulers send it before they take a machine back."""
+    console, err = quiet_console()
+    with StopRequest(console) as stop:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked and isinstance(stop.error, Terminated)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert "stopping after this step; SIGTERM: send it again to stop at once" in err.getvalue()
+    with pytest.raises(Terminated), StopRequest(console):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
