@@ -22,7 +22,7 @@ from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import Run, build_run
 from octetrl.run.device import generators_put_back
 from octetrl.run.environment import NOTHING_GIVEN
-from octetrl.run.resume import trained_model, weights_folder
+from octetrl.run.resume import read_model, refuse_pruned, trained_model, weights_folder
 from octetrl.telemetry.eval_report import EvalReport, Scoring
 
 
@@ -58,9 +58,18 @@ def evaluate_checkpoint(
 
     all_tasks: every task of the environment, not only those held out. given: as of `build_run`.
     """
-    trained = trained_model(weights_folder(Path(target)))
-    model = recipe.model.model_copy(update={"preset": None, "init": "pretrained", **trained})
-    run = build_run(recipe.model_copy(update={"model": model}), trains=False, given=given)
+
+    def build(folder: Path) -> Run:
+        model = recipe.model.model_copy(update={"preset": None, "init": "pretrained", **trained_model(folder)})
+        run = build_run(recipe.model_copy(update={"model": model}), trains=False, given=given)
+        try:
+            refuse_pruned(folder)
+        except UserError:
+            run.close()
+            raise
+        return run
+
+    run = read_model(target, build)
     try:
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
         if run.rollout_workers.needs_calibration:

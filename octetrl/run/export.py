@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from octetrl.config.errors import UserError
 from octetrl.models.decoder import Decoder
@@ -34,7 +34,8 @@ from octetrl.models.row_shards import RowShards
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.models.weight_files import checked_headers
 from octetrl.run.build import full_precision
-from octetrl.run.resume import OF_THE_RUN, trained_model, weights_folder
+from octetrl.run.new_folder import new_folder
+from octetrl.run.resume import OF_THE_RUN, read_model, refuse_pruned, trained_model
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # FP8 codes come from weights that were checked
 FULL_WEIGHTS = ("model.safetensors", "model-")  # what the names of whole weights begin with
@@ -49,36 +50,49 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: b
     """
     if adapter and fp8:
         raise UserError("--fp8: an adapter alone has no FP8 form; leave out --adapter to write the merged model in FP8")
-    source, target = weights_folder(Path(run_or_checkpoint)), Path(to)
-    if adapter and not is_adapter(source):
-        raise UserError(f"--adapter: '{run_or_checkpoint}' was trained without model.lora; export it without the flag")
+    target = Path(to)
+    if target.exists() and not target.is_dir():
+        raise UserError(f"--to: cannot write in '{target}' (Not a directory); choose another folder")
     if target.is_dir() and any(target.iterdir()):
         raise UserError(f"--to: '{target}' exists and is not empty; give a new folder")
-    if fp8:
-        _refuse_fp8(source, run_or_checkpoint)
-    merged = merged_model(source) if is_adapter(source) and not adapter else None
-    if fp8 and merged is None:
-        merged = _whole_model(source)
-    existed = target.is_dir()
-    left_out = (*OF_THE_RUN, *((CONFIG, WEIGHTS) if merged is not None else ()), *(FULL_WEIGHTS if fp8 else ()))
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for file in source.iterdir():
-            if file.is_file() and not file.name.startswith(left_out):
-                shutil.copyfile(file, target / file.name)  # not the mode: safetensors writes 0600
-        shards = RowShards.find(source)
-        if merged is not None:
-            (save_weights_fp8 if fp8 else save_weights)(merged, target)
-        elif shards is not None and not adapter:
-            save_from_shards(shards, target)
-        _refuse_non_finite(target, source)
-    except BaseException as error:
-        _empty(target, keep=existed)
-        if isinstance(error, OSError | SafetensorError):
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise UserError(f"--to: cannot write in '{target}' ({reason}); choose another folder") from error
-        raise
+
+    def export(source: Path) -> None:
+        if adapter and not is_adapter(source):
+            raise UserError(
+                f"--adapter: '{run_or_checkpoint}' was trained without model.lora; export it without the flag"
+            )
+        if fp8:
+            _refuse_fp8(source, run_or_checkpoint)
+        merged = merged_model(source) if is_adapter(source) and not adapter else None
+        if fp8 and merged is None:
+            merged = _whole_model(source)
+        with new_folder(target) as folder:
+            try:
+                _write(source, folder, merged, adapter=adapter, fp8=fp8)
+            except OSError as error:
+                if error.filename and error.filename2 is None and Path(error.filename).parent == source:
+                    raise UserError(
+                        f"'{error.filename}' cannot be read ({error.strerror}); repair or restore it"
+                    ) from error
+                raise
+            _refuse_non_finite(folder, source)
+            refuse_pruned(source)
+
+    read_model(run_or_checkpoint, export)
     return target
+
+
+def _write(source: Path, folder: Path, merged: Decoder | None, *, adapter: bool, fp8: bool) -> None:
+    """Copy the model of `source` to `folder`, with the weights of `merged` in place of its own if there is one."""
+    left_out = (*OF_THE_RUN, *((CONFIG, WEIGHTS) if merged is not None else ()), *(FULL_WEIGHTS if fp8 else ()))
+    for file in source.iterdir():
+        if file.is_file() and not file.name.startswith(left_out):
+            shutil.copyfile(file, folder / file.name)  # not the mode: safetensors writes 0600
+    shards = RowShards.find(source)
+    if merged is not None:
+        (save_weights_fp8 if fp8 else save_weights)(merged, folder)
+    elif shards is not None and not adapter:
+        save_from_shards(shards, folder)
 
 
 def _refuse_non_finite(target: Path, source: Path) -> None:
@@ -91,14 +105,6 @@ def _refuse_non_finite(target: Path, source: Path) -> None:
                     raise UserError(
                         f"'{source}': {name} is not finite everywhere; export an earlier checkpoint, as RUN@STEP"
                     )
-
-
-def _empty(target: Path, *, keep: bool) -> None:
-    """Removes what a failed export has written, and the folder unless it was there before."""
-    for file in target.iterdir() if target.is_dir() else ():
-        file.unlink(missing_ok=True)
-    if not keep and target.is_dir():
-        target.rmdir()
 
 
 def _refuse_fp8(source: Path, given: str) -> None:

@@ -19,7 +19,7 @@ from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.device import resolve_device
 from octetrl.run.model_source import precision_of
-from octetrl.run.resume import trained_model, weights_folder
+from octetrl.run.resume import read_model, refuse_pruned, trained_model
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker, model_spec
@@ -48,35 +48,44 @@ def generate_text(
     is no run. cluster: a recipe's section, for the device or for several workers. shows_progress: on stderr. plain:
     prompts without a template.
     """
-    trained = trained_model(weights_folder(Path(model)))
-    tokenizer = tokenizer_of(trained)
-    positions = load_spec(Path(trained["path"])).max_positions
-    chat = ChatTokens(tokenizer, system_prompt, context_length=positions)
-    try:
-        token_lists = [chat.tokens_of(prompt, plain=plain) for prompt in prompts]
-    except TextTooLong as error:
-        raise UserError(f"a prompt has {error}, the model's positions; shorten it") from None
-    longest = max(len(tokens) for tokens in token_lists)
-    name, sections = precision_of(model, precision)
-    recipe = generation_recipe(trained, name, cluster or {}, longest + sampling.max_new_tokens, **sections)
-    spec = model_spec(recipe)
-    if longest + sampling.max_new_tokens > spec.max_positions:
-        raise UserError(
-            f"--max-new-tokens: a prompt of {longest} tokens and an answer of {sampling.max_new_tokens} exceed the"
-            f" model's {spec.max_positions} positions; shorten one of them"
-        )
+    console = Console("auto" if shows_progress else "quiet", total_steps=0, out=sys.stderr)
+
+    def load(folder: Path) -> tuple[LocalWorkers | ManyWorkers, list[tuple[int, ...]]]:
+        trained = trained_model(folder)
+        tokenizer = tokenizer_of(trained)
+        positions = load_spec(Path(trained["path"])).max_positions
+        refuse_pruned(folder)
+        chat = ChatTokens(tokenizer, system_prompt, context_length=positions)
+        try:
+            token_lists = [chat.tokens_of(prompt, plain=plain) for prompt in prompts]
+        except TextTooLong as error:
+            raise UserError(f"a prompt has {error}, the model's positions; shorten it") from None
+        length = max(len(tokens) for tokens in token_lists) + sampling.max_new_tokens
+        name, sections = precision_of(model, precision)
+        recipe = generation_recipe(trained, name, cluster or {}, length, **sections)
+        _refuse_long(length, sampling.max_new_tokens, model_spec(recipe).max_positions)
+        with console.phase("load"):
+            return generating_workers(recipe, tokenizer, console), token_lists
+
+    workers, token_lists = read_model(model, load)
     counts = [n] * len(token_lists) if isinstance(n, int) else n
     requests = [
         GenerationRequest(f"prompt {index}", tokens, sampling, num_siblings=siblings, seed=seed + index)
         for index, (tokens, siblings) in enumerate(zip(token_lists, counts, strict=True))
     ]
-    console = Console("auto" if shows_progress else "quiet", total_steps=0, out=sys.stderr)
-    with console.phase("load"):
-        workers = generating_workers(recipe, tokenizer, console)
     with closing(workers), console.phase("generate"):
         if workers.needs_calibration:
             workers.calibrate(token_lists)
         return workers.generate(requests)
+
+
+def _refuse_long(length: int, max_new_tokens: int, max_positions: int) -> None:
+    """Raise UserError if `length` tokens, of the longest prompt and its answer, exceed the model's positions."""
+    if length > max_positions:
+        raise UserError(
+            f"--max-new-tokens: a prompt of {length - max_new_tokens} tokens and an answer of {max_new_tokens} exceed"
+            f" the model's {max_positions} positions; shorten one of them"
+        )
 
 
 def tokenizer_of(trained: Mapping[str, Any]) -> Tokenizer:

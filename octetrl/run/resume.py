@@ -18,10 +18,10 @@ Everything else (request seeds, stochastic rounding, held-out tasks) follows fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octetrl.config.errors import UserError
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
@@ -46,6 +46,7 @@ OF_THE_RUN = (  # not the model's: what their names begin with
     CURSOR,
     checkpoint.MANIFEST,
 )
+_Read = TypeVar("_Read")
 NOT_OF_A_BRANCH = ("kv_scales.safetensors", "earlier_kv_scales.safetensors", "reference.safetensors")
 
 
@@ -107,12 +108,53 @@ def branch(run: Run, source: str) -> str:
 def weights_folder(path: Path) -> Path:
     """The Hugging Face folder of a run folder (its run's last checkpoint), `RUN@STEP`, a checkpoint, a model folder, or
     a name of the hub (model_source.py)."""
-    path = found_model(path)
-    if (path / CHECKPOINTS).is_dir():
-        last = checkpoint.latest_of(path / CHECKPOINTS, read_run_id(path))
-        if last is None:
-            raise UserError(f"run '{path}' has no checkpoint yet; let it reach one, or give a model folder")
-        path = last
+    return read_model(path, lambda folder: folder)
+
+
+def read_model(name: str | Path, read: Callable[[Path], _Read]) -> _Read:
+    """Return `read(folder)` for the verified `weights_folder` of `name`.
+
+    A run that is still training may prune the checkpoint meanwhile. Then its new last checkpoint is read, once. Raises
+    UserError if that was pruned too, or if one step was asked for. See `refuse_pruned`.
+    """
+    for attempt in (1, 2):
+        folder, of_run = _chosen(Path(name))
+        is_checkpoint = of_run or (folder / checkpoint.MANIFEST).is_file()
+        try:
+            return read(_verified(folder))
+        except Exception as error:
+            if not is_checkpoint or folder.is_dir():
+                raise
+            if attempt == 2 or not of_run:
+                raise _pruned(folder) from error
+    raise AssertionError("the second attempt returns or raises")
+
+
+def refuse_pruned(folder: Path) -> None:
+    """Raise UserError if `folder` is gone. `read` calls it after files that may be absent: they were, or are gone."""
+    if not folder.is_dir():
+        raise _pruned(folder)
+
+
+def _pruned(folder: Path) -> UserError:
+    return UserError(
+        f"checkpoint '{folder}' was deleted while it was read, as its run keeps only the last ones; give the command"
+        f" again, or raise the run's checkpoint.keep_last"
+    )
+
+
+def _chosen(name: Path) -> tuple[Path, bool]:
+    """The folder of a model that a name stands for, not verified, and whether it is the last checkpoint of a run."""
+    path = found_model(name)
+    if not (path / CHECKPOINTS).is_dir():
+        return path, False
+    last = checkpoint.latest_of(path / CHECKPOINTS, read_run_id(path))
+    if last is None:
+        raise UserError(f"run '{path}' has no checkpoint yet; let it reach one, or give a model folder")
+    return last, True
+
+
+def _verified(path: Path) -> Path:
     if (path / checkpoint.MANIFEST).is_file():
         return checkpoint.load(path).folder
     if (path / "config.json").is_file():

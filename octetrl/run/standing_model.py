@@ -23,7 +23,7 @@ from octetrl.rollout.backend import MeasuredSession
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
 from octetrl.run.model_source import precision_of, recipe_of_run
-from octetrl.run.resume import trained_model, weights_folder
+from octetrl.run.resume import read_model, refuse_pruned, trained_model
 from octetrl.workers.build import model_spec
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.deadlines import WorkerLost
@@ -114,25 +114,30 @@ def load_standing_model(
     each worker; None for what the memory allows. spelled: how a message to the user writes the name of one of these
     settings. Raises UserError.
     """
-    trained = trained_model(weights_folder(Path(model)))
-    tokenizer = tokenizer_of(trained)
-    positions = load_spec(Path(trained["path"])).max_positions
-    length = min(positions, default_context_length(model)) if context_length is None else context_length
-    if not 1 <= length <= positions:
-        raise UserError(
-            f"{spelled('context_length')}: {length} is out of range, this model has {positions} positions; give"
-            f" 1 to {positions}"
+
+    def load(folder: Path) -> StandingModel:
+        trained = trained_model(folder)
+        tokenizer = tokenizer_of(trained)
+        positions = load_spec(Path(trained["path"])).max_positions
+        refuse_pruned(folder)
+        length = min(positions, default_context_length(model)) if context_length is None else context_length
+        if not 1 <= length <= positions:
+            raise UserError(
+                f"{spelled('context_length')}: {length} is out of range, this model has {positions} positions; give"
+                f" 1 to {positions}"
+            )
+        if kv_cache_tokens is not None and kv_cache_tokens < length:
+            raise UserError(
+                f"{spelled('kv_cache_tokens')}: {kv_cache_tokens} do not hold one context of {length} tokens; give as"
+                f" many or more, or lower {spelled('context_length')}"
+            )
+        name, sections = precision_of(model, precision)
+        recipe = _recipe(
+            trained, name, sections, cluster, length, {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens}
         )
-    if kv_cache_tokens is not None and kv_cache_tokens < length:
-        raise UserError(
-            f"{spelled('kv_cache_tokens')}: {kv_cache_tokens} do not hold one context of {length} tokens; give as"
-            f" many or more, or lower {spelled('context_length')}"
-        )
-    name, sections = precision_of(model, precision)
-    recipe = _recipe(
-        trained, name, sections, cluster, length, {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens}
-    )
-    return StandingModel(recipe, tokenizer, calibration_texts)
+        return StandingModel(recipe, tokenizer, calibration_texts)
+
+    return read_model(model, load)
 
 
 def default_context_length(model: str) -> int:

@@ -103,7 +103,7 @@ def read_run(folder: Path) -> RunRecord:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # a run in progress may be writing the last line
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append({k: v for k, v in row.items() if v is None or isinstance(v, int | float)})

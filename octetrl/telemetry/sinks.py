@@ -102,7 +102,7 @@ def last_step(path: Path) -> int:
 def _step_of(line: bytes) -> int | None:
     try:
         step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):  # the last: of thousands of brackets
         return None
     return step if type(step) is int else None
 

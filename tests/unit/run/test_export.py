@@ -42,6 +42,7 @@ def model(seed: int, spec: ModelSpec = SPEC) -> Decoder:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run folder with checkpoints of steps 1 and 2, whose weights differ."""
+    (tmp_path / "run").mkdir()
     for step in (1, 2):
         checkpoint.save(
             tmp_path / "run" / CHECKPOINTS,
@@ -98,6 +99,7 @@ def test_weights_that_are_not_finite_are_refused(fp8: bool, value: float, dtype:
     broken = model(seed=1, spec=WIDE if fp8 else SPEC).to(dtype)
     next(one for one in broken.parameters() if one.ndim == 2).data[0, 0] = value
     folder = tmp_path / "run" / CHECKPOINTS
+    folder.parent.mkdir()
     checkpoint.save(folder, 1, {}, write_more=lambda to: save_weights(broken, to))
     with pytest.raises(UserError, match="is not finite everywhere"):
         export_run(str(tmp_path / "run"), str(tmp_path / "out"), fp8=fp8)
@@ -134,6 +136,7 @@ def test_a_full_disk_leaves_what_was_there(
     with pytest.raises(UserError, match=r"cannot write in .*No space left"):
         export_run(str(run), str(target))
     assert target.is_dir() == was_there and list(tmp_path.glob("out/*")) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["out", "run"] if was_there else ["run"])
 
 
 def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
@@ -167,6 +170,7 @@ def trained_wide(folder: Path) -> Decoder:
     """A model with FP8 codes, saved as the checkpoint of a run."""
     decoder = Decoder(WIDE, precision_policy(WIDE, Fp8Config(rollout=True, train=True)), "train")
     decoder.random_init(3)
+    folder.mkdir()
     checkpoint.save(
         folder / CHECKPOINTS, 1, {"cursor.json": {"step": 1}}, write_more=lambda f: save_weights(decoder, f)
     )
@@ -193,6 +197,7 @@ def test_what_has_no_fp8_form_is_refused_before_anything_is_written(run: Path, t
         export_run(str(run), str(tmp_path / "out"), adapter=True, fp8=True)
     with pytest.raises(UserError, match=r"whole blocks of 128, and this model has hidden size 32.*export BF16"):
         export_run(str(run), str(tmp_path / "out"), fp8=True)
+    (tmp_path / "scorer").mkdir()
     checkpoint.save(
         tmp_path / "scorer" / CHECKPOINTS,
         1,

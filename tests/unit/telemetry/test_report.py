@@ -209,6 +209,7 @@ def test_numbers_and_sparklines() -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no metrics\.jsonl; give the folder of a run"):
         read_run(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"st')
-    with pytest.raises(UserError, match="no finished step"):
-        read_run(tmp_path)
+    for rubbish in ('{"st', "[" * 200_000):
+        (tmp_path / "metrics.jsonl").write_text(rubbish)
+        with pytest.raises(UserError, match="no finished step"):
+            read_run(tmp_path)

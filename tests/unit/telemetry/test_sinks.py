@@ -77,6 +77,7 @@ def test_a_last_line_without_its_end_is_mended(tmp_path: Path) -> None:
         ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 instead of step 2"),
         ('{"step": 1}\n{"step": 2}{"step": 3}\n', "line 2: not one step's JSON object"),
         ('{"step": 1}\n{"step": "2"}\n', "line 2: not one step's JSON object"),
+        pytest.param('{"step": 1}\n' + "[" * 200_000, "line 2: not one step's JSON object", id="deep"),
     ],
 )
 def test_a_gap_is_named_and_nothing_is_cut(text: str, says: str, tmp_path: Path) -> None:
