@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from octetrl.config.errors import RunFailed
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import Tokenizer, save_tokenizer_files
 from octetrl.run.batches_ahead import BATCHES, BufferedBatch, batches_to_bytes
@@ -140,6 +141,19 @@ class Checkpoints:
         batches = self._batches_after(run, before.step, waits=False)
         self._commit(self._stager(run, before, {}, batches, copied=False)())
         return f"{at}: saved step {before.step}; continue with --resume"
+
+    @contextmanager
+    def saved_if_failed(self, run: Run, step: int) -> Iterator[None]:
+        """Saves the step if the run fails by a limit of its recipe: its weights are sound, and can be evaluated."""
+        try:
+            yield
+        except RunFailed as error:
+            if run.workers.policy_version == 0:
+                raise  # nothing was learnt
+            last = self.latest()
+            if last is None or checkpoint.step_of(last) < step:
+                self._commit(self._stager(run, Cursor.of(run, step), {}, (), copied=False)())
+            raise RunFailed(f"{error}; step {step} is saved") from error
 
     def _batches_after(self, run: Run, step: int, *, waits: bool) -> Sequence[BufferedBatch]:
         """What was generated ahead, if the recipe saves it."""

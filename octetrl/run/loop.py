@@ -91,7 +91,9 @@ def _train(
         if last is not None:
             restore(run, last)
             run.console.note(f"resumed after step {start} from {checkpoints.folder}")
-        elif optimizer_of is not None:
+        elif resume:
+            run.console.note("no checkpoint is there yet: the run begins again at step 1")
+        if last is None and optimizer_of is not None:
             run.console.note(branch(run, optimizer_of))
         folder.keep()
         run.console.rows(*banner(run))
@@ -143,8 +145,9 @@ def _run_steps(
             for warning in health:
                 if warning is not None:
                     run.console.warn(warning)
-            run.journal.check_failures(recipe)
-            empty.check(step, metrics)
+            with checkpoints.saved_if_failed(run, step):
+                run.journal.check_failures(recipe)
+                empty.check(step, metrics)
             if is_last and step < recipe.steps:
                 raise stop.error
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.base import NoTasks
@@ -167,6 +167,22 @@ def test_half_updated_weights_are_not_saved_as_the_step_before(run: Any, saves: 
         run.workers.policy_version += 1  # the update was complete, its step was not
         assert "while the weights changed" in saves.save_interrupted(run, before)
     assert saved(saves) == {"step_000001": 1.0}
+
+
+def test_a_run_that_fails_by_a_limit_saves_what_it_learnt(run: Any, saves: Checkpoints) -> None:
+    with saves.open(run, 0):
+        with pytest.raises(RunFailed, match=r"^nothing learnt$"), saves.saved_if_failed(run, 1):
+            raise RunFailed("nothing learnt")
+        assert saved(saves) == {}
+        for _ in range(2):
+            run.workers.step()
+        for step in (2, 2):  # the second time it is saved already
+            with (
+                pytest.raises(RunFailed, match=r"^three empty steps; step 2 is saved$"),
+                saves.saved_if_failed(run, step),
+            ):
+                raise RunFailed("three empty steps")
+    assert saved(saves) == {"step_000002": 2.0}
 
 
 def test_the_last_save_takes_no_copy(run: Any, saves: Checkpoints) -> None:
