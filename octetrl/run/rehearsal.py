@@ -94,6 +94,9 @@ def _rehearse_alone(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Rehea
         scores = None if is_dialogue(environment) or config.reward_model or config.judge else environment.score
         if scores is None or not tasks:
             _load_reward(config)
+            if is_dialogue(environment) and tasks:
+                text = "not tried: they take a whole conversation; `--sample 2` tries them on answers of the model"
+                found.lines.append(("rewards", text))
         else:
             with reward_processes(scores, config) as workers:
                 _rehearse_score(found, config, workers, tasks)

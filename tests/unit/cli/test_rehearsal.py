@@ -72,6 +72,22 @@ def test_it_shows_prompt_lengths_and_what_texts_are_worth(
     assert "reference answer reward 1 empty text reward 0 garbage reward 0" in out
 
 
+def test_rewards_that_take_a_conversation_are_said_to_be_untried(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "spoken_words.py").write_text(
+        "from octetrl import Task, reward\n"
+        "class Words:\n"
+        "    tasks = [Task(id=word, prompt=word, answer=word) for word in 'abcdefgh']\n"
+        "    @reward\n"
+        "    def short(self, conversation): return 1.0\n"
+    )
+    changes = ["environment.kind=python", "environment.dataset=spoken_words:Words", "environment.answer_marker=null"]
+    code, out, err = check(folder, monkeypatch, capsys, *changes)
+    assert code == 0, err
+    assert "not tried: they take a whole conversation; `--sample 2` tries them" in " ".join(out.split())
+
+
 def test_prompts_that_are_all_too_long_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
