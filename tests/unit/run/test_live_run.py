@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from octetrl.config.errors import UserError
+from octetrl.config.load import recipe_from_mapping
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
@@ -18,7 +19,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import SamplingParams
-from octetrl.run import generate, standing_model
+from octetrl.run import evaluate, generate, standing_model
 from octetrl.run.export import export_run
 from octetrl.run.generate import generate_text
 from octetrl.run.resume import read_model
@@ -109,6 +110,20 @@ def test_generation_takes_the_new_last_checkpoint(training: Training, monkeypatc
     monkeypatch.setattr(standing_model, "tokenizer_of", training.before(standing_model.tokenizer_of, times=1))
     load_standing_model(str(training.folder), precision="bf16", cluster={"device": "cpu"}).close()
     assert training.step == 4
+
+
+def test_an_evaluation_takes_the_new_last_checkpoint(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "build_run", training.before(evaluate.build_run, times=1))
+    recipe = recipe_from_mapping(
+        {
+            "model": {"path": str(training.folder), "context_length": 64},
+            "cluster": {"device": "cpu"},
+            "environment": {"dataset": "chain_sum", "eval_size": 1},
+            "rollout": {"max_prompt_tokens": 60, "max_new_tokens": 2},
+        }
+    )
+    assert len(evaluate.evaluate_checkpoint(str(training.folder), recipe).groups) == 1
+    assert training.step == 2
 
 
 def test_other_errors_are_not_tried_again(training: Training) -> None:
