@@ -9,6 +9,7 @@ because a model that was trained solves its tasks does not count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from octetrl.config.errors import RunFailed
@@ -86,6 +87,11 @@ class EmptySteps:
         if self._is_solved(metrics):
             return f"the answers are right ({having}, on average {metrics['reward/mean']:.3g}); give harder tasks"
         if metrics.get("reward/zero_variance_fraction") == 1.0:
+            if metrics.get("rollout/mean_length", math.inf) <= _EMPTY:
+                return (
+                    f"the rewards are equal within every group, and the answers are empty ({having}); see what the"
+                    " reward gives an empty answer, and whether algorithm.overlong_buffer takes reward from longer ones"
+                )
             return (
                 f"the rewards are equal within every group ({having}, on average {metrics['reward/mean']:.3g}); give"
                 " easier or harder tasks, or a larger rollout.group_size"
@@ -95,6 +101,7 @@ class EmptySteps:
         return f"no group had both different rewards and answers to train on ({having})"
 
 
+_EMPTY = 1.05  # tokens of an answer, on average: little more than its end
 _WITHOUT_REWARD = (
     "prompt_too_long",
     "reward_error",

@@ -44,6 +44,7 @@ def test_a_first_step_without_any_reward_ends_the_run(metrics: dict[str, float],
 @pytest.mark.parametrize(
     ("metrics", "reason"),
     [
+        (EQUAL | {"rollout/mean_length": 1.0}, "equal within every group, and the answers are empty (8 of 8"),
         (EQUAL, "the rewards are equal within every group (8 of 8 rollouts have a reward, on average 0.25)"),
         (CUT, "every answer is truncated (8 of 8 rollouts have a reward); raise rollout.max_new_tokens"),
     ],
