@@ -301,7 +301,7 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
     """None when it is missing or is not what was written."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last: of thousands of brackets
         return None
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _body_sha256(manifest):
         return None

@@ -164,6 +164,13 @@ def test_every_altered_byte_of_the_manifests_figures_is_seen(tmp_path: Path) -> 
         load(path)
 
 
+def test_a_manifest_of_thousands_of_brackets_is_rubbish(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, payload())
+    (path / "manifest.json").write_text("[" * 200_000)
+    with pytest.raises(UserError, match=r"manifest.json is missing or altered; there is none before it"):
+        load(path)
+
+
 @pytest.mark.parametrize("name", ["nothing", "step_000001", "run"])
 def test_what_is_no_checkpoint_is_said_in_a_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
