@@ -67,7 +67,8 @@ def train(
         words += ["--with-optimizer"] if with_optimizer else []
         how = _how_to_go_on(resolved, recipe, words)
         if isinstance(error, Terminated):
-            typer.echo(f"octetrl: {how}", err=True)
+            if (Path(resolved.output_dir) / "config.yaml").exists():
+                typer.echo(f"octetrl: {how}", err=True)
             raise
         raise Stopped(how) from None
     except RunFailed as error:

@@ -147,13 +147,12 @@ class Checkpoints:
         """Saves the step if the run fails by a limit of its recipe: its weights are sound, and can be evaluated."""
         try:
             yield
-        except RunFailed as error:
-            if run.workers.policy_version == 0:
-                raise  # nothing was learnt
+        except RunFailed:
             last = self.latest()
-            if last is None or checkpoint.step_of(last) < step:
+            if run.workers.policy_version > 0 and (last is None or checkpoint.step_of(last) < step):
                 self._commit(self._stager(run, Cursor.of(run, step), {}, (), copied=False)())
-            raise RunFailed(f"{error}; step {step} is saved") from error
+                run.console.note(f"step {step} is saved")
+            raise
 
     def _batches_after(self, run: Run, step: int, *, waits: bool) -> Sequence[BufferedBatch]:
         """What was generated ahead, if the recipe saves it."""
