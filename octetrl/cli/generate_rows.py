@@ -75,7 +75,8 @@ def conversation_lines(rows: Sequence[Row], completions: Sequence[Sequence[Compl
 
 
 def _stdin_rows() -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(sys.stdin, start=1):
+    for number, text in enumerate(sys.stdin, start=1):
+        line = text.removeprefix("\ufeff") if number == 1 else text  # a byte-order mark, as in a file
         if line.strip():
             where = f"standard input, line {number}"
             yield where, parse_json(line, where, REMEDY)

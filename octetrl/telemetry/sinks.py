@@ -130,8 +130,9 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_step: int = 0, recipe: Mapping[str, Any] | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # this import takes a second, so only runs load it
 
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
-        if recipe is not None and not resumed_step:
+        begun = resumed_step > 0 or any(folder.glob("events.out.tfevents.*"))  # by a run without a checkpoint, too
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if begun else None)
+        if recipe is not None and not begun:
             text = escaped(json.dumps(recipe, indent=2, default=str))
             self._writer.add_text("recipe", "".join(f"    {line}\n" for line in text.splitlines()), global_step=0)
 
@@ -150,7 +151,7 @@ class TensorBoard:
 class Wandb:
     """Writes scalars to Weights & Biases. The run's id is its folder's name, so a resumed run continues its curves."""
 
-    def __init__(self, project: str, folder: Path, recipe: Mapping[str, Any], resumed_step: int = 0) -> None:
+    def __init__(self, project: str, folder: Path, recipe: Mapping[str, Any], *, begun: bool = False) -> None:
         try:
             import wandb
         except ImportError:
@@ -164,7 +165,7 @@ class Wandb:
             id=folder.resolve().name,
             dir=str(folder),
             config=dict(recipe),
-            resume="allow" if resumed_step else "never",
+            resume="allow" if begun else "never",
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -205,7 +206,8 @@ def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], r
     """Open the sinks that `logging` asks for, in the run's folder. `recipe` is the resolved recipe as a dict.
 
     Raises UserError before anything is written if wandb is needed and not installed."""
-    wandb = Wandb(config.wandb_project, folder, recipe, resumed_step) if config.wandb_project else None
+    begun = (folder / METRICS_FILE).exists()
+    wandb = Wandb(config.wandb_project, folder, recipe, begun=begun) if config.wandb_project else None
     sinks: list[Sink] = [MetricsFile(folder / METRICS_FILE, resumed_step)]
     if config.tensorboard:
         sinks.append(TensorBoard(folder, resumed_step, recipe))

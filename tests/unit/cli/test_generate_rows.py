@@ -26,8 +26,9 @@ def test_rows_come_from_a_file_or_standard_input(tmp_path: Path, monkeypatch: py
     text = "\n".join(json.dumps(row) for row in rows) + "\n\n"
     (tmp_path / "rows.jsonl").write_text(text)
     assert read_rows(str(tmp_path / "rows.jsonl")) == rows
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert read_rows("-") == rows
+    for before in ("", "\ufeff"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(before + text))
+        assert read_rows("-") == rows
     assert [prompt_of(row) for row in rows] == ["1 + 1 =", MESSAGES]
 
 

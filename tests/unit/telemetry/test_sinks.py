@@ -8,7 +8,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.telemetry.sample_texts import as_code, said_in, sample_texts
-from octetrl.telemetry.sinks import MetricsFile, open_sinks
+from octetrl.telemetry.sinks import MetricsFile, TensorBoard, open_sinks
 
 
 def write(path: Path, steps: range, resumed_step: int = 0) -> None:
@@ -162,3 +162,16 @@ def test_a_conversation_is_shown_turn_by_turn() -> None:
         "answer:\n\n    2\n\nuser:\n\n    Higher.\n\ntool:\n\n    41\n\nanswer:\n\n    3\n" in text
         and "2 tokens" in text
     )
+
+
+def test_a_run_that_begins_again_hides_the_first_steps_of_before(tmp_path: Path) -> None:
+    """It was killed before its first checkpoint."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (range(1, 3), range(1, 4)):
+        board = TensorBoard(tmp_path, recipe={"steps": 3})
+        for step in steps:
+            board.write(step, {"loss": 1.0})
+        board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
