@@ -19,7 +19,7 @@ from tests.required import check_names, is_required, not_run, skip_reason
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: it reads this once
     os.environ["OMP_NUM_THREADS"] = "1"
-    gc.disable()  # until all is collected: what imports make lives on, and would be looked through in vain
+    gc.disable()  # until all tests are collected: imported objects stay, so a collection would find nothing to free
 
 settings.register_profile("house", derandomize=True, deadline=None, database=None)
 settings.load_profile("house")

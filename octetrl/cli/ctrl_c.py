@@ -79,7 +79,7 @@ class CtrlC:
 
 def _threads_that_stay() -> list[str]:
     """Names of threads for which the interpreter would wait for ever, such as one that a user's module started. They
-    have a moment to end. Those of executors end when they are told, which the interpreter does."""
+    have `TO_END` seconds to end. The interpreter itself ends the threads of executors."""
     until = time.monotonic() + TO_END
     staying = []
     for thread in threading.enumerate():

@@ -247,13 +247,13 @@ def test_the_backward_repeats_its_bits_and_nothing_crosses_over(sizes: tuple[int
         assert torch.equal(one[:64], other[:64]) and torch.equal(one[193:], other[193:])
 
 
-def test_what_all_keys_have_in_common_hardly_adds_to_an_error_of_queries() -> None:
-    """The rows of dS add up to zero. With a delta from outputs in BF16 they would not."""
+def test_what_keys_and_values_have_in_common_hardly_adds_to_an_error_of_queries() -> None:
+    """The rows of dS add up to zero. With a delta from outputs in BF16 they would not, if outputs are large."""
     arguments = gradients.Arguments(*(x.cuda() for x in gradients.draw(700, 4, common=2.0, sizes=(128, 64, 128))))
     want, bounds = gradients.written_out(arguments, (700,)).q_THX, gradients.cu_seqlens((700,)).cuda()
     found = latent_backward_triton(*arguments, bounds, gradients.SCALE).q_THX
     by_outputs = latent_backward_reference(*arguments, bounds, 700, gradients.SCALE).q_THX
-    assert relative_error(found, want) < 0.75 * relative_error(by_outputs, want)  # 0.0041 and 0.0064 on an H200
+    assert relative_error(found, want) < relative_error(by_outputs, want) / 2
 
 
 @pytest.mark.parametrize(("model", "precision"), [("direct", "bf16"), ("direct", "fp8_full"), ("low_rank", "fp8_full")])

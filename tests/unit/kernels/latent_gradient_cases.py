@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
 def draw(
     tokens: int, heads: int, dtype: torch.dtype = torch.bfloat16, common: float = 0.0, sizes: Sizes = SIZES
 ) -> Arguments:
-    """`common`: the size of what all keys have in common."""
+    """`common`: the size of what all keys, and all values, have in common."""
     nope, rotary, value = sizes
     generator = torch.Generator().manual_seed(tokens)
 
@@ -35,7 +35,7 @@ def draw(
         return torch.randn(*shape, generator=generator)
 
     q_THX, kv_THX = normal(tokens, heads, nope + rotary), normal(tokens, heads, nope + value)
-    kv_THX[..., :nope] += common * normal(1, heads, nope)
+    kv_THX += common * normal(1, heads, nope + value)
     key_TR = normal(tokens, rotary) + common * normal(1, rotary)
     found = normal(tokens, heads, value), q_THX, normal(tokens, heads, rotary), kv_THX, key_TR
     dout_THV, q_THX, *others = (x.to(dtype) for x in found)
