@@ -14,7 +14,8 @@ export RAY_worker_niceness=0 # Ray's own is 15
 RAY_AUTH_TOKEN=$(ray get-auth-token --generate 2>/dev/null) && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token # of Ray 2.52 on
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0  # the interface between the machines; `ip -br addr` lists them
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${hosts%%$'\n'*}
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | cut -d ' ' -f 1):6379
 
 srun --nodes=1 --ntasks=1 --overlap --nodelist="$first" \

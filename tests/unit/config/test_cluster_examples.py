@@ -147,7 +147,7 @@ def test_the_slurm_script_is_bash_and_its_settings_are_a_recipes() -> None:
 
 
 STAND_INS = {  # each notes how it was called
-    "scontrol": "echo first; echo second",
+    "scontrol": "echo first; sleep 0.1; echo second",  # a reader of the first line alone would close the pipe
     "hostname": "echo 10.0.0.1 fe80::1",
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "ray": """case $1 in
