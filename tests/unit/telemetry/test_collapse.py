@@ -163,3 +163,22 @@ def test_a_replayed_past_judges_as_the_run_itself() -> None:
         gate.replay({"step": float(step), "loss": None, **now} for step, now in enumerate(steps[:cut], start=1))
         rest = [gate.look(step, now) for step, now in enumerate(steps[cut:], start=cut + 1)]
         assert [one for one in rest if one] == [whole]
+
+
+def test_a_single_earlier_step_says_little_about_the_mean() -> None:
+    """Its own mean has a standard error as well: a fall of 0.30 from 0.50 is 3.4 of a step's, and 2.4 of both."""
+    gate = CollapseGate(GROUP)
+    spread_and_count = {"reward/std": 0.5, "rollout/count": float(GROUPS * GROUP)}
+    assert gate.look(1, {"reward/mean": 0.5} | spread_and_count) is None
+    assert all(gate.look(step, {"reward/mean": 0.2} | spread_and_count) is None for step in range(2, 20))
+    assert gate.sound_until == 18
+
+
+def test_what_is_measured_between_a_collapse_and_its_end_is_no_past_to_compare_with() -> None:
+    """A ruined run jumps to high rewards for a few steps at a time; then it is as it was before."""
+    gate, step = CollapseGate(GROUP), 0
+    ruined = [0.0] * 8 + ([1.0] * (PATIENCE - 1) + [0.0]) * 10
+    for share in [0.5] * 30 + ruined + [0.5] * 9:
+        step += 1
+        gate.look(step, course(lambda _, share=share: share, 1, seed=step)[0])  # type: ignore[misc]
+    assert gate.sound_until == step - 1

@@ -119,3 +119,23 @@ def test_sharded_sums_have_the_same_bits_on_any_number_of_workers() -> None:
     two, five = (torch.cat(run_team(count, work, gradients="sharded")) for count in (2, 5))
     nearest = (given[0] + given[1]) + given[2]
     assert torch.equal(two, five) and not torch.equal(two, nearest)
+
+
+def test_local_sums_of_equal_gradients_round_differently_on_each_worker() -> None:
+    """So their errors partly cancel: by the root of two for two workers. Equal random bits would only double the sum."""
+    given = micro_batches(64, 0.1)
+    exact = torch.stack([one.double() for one in given]).sum(0)
+
+    def work(peers: Peers) -> Tensor:
+        weight = nn.Parameter(torch.zeros(SHAPE).bfloat16())
+        rows = cut_rows([weight.shape], peers.share.count)
+        sums = gradient_sums({"weight": weight}, rows, peers, GradientRounding(3, CPU))
+        sums.zero()
+        for one in given:
+            weight.backward(one)
+            sums.end_micro_batch()
+        sums.finish()
+        return sums.owned["weight"]
+
+    alone, two = (relative(torch.cat(run_team(count, work)), count * exact) for count in (1, 2))
+    assert two == pytest.approx(alone / 2**0.5, rel=0.1)
