@@ -1,8 +1,8 @@
 """docs/recipe.md: every field of a recipe with its type, default and meaning, from the JSON schema of json_schema.py.
 
 `make schema` writes the page beside the schema. A test fails if it is out of date. A section that several others have,
-such as an optimizer, is written once. Objectives share most of their fields: a field with one meaning is one row, which
-lists its default for each objective where they differ.
+such as an optimizer, is written once. Objectives share most of their fields: each meaning of a field is one row, which
+lists its default for each objective where they differ. All rows of a field are beside one another.
 """
 
 from __future__ import annotations
@@ -106,18 +106,20 @@ def _algorithm(schema: Schema) -> Iterator[str]:
     yield "\n## `algorithm`\n"
     yield "`algorithm.name` chooses the objective. [Algorithms](algorithms.md) compares them.\n"
     yield "| `algorithm.name` | what it is |\n|---|---|"
-    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    rows: dict[str, dict[tuple[str, str], dict[str, str]]] = {}
     for name, section in OBJECTIVES.items():
         defined = schema["$defs"][section.__name__]
         yield f"| `{name}` | {_text(defined.get('description', ''))} |"
         for field, form in defined["properties"].items():
             if field != "name":
                 resolved = _resolved(form, schema)
-                key = (field, _type(resolved, schema), _text(_description(resolved, schema)))
-                rows.setdefault(key, {})[name] = _default(resolved)
-    yield "\n| field | type | default | of | what it does |\n|---|---|---|---|---|"
-    for (field, kind, text), defaults in rows.items():
-        yield f"| `{field}` | {kind} | {_defaults(defaults)} | {_owners(list(defaults))} | {text} |"
+                key = (_type(resolved, schema), _text(_description(resolved, schema)))
+                rows.setdefault(field, {}).setdefault(key, {})[name] = _default(resolved)
+    yield "\nA field that has another meaning for some objectives has several rows.\n"
+    yield "| field | type | default | of | what it does |\n|---|---|---|---|---|"
+    for field, meanings in rows.items():
+        for (kind, text), defaults in meanings.items():
+            yield f"| `{field}` | {kind} | {_defaults(defaults)} | {_owners(list(defaults))} | {text} |"
 
 
 def _defaults(of_objective: dict[str, str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from octetrl.config.algorithm import OBJECTIVES
 from octetrl.config.json_schema import recipe_json_schema
 from octetrl.config.recipe_page import PAGE_FILE, page
@@ -37,3 +39,9 @@ def test_each_row_has_the_columns_of_its_table() -> None:
     for table in page(SCHEMA).split("\n\n"):
         columns = {line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}
         assert len(columns) <= 1, table
+
+
+def test_all_rows_of_a_field_are_beside_one_another() -> None:
+    table = page(SCHEMA).split("has several rows.\n\n")[1].split("\n\n")[0]
+    fields = [line.split("`")[1] for line in table.splitlines()[2:]]
+    assert len([field for field, _ in itertools.groupby(fields)]) == len(set(fields)) < len(fields)
