@@ -122,7 +122,7 @@ def test_sharded_sums_have_the_same_bits_on_any_number_of_workers() -> None:
 
 
 def test_local_sums_of_equal_gradients_round_differently_on_each_worker() -> None:
-    """So their errors partly cancel, by the root of two for two workers. Equal random bits would double the sum alone."""
+    """So their errors partly cancel: by the root of two for two workers. With equal bits the sum would just double."""
     given = micro_batches(64, 0.1)
     exact = torch.stack([one.double() for one in given]).sum(0)
 
