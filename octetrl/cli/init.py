@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from itertools import product
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Annotated, Literal
 
 import typer
@@ -94,6 +96,8 @@ Tasks and score are in `environment.py`, everything else in `recipe.yaml`. `toke
 """
 FILES = {"recipe.yaml": RECIPE, "environment.py": ENVIRONMENT, "test_environment.py": TEST, "README.md": README}
 TOKENIZER = "tokenizer"
+# Pairs of capitals fill the tiny model's vocabulary, so that each of its ids has a text; the prompt's words come first.
+TOKENIZER_TEXTS = 2 * ["Give a letter."] + ["".join(pair) for pair in product(ascii_uppercase, repeat=2)]
 
 
 def init(
@@ -120,6 +124,6 @@ def init(
         raise UserError(f"init: '{folder}' can't be created ({error.strerror}); give another folder") from None
     for name, text in FILES.items():
         (target / name).write_text(text, encoding="utf-8")
-    write_tokenizer(["Give a letter."], target / TOKENIZER)
+    write_tokenizer(TOKENIZER_TEXTS, target / TOKENIZER)
     typer.echo(f"wrote {', '.join(FILES)} and {TOKENIZER}/ in {target}")
     typer.echo(f"next: cd {shlex.quote(str(target))} && octetrl train recipe.yaml")

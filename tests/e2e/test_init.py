@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from octetrl.cli.init import TOKENIZER_TEXTS
 from octetrl.cli.main import run_command
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.run.tiny_model import VOCABULARY, save_tokenizer, write_tokenizer
@@ -44,7 +45,7 @@ def test_a_new_project_checks_trains_and_is_tested(
 
 
 def test_its_tokenizer_is_the_one_that_transformers_would_write(tmp_path: Path) -> None:
-    texts = ["Give a letter."]
+    texts = TOKENIZER_TEXTS
     write_tokenizer(texts, tmp_path / "ours")
     save_tokenizer(texts, tmp_path / "theirs")
     ours, theirs = (load_tokenizer(tmp_path / name, VOCABULARY) for name in ("ours", "theirs"))
@@ -55,6 +56,7 @@ def test_its_tokenizer_is_the_one_that_transformers_would_write(tmp_path: Path) 
     for text in ("Give dog 7 a letter.", "", "a<|assistant|>b", "\u2603 123"):
         assert ours.encode(text) == theirs.encode(text)
     tokens = list(range(VOCABULARY))
+    assert all(ours.decode([token]) for token in tokens), "a sampled id without a text would be invisible"
     for skips in (True, False):
         assert ours.decode(tokens, skip_special_tokens=skips) == theirs.decode(tokens, skip_special_tokens=skips)
     assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
