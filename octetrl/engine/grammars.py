@@ -21,6 +21,7 @@ from octetrl.config.errors import UserError
 
 WHITE_SPACE = r"[ \n]{0,64}"
 KEPT = 256  # compiled grammars
+TRIED = 3  # tokens of an answer, when a grammar is compiled
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
@@ -69,11 +70,20 @@ class Grammars:
                 raise UserError(
                     f"llguidance can't read this model's tokenizer ({error}); leave out response_format and tool_choice"
                 ) from error
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar)
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:200]
-            raise UserError(f"the schema can't be followed: {reason}; change it, or leave it out")
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        failure = _in_one_line(matcher.get_error()) if matcher.is_error() else self._tried(matcher)
+        if failure is not None:
+            raise UserError(f"the schema can't be followed: {failure}; change it, or leave it out")
         return matcher
+
+    def _tried(self, matcher: Any) -> str | None:
+        """What fails in the first tokens of an answer: llguidance meets some of its limits only there."""
+        guide = GrammarGuide(matcher.deep_copy(), self._vocab_size, self._eos)
+        for _ in range(TRIED):
+            allowed_V = np.unpackbits(guide.mask().view(np.uint8), bitorder="little")
+            if guide.failure is None:
+                guide.see(int(allowed_V.argmax()))
+        return guide.failure
 
 
 class GrammarGuide:
@@ -88,14 +98,19 @@ class GrammarGuide:
 
     def see(self, token: int) -> None:
         if not self._matcher.is_stopped() and not self._matcher.consume_token(token):
-            self.failure = " ".join(self._matcher.get_error().split())[:200] or "the grammar refused a token"
+            self.failure = _in_one_line(self._matcher.get_error()) or "the grammar refused a token"
 
     def mask(self) -> np.ndarray:
         if not self._matcher.is_stopped():
             mask_W = np.zeros_like(self._only_eos_W)
             self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
             if self._matcher.is_error():
-                self.failure = " ".join(self._matcher.get_error().split())[:200]
+                self.failure = _in_one_line(self._matcher.get_error())
             elif mask_W.any():
                 return mask_W
         return self._only_eos_W
+
+
+def _in_one_line(error: str) -> str:
+    """llguidance's message without its state, which follows in further lines."""
+    return " ".join(error.partition("<state>")[0].split())[:200]

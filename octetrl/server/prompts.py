@@ -11,8 +11,10 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from inspect import signature
 from typing import Any, TypeVar
 
+from octetrl.config.json_file import parse_json
 from octetrl.config.text import TextTooLong
 from octetrl.environments.chat_template import TEMPLATE_ERRORS
 from octetrl.environments.tools import Family, family_of
@@ -34,6 +36,7 @@ class Prompts:
         self._tokenizer = deepcopy(tokenizer)
         self._encoder = Encoder(self._tokenizer, context_length)
         self._vocab_size, self._context_length = vocab_size, context_length
+        self._of_tokenizer = {"self", "messages", *signature(tokenizer.apply_chat_template).parameters}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         template = tokenizer.chat_template
         self.family: Family | None = family_of(template) if isinstance(template, str) else None
@@ -96,6 +99,10 @@ class Prompts:
         if tools is not None and self.family is None:
             raise wrong("tools", "tools: this model's form of tool calls is not supported; leave tools out")
         options = {} if tools is None else {"tools": tools}
+        for name in body.chat_template_kwargs:
+            if name in self._of_tokenizer:  # such as chat_template itself, a program that would run here
+                message = f"chat_template_kwargs: {name!r} is no variable of the model's template; leave it out"
+                raise wrong("chat_template_kwargs", message, "unsupported_parameter")
         conversation = [_message(message, place) for place, message in enumerate(body.messages)]
         try:
             text = self._tokenizer.apply_chat_template(
@@ -154,7 +161,8 @@ def _message(message: Message, place: int) -> dict[str, Any]:
 
 def _arguments(text: str, place: int) -> dict[str, Any]:
     try:
-        arguments = json.loads(text)
+        arguments = parse_json(text, "", "")
+        json.dumps(arguments, allow_nan=False)  # raises ValueError for NaN and Infinity, which are no JSON
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):

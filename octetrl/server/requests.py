@@ -197,7 +197,17 @@ class FunctionTool(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
-    function: dict[str, Any]
+    function: dict[str, Any]  # with its keys in the client's order, as the chat template will write them
+
+    @field_validator("function")
+    @classmethod
+    def _can_be_called(cls, function: dict[str, Any]) -> dict[str, Any]:
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not name:
+            raise ValueError("'name' is needed, a text that is not empty")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise ValueError("'parameters' is a JSON schema, so an object is needed")
+        return function
 
 
 class ChatBody(GenerationBody):
@@ -312,6 +322,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> ApiError:
         return wrong(None, f"the body is not a valid JSON object: {problem['msg']}")
     given = repr(problem.get("input"))
     shown = given if len(given) <= 80 else f"{given[:77]}..."
+    reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return wrong(param, f"{'.'.join(where)}: it is missing", "missing_required_parameter")
     if problem["type"] == "extra_forbidden":
@@ -319,4 +330,4 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> ApiError:
         return wrong(param, f"{'.'.join(where)}: it is not supported; the fields are {known}", "unknown_parameter")
     if problem["type"] == "literal_error" or param == "suffix":
         return wrong(param, f"{'.'.join(where)}: {shown} is not supported; {problem['msg']}", "unsupported_value")
-    return wrong(param, f"{'.'.join(where)}: {shown} is not valid; {problem['msg']}", "invalid_value")
+    return wrong(param, f"{'.'.join(where)}: {shown} is not valid; {reason}", "invalid_value")

@@ -224,6 +224,50 @@ def test_an_unknown_tool_is_refused(live: Live) -> None:
         create(**ASK, tool_choice="required")
 
 
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]}
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+REFUSED = {
+    "a program in the place of the template": {"chat_template_kwargs": {"chat_template": ENDLESS}},
+    "an option of the tokenizer": {"chat_template_kwargs": {"tokenize": True}},
+    "messages twice": {"chat_template_kwargs": {"messages": []}},
+    "a tool without a name": {"tools": [{"type": "function", "function": {}}], "tool_choice": "required"},
+    "a name that is a number": {"tools": [{"type": "function", "function": {"name": 5}}]},
+    "no schema": {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+    "deep arguments": {"messages": [*ASK["messages"], CALLED]},
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_would_break_the_server_or_its_template_is_refused(live: Live, given: str) -> None:
+    answer = post(live, "/v1/chat/completions", {**ASK, "max_tokens": 1, **REFUSED[given]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, next(iter(REFUSED[given]))) and "Value error" not in str(error)
+    assert "\n" not in error["message"] and len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_arguments_that_are_no_json_are_refused(live: Live, number: str) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": f'{{"a": {number}}}'}}
+    messages = [*ASK["messages"], {"role": "assistant", "tool_calls": [call]}]
+    answer = post(live, "/v1/chat/completions", {**ASK, "messages": messages, "max_tokens": 1})
+    assert answer.status_code == 400 and "are not a JSON object" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$id": "x", "$ref": "x"},
+        {"type": "object", "properties": {f"p{place}": {"type": "string"} for place in range(2100)}},
+    ],
+)
+def test_a_schema_beyond_a_limit_of_the_library_is_refused_before_the_answer(live: Live, schema: Any) -> None:
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = post(live, "/v1/chat/completions", {**ASK, "response_format": form})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "the schema can't be followed: " in message and "<state>" not in message
+
+
 # ---------------------------------------------------------------- around it
 
 
