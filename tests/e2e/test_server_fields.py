@@ -227,7 +227,7 @@ def test_an_unknown_tool_is_refused(live: Live) -> None:
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]}
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 REFUSED = {
-    "a program in the place of the template": {"chat_template_kwargs": {"chat_template": ENDLESS}},
+    "a program instead of the template": {"chat_template_kwargs": {"chat_template": ENDLESS}},
     "an option of the tokenizer": {"chat_template_kwargs": {"tokenize": True}},
     "messages twice": {"chat_template_kwargs": {"messages": []}},
     "a tool without a name": {"tools": [{"type": "function", "function": {}}], "tool_choice": "required"},
