@@ -22,6 +22,7 @@ from typing import Any
 
 INTERRUPTED = 130
 TO_END = 3.0  # seconds for threads that are left
+_EXECUTOR = os.path.join("concurrent", "futures", "thread.py")
 _CLEAN = b"\r\x1b[J\x1b[?25h"  # without what a live line left there, and with the cursor that it had hidden
 
 
@@ -79,16 +80,20 @@ class CtrlC:
 
 def _threads_that_stay() -> list[str]:
     """Names of threads for which the interpreter would wait for ever, such as one that a user's module started. They
-    have `TO_END` seconds to end. The interpreter itself ends the threads of executors."""
+    have `TO_END` seconds to end."""
     until = time.monotonic() + TO_END
-    staying = []
-    for thread in threading.enumerate():
-        target = getattr(thread, "_target", None)
-        of_executor = getattr(target, "__module__", None) == "concurrent.futures.thread"
-        if thread is not threading.main_thread() and not thread.daemon and not of_executor:
-            thread.join(max(0.0, until - time.monotonic()))
-            staying += [thread.name] if thread.is_alive() else []
-    return staying
+    others = [one for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon]
+    while time.monotonic() < until and any(map(_is_busy, others)):
+        time.sleep(0.01)
+    return [one.name for one in others if _is_busy(one)]
+
+
+def _is_busy(thread: threading.Thread) -> bool:
+    """Not so is a thread of an executor that waits for work: the interpreter itself ends it."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    code = None if frame is None else frame.f_code
+    waits = code is not None and code.co_name == "_worker" and code.co_filename.endswith(_EXECUTOR)
+    return thread.is_alive() and not waits
 
 
 def _is_importing(frame: FrameType | None) -> bool:

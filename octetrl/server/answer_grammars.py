@@ -16,7 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from octetrl.engine.grammars import WHITE_SPACE, json_grammar
 from octetrl.environments.tools import Family
-from octetrl.server.schema_references import endless_reference, moved_below
+from octetrl.server.schema_references import distinct_references, endless_reference, moved_below
+
+LARGEST_SCHEMA = 1 << 18  # characters: some seconds of compiling, in which no token is sampled
+MOST_REFERENCES = 250  # llguidance follows them recursively, on the thread's stack
 
 
 class JsonSchema(BaseModel):
@@ -56,7 +59,7 @@ def format_grammar(asked: ResponseFormat | None) -> str | None:
         return json_grammar({"type": "object"})
     if asked.json_schema is None:
         raise ValueError("response_format: json_schema is missing; give {'schema': {...}}")
-    _check_ends(asked.json_schema.content, "response_format")
+    _check_schema(asked.json_schema.content, "response_format")
     return json_grammar(asked.json_schema.content)
 
 
@@ -67,19 +70,32 @@ def call_grammar(functions: Sequence[dict[str, Any]], family: Family, *, several
     calls = []
     for place, one in enumerate(functions):
         parameters = one.get("parameters") or {"type": "object"}
-        _check_ends(parameters, f"tools: function '{one['name']}'")
+        _check_schema(parameters, f"tools: function '{one['name']}'")
         parameters = moved_below(parameters, f"#/anyOf/{place}/properties/{key}")
         properties = {"name": {"const": one["name"]}, key: parameters}
         calls.append(
             {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
         )
     body = json.dumps({"anyOf": calls, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+    _check_size(body, "tools", "their schemas together have")
     more = ' ("\\n" call)*' if several and family == "hermes" else ' ("; " call)*' if several else ""
     call = '"<tool_call>\\n" body "\\n</tool_call>"' if family == "hermes" else "body"
     return f"start: call{more}\ncall: {call}\nbody: %json {body}\n"
 
 
-def _check_ends(schema: dict[str, Any], where: str) -> None:
+def _check_size(text: str, where: str, what: str) -> None:
+    if len(text) > LARGEST_SCHEMA:
+        raise ValueError(f"{where}: {what} {len(text):,} characters of JSON; at most {LARGEST_SCHEMA:,} are compiled")
+
+
+def _check_schema(schema: dict[str, Any], where: str) -> None:
+    """Raise ValueError for a schema that no text matches, or one that is too large for the engine's thread."""
+    _check_size(json.dumps(schema), where, "the schema has")
+    references = len(distinct_references(schema))
+    if references > MOST_REFERENCES:
+        raise ValueError(
+            f"{where}: the schema refers to {references:,} different subschemas; at most {MOST_REFERENCES} are followed"
+        )
     endless = endless_reference(schema)
     if endless is not None:
         raise ValueError(

@@ -17,11 +17,22 @@ _DATA = ("const", "enum", "default", "examples", "required")  # values that are 
 def endless_reference(schema: Any) -> str | None:
     """A `$ref` to a subschema that no finite text matches; None if there is none. Of references that lead out of the
     schema, or to nothing, nothing is known here."""
-    references = {text: _at(schema, text) for text in dict.fromkeys(_references(schema))}
+    references = {text: _at(schema, text) for text in distinct_references(schema)}
     ending = {text for text, target in references.items() if target is None}
-    while found := [one for one in references if one not in ending and _ends(references[one], ending)]:
-        ending.update(found)
+    left = [text for text in references if text not in ending]
+    num_before = len(left) + 1
+    while len(left) < num_before:
+        num_before = len(left)
+        for text in reversed(left):  # each round in the other direction: chains in order need two
+            if _ends(references[text], ending):
+                ending.add(text)
+        left = [text for text in reversed(left) if text not in ending]
     return next((text for text in references if text not in ending), None)
+
+
+def distinct_references(schema: Any) -> list[str]:
+    """All texts of `$ref` that the schema needs, each once."""
+    return list(dict.fromkeys(_references(schema)))
 
 
 def moved_below(schema: Any, place: str) -> Any:
@@ -43,18 +54,19 @@ def moved_below(schema: Any, place: str) -> Any:
 
 def _references(schema: Any) -> Iterator[str]:
     """All references in a schema, but those of definitions to which none of them leads."""
-    left, seen = [schema], set()
+    left, seen = [schema], set[int]()
     while left:
         one = left.pop()
+        if id(one) in seen:  # several references may lead into the same part
+            continue
+        seen.add(id(one))
         if isinstance(one, list):
             left.extend(one)
         elif isinstance(one, dict):
             for key, value in one.items():
                 if key == "$ref" and isinstance(value, str):
                     yield value
-                    if value not in seen:
-                        seen.add(value)
-                        left.append(_at(schema, value))
+                    left.append(_at(schema, value))
                 elif key in _NAMES and isinstance(value, dict):
                     left.extend(() if key in ("$defs", "definitions") else value.values())
                 elif key not in _DATA:

@@ -124,16 +124,27 @@ def _assert_stopped(process: subprocess.Popen[str], *, may_be_done: bool = False
     assert "octetrl: stopped" in err
 
 
-def test_a_thread_that_a_module_left_running_does_not_keep_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("left", "name"),
+    [
+        ("threading.Thread(target=time.sleep, args=(600,), name='refresher').start()", "refresher"),
+        ("executor.submit(time.sleep, 600)", "tokenizer_0"),  # such as a chat template without end
+        ("executor.submit(int).result()", ""),
+    ],
+)
+def test_a_thread_that_was_left_running_does_not_keep_the_command(tmp_path: Path, left: str, name: str) -> None:
     """`finish` at the end of `main`: the interpreter would wait for the thread, and ignore Ctrl-C."""
-    code = """
+    code = f"""
 import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from octetrl.cli import ctrl_c
 ctrl_c.TO_END = 0.1
-threading.Thread(target=time.sleep, args=(600,), name="refresher").start()
+executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+{left}
 print("no problems")
 ctrl_c.CtrlC().finish(3, was_stopped=False)
+sys.exit(3)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert (done.returncode, done.stdout) == (3, "no problems\n")
-    assert done.stderr == "octetrl: ended with threads that still ran: refresher\n"
+    assert done.stderr == (f"octetrl: ended with threads that still ran: {name}\n" if name else "")
