@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,9 +113,13 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
 
 
 def _speller_of(tokenizer: Tokenizer) -> Decode:
+    def decode(token_ids: tuple[int, ...]) -> str:
+        return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    of_one = lru_cache(maxsize=None)(decode)  # of at most the whole vocabulary: answers with log-probs spell each token
+
     def spell(token_ids: tuple[int, ...]) -> str:
-        text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return of_one(token_ids) if len(token_ids) == 1 else decode(token_ids)
 
     return spell
 
