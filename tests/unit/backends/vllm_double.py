@@ -90,9 +90,6 @@ class VllmDouble:
         for name in request_ids:
             self.requests.pop(name, None)
 
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.requests)
-
     def step(self) -> list[Any]:
         assert self.awake == {"weights", "kv_cache"}, "a step without memory"
         assert not any(bool(one.isnan().any()) for one in self.model.parameters() if one.dtype == torch.float32)
