@@ -50,12 +50,16 @@ Layers = Annotated[
     int | None, typer.Option(min=1, help="Use only this many of the model's layers, for a small machine.")
 ]
 MaxBatch = Annotated[int, typer.Option(min=1, help="Largest number of sequences decoded together.")]
+KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
+Sigma = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
+]
 Out = Annotated[Path | None, typer.Option(help="Folder of the JSON. Default: benchmarks/results if there, else here.")]
 Name = Annotated[
     str | None,
     typer.Option(help="The JSON is BENCH_MODEL_NAME.json. Default: BENCH_MODEL.json, with the numerics if not parity."),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, prompts, lengths and sampling.")]
 Checkpointing = Annotated[
     str,

@@ -18,12 +18,12 @@ from octetrl.bench.workload import (
     lognormal_lengths,
     recorded_lengths,
 )
-from octetrl.cli.arguments import Address, Cpus, Gpus
+from octetrl.cli.arguments import Address, Cpus, Device, Gpus
 from octetrl.cli.bench_cluster import TensorParallel, Workers, cluster_of, device_name, result_name
 from octetrl.cli.bench_on_workers import measure_rollout
 from octetrl.cli.bench_options import (
     TABLE_WIDTH,
-    Device,
+    KVFraction,
     MaxBatch,
     Model,
     Name,
@@ -33,6 +33,7 @@ from octetrl.cli.bench_options import (
     Rounds,
     RouterSkew,
     Seed,
+    Sigma,
     device_of,
     make_folder,
     model_of,
@@ -116,12 +117,7 @@ Separate = Annotated[
         " Without it siblings share their prompt, as in a run.",
     ),
 ]
-Sigma = Annotated[
-    float | None,
-    typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
-]
 GroupSize = Annotated[int | None, typer.Option(min=1, help="Siblings that share a prompt. Default: 8; on a CPU 4.")]
-KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
 PrefillChunk = Annotated[
     int | None, typer.Option(min=16, help="Tokens of prompts in one forward. Default: a recipe's.")
 ]

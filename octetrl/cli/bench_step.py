@@ -15,7 +15,7 @@ from octetrl.bench.workload import (
     lognormal_lengths,
     uniform_lengths,
 )
-from octetrl.cli.arguments import Address, Cpus, Gpus
+from octetrl.cli.arguments import Address, Cpus, Device, Gpus
 from octetrl.cli.bench_cluster import (
     BesideTail,
     Gradients,
@@ -32,8 +32,8 @@ from octetrl.cli.bench_options import (
     STATES,
     SUMS,
     Checkpointing,
-    Device,
     GradientSums,
+    KVFraction,
     Layers,
     LogprobChunk,
     Master,
@@ -46,6 +46,7 @@ from octetrl.cli.bench_options import (
     PrecisionList,
     Rounds,
     Seed,
+    Sigma,
     States,
     WeightCodes,
     check_checkpointing,
@@ -117,17 +118,12 @@ AnswerTokens = Annotated[
     ),
 ]
 Lengths = Annotated[Literal["uniform", "lognormal"], typer.Option(help="Lengths of the answers.")]
-Sigma = Annotated[
-    float | None,
-    typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
-]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after a short one that is not timed.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in the untimed step; 0: no such step.")]
 LearnShare = Annotated[
     float,
     typer.Option(min=0.001, max=1.0, help="Learn from this share of the groups and extrapolate the time of all."),
 ]
-KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
 Calibration = Annotated[
     str | None,
     typer.Option(

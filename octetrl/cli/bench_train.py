@@ -11,7 +11,7 @@ import typer
 
 from octetrl.bench.expert_shares import check_skew
 from octetrl.bench.workload import DIGITS, LengthRange
-from octetrl.cli.arguments import Address, Cpus, Gpus
+from octetrl.cli.arguments import Address, Cpus, Device, Gpus
 from octetrl.cli.bench_cluster import Gradients, TensorParallel, Workers, cluster_of, device_name, result_name
 from octetrl.cli.bench_on_workers import measure_train, micro_batches_of
 from octetrl.cli.bench_options import (
@@ -20,7 +20,6 @@ from octetrl.cli.bench_options import (
     STATES,
     SUMS,
     Checkpointing,
-    Device,
     GradientSums,
     Layers,
     LogprobChunk,
@@ -34,6 +33,7 @@ from octetrl.cli.bench_options import (
     Rounds,
     RouterSkew,
     Seed,
+    Sigma,
     States,
     WeightCodes,
     check_checkpointing,
@@ -93,10 +93,6 @@ Lengths = Annotated[
     ),
 ]
 Mean = Annotated[int | None, typer.Option(min=2, help="lognormal: the mean length. Default: 2048.")]
-Sigma = Annotated[
-    float | None,
-    typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
-]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after one that is not timed.")]
 MicroBatches = Annotated[
     int | None,
