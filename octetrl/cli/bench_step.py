@@ -181,9 +181,12 @@ def step(
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, sums)
     from octetrl.bench.step import StepBench
 
-    usual = ON_GPU if (on_gpu := (chosen := device_of(device_name(cluster, device))).type == "cuda") else ON_CPU
+    chosen = device_of(device_name(cluster, device))
+    on_gpu = chosen.type == "cuda"
+    usual = ON_GPU if on_gpu else ON_CPU
+    found = model_of(model, layers, on_gpu=on_gpu)
     plan = StepBench(
-        model=(found := model_of(model, layers, on_gpu=on_gpu)),
+        model=found,
         precisions=precisions,
         workload=_workload(found, usual, (prompts, group, prompt_tokens), answer_tokens, (lengths, sigma), seed),
         group_size=group or usual[1],
