@@ -23,9 +23,7 @@ from octetrl.config.text import escaped
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.records import Reply, Rollout, Task
 from octetrl.rollout.encode import Encoder
-from octetrl.rollout.message_tokens import Message, TokenizedMessages, tokenize_messages
-
-_PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
+from octetrl.rollout.message_tokens import PLACEHOLDER, Message, TokenizedMessages, tokenize_messages
 
 
 class ChatTokenizer(Protocol):
@@ -132,11 +130,11 @@ class ChatTokens:
             return tuple(self._encoder.ids(text, special=False))
         conversation = [
             {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _PLACEHOLDER},
+            {"role": "assistant", "content": PLACEHOLDER},
             *({"role": reply.role, "content": reply.text} for reply in replies),
         ]
         try:
-            _, found, after = self._render(conversation).partition(_PLACEHOLDER)
+            _, found, after = self._render(conversation).partition(PLACEHOLDER)
         except TEMPLATE_ERRORS as error:
             roles = ", ".join(reply.role for reply in replies)
             raise ReplyError(f"the chat template refuses replies of the roles {roles} ({error})") from error

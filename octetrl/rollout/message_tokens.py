@@ -31,7 +31,7 @@ from octetrl.environments.chat_template import TEMPLATE_ERRORS
 from octetrl.rollout.encode import Encoder
 
 Message = Mapping[str, Any]  # role, content and other keys that the template reads
-_PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"
+PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"  # rendered in place of an answer, to find the template's text around it
 
 
 class OffsetTokenizer(Protocol):
@@ -103,8 +103,8 @@ def _span(
     tokenizer: OffsetTokenizer, text: str, messages: Sequence[Message], index: int, render: Any
 ) -> tuple[int, int]:
     """The span of the assistant message `index` in `text`, with the end of its turn."""
-    placeholder = {"role": "assistant", "content": _PLACEHOLDER}
-    before, found, after = render([*messages[:index], placeholder, *messages[index + 1 :]]).partition(_PLACEHOLDER)
+    placeholder = {"role": "assistant", "content": PLACEHOLDER}
+    before, found, after = render([*messages[:index], placeholder, *messages[index + 1 :]]).partition(PLACEHOLDER)
     opened = render(messages[:index], True)
     if found and text.startswith(opened):
         start = len(opened)
