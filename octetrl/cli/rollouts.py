@@ -17,7 +17,7 @@ from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, se
 from octetrl.telemetry.rollouts import EVALUATIONS
 
 if TYPE_CHECKING:
-    from octetrl.cli.rollouts_view import Pieces
+    from octetrl.telemetry.rollout_page import Pieces
 
 IN_TERMINAL, ON_PAGE = 4, 100  # groups
 LETTERS = 1_200

@@ -7,7 +7,7 @@ terminal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octetrl.config.text import counted, escaped
+from octetrl.telemetry.rollout_page import Pieces
 from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Selection, Utterance
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY
 
@@ -24,8 +25,6 @@ PROMPT_LETTERS = 800
 PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
 PICTURES |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
 PICTURES |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # turn text around
-
-Pieces = Callable[[Sequence[int]], list[str]]  # token ids -> what each looks like
 
 
 class RolloutsView:
