@@ -86,7 +86,7 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
         elif detail["type"] == "union_tag_invalid":
             problems.append(_unknown_name((*field, "name"), detail))
         else:
-            problems.append(Problem((".".join(field),), _wrong_value(field, {**detail, "loc": location}, tree)))
+            problems.append(Problem((".".join(field),), _wrong_value(field, {**detail, "loc": location})))
         lacking = detail["type"] == "missing" and len(field) > 1  # then the whole section must be removed
         _remove(sound, field[:-1] if lacking or field == (SECTION, "name") else field)
     if misplaced:
@@ -164,7 +164,7 @@ def _missing(field: tuple[str, ...]) -> str:
     return f"{'.'.join(field)}: missing{hint}"
 
 
-def _wrong_value(field: tuple[str, ...], detail: Any, tree: dict[str, Any]) -> str:
+def _wrong_value(field: tuple[str, ...], detail: Any) -> str:
     name = ".".join(field)
     if len(detail["loc"]) > len(field):
         name += "".join(f"[{part}]" for part in detail["loc"][len(field) :] if part != "[key]")
