@@ -59,7 +59,6 @@ def build_vllm(
     tokenizer: Tokenizer,
     device: torch.device,
     trains: bool,
-    eager: bool = False,
 ) -> VllmBackend:
     """vLLM beside a trainer. Raises UserError without a GPU, without vLLM, or without room for both."""
     if device.type != "cuda":
@@ -80,7 +79,6 @@ def build_vllm(
             folder=str(folder),
             context_length=context,
             cache_bytes=pages * config.page_size * cache_bytes_per_token(spec, policy),
-            eager=eager,
         )
         vllm = start_vllm(arguments)
     return VllmBackend(vllm, spec=spec, policy=policy, tokenizer=tokenizer, config=config, context_length=context)

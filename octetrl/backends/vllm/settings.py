@@ -47,9 +47,9 @@ def check_room(tokens: int, context_length: int, needed: int, device_bytes: int)
 
 
 def engine_arguments(
-    config: EngineConfig, policy: PrecisionPolicy, *, folder: str, context_length: int, cache_bytes: int, eager: bool
+    config: EngineConfig, policy: PrecisionPolicy, *, folder: str, context_length: int, cache_bytes: int
 ) -> Mapping[str, Any]:
-    """`EngineArgs` of vLLM. `eager`: no compiler and no graphs, for tests of small models."""
+    """`EngineArgs` of vLLM, with its compiler and its graphs. context_length in tokens, cache_bytes of all pages."""
     return {
         "model": folder,
         "load_format": "dummy",
@@ -67,6 +67,6 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # after the temperature; its raw ones ignore it
         "enable_sleep_mode": True,
         "disable_log_stats": True,
-        "enforce_eager": eager,
+        "enforce_eager": False,
         "seed": 0,  # each request has its own
     }
