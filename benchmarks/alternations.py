@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.bench.rollout import Arm, Bench, build_arm, find_model, first_token, give_memory_back
+from octetrl.bench.model import find_model, give_memory_back
+from octetrl.bench.rollout import Arm, Bench, build_arm, first_token
 from octetrl.bench.workload import Shape, fixed_lengths
 from octetrl.config.load import PRECISIONS
 from octetrl.config.presets import PRESETS

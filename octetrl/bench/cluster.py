@@ -26,6 +26,7 @@ import torch
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.beside_tail import tail_step
+from octetrl.bench.model import BenchModel
 from octetrl.bench.on_workers import (
     Arm,
     BenchWorkers,
@@ -37,7 +38,6 @@ from octetrl.bench.on_workers import (
     recipe_on,
     slowest,
 )
-from octetrl.bench.rollout import BenchModel
 from octetrl.bench.step import (
     DIFFERENCE,
     MISMATCH,

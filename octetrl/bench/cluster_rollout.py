@@ -29,8 +29,8 @@ from octetrl.bench.on_workers import (
     peak_fields,
     recipe_on,
 )
-from octetrl.bench.rollout import Bench, Row
-from octetrl.bench.turns import take_in_turn
+from octetrl.bench.rollout import Bench
+from octetrl.bench.turns import Row, take_in_turn
 from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.cluster import ClusterConfig

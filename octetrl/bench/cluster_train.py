@@ -21,6 +21,7 @@ import torch
 
 from octetrl.bench.cluster_memory import estimated_bytes
 from octetrl.bench.mix import Work, draw_work
+from octetrl.bench.model import BenchModel
 from octetrl.bench.on_workers import (
     Arm,
     BenchWorkers,
@@ -34,9 +35,8 @@ from octetrl.bench.on_workers import (
     recipe_on,
     slowest,
 )
-from octetrl.bench.rollout import BenchModel, Row
 from octetrl.bench.train import TrainBench, model_flops
-from octetrl.bench.turns import take_in_turn
+from octetrl.bench.turns import Row, take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.load import PRECISIONS

@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from octetrl.bench.rollout import BenchModel, Row, give_memory_back, tokenizer_of
+from octetrl.bench.model import BenchModel, give_memory_back, tokenizer_of
+from octetrl.bench.turns import Row
 from octetrl.bench.worker import bench_worker, hosted_bench_worker
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from octetrl.bench.profile import short_name
+from octetrl.bench.turns import Row
 from octetrl.kernels.parts import Part
 
 GAPS, OTHER, UNKNOWN_GEMM, ELEMENTWISE = "gaps", "other", "gemm", "elementwise"
@@ -40,7 +41,6 @@ _BY_NAME = (  # the first that is found; for kernels outside all ranges
     (UNKNOWN_GEMM, r"gemm|nvjet|cutlass|cublas|xmma|splitK"),
     (ELEMENTWISE, r"elementwise|reduce|gather|index|scatter|[Cc]opy|Memcpy|Memset|[Ff]ill|Cat"),
 )
-Row = dict[str, str | int | float]
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from octetrl.bench.rollout import Bench, Row, build_arm, give_memory_back, warm_up
+from octetrl.bench.model import give_memory_back
+from octetrl.bench.rollout import Bench, build_arm, warm_up
+from octetrl.bench.turns import Row
 from octetrl.bench.workload import Workload
 from octetrl.engine.engine import Engine
 from octetrl.records import GenerationProgress

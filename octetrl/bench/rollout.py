@@ -21,7 +21,6 @@ bound: the L2 cache serves some reads of a shared prompt, so the share can excee
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
 import time
@@ -36,42 +35,24 @@ import torch
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.bandwidth_model import modelled_seconds, weight_bytes
+from octetrl.bench.model import BenchModel, fill_weights, give_memory_back, tokenizer_of
 from octetrl.bench.router_skew import Balance, skew_routers
-from octetrl.bench.turns import compared, take_in_turn
+from octetrl.bench.turns import Row, compared, take_in_turn
 from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
-from octetrl.config.presets import PRESETS, preset_config, refuse_unknown_model
 from octetrl.config.schema import EngineConfig, Fp8Config, Numerics, TrainerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.config.speculation import SpeculationConfig
-from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import cache_format
 from octetrl.engine.metrics import EngineMetrics
-from octetrl.engine.stopping import Tokenizer
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
-from octetrl.layers.weight_memory import filling
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import load_spec, spec_from_config
-from octetrl.models.hf_weights import load_weights
-from octetrl.models.random_weights import EMBEDDING_STD
-from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.records import GenerationRequest
-from octetrl.run.resume import weights_folder
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
-
-Row = dict[str, str | int | float]
-
-
-@dataclass(frozen=True, slots=True)
-class BenchModel:
-    name: str  # of the result's file
-    spec: ModelSpec
-    folder: Path | None  # None: a preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +108,6 @@ class Turn:
     prefill_chunk: int = EngineConfig().prefill_chunk
     router_skew: float = 0.0
     balance: Balance | None = None
-
-
-class NoText:
-    """The tokenizer of a model without one: tokens have no text, and none of them ends an answer."""
-
-    eos_token_id = None
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
-        return ""
-
-
-def find_model(model: str) -> BenchModel:
-    """A preset, or a Hugging Face folder, run or checkpoint. Raises UserError."""
-    if model in PRESETS:
-        return BenchModel(model, spec_from_config(preset_config(model)), None)
-    refuse_unknown_model(model)
-    folder = weights_folder(Path(model))
-    return BenchModel(Path(model).resolve().name, load_spec(folder), folder)
 
 
 def measure(bench: Bench, on_turn: Callable[[int, Turn], None] | None = None) -> list[Turn]:
@@ -212,23 +175,13 @@ def cached_kernels() -> int:
     return sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR") or usual).glob("*/*.cubin"))
 
 
-def give_memory_back(device: torch.device) -> None:
-    """Free the memory of an arm that has no references left."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Arm:
     """Build the engine of one precision with its weights and, if its cache is calibrated, KV scales."""
     spec, device = bench.model.spec, bench.device
     policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
     backend = choose_backend(device, None) if policy.uses_fp8("rollout") else "emulated"
     model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend, fp8_weights=False)
-    if bench.model.folder is None:
-        draw_on_device(model, bench.seed)
-    else:
-        load_weights(model, bench.model.folder)
+    fill_weights(model, bench.model, bench.seed)
     model.requantize()
     balance = skew_routers(model, bench.router_skew, bench.seed)
     for _, linear in model.float8_linears():
@@ -258,25 +211,6 @@ def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numeri
     return Arm(engine, policy, page.bytes_per_page / config.page_size, balance)
 
 
-@torch.no_grad()
-def draw_on_device(model: Decoder, seed: int) -> None:
-    """Like `Decoder.random_init`, but on the device, which creates billions of numbers a second. A part of a model gets
-    its rows of the whole weights."""
-    generator = torch.Generator(model.lm_head_weight.device).manual_seed(seed)
-    fill, cut = filling(model), cut_rows_of(model.spec, model.lora)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            std = parameter.shape[1] ** -0.5 if name.startswith("layers.") else EMBEDDING_STD
-            rows = cut.get(name)
-            with fill(name):
-                drawn = parameter if rows is None else parameter.new_empty(rows.whole_rows, *parameter.shape[1:])
-                drawn.normal_(std=std, generator=generator)
-                if rows is not None:
-                    parameter.copy_(torch.cat([drawn[one.whole : one.whole + one.rows] for one in rows.pieces]))
-
-
 def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVScales:
     """KV scales from some of the workload's prompts, as before a run's first rollout."""
     algorithm = build_algorithm(GrpoConfig())
@@ -286,14 +220,6 @@ def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVSca
     amax_LS = observe_kv(trainer, calibration_prompts(workload))
     assert amax_LS is not None, "KV calibration: no forward has observed K and V"
     return kv_scales_from_amax(amax_LS, model.spec, policy_version=policy_version)
-
-
-def tokenizer_of(model: BenchModel) -> Tokenizer:
-    folder = model.folder
-    if folder is None or not any((folder / name).is_file() for name in VOCABULARIES):
-        return NoText()
-    tokenizer: Tokenizer = load_tokenizer(folder)
-    return tokenizer
 
 
 def first_token(request: GenerationRequest) -> GenerationRequest:

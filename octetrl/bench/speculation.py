@@ -12,7 +12,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from octetrl.bench.rollout import Bench, Row, build_arm, give_memory_back, warm_up
+from octetrl.bench.model import give_memory_back
+from octetrl.bench.rollout import Bench, build_arm, warm_up
+from octetrl.bench.turns import Row
 from octetrl.bench.workload import Workload
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.engine import Engine

@@ -36,7 +36,7 @@ import torch
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.bench.clock import MicroBatchClock, Pace
 from octetrl.bench.memory import estimate, refuse_what_does_not_fit
-from octetrl.bench.rollout import BenchModel, give_memory_back
+from octetrl.bench.model import BenchModel, give_memory_back
 from octetrl.bench.turns import take_in_turn
 from octetrl.bench.worker import bench_worker
 from octetrl.bench.workload import Workload

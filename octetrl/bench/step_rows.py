@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from itertools import product
 
 from octetrl.bench.memory import checkpointed_layers
-from octetrl.bench.rollout import Row
 from octetrl.bench.step import DIFFERENCE, MISMATCH, StepBench, StepTurn, estimate_bytes
-from octetrl.bench.turns import compared
+from octetrl.bench.turns import Row, compared
 from octetrl.config.schema import Numerics
 
 

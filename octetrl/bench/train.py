@@ -40,10 +40,10 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.hardware import BF16_FLOPS
 from octetrl.bench.memory import checkpointed_layers, estimate, refuse_what_does_not_fit
 from octetrl.bench.mix import Mix, Work, draw_work
+from octetrl.bench.model import BenchModel, fill_weights, give_memory_back
 from octetrl.bench.parts import Trace, kernels_of_parts, part_rows, read_trace
-from octetrl.bench.rollout import BenchModel, Row, draw_on_device, give_memory_back
 from octetrl.bench.router_skew import skew_routers
-from octetrl.bench.turns import compared, take_in_turn
+from octetrl.bench.turns import Row, compared, take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
 from octetrl.config.model_work import pair_products, token_weights
@@ -54,7 +54,6 @@ from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.kernels.parts import part
 from octetrl.models.decoder import Decoder
-from octetrl.models.hf_weights import load_weights
 from octetrl.records import PackedBatch
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.trainer import Trainer
@@ -155,10 +154,7 @@ def build_trainer(bench: TrainBench, precision: str, numerics: Numerics = "parit
     policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
     backend = choose_backend(bench.device, None) if policy.uses_fp8("train") else "emulated"
     model = Decoder(spec, policy, "train", dtype=torch.bfloat16, device=bench.device, backend=backend)
-    if bench.model.folder is None:
-        draw_on_device(model, bench.seed)
-    else:
-        load_weights(model, bench.model.folder)
+    fill_weights(model, bench.model, bench.seed)
     model.requantize()
     trainer = Trainer(
         model,

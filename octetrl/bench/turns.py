@@ -1,4 +1,4 @@
-"""The order of turns and the ratios between arms, for all benches. No torch.
+"""The order of turns, the rows that they become, and the ratios between arms, for all benches. No torch.
 
 Arms run A B C in odd rounds and C B A in even rounds, so a device that slows down as it heats up favours none of them.
 """
@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from octetrl.config.schema import Numerics
 
+Row = dict[str, str | int | float]  # of a result's file and of its table: values by name
 Arm = TypeVar("Arm")
 Turn = TypeVar("Turn")
 

@@ -29,8 +29,8 @@ from pathlib import Path
 from octetrl.backends.vllm.measure import Asked, AskedRequest, Measured
 from octetrl.backends.vllm.names import model_config
 from octetrl.backends.vllm.start import write_model
-from octetrl.bench.rollout import Bench, Row, Turn, take_turn
-from octetrl.bench.turns import take_in_turn
+from octetrl.bench.rollout import Bench, Turn, take_turn
+from octetrl.bench.turns import Row, take_in_turn
 from octetrl.bench.workload import Workload
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.bench.rollout import BenchModel, draw_on_device, tokenizer_of
+from octetrl.bench.model import BenchModel, fill_weights, tokenizer_of
 from octetrl.config.schema import Recipe
 from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
-from octetrl.layers.weight_memory import Loading
-from octetrl.models.decoder import Decoder
-from octetrl.models.hf_weights import load_weights
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.build import BuiltWorker
@@ -31,19 +28,13 @@ def bench_worker(
     """A worker of `model`, or of its part of it. Workers with the same seed on the same kind of device have the same
     weights."""
 
-    def fill(decoder: Decoder, loading: Loading) -> None:
-        if model.folder is None:
-            draw_on_device(decoder, recipe.seed)
-        else:
-            load_weights(decoder, model.folder, loading=loading)
-
     return Worker(
         recipe,
         spec=model.spec.cut(TensorCut(peers.group.rank, peers.group.size)),
         policy=precision_policy(model.spec, recipe.fp8, recipe.numerics),
         tokenizer=tokenizer_of(model),
         algorithm=build_algorithm(recipe.algorithm),
-        load_weights=fill,
+        load_weights=lambda decoder, loading: fill_weights(decoder, model, recipe.seed, loading),
         device=device,
         spans=spans,
         trains=trains,

@@ -18,7 +18,8 @@ from octetrl.config.schema import Numerics, TrainerConfig
 if TYPE_CHECKING:
     import torch
 
-    from octetrl.bench.rollout import BenchModel, Row
+    from octetrl.bench.model import BenchModel
+    from octetrl.bench.turns import Row
 
 RESULTS = Path("benchmarks/results")
 TABLE_WIDTH = 150
@@ -165,7 +166,7 @@ def device_of(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def model_of(model: str | None, layers: int | None, *, on_gpu: bool) -> BenchModel:
-    from octetrl.bench.rollout import find_model
+    from octetrl.bench.model import find_model
 
     try:
         found = find_model(model if model is not None else "qwen3-8b" if on_gpu else "tiny")

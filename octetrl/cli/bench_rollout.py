@@ -49,7 +49,9 @@ from octetrl.config.schema import EngineConfig
 from octetrl.config.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
-    from octetrl.bench.rollout import Bench, BenchModel, Row, Turn
+    from octetrl.bench.model import BenchModel
+    from octetrl.bench.rollout import Bench, Turn
+    from octetrl.bench.turns import Row
 
 ON_GPU, ON_CPU = (Shape(128, 512, 4096), Shape(256, 512, 1024)), (Shape(8, 16, 32),)  # of the first, what is not given
 DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file

@@ -65,7 +65,7 @@ from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
 
 if TYPE_CHECKING:
-    from octetrl.bench.rollout import BenchModel
+    from octetrl.bench.model import BenchModel
     from octetrl.bench.step import StepBench, StepTurn
 
 ON_GPU, ON_CPU = (64, 8, 512, "2048-4096", 16_384), (2, 2, 8, "4-12", 64)  # prompts, group, prompt, answers, tokens

@@ -51,8 +51,8 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, TrainerConfig
 
 if TYPE_CHECKING:
-    from octetrl.bench.rollout import Row
     from octetrl.bench.train import TrainBench, TrainTurn
+    from octetrl.bench.turns import Row
 
 ON_GPU, ON_CPU = (16_384, "4096"), (64, "16")  # tokens of a micro-batch, lengths
 COLUMNS = {  # key of a row: heading, format

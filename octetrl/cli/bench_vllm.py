@@ -13,7 +13,8 @@ from octetrl.config.errors import UserError
 from octetrl.config.vllm import why_no_vllm
 
 if TYPE_CHECKING:
-    from octetrl.bench.rollout import Bench, Row, Turn
+    from octetrl.bench.rollout import Bench, Turn
+    from octetrl.bench.turns import Row
     from octetrl.bench.vllm import VllmTurn
 
 OURS, VLLM = "octetrl", "vllm"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from octetrl.bench.model import find_model
 from octetrl.bench.profile import BETWEEN_KERNELS, STEPS, profile_rows
-from octetrl.bench.rollout import Bench, find_model
+from octetrl.bench.rollout import Bench
 from octetrl.bench.workload import Shape, fixed_lengths
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octetrl.bench.bandwidth_model import modelled_seconds, weight_bytes
 from octetrl.bench.expert_shares import check_skew, expert_shares
-from octetrl.bench.rollout import draw_on_device, find_model
+from octetrl.bench.model import draw_on_device, find_model
 from octetrl.bench.router_skew import skew_routers
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError

@@ -12,8 +12,8 @@ import torch
 from octetrl.bench.cluster import ClusterBench, ClusterTimes, ClusterTurn, measure
 from octetrl.bench.cluster_memory import check_memory, estimated_bytes
 from octetrl.bench.cluster_rows import rows_of
+from octetrl.bench.model import find_model
 from octetrl.bench.on_workers import EMBEDDED, digest_warnings
-from octetrl.bench.rollout import find_model
 from octetrl.bench.step import MISMATCH, StepBench
 from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_cluster import check_tail, counts_of

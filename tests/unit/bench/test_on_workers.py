@@ -16,10 +16,12 @@ from octetrl.bench import cluster, cluster_rollout, cluster_train, on_workers
 from octetrl.bench.cluster_memory import estimated_bytes
 from octetrl.bench.cluster_rows import rows_of as step_rows
 from octetrl.bench.mix import Mix
+from octetrl.bench.model import BenchModel, find_model
 from octetrl.bench.on_workers import EMBEDDED, check_cut, compare_workers, digest_warnings
-from octetrl.bench.rollout import Bench, BenchModel, Row, find_model
+from octetrl.bench.rollout import Bench
 from octetrl.bench.step import StepBench
 from octetrl.bench.train import TrainBench
+from octetrl.bench.turns import Row
 from octetrl.bench.workload import LengthRange, Shape, lognormal_lengths, uniform_lengths
 from octetrl.cli.bench_cluster import check_codes, cluster_of, columns_of, counts_of, noise_warnings
 from octetrl.cli.bench_on_workers import micro_batches_of

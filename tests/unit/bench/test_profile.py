@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from octetrl.bench.model import find_model
 from octetrl.bench.profile import BETWEEN_KERNELS, STEPS, profile_rows
-from octetrl.bench.rollout import Bench, find_model
+from octetrl.bench.rollout import Bench
 from octetrl.bench.workload import Shape, Workload, fixed_lengths
 from octetrl.cli.bench_options import with_layers
 

@@ -14,8 +14,9 @@ import torch
 from octetrl.bench import rollout as bench_rollout
 from octetrl.bench.bandwidth_model import weight_bytes
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
+from octetrl.bench.model import find_model
 from octetrl.bench.profile import BETWEEN_KERNELS, kernel_rows, short_name
-from octetrl.bench.rollout import Bench, build_arm, find_model, measure, rows_of
+from octetrl.bench.rollout import Bench, build_arm, measure, rows_of
 from octetrl.bench.workload import (
     LengthRange,
     Shape,

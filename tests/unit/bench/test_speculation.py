@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.bench.rollout import Bench, find_model
+from octetrl.bench.model import find_model
+from octetrl.bench.rollout import Bench
 from octetrl.bench.speculation import measure_speculation
 from octetrl.bench.workload import Shape, fixed_lengths
 from octetrl.cli.bench_options import with_layers

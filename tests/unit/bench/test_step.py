@@ -13,7 +13,7 @@ import torch
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.clock import MicroBatchClock, Pace
-from octetrl.bench.rollout import find_model
+from octetrl.bench.model import find_model
 from octetrl.bench.step import (
     MISMATCH,
     StepArm,

@@ -12,8 +12,8 @@ import torch
 
 from octetrl.bench.hardware import BF16_FLOPS
 from octetrl.bench.mix import Mix, draw_work
+from octetrl.bench.model import find_model
 from octetrl.bench.parts import GAPS, Kernel, Trace
-from octetrl.bench.rollout import find_model
 from octetrl.bench.train import (
     StepTime,
     TrainBench,

@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.picture import VLLM, draw
 from octetrl.backends.vllm.measure import AskedRequest, Measured
-from octetrl.bench.rollout import Bench, find_model
+from octetrl.bench.model import find_model
+from octetrl.bench.rollout import Bench
 from octetrl.bench.vllm import VllmTurn, asked_of, measure_beside, precision_in_vllm, vllm_rows
 from octetrl.bench.workload import Shape, Workload, fixed_lengths, lognormal_lengths
 from octetrl.cli.bench_vllm import backends_of, measure_backends
