@@ -36,12 +36,12 @@ def tensor_differs(values: Tensor) -> bool:
 
 
 def differences_from_mean(rewards: Sequence[float]) -> list[float]:
-    """reward - mean of all rewards; exact zeros if the rewards do not differ."""
+    """reward - mean of all rewards; exact zeros for a reward that does not differ from the mean."""
     if not differ(rewards):
         return [0.0] * len(rewards)
     scaled, exponent = near_one(rewards)
     mean = math.ldexp(math.fsum(scaled) / len(rewards), exponent)
-    differences = [reward - mean for reward in rewards]
+    differences = [reward - mean if differ((reward, mean)) else 0.0 for reward in rewards]
     assert all(map(math.isfinite, differences)), (
         f"rewards of up to {max(map(abs, rewards)):g} differ by no finite number"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -61,7 +62,7 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(min=0, help="Largest number of waiting completions; more are refused (429).")
     ] = 256,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body, MB (413).")] = 8.0,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, max=1e6, help="Largest request body, MB (413).")] = 8.0,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -95,17 +96,29 @@ def serve(
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
     _before_it_serves(f"{host}:{port}", without_key and api_key is None, access_log)
-    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=partial(_say, model, precision))
+    run.serve(
+        options,
+        host=host,
+        port=port,
+        drain_seconds=drain_seconds,
+        say=partial(_say, model, precision, api_key is not None),
+    )
 
 
 def _refuse_at_once(model: str, api_key: str | None) -> None:
     refuse_no_model(model)
     if api_key == "":
         raise UserError("the API key is empty, so every client would have it; give one, or unset OCTETRL_API_KEY")
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise UserError(
+            "the API key has a blank or a character that is not ASCII, so no client could send it in a header; give"
+            " one of printable ASCII characters"
+        )
 
 
-def _say(model: str, precision: str | None, text: str) -> None:
-    """Show a line of the server. `serving at URL` gets the precision, and a request to try in the next line."""
+def _say(model: str, precision: str | None, asks_for_key: bool, text: str) -> None:
+    """Show a line of the server. `serving at URL` gets the precision, and a request to try in the next line. The key
+    itself is not shown."""
     from octetrl.run.model_source import precision_of
 
     _, serves, url = text.partition("serving at ")
@@ -115,7 +128,8 @@ def _say(model: str, precision: str | None, text: str) -> None:
     name, of_run = precision_of(model, precision)
     typer.echo(f"{text} ({name or 'FP8'}{', as the run' if of_run else ''})", err=True)
     body = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
-    typer.echo(f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d {body}", err=True)
+    key = """ -H "Authorization: Bearer $OCTETRL_API_KEY\"""" if asks_for_key else ""
+    typer.echo(f"try: curl {url}/chat/completions{key} -H 'Content-Type: application/json' -d {body}", err=True)
 
 
 def _before_it_serves(place: str, is_open: bool, access_log: bool) -> None:

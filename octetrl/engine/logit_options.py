@@ -10,7 +10,7 @@ before it launches the next one while such a sequence runs. Other sequences keep
 Penalties, with `count` occurrences among the sampled tokens (OpenAI's formula; repetition: Keskar et al. 2019,
 arXiv:1909.05858, section 4.1, also for tokens of the prompt):
 
-    z = z + bias,   z = z / repetition if z > 0 else z * repetition,   z -= frequency * count - presence * (count > 0)
+    z = z + bias,   z = z / repetition if z > 0 else z * repetition,   z -= frequency * count + presence * (count > 0)
 """
 
 from __future__ import annotations

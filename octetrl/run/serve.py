@@ -64,7 +64,7 @@ def serve(options: ServeOptions, *, host: str, port: int, drain_seconds: float, 
         count = gpus_beside(ClusterConfig(**options.cluster))
         if count > 1:
             say(f"this server uses one of {count} GPUs; to use all, add --gpus {count}")
-        place = f"http://{host}:{listening.getsockname()[1]}/v1"
+        place = url_of(host, listening.getsockname()[1])
         interrupted = asyncio.run(_run(app, intake, listening, drain_seconds, partial(say, f"serving at {place}")))
     if interrupted:
         raise KeyboardInterrupt
@@ -128,6 +128,11 @@ def _check_extra() -> None:
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise UserError(f"octetrl serve needs the package '{package}'; pip install 'octetrl[serve]'")
+
+
+def url_of(host: str, port: int) -> str:
+    """The address that clients take as their base URL."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def _check_key(options: ServeOptions, host: str) -> None:

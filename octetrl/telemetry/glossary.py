@@ -54,7 +54,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("kl", NATS, "Mean KL divergence from the reference model, estimated on the sampled tokens."),
         Metric("kl/scale", "", "Factor of the KL penalty in this step."),
         Metric("ratio/clip_fraction", SHARE, "Trained tokens whose ratio is clipped.",
-               "Their gradient is removed, except with cispo."),
+               "Their gradient is removed, except with cispo. With sapo: the mean part of the gradient that its gate"
+               " removes."),
         Metric("ratio/limited_fraction", SHARE, "Trained tokens whose ratio is outside of the clipping range."),
     ),
     "Evaluation on held-out tasks": (

@@ -145,6 +145,9 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
             "--calibrate-on: 'no_such_file' can't be read as text (No such",
         ),
         (["--api-key", ""], "the API key is empty"),
+        (["--api-key", "schlüssel"], "the API key has a blank or a character that is not ASCII"),
+        (["--api-key", "abc\n"], "the API key has a blank"),
+        (["--max-body-mb", "inf"], "--max-body-mb: 'inf' is out of range"),
         (["--precision", "fp4"], "'fp4' is not allowed; choose one of"),
         (["--host", "192.0.2.1", "--api-key", "k"], "--port: 192.0.2.1:8000 can't be listened on"),
         (
@@ -164,6 +167,11 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     code = run_command(["serve", str(model), *options])
     err = capsys.readouterr().err
     assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_an_address_with_colons_has_brackets_in_a_url() -> None:
+    assert run_serve.url_of("::1", 8000) == "http://[::1]:8000/v1"
+    assert run_serve.url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000/v1"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "::1"])

@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 import statistics
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -126,3 +127,11 @@ def test_values_of_a_batch_that_differ_by_rounding_are_equal() -> None:
         other = value.nextafter(torch.tensor(math.inf))
         assert other != value and not whitened(torch.stack([value, other, value])).any()
         assert whitened(torch.tensor([1.0, 1.0 + 1e-6]) * scale).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_reward_that_is_the_mean_but_for_rounding_has_no_advantage(
+    rule: Callable[[list[float]], list[float]],
+) -> None:
+    """0.8333333333333334 is the mean of these. Its token would count as clipped, though it has no gradient."""
+    assert rule([1 / 6, 7 / 6, 7 / 6, 5 / 6])[3] == 0.0
