@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.config.errors import UserError
 from octetrl.run.early import refuse_no_model
+
+if TYPE_CHECKING:
+    from octetrl.run.serve import ServeOptions
 
 WithoutKey = Annotated[
     bool,
@@ -96,13 +99,7 @@ def serve(
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
     _before_it_serves(f"{host}:{port}", without_key and api_key is None, access_log)
-    run.serve(
-        options,
-        host=host,
-        port=port,
-        drain_seconds=drain_seconds,
-        say=partial(_say, model, precision, api_key is not None),
-    )
+    run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=partial(_say, options))
 
 
 def _refuse_at_once(model: str, api_key: str | None) -> None:
@@ -116,7 +113,7 @@ def _refuse_at_once(model: str, api_key: str | None) -> None:
         )
 
 
-def _say(model: str, precision: str | None, asks_for_key: bool, text: str) -> None:
+def _say(options: ServeOptions, text: str) -> None:
     """Show a line of the server. `serving at URL` gets the precision, and a request to try in the next line. The key
     itself is not shown."""
     from octetrl.run.model_source import precision_of
@@ -125,10 +122,10 @@ def _say(model: str, precision: str | None, asks_for_key: bool, text: str) -> No
     if not serves:
         typer.echo(text, err=True)
         return
-    name, of_run = precision_of(model, precision)
+    name, of_run = precision_of(options.model, options.precision)
     typer.echo(f"{text} ({name or 'FP8'}{', as the run' if of_run else ''})", err=True)
     body = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
-    key = """ -H "Authorization: Bearer $OCTETRL_API_KEY\"""" if asks_for_key else ""
+    key = """ -H "Authorization: Bearer $OCTETRL_API_KEY\"""" if options.api_key is not None else ""
     typer.echo(f"try: curl {url}/chat/completions{key} -H 'Content-Type: application/json' -d {body}", err=True)
 
 
