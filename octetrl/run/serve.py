@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,6 +170,11 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         yield listening
 
 
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """A second signal cancels the last task of uvicorn, which logs the traceback as an error."""
+    return not record.getMessage().rstrip().endswith("CancelledError")
+
+
 async def _run(
     app: Starlette, intake: Intake, listening: socket.socket, drain_seconds: float, ready: Callable[[], None]
 ) -> bool:
@@ -214,6 +220,7 @@ async def _run(
         server_header=False,
         timeout_graceful_shutdown=AFTER_DRAIN_SECONDS,
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     server = Server(config)
     try:
         await server.serve(sockets=[listening])

@@ -122,6 +122,7 @@ def test_a_second_signal_ends_it_at_once(model: Path) -> None:
         until(lambda: httpx.get(f"{server.url.removesuffix('/v1')}/health").status_code == 503)  # it drains
         server.process.send_signal(signal.SIGINT)
         assert ended(server.process) == 130
+        assert server.process.stderr is not None and server.process.stderr.read() == "octetrl: stopped\n"
 
 
 def test_a_text_to_calibrate_on_ends_with_its_line(
