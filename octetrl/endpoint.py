@@ -122,9 +122,10 @@ class Endpoint:
                 raise error
             backoff = self._config.backoff_seconds * 2**tries * self._chance.uniform(0.5, 1.0)
             seconds = min(_LONGEST_WAIT, max(wait, backoff))
-            with self._waits.of(str(error), seconds, tries + 1, self._config):
-                ended = self._closed.wait(seconds)
-            if ended:
+            if not self._closed.is_set():  # a closed connection is an error too, and nobody's fault
+                with self._waits.of(str(error), seconds, tries + 1, self._config):
+                    self._closed.wait(seconds)
+            if self._closed.is_set():
                 raise EndpointError(f"{url}: not retried, because the run ends")
         raise AssertionError("unreachable: the last try raises")
 

@@ -76,6 +76,20 @@ def test_a_wait_for_a_retry_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+def test_a_connection_that_the_end_itself_closed_is_no_wait_for_a_retry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = texts("http://127.0.0.1:9/v1", retries=4, backoff_seconds=2.0)
+
+    def closed_meanwhile(endpoint: Endpoint, *_: object) -> None:
+        endpoint.close()
+        raise httpx.ReadError("Bad file descriptor")
+
+    monkeypatch.setattr(Endpoint, "_exchange", closed_meanwhile)
+    found = one(backend, asked())
+    assert "not retried, because the run ends" in str(found.detail) and capsys.readouterr().err == ""
+
+
 def test_the_idle_share_is_of_the_time_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     tally = metrics.Tally(2, started=10.0, _since=10.0)
     clock = iter((11.0, 14.0, 18.0))  # idle 1 s, one request 3 s, idle 4 s
