@@ -190,13 +190,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--pictures", type=Path, default=DOCS / "pictures")
     parser.add_argument("--document", type=Path, help="put the table into it")
-    parser.add_argument("--render", action="store_true", help="from the result file, without the lines")
+    parser.add_argument(
+        "--render", action="store_true", help="from the runs in the result file, whose rows are renewed"
+    )
     arguments = parser.parse_args(words)
     path = arguments.out / f"study_{arguments.table}.json"
     if not arguments.render:
         path = save(arguments.table, read_lines(arguments.state, arguments.table), arguments.out)
         print(f"wrote {path}")
     record = json.loads(path.read_text())
+    if arguments.render:
+        record["rows"] = rows_of(record["lines"])
+        path.write_text(json.dumps(record, indent=1) + "\n")
     show(arguments.table, record["rows"])
     arguments.pictures.mkdir(parents=True, exist_ok=True)
     (arguments.pictures / f"study_{arguments.table}.svg").write_text(picture(record["lines"]))

@@ -99,15 +99,17 @@ def generation_recipe(
     precision: str | None,
     cluster: Mapping[str, Any],
     context_length: int,
+    *,
+    dtype: str = "bfloat16",
     **sections: Any,
 ) -> Recipe:
-    """A recipe for workers that generate with a model as `trained_model` describes it."""
+    """A recipe for workers that generate with a model as `trained_model` describes it. dtype: of what is not FP8."""
     lora = trained["lora"]
     section = {**trained, "lora": None if lora is None else lora.model_dump(mode="json")}
     return recipe_from_mapping(
         {
             "precision": precision,
-            "model": {**section, "context_length": max(16, context_length)},
+            "model": {**section, "dtype": dtype, "context_length": max(16, context_length)},
             "cluster": dict(cluster),
             "environment": {"dataset": "chain_sum"},
             "rollout": {"max_prompt_tokens": max(1, context_length - 1), "max_new_tokens": 1},

@@ -84,14 +84,15 @@ def recipe_of_run(name: str | Path) -> Path | None:
 
 
 def precision_of(name: str | Path, given: str | None) -> tuple[str | None, dict[str, Any]]:
-    """What is FP8 in a model for generation: `precision`, and the sections of a recipe that belong to it.
+    """How a model computes in generation: `precision`, and what else of a recipe belongs to it, for generation_recipe.
 
     given: a precision, with the defaults of its fields; None: as in the run's recipe, or bf16 if `name` is no run."""
     path = None if given is not None else recipe_of_run(name)
     if path is None:
         return given or "bf16", {}
     recipe = load_recipe(path, training=False)
-    return recipe.precision, {"fp8": recipe.fp8.model_dump(mode="json"), "numerics": recipe.numerics}
+    fp8 = recipe.fp8.model_dump(mode="json")
+    return recipe.precision, {"fp8": fp8, "numerics": recipe.numerics, "dtype": recipe.model.dtype}
 
 
 def _checkpoint(run: Path, step: str) -> Path:

@@ -191,7 +191,7 @@ def paired_difference(first: RunRecord, second: RunRecord, name: str) -> Estimat
 
 
 def mismatch_by_length(run: RunRecord) -> list[tuple[str, float, float]]:
-    """(tenth of the answer, mean of exp |engine − trainer|, mean gen_kl) over all steps; empty if not measured."""
+    """(tenth of the sequence, mean of exp |engine − trainer|, mean gen_kl) over all steps; empty if not measured."""
     found = []
     for decile in range(10):
         errors = run.values(f"mismatch/decile_{decile}/token_mult_prob_error")

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from octetrl.cli.main import run_command
+from octetrl.data.tokenizer import load_tokenizer
 from octetrl.records import SamplingParams
 from octetrl.run.generate import generate_text
 from octetrl.run.loop import train
@@ -106,3 +109,20 @@ def test_a_run_is_generated_from_in_its_own_precision(
     assert logprobs[None] == logprobs["fp8_full"] != logprobs["bf16"]
     assert run_command(["generate", str(folder), "-p", "1 + 2 =", "--max-new-tokens", "2", "--device", "cpu"]) == 0
     assert capsys.readouterr().out
+
+
+def test_a_run_in_float32_is_generated_from_in_float32(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "run", {"model.dtype": "float32", "precision": "bf16", "steps": 1})
+    prompts, sampling, cpu = ["1 + 2 ="], SamplingParams(max_new_tokens=8, temperature=0.0), {"device": "cpu"}
+    own, rounded = (
+        generate_text(str(tmp_path / "run"), prompts, sampling, precision=precision, cluster=cpu)[0][0]
+        for precision in (None, "bf16")
+    )
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step_000001", dtype=torch.float64)
+    tokenizer = load_tokenizer(model)
+    given = tokenizer.apply_chat_template([{"role": "user", "content": prompts[0]}], add_generation_prompt=True)
+    tokens = torch.tensor([[*given["input_ids"], *own.token_ids]])
+    exact = weights(tokens).logits[0, -len(own.token_ids) - 1 : -1].log_softmax(1)
+    exact = exact.gather(1, tokens[0, -len(own.token_ids) :, None])[:, 0]
+    assert (exact - torch.tensor(own.logprobs)).abs().max() < 1e-5
+    assert own.logprobs != rounded.logprobs
