@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from octetrl.environments.base import Scorer
 from octetrl.environments.reward_times import Patience, RewardTimes
-from octetrl.environments.scoring import CheckedScorer, Score
+from octetrl.environments.score import CheckedScorer, Score
 from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.records import RolloutStatus, Task
 

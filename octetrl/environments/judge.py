@@ -29,7 +29,8 @@ from octetrl.config.judge import JudgeConfig
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.environments.base import LARGEST_REWARD
 from octetrl.environments.reward_times import RewardTimes
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
+from octetrl.environments.scoring_round import Key, score_all
 from octetrl.records import RolloutStatus, Task
 
 _REMEMBERED = 100_000
@@ -65,10 +66,7 @@ class Judge:
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
-        with self.begin() as scoring:
-            for number, (task, text) in enumerate(completions):
-                scoring.submit((number, 0), task, text)
-            return list(scoring.finish().values())
+        return score_all(self.begin(), completions)
 
     def begin(self) -> JudgeRound:
         """Completions that are scored as they end (scoring_round.py)."""
@@ -135,7 +133,7 @@ class JudgeRound:
         self._judge, self._asks_once = judge, config.temperature == 0
         self._threads = ThreadPoolExecutor(config.concurrency)
         self._asked: dict[str, Future[Score]] = {}  # by question
-        self._scores: dict[tuple[int, int], Future[Score]] = {}
+        self._scores: dict[Key, Future[Score]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +143,7 @@ class JudgeRound:
     ) -> None:
         self._threads.shutdown(wait=kind is None, cancel_futures=True)
 
-    def submit(self, key: tuple[int, int], task: Task, completion_text: str) -> None:
+    def submit(self, key: Key, task: Task, completion_text: str) -> None:
         question = self._judge.question(task, completion_text) if self._asks_once else ""
         score = self._asked.get(question)
         if score is None:
@@ -157,14 +155,14 @@ class JudgeRound:
     def advance(self) -> None:
         """Nothing to do: the threads continue."""
 
-    def so_far(self) -> dict[tuple[int, int], Score]:
+    def so_far(self) -> dict[Key, Score]:
         return {key: score.result() for key, score in self._scores.items() if score.done()}
 
     @property
     def is_done(self) -> bool:
         return all(score.done() for score in self._scores.values())
 
-    def finish(self) -> dict[tuple[int, int], Score]:
+    def finish(self) -> dict[Key, Score]:
         began = time.monotonic()
         scores = {key: score.result() for key, score in self._scores.items()}
         self._judge.times.waited += time.monotonic() - began

@@ -31,27 +31,15 @@ from types import TracebackType
 from typing import Self
 
 from octetrl.config.errors import UserError
-from octetrl.environments.base import LARGEST_REWARD, Scorer, finite_number
+from octetrl.environments.base import LARGEST_REWARD, Scorer
 from octetrl.environments.process import Answer, CallableProcess, ProcessDied
 from octetrl.environments.reward_times import Growth, Patience, RewardTimes
-from octetrl.environments.score_signature import place_of
+from octetrl.environments.score import CheckedScorer, Score
+from octetrl.environments.scoring_round import Key, score_all
 from octetrl.records import RolloutStatus, Task
 
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # the exceptions of `pickle.dumps`
-RETURNED_BY = "; returned by "  # in the error of a reward that is no finite number
 _LOAD_ATTEMPTS = 3  # replacements in a row of a worker that was killed while it loaded
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Score of one completion. `reward` is None unless `status` is SCORED. `detail` is then None or the scorer's
-    reason; otherwise it is the error."""
-
-    status: RolloutStatus
-    reward: float | None
-    detail: str | None = None
-    trace: str | None = None  # the traceback behind `detail`, where there is one
-    answered: str | None = None  # the completion's answer, if the scorer has `answered`
 
 
 @dataclass(slots=True, eq=False)
@@ -66,39 +54,6 @@ class _Call:
 
 
 Running = dict[CallableProcess, _Call]
-
-
-class Explained(float):
-    """A reward with the reason for it. Rollouts show the reason as their detail."""
-
-    detail: str | None
-
-    def __new__(cls, reward: float, detail: str | None = None) -> Explained:
-        made = super().__new__(cls, reward)
-        made.detail = detail
-        return made
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedScorer:
-    """Calls `scorer` in the worker. Raises if the reward is not a number or too large. Also returns the completion's
-    answer, if the scorer has `answered(task, completion_text) -> str | None`."""
-
-    scorer: Scorer
-
-    def __call__(self, task: Task, completion_text: str) -> tuple[float, str | None, str | None]:
-        reward = self.scorer(task, completion_text)
-        try:
-            number = finite_number(reward, "reward")
-        except (TypeError, ValueError) as error:  # raised again with the place of the function that returned it
-            raise type(error)(f"{error}{RETURNED_BY}{self._place}") from None
-        answered = getattr(getattr(self.scorer, "__self__", self.scorer), "answered", None)
-        detail = reward.detail if isinstance(reward, Explained) else None
-        return number, None if answered is None else answered(task, completion_text), detail
-
-    @property
-    def _place(self) -> str:
-        return getattr(self.scorer, "place", None) or place_of(self.scorer)
 
 
 class RewardWorkers:
@@ -135,10 +90,7 @@ class RewardWorkers:
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
-        with self.begin() as scoring:
-            for number, (task, text) in enumerate(completions):
-                scoring.submit((number, 0), task, text)
-            return list(scoring.finish().values())
+        return score_all(self.begin(), completions)
 
     def begin(self) -> RewardRound:
         """Completions that are scored as they end (scoring_round.py). One round at a time."""
@@ -310,7 +262,7 @@ class RewardRound:
         self._queue: deque[_Call] = deque()
         self._running: Running = {}
         self._scores: dict[int, Score] = {}
-        self._keys: list[tuple[int, int]] = []
+        self._keys: list[Key] = []
         self._patience = workers.patience()
 
     def __enter__(self) -> Self:
@@ -321,7 +273,7 @@ class RewardRound:
     ) -> None:
         self._workers.end(self._running)
 
-    def submit(self, key: tuple[int, int], task: Task, completion_text: str) -> None:
+    def submit(self, key: Key, task: Task, completion_text: str) -> None:
         self._queue.append(_Call(len(self._keys), task, completion_text))
         self._keys.append(key)
 
@@ -329,14 +281,14 @@ class RewardRound:
         """Reads scores and starts further calls. Does not wait. Raises UserError for a task that can't be sent."""
         self._advance(waits=False)
 
-    def so_far(self) -> dict[tuple[int, int], Score]:
+    def so_far(self) -> dict[Key, Score]:
         return {key: self._scores[number] for number, key in enumerate(self._keys) if number in self._scores}
 
     @property
     def is_done(self) -> bool:
         return not self._queue and not self._running
 
-    def finish(self) -> dict[tuple[int, int], Score]:
+    def finish(self) -> dict[Key, Score]:
         """The scores by key, in the order of `submit`. Waits for all of them."""
         began = time.monotonic()
         while not self.is_done:

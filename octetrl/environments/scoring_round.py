@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.records import Task
 
 Key = tuple[int, int]  # of a completion: place of its task in the step, sibling
@@ -63,6 +63,15 @@ class WorksBesideTheEngine(Protocol):
 def begin_round(scorer: ScoresAll) -> ScoringRound:
     """A round of `scorer`. One at a time."""
     return scorer.begin() if isinstance(scorer, WorksBesideTheEngine) else _RoundAtTheEnd(scorer)
+
+
+def score_all(opened: ScoringRound, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+    """The score of each (task, completion text), in their order, by a round that has just begun."""
+    with opened as scoring:
+        for number, (task, text) in enumerate(completions):
+            scoring.submit((number, 0), task, text)
+        scores = scoring.finish()
+    return [scores[number, 0] for number in range(len(completions))]
 
 
 class _RoundAtTheEnd:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.environments.scoring_round import ScoringRound, begin_round
 from octetrl.records import (
     Completion,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from octetrl.config.schema import RolloutConfig
 from octetrl.config.validate_overdraw import overdrawn
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.records import Completion, GenerationRequest, OnCompletions, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.chat_tokens import ChatTokens

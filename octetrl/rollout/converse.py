@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octetrl.config.text import TextTooLong
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.environments.turns.conversation import Conversation
 from octetrl.environments.turns.dialogue import Dialogue, Failed, RequestedCall
 from octetrl.records import (

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from octetrl.config.errors import UserError
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.environments.scoring_round import begin_round
 from octetrl.records import Completion, GenerationRequest, RolloutGroup, Task
 from octetrl.rollout.backend import KnowsLengths, RolloutSession

@@ -21,7 +21,8 @@ from octetrl.config.several_environments import alone, renamed
 from octetrl.environments.base import Environment
 from octetrl.environments.judge import Judge
 from octetrl.environments.python_reward import PythonReward
-from octetrl.environments.scoring import RETURNED_BY, RewardWorkers, Score
+from octetrl.environments.score import RETURNED_BY, Score
+from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
 from octetrl.records import RolloutStatus, Task
 from octetrl.run.environment import build_environment, build_environments, build_tasks, build_taskset, reward_processes

@@ -29,7 +29,7 @@ from octetrl.environments.code.cases import TaskTests, last_python_block, read_t
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, Sandbox, sandbox_for
-from octetrl.environments.scoring import Explained
+from octetrl.environments.score import Explained
 from octetrl.records import Task
 
 _JUDGE_SECONDS = 2  # that the judge may outlive the code

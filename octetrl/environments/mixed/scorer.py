@@ -12,14 +12,14 @@ from typing import Protocol, Self
 from octetrl.config.several_environments import renamed
 from octetrl.environments.mixed.named_task import own_task
 from octetrl.environments.reward_times import RewardTimes
-from octetrl.environments.scoring import Score
-from octetrl.environments.scoring_round import Key, ScoresAll, ScoringRound, begin_round
+from octetrl.environments.score import Score
+from octetrl.environments.scoring_round import Key, ScoresAll, ScoringRound, begin_round, score_all
 from octetrl.records import Task
 
 _POLL_SECONDS = 0.002
 
 
-class Scorer(ScoresAll, Protocol):
+class MemberScorer(ScoresAll, Protocol):
     """A scorer of one environment: RewardWorkers, FunctionRewards or Judge."""
 
     def close(self) -> None: ...
@@ -42,7 +42,7 @@ class MixedTimes(RewardTimes):
 class MixedScorer:
     """`scorers` by environment. A completion of an environment without a scorer gets no score."""
 
-    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
+    def __init__(self, scorers: Mapping[str, MemberScorer]) -> None:
         self._scorers = dict(scorers)
         times = {name: getattr(scorer, "times", None) for name, scorer in scorers.items()}
         self.times = MixedTimes(members={name: one for name, one in times.items() if isinstance(one, RewardTimes)})
@@ -54,11 +54,7 @@ class MixedScorer:
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
-        with self.begin() as scoring:
-            for number, (task, text) in enumerate(completions):
-                scoring.submit((number, 0), task, text)
-            scores = scoring.finish()
-        return [scores[number, 0] for number in range(len(completions))]
+        return score_all(self.begin(), completions)
 
     def begin(self) -> MixedRound:
         """Completions that are scored as they end (scoring_round.py). One round at a time."""
@@ -72,7 +68,7 @@ class MixedScorer:
 class MixedRound:
     """One round of each scorer. All work at the same time."""
 
-    def __init__(self, scorers: Mapping[str, Scorer], times: RewardTimes) -> None:
+    def __init__(self, scorers: Mapping[str, MemberScorer], times: RewardTimes) -> None:
         self._scorers, self._times = scorers, times
         self._rounds: dict[str, ScoringRound] = {}
         self._opened = ExitStack()

@@ -29,7 +29,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.base import finite_number
 from octetrl.environments.mixed.named_task import own_task
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
 from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.environments.turns.components import Component, components_of

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
 from octetrl.rollout.backend import GenerationMetrics

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from octetrl.engine.admission import Admission
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.records import Completion, GenerationRequest, OnCompletions, PackedBatch, PolicyUpdate, Published, Task
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans

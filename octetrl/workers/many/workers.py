@@ -19,7 +19,7 @@ from typing import Any
 
 from octetrl.config.errors import RunFailed
 from octetrl.engine.admission import Admission
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import (
     Completion,

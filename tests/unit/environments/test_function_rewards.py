@@ -18,7 +18,8 @@ from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
 from octetrl.environments.python_reward import PythonReward, named_reward
 from octetrl.environments.rewards import last_number
-from octetrl.environments.scoring import Explained, RewardWorkers
+from octetrl.environments.score import Explained
+from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import RolloutStatus, Task
 
 TASK = Task("1", "2 + 3 =", "5")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from octetrl.config.errors import UserError
 from octetrl.config.judge import JudgeConfig
 from octetrl.environments.judge import Judge
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.records import RolloutStatus, Task
 from tests.unit.environments.judge_double import Double, judge_double
 

@@ -19,7 +19,8 @@ from octetrl.environments.mixed.scorer import MixedScorer
 from octetrl.environments.mixed.tasks import MixedTaskset
 from octetrl.environments.order import furthest_behind, shares_of
 from octetrl.environments.reward_times import RewardTimes
-from octetrl.environments.scoring import RewardWorkers, Score
+from octetrl.environments.score import Score
+from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import RolloutStatus, Task
 from tests.e2e.tiny_rewards import always_hangs, by_text

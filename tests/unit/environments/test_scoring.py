@@ -17,7 +17,8 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.environments import process
-from octetrl.environments.scoring import RewardWorkers, Score, check_sendable
+from octetrl.environments.score import Score
+from octetrl.environments.scoring import RewardWorkers, check_sendable
 from octetrl.records import RolloutStatus, Task
 
 sys.path.append(str(Path(__file__).parent))  # where a reward worker will look too

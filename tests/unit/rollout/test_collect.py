@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from octetrl.config.schema import RolloutConfig
-from octetrl.environments.scoring import RewardWorkers, Score
+from octetrl.environments.score import Score
+from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import Completion, FinishReason, GenerationRequest, OnCompletions, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from octetrl.config.errors import UserError
 from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.environments.base import Taskset
-from octetrl.environments.scoring import Score
+from octetrl.environments.score import Score
 from octetrl.records import (
     Completion,
     FinishReason,

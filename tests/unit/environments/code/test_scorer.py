@@ -19,7 +19,8 @@ from octetrl.environments.code.scorer import CodeScorer, JudgementFailed, code_e
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, find_sandbox
-from octetrl.environments.scoring import Explained, RewardWorkers
+from octetrl.environments.score import Explained
+from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import RolloutStatus, Task
 from tests.required import missing
 from tests.unit.environments.code.forgers import FORGED_TESTS, FORGERS, LIARS, SERVE
