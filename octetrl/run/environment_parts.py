@@ -28,7 +28,8 @@ from octetrl.run.environment import NOTHING_GIVEN, Environments, reward_processe
 from octetrl.workers.build import model_scores
 from octetrl.workers.protocol import Workers
 
-Rewards = RewardWorkers | FunctionRewards | Judge | MixedScorer | Dialogues | Workers
+TurnScorer = RewardWorkers | FunctionRewards | Judge  # of one environment, for answers of one turn
+Rewards = TurnScorer | MixedScorer | Dialogues | Workers
 
 
 def build_chats(
@@ -59,7 +60,7 @@ def build_scorers(
     if not recipe.environments:
         return build_rewards(recipe, environments[""], tokenizer, given)
     has_turns = any(is_dialogue(environment) for environment in environments.values())
-    scorers: dict[str, RewardWorkers | FunctionRewards | Judge] = {}
+    scorers: dict[str, TurnScorer] = {}
     dialogues: dict[str, Dialogue] = {}
     try:
         for name, one in alone(recipe).items():
@@ -112,9 +113,7 @@ def build_rewards(
     return _scorer(config, environment, given)
 
 
-def _scorer(
-    config: EnvironmentConfig, environment: Environment, given: Given
-) -> RewardWorkers | FunctionRewards | Judge:
+def _scorer(config: EnvironmentConfig, environment: Environment, given: Given) -> TurnScorer:
     """Of an environment with one turn."""
     return _score_rewards(environment.score, config, given) if config.judge is None else Judge(config.judge)
 
@@ -126,7 +125,7 @@ def build_dialogue(
     scorer: Scorer | None = getattr(environment, "score", None)
     if config.reward is not None:
         scorer = named_reward(config.reward, given)
-    scores: RewardWorkers | FunctionRewards | Judge | None = None if config.judge is None else Judge(config.judge)
+    scores: TurnScorer | None = None if config.judge is None else Judge(config.judge)
     if scores is None and scorer is not None:
         scores = _score_rewards(scorer, config, given)
     return Dialogue(
