@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octetrl.config.text import escaped
-from octetrl.telemetry.progress import Counts, Phase, bar_line, heartbeat
+from octetrl.telemetry.progress import Phase, bar_line, heartbeat
 from octetrl.telemetry.step_line import (
     WIDTH,
     LinePart,
@@ -107,17 +107,16 @@ class Console:
             self._step = None
 
     @contextmanager
-    def phase(self, name: str, counts: Counts | None = None) -> Iterator[PhaseProgress]:
+    def phase(self, name: str) -> Iterator[PhaseProgress]:
         """Show the phase while the block runs: `with console.phase("rollout") as progress: ...`.
 
-        A phase within another one of this thread shows its progress as the outer one's. `counts` returns (done, total)
-        for a phase whose work others do; it is asked whenever it is shown, in another thread."""
+        A phase within another one of this thread shows its progress as the outer one's."""
         thread = threading.get_ident()
         outer = self._phases.get(thread)
         if outer is not None or self._quiet:
             yield PhaseProgress(outer or Phase(name))
             return
-        phase = Phase(name, self._took.get(name), counts)
+        phase = Phase(name, self._took.get(name))
         with self._shown():
             with self._lock:
                 self._phases[thread] = phase
@@ -172,7 +171,6 @@ class Console:
                 phases = list(self._phases.values())
                 old = [phase for phase in phases if time.perf_counter() - max(said, phase.began) >= seconds]
             for phase in old:
-                phase.ask()
                 step = "" if self._step is None else f"step {self._step}/{self._total_steps}"
                 self.note(heartbeat(phase, step))
             if old:
@@ -191,7 +189,6 @@ class Console:
         rows: list[Text] = []
         for phase in phases:
             if phase.name:
-                phase.ask()
                 facts = [*phase.facts, phase.time_left]
                 rows.append(bar_line(phase.name, phase.share, facts, width, room, plain=self._is_ascii))
         if self._step is not None:

@@ -10,7 +10,6 @@ Of a rollout at least the share of its tokens is done that were sampled of all t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rich.text import Text
@@ -21,18 +20,13 @@ UNITS = {"rollout": "answers", "evaluate": "answers", "generate": "answers", "tr
 LEAST_BAR, MOST_BAR = 8, 30  # columns
 ALMOST = 0.99  # the most that a bar shows whose phase has not ended
 
-Counts = Callable[[], tuple[int, int]]
-
 
 @dataclass(slots=True)
 class Phase:
-    """A phase that runs. `before`: seconds that it took the last time; None: it is the first time.
-
-    `counts`: asked when it is shown, for a phase whose work others do; returns (done, total)."""
+    """A phase that runs. `before`: seconds that it took the last time; None: it is the first time."""
 
     name: str
     before: float | None = None
-    counts: Counts | None = None
     began: float = field(default_factory=time.perf_counter)
     done: int = 0
     total: int | None = None
@@ -42,11 +36,6 @@ class Phase:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.began
-
-    def ask(self) -> None:
-        """Take the current counts from those who do the work."""
-        if self.counts is not None:
-            self.done, self.total = self.counts()
 
     @property
     def share(self) -> float | None:

@@ -23,7 +23,6 @@ from octetrl.environments.score import Score
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import (
     Completion,
-    GenerationProgress,
     GenerationRequest,
     OnCompletions,
     OnProgress,
@@ -47,7 +46,7 @@ from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.status import size
 from octetrl.workers.many.team import PartOfTeam, Team
 from octetrl.workers.session_sum import SessionSum
-from octetrl.workers.training_progress import most_tokens
+from octetrl.workers.training_progress import most_tokens, rollout_shown
 
 LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for
 SCORING_SECONDS = 0.1  # at most between two calls of `on_completions`
@@ -232,11 +231,7 @@ class ManyWorkers(ManyLearningWorkers):
 
     @contextmanager
     def _opened(self, linger_seconds: float, most: int | None = None) -> Iterator[ManySession]:
-        with self._console.phase("rollout") as show, self._spans("rollout"):
-
-            def on_progress(progress: GenerationProgress) -> None:
-                show(progress.done, progress.total, progress.generated_tokens, most)
-
+        with rollout_shown(self._console, most) as on_progress, self._spans("rollout"):
             rooms = self._team.ask("rollout", "open_session")[:: self._size]
             session = self._session_of(rooms, linger_seconds, on_progress)
             try:

@@ -176,7 +176,8 @@ def test_phases_of_two_threads_have_a_line_each(terminal: Terminal) -> None:
     with console.steps(0):
         thread.start()
         begun.wait(10)
-        with console.phase("train", lambda: (3, 7)):
+        with console.phase("train") as progress:
+            progress(3, total=7)
             shown = [row.plain for row in console._bottom().renderables]  # type: ignore[union-attr]
         ends.set()
         thread.join()
@@ -208,7 +209,8 @@ def test_a_pipe_gets_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     out = StringIO()
     console = Console("plain", 3, out=out)
     console.workers = lambda: ["worker 0: busy"]
-    with console.steps(1), console.phase("train", lambda: (3, 8)):
+    with console.steps(1), console.phase("train") as progress:
+        progress(3, total=8)
         waited = threading.Event()
         for _ in range(500):
             if "worker" in out.getvalue():
