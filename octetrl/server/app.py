@@ -83,7 +83,7 @@ def make_app(
         routes=[
             Route("/tokenize", generates(tokenize), methods=["POST"]),
             Route("/detokenize", generates(detokenize), methods=["POST"]),
-            Route("/version", _its_version),
+            Route("/version", _version),
             Route("/v1/completions", generates(completions), methods=["POST"]),
             Route("/v1/chat/completions", generates(chat), methods=["POST"]),
             Route("/v1/responses", generates(responses), methods=["POST"]),
@@ -92,7 +92,7 @@ def make_app(
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unforeseen},
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},
         lifespan=lifespan,
     )
 
@@ -113,7 +113,7 @@ def _middleware(origins: Sequence[str], access_log: bool) -> list[Middleware]:
     return [*([Middleware(AccessLog)] if access_log else []), *([cors] if origins else [])]
 
 
-async def _its_version(request: Request) -> Response:
+async def _version(request: Request) -> Response:
     try:
         return JSONResponse({"version": version("octetrl")})
     except PackageNotFoundError:  # run from a checkout
@@ -199,5 +199,5 @@ async def _http_error(request: Request, error: Any) -> Response:
     return response
 
 
-async def _unforeseen(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     return _error_response(ApiError(500, "the server failed to answer; its log says why", code="internal_error"))

@@ -86,9 +86,16 @@ async def completions(http: Request, body: bytes, served: Served) -> Response:
         None if not asked.echo else [_echoed(one, ids, served) for one, ids in zip(asked.prompts, prompts, strict=True)]
     )
     form = CompletionForm(
-        served.name, served.spell, asked.logprobs is not None, asked.return_token_ids, prompts, asked.n,
-        num_top=asked.num_top, prompt_top=asked.prompt_logprobs, echoed=echoed,
-    )  # fmt: skip
+        served.name,
+        served.spell,
+        logprobs=asked.logprobs is not None,
+        token_ids=asked.return_token_ids,
+        prompts=prompts,
+        num_siblings=asked.n,
+        num_top=asked.num_top,
+        prompt_top=asked.prompt_logprobs,
+        echoed=echoed,
+    )
     limit = asked.max_tokens
     return await _respond(http, _call(form, asked, served, COMPLETION_TOKENS if limit is None else limit), served)
 
@@ -97,9 +104,15 @@ async def chat(http: Request, body: bytes, served: Served) -> Response:
     asked = _parsed(ChatBody, body, served)
     prompt = await served.prompts.of_chat(asked)
     form = ChatForm(
-        served.name, served.spell, bool(asked.logprobs), asked.return_token_ids, [prompt], asked.n,
-        num_top=asked.num_top, prompt_top=asked.prompt_logprobs,
-    )  # fmt: skip
+        served.name,
+        served.spell,
+        logprobs=bool(asked.logprobs),
+        token_ids=asked.return_token_ids,
+        prompts=[prompt],
+        num_siblings=asked.n,
+        num_top=asked.num_top,
+        prompt_top=asked.prompt_logprobs,
+    )
     limit = max_tokens_of(asked)
     return await _respond(http, _call(form, asked, served, limit), served)
 

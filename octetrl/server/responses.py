@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from octetrl.engine.stopping import Decode
 from octetrl.server.answers import Form, Usage, event
 from octetrl.server.choices import ChoicePiece
 from octetrl.server.errors import ApiError
@@ -140,8 +141,8 @@ class ResponseForm(Form):
 
     kind, prefix = "response", "resp"
 
-    def __init__(self, asked: ResponsesBody, model: str, spell: Any, prompt: tuple[int, ...]) -> None:
-        super().__init__(model, spell, False, False, [prompt], 1)
+    def __init__(self, asked: ResponsesBody, model: str, spell: Decode, prompt: tuple[int, ...]) -> None:
+        super().__init__(model, spell, logprobs=False, token_ids=False, prompts=[prompt], num_siblings=1)
         self._asked, self._text, self._finish, self._number = asked, "", "stop", 0
         self._message_id = f"msg-{uuid.uuid4().hex}"
 
