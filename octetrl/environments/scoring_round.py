@@ -53,6 +53,12 @@ class ScoresAll(Protocol):
     def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
 
 
+class OpenScorer(ScoresAll, Protocol):
+    """A scorer with processes, threads or connections of its own: RewardWorkers, FunctionRewards or Judge."""
+
+    def close(self) -> None: ...
+
+
 @runtime_checkable
 class WorksBesideTheEngine(Protocol):
     """A scorer that can score while the engine samples."""

@@ -33,12 +33,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from octetrl.environments.scoring_round import ScoresAll
 from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import GenerationRequest, RolloutGroup, Task
 from octetrl.rollout.collect_answers import collect_answers
 from octetrl.rollout.collect_conversations import collect_conversations
 from octetrl.rollout.collected import CollectedBatch as CollectedBatch
-from octetrl.rollout.collection_settings import CollectionSettings, Generates, Scores, Tasks
+from octetrl.rollout.collection_settings import CollectionSettings, Generates, Tasks
 from octetrl.rollout.drive import Occupancy
 from octetrl.rollout.first_requests import TooLong, request_of, without_answers
 from octetrl.rollout.overdraw import collect_overdrawn
@@ -47,7 +48,7 @@ from octetrl.rollout.overdraw import collect_overdrawn
 def collect_batch(
     tasks: Tasks,
     keeps: Callable[[RolloutGroup], bool],
-    environment: Scores | Dialogues,
+    environment: ScoresAll | Dialogues,
     workers: Generates,
     collection: CollectionSettings,
 ) -> CollectedBatch:
@@ -75,14 +76,14 @@ def collect_batch(
     return CollectedBatch(groups, kept, draws - 1, occupancy, _reward_restarts(environment) - restarts, tasks.metrics)
 
 
-def _reward_restarts(environment: Scores | Dialogues) -> int:
+def _reward_restarts(environment: ScoresAll | Dialogues) -> int:
     """Since the run began."""
     scorer = environment.scorer if isinstance(environment, Dialogues) else environment
     return int(getattr(scorer, "restarts", 0))
 
 
 def collect_groups(
-    tasks: Sequence[Task], environment: Scores | Dialogues, workers: Generates, collection: CollectionSettings
+    tasks: Sequence[Task], environment: ScoresAll | Dialogues, workers: Generates, collection: CollectionSettings
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of each task, scored, in the order of `tasks`."""
     places = range(collection.first_place, collection.first_place + len(tasks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import ScoringRound, begin_round
+from octetrl.environments.scoring_round import ScoresAll, ScoringRound, begin_round
 from octetrl.records import (
     Completion,
     FinishReason,
@@ -20,12 +20,12 @@ from octetrl.records import (
     Task,
     Turn,
 )
-from octetrl.rollout.collection_settings import CollectionSettings, Generates, Scores
+from octetrl.rollout.collection_settings import CollectionSettings, Generates
 
 
 def collect_answers(
     requests: Sequence[tuple[int, Task, GenerationRequest]],
-    scorer: Scores,
+    scorer: ScoresAll,
     workers: Generates,
     collection: CollectionSettings,
 ) -> dict[tuple[int, int], Rollout]:

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from octetrl.config.schema import RolloutConfig
 from octetrl.config.validate_overdraw import overdrawn
-from octetrl.environments.score import Score
 from octetrl.records import Completion, GenerationRequest, OnCompletions, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.chat_tokens import ChatTokens
@@ -24,12 +23,6 @@ class Tasks(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]: ...
-
-
-class Scores(Protocol):
-    """A scorer of completions: `RewardWorkers` (environments/scoring.py)."""
-
-    def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
 
 
 class Generates(Protocol):

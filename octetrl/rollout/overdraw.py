@@ -26,12 +26,12 @@ from typing import Protocol, runtime_checkable
 
 from octetrl.config.errors import UserError
 from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import begin_round
+from octetrl.environments.scoring_round import ScoresAll, begin_round
 from octetrl.records import Completion, GenerationRequest, RolloutGroup, Task
 from octetrl.rollout.backend import KnowsLengths, RolloutSession
 from octetrl.rollout.collect_answers import rollout_of
 from octetrl.rollout.collected import CollectedBatch
-from octetrl.rollout.collection_settings import CollectionSettings, Generates, Scores, Tasks
+from octetrl.rollout.collection_settings import CollectionSettings, Generates, Tasks
 from octetrl.rollout.first_requests import TooLong, request_of, without_answers
 
 WAIT_SECONDS = 0.1  # for events of sessions elsewhere, between two looks at the lengths
@@ -86,7 +86,7 @@ class Race:
 def collect_overdrawn(
     tasks: Tasks,
     keeps: Callable[[RolloutGroup], bool],
-    scorer: Scores,
+    scorer: ScoresAll,
     workers: Generates,
     collection: CollectionSettings,
 ) -> CollectedBatch:
@@ -130,7 +130,7 @@ def collect_overdrawn(
 
 def _draw(
     asked: Mapping[int, tuple[Task, GenerationRequest | TooLong]],
-    scorer: Scores,
+    scorer: ScoresAll,
     workers: Generates,
     race: Race | None,
 ) -> tuple[dict[int, Answers], dict[tuple[int, int], Score]]:

@@ -7,22 +7,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from octetrl.config.several_environments import renamed
 from octetrl.environments.mixed.named_task import own_task
 from octetrl.environments.reward_times import RewardTimes
 from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import Key, ScoresAll, ScoringRound, begin_round, score_all
+from octetrl.environments.scoring_round import Key, OpenScorer, ScoringRound, begin_round, score_all
 from octetrl.records import Task
 
 _POLL_SECONDS = 0.002
-
-
-class MemberScorer(ScoresAll, Protocol):
-    """A scorer of one environment: RewardWorkers, FunctionRewards or Judge."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -42,7 +36,7 @@ class MixedTimes(RewardTimes):
 class MixedScorer:
     """`scorers` by environment. A completion of an environment without a scorer gets no score."""
 
-    def __init__(self, scorers: Mapping[str, MemberScorer]) -> None:
+    def __init__(self, scorers: Mapping[str, OpenScorer]) -> None:
         self._scorers = dict(scorers)
         times = {name: getattr(scorer, "times", None) for name, scorer in scorers.items()}
         self.times = MixedTimes(members={name: one for name, one in times.items() if isinstance(one, RewardTimes)})
@@ -68,7 +62,7 @@ class MixedScorer:
 class MixedRound:
     """One round of each scorer. All work at the same time."""
 
-    def __init__(self, scorers: Mapping[str, MemberScorer], times: RewardTimes) -> None:
+    def __init__(self, scorers: Mapping[str, OpenScorer], times: RewardTimes) -> None:
         self._scorers, self._times = scorers, times
         self._rounds: dict[str, ScoringRound] = {}
         self._opened = ExitStack()

@@ -20,16 +20,16 @@ It is reported to the model and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.base import finite_number
 from octetrl.environments.mixed.named_task import own_task
-from octetrl.environments.score import Score
+from octetrl.environments.scoring_round import OpenScorer
 from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
 from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.environments.turns.components import Component, components_of
@@ -84,14 +84,6 @@ class Limits:
         )
 
 
-class Scores(Protocol):
-    """Scores last messages. `RewardWorkers` (environments/scoring.py) does."""
-
-    def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RewardParts:
     reward: float  # the weighted sum, without `score`'s
@@ -105,7 +97,7 @@ class Dialogues:
     `calls`: runs the environments' code. `scorer`: scores last messages; None: no scorer."""
 
     calls: Calls
-    scorer: Scores | None
+    scorer: OpenScorer | None
 
     def of(self, task: Task) -> Dialogue:
         """The dialogue of this task's environment."""
@@ -130,7 +122,7 @@ class Dialogue(Dialogues):
         limits: Limits,
         *,
         family: Family | None = None,
-        scorer: Scores | None = None,
+        scorer: OpenScorer | None = None,
         only_scorer: bool = False,
     ) -> None:
         self.limits, self.scorer, self.calls = limits, scorer, Calls()
