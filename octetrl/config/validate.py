@@ -110,9 +110,7 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     if model.preset and not model.path and not model.tokenizer:
         text = f"model.tokenizer: preset '{model.preset}' has no tokenizer; give a Hugging Face tokenizer folder"
         yield Problem(("model.tokenizer", "model.preset"), text)
-    if model.dtype == "float32" and recipe.trainer.optimizer.master == "stochastic_rounding":
-        text = "trainer.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
-        yield Problem(("trainer.optimizer.master", "model.dtype"), text)
+    yield from _master_problems("trainer.optimizer", recipe.trainer.optimizer, model.dtype)
     if model.lora is not None and model.lora.targets is not None:
         twice = sorted({target for target in model.lora.targets if model.lora.targets.count(target) > 1})
         if twice:
@@ -247,9 +245,7 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
         )
         yield Problem(("critic.pretrain_steps", "steps"), text)
     yield from _optimizer_problems("critic.optimizer", critic.optimizer)
-    if recipe.model.dtype == "float32" and critic.optimizer.master == "stochastic_rounding":
-        text = "critic.optimizer.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
-        yield Problem(("critic.optimizer.master", "model.dtype"), text)
+    yield from _master_problems("critic.optimizer", critic.optimizer, recipe.model.dtype)
 
 
 def _data_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -275,6 +271,12 @@ def _optimizer_problems(section: str, optimizer: OptimizerConfig) -> Iterator[Pr
             f" set that to 0.01, or leave this out"
         )
         yield Problem((f"{section}.weight_decay_on", f"{section}.weight_decay"), text)
+
+
+def _master_problems(section: str, optimizer: OptimizerConfig, dtype: str) -> Iterator[Problem]:
+    if dtype == "float32" and optimizer.master == "stochastic_rounding":
+        text = f"{section}.master: stochastic_rounding is for bfloat16 weights; with dtype float32 use float32"
+        yield Problem((f"{section}.master", "model.dtype"), text)
 
 
 def _trainer_problems(recipe: Recipe) -> Iterator[Problem]:
