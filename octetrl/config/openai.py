@@ -47,12 +47,12 @@ class OpenaiConfig(Section):
         return f"{self.model} at {self.base_url}"
 
 
-def openai_problems(config: OpenaiConfig, section: str = "engine.openai") -> Iterator[Problem]:
+def openai_problems(config: OpenaiConfig) -> Iterator[Problem]:
     """Yield what is wrong with single fields. Their values are not shown: one of them may be a key by mistake."""
     if not _URL.fullmatch(config.base_url) or not is_address(config.base_url):
         text = f"is not an address; {HOW}, without a user, a key or a query"
-        yield Problem((f"{section}.base_url",), f"{section}.base_url: this {text}")
+        yield Problem(("engine.openai.base_url",), f"engine.openai.base_url: this {text}")
     variable = config.api_key_variable
     if variable is not None and not _VARIABLE.fullmatch(variable):
         text = "this is not the name of an environment variable; give one, such as OPENAI_API_KEY, and never the key"
-        yield Problem((f"{section}.api_key_variable",), f"{section}.api_key_variable: {text}")
+        yield Problem(("engine.openai.api_key_variable",), f"engine.openai.api_key_variable: {text}")

@@ -140,13 +140,10 @@ def note_phase(folder: Path, phase: str) -> None:
         marker.write(f"{phase}\n")
 
 
-def make_model_and_examples(
-    recipe: Recipe, config: dict[str, Any], bare_share: float = BARE_SHARE, answers: Answers | None = None
-) -> None:
+def make_model_and_examples(recipe: Recipe, config: dict[str, Any], answers: Answers | None = None) -> None:
     """Write a random model of this shape, its tokenizer and the worked examples where the SFT recipe expects them.
 
-    bare_share: of the examples that show the result without the steps. answers: a task's bare and worked answer; None:
-    those of sums.
+    answers: a task's bare and worked answer; None: those of sums. `BARE_SHARE` of the examples have the bare one.
     """
     bare, worked = answers or (bare_answer, worked_answer)
     model_folder, conversations = Path(str(recipe.model.path)), Path(recipe.sources["conversations"].path)
@@ -155,7 +152,7 @@ def make_model_and_examples(
     taskset = build_taskset(environment, recipe.environment)
     chance = random.Random(recipe.seed)
     examples = [
-        {"prompt": task.prompt, "answer": bare(task) if chance.random() < bare_share else worked(task)}
+        {"prompt": task.prompt, "answer": bare(task) if chance.random() < BARE_SHARE else worked(task)}
         for task in taskset.next_batch(NUM_EXAMPLES)
     ]
     conversations.write_text("".join(json.dumps(example) + "\n" for example in examples))

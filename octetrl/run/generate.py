@@ -38,7 +38,6 @@ def generate_text(
     cluster: Mapping[str, Any] | None = None,
     seed: int = 0,
     n: int | Sequence[int] = 1,
-    system_prompt: str | None = None,
     plain: bool = False,
     shows_progress: bool = False,
 ) -> list[list[Completion]]:
@@ -55,7 +54,7 @@ def generate_text(
         tokenizer = tokenizer_of(trained)
         positions = load_spec(Path(trained["path"])).max_positions
         refuse_pruned(folder)
-        chat = ChatTokens(tokenizer, system_prompt, context_length=positions)
+        chat = ChatTokens(tokenizer, context_length=positions)
         try:
             token_lists = [chat.tokens_of(prompt, plain=plain) for prompt in prompts]
         except TextTooLong as error:

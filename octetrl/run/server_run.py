@@ -15,10 +15,9 @@ from octetrl.backends.openai.text import CharacterTokenizer
 from octetrl.config.schema import Recipe
 from octetrl.config.validate_backend import without_effect
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
-from octetrl.environments.given import Given
 from octetrl.run.build import Run, build_collection
 from octetrl.run.device import seed_everything
-from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
+from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import Rewards, build_chats, build_scorers
 from octetrl.run.evaluate import evaluate
 from octetrl.run.journal import Journal
@@ -31,16 +30,16 @@ from octetrl.workers.protocol import LearningWorkers
 from octetrl.workers.server import ServerWorkers
 
 
-def evaluate_server(recipe: Recipe, *, all_tasks: bool = False, given: Given = NOTHING_GIVEN) -> EvalReport:
+def evaluate_server(recipe: Recipe, *, all_tasks: bool) -> EvalReport:
     """Evaluates the model of `engine.openai` by the recipe's environment. all_tasks: not only those held out."""
-    run = build_server_run(recipe, given)
+    run = build_server_run(recipe)
     try:
         return evaluate(run, run.taskset.all_tasks() if all_tasks else None)
     finally:
         run.close()
 
 
-def build_server_run(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Run:
+def build_server_run(recipe: Recipe) -> Run:
     """What an evaluation needs, with a server instead of workers. Raises UserError for what the user can correct,
     and if the server is not there."""
     server = recipe.engine.openai
@@ -53,7 +52,7 @@ def build_server_run(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Run:
     else:
         spec, tokenizer = None, cast(Tokenizer, CharacterTokenizer())
     console = Console(recipe.logging.console, recipe.steps)
-    environments = build_environments(recipe, given)
+    environments = build_environments(recipe)
     chat = build_chats(recipe, spec, tokenizer, environments)
     collection = build_collection(recipe, chat)
     if spec is None:
@@ -72,7 +71,7 @@ def build_server_run(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Run:
     if unread is not None:
         console.warn(unread)
     try:
-        rewards = build_scorers(recipe, environments, tokenizer, given)
+        rewards = build_scorers(recipe, environments, tokenizer)
     except BaseException:
         workers.close()
         raise

@@ -1,4 +1,4 @@
-"""What is needed to show progress: the micro-batches of a `train` call that are done, the tokens that requests allow.
+"""What is needed to show progress: the micro-batches of a `train` call that are done, and how far a rollout is.
 
 A micro-batch counts when its backward has been launched. On a GPU the device is then at most a few kernels behind. A
 critic's micro-batches are not counted: they follow those of the policy.
