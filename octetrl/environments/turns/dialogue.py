@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EnvironmentConfig
@@ -49,7 +49,8 @@ class RequestedCall:
     conversation: Conversation  # the conversation that the call belongs to
 
 
-HookCalls = Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], Any]
+Found = TypeVar("Found")
+Asking = Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], Found]  # yields calls, is sent their results
 
 
 class Failed(Exception):
@@ -142,7 +143,7 @@ class Dialogue(Dialogues):
     def begin(self, task: Task, seed: str) -> Conversation:
         return Conversation(own_task(task), Random(seed))
 
-    def hook(self, name: Literal["start", "finish"], conversation: Conversation) -> HookCalls:
+    def hook(self, name: Literal["start", "finish"], conversation: Conversation) -> Asking[None]:
         """The environment's method of this name, if it has one."""
         function = self._hooks[name]
         if function is not None:
@@ -159,9 +160,7 @@ class Dialogue(Dialogues):
         conversation.messages.append(to_message(parsed))
         return parsed
 
-    def answer(
-        self, conversation: Conversation, heard: ParsedMessage
-    ) -> Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], tuple[Reply, ...]]:
+    def answer(self, conversation: Conversation, heard: ParsedMessage) -> Asking[tuple[Reply, ...]]:
         """The environment's answer to the model's last message; no messages: the conversation is over."""
         if heard.calls:
             return (yield from self._call_tools(conversation, heard))
@@ -176,9 +175,7 @@ class Dialogue(Dialogues):
         conversation.messages += [{"role": reply.role, "content": reply.text} for reply in replies]
         return replies
 
-    def judge(
-        self, conversation: Conversation
-    ) -> Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], RewardParts]:
+    def judge(self, conversation: Conversation) -> Asking[RewardParts]:
         """Rewards and metrics of a conversation that has ended."""
         values: dict[str, float] = {}
         if self._components:
@@ -216,9 +213,7 @@ class Dialogue(Dialogues):
 
     # ------------------------------------------------------------ the author's code
 
-    def _asked(
-        self, function: Callable[..., Any], conversation: Conversation
-    ) -> Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], Any]:
+    def _asked(self, function: Callable[..., Any], conversation: Conversation) -> Asking[Any]:
         (called,) = yield (RequestedCall(function, (conversation,), self.limits.reply_seconds, conversation),)
         if called.timed_out:
             raise Failed(RolloutStatus.ENVIRONMENT_TIMEOUT, called.error, called.trace)
@@ -226,9 +221,7 @@ class Dialogue(Dialogues):
             raise Failed(RolloutStatus.ENVIRONMENT_ERROR, called.error, called.trace)
         return called.value
 
-    def _call_tools(
-        self, conversation: Conversation, heard: ParsedMessage
-    ) -> Generator[tuple[RequestedCall, ...], tuple[CallResult, ...], tuple[Reply, ...]]:
+    def _call_tools(self, conversation: Conversation, heard: ParsedMessage) -> Asking[tuple[Reply, ...]]:
         conversation.tool_calls += len(heard.calls)
         answer, seconds = self._toolbox.answer, self.limits.tool_seconds
         answers = yield tuple(RequestedCall(answer, (call,), seconds, conversation) for call in heard.calls)
