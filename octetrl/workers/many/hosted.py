@@ -120,16 +120,16 @@ class HostedWorker:
         return self._compute("load", lambda: self._build(store))
 
     def _build(self, store: str | None) -> WorkerState:
-        recipe, device = self._plan.recipe, self._device()
-        self._spans = Spans(torch.cuda.synchronize if self._gpu else None)
+        plan, device = self._plan, self._device()
+        self._spans = spans = Spans(torch.cuda.synchronize if self._gpu else None)
         met = ALONE if store is None else self._meet(store, device)
-        roles = {"only_draws": not self._is_trainer, "only_trains": self._is_trainer} if self._has_role else {}
-        only_loads = roles.get("only_draws", not self._plan.trains) and met.group.size == 1
+        only_draws = self._has_role and not self._is_trainer
+        only_loads = (only_draws or not plan.trains) and met.group.size == 1
         if not only_loads:
             self._link_gb_per_second = met.link_speed()
         peers = ALONE if only_loads else met
-        trains = self._plan.trains
-        self._built = self._plan.build(recipe, device, self._spans, trains=trains, peers=peers, loaders=met, **roles)
+        roles = {"only_draws": only_draws, "only_trains": not only_draws} if self._has_role else {}
+        self._built = plan.build(plan.recipe, device, spans, trains=plan.trains, peers=peers, loaders=met, **roles)
         if only_loads:
             met.close()
         return self.state()
