@@ -40,7 +40,6 @@ from octetrl.bench.on_workers import (
 )
 from octetrl.bench.step import (
     DIFFERENCE,
-    MISMATCH,
     PhaseTimes,
     StepBench,
     code_bytes,
@@ -54,6 +53,7 @@ from octetrl.config.cluster import ClusterConfig
 from octetrl.config.schema import Numerics, Recipe
 from octetrl.records import GenerationRequest, PolicyUpdate, Sample
 from octetrl.rollout.samples import to_samples
+from octetrl.telemetry.metrics import MISMATCH
 from octetrl.trainer.packing import pack
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.build import start_team

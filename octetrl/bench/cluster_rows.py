@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from octetrl.bench.cluster import ClusterBench, ClusterTurn
 from octetrl.bench.cluster_memory import estimated_bytes
 from octetrl.bench.on_workers import Arm, cluster_fields, compare_workers, peak_fields
-from octetrl.bench.step import DIFFERENCE, MISMATCH
+from octetrl.bench.step import DIFFERENCE
 from octetrl.bench.turns import Row
+from octetrl.telemetry.metrics import MISMATCH
 
 PHASES = ("step", "produce", "learn")
 

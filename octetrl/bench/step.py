@@ -65,6 +65,7 @@ from octetrl.records import (
     Turn,
 )
 from octetrl.rollout.samples import to_samples
+from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
@@ -72,7 +73,7 @@ from octetrl.trainer.without_update import accumulate_gradients, observe_kv
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
 
-MISMATCH, DIFFERENCE = "mismatch/token_mult_prob_error", "mismatch/max_abs_diff"
+DIFFERENCE = "mismatch/max_abs_diff"
 CALIBRATION_ROUNDS = 3
 
 

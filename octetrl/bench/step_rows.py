@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from itertools import product
 
 from octetrl.bench.memory import checkpointed_layers
-from octetrl.bench.step import DIFFERENCE, MISMATCH, StepBench, StepTurn, estimate_bytes
+from octetrl.bench.step import DIFFERENCE, StepBench, StepTurn, estimate_bytes
 from octetrl.bench.turns import Row, compared
 from octetrl.config.schema import Numerics
+from octetrl.telemetry.metrics import MISMATCH
 
 
 def rows_of(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:

@@ -63,6 +63,7 @@ from octetrl.cli.bench_options import (
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
+from octetrl.telemetry.metrics import MISMATCH
 
 if TYPE_CHECKING:
     from octetrl.bench.model import BenchModel
@@ -86,7 +87,7 @@ COLUMNS = {  # key of a row: heading, format
     "step/publish_ms": ("publish\nms", ",.1f"),
     "step/publish_share": ("of the\nstep", ".2%"),
     "step/publish_gb_per_second": ("GB/s", ",.0f"),
-    "mismatch/token_mult_prob_error": ("mismatch", ".4f"),
+    MISMATCH: ("mismatch", ".4f"),
     "mismatch/max_abs_diff": ("largest\ndifference", ".2e"),
     "mismatch/tokens": ("of\ntokens", ",.0f"),
     "memory/learn_peak_gb": ("peak\nGB", ".1f"),

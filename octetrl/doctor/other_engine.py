@@ -25,7 +25,8 @@ from octetrl.config.schema import Recipe
 from octetrl.doctor.examine import Examination, ExaminedWorker
 from octetrl.fp8.kv_scales import KVScales, split_scales
 from octetrl.records import Completion
-from octetrl.telemetry.mismatch import GATED, mismatch_metrics
+from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.trainer.forward import KVReplay
 
 ONE_SCALE = "FP8 with one scale for a layer's K or V"
@@ -89,7 +90,7 @@ class OtherReport:
     @property
     def is_near(self) -> bool:
         """Whether a run would not warn."""
-        return self.departures.metrics[GATED] <= self.gate
+        return self.departures.metrics[MISMATCH] <= self.gate
 
     def lines(self) -> Iterator[str]:
         found = self.departures
@@ -115,7 +116,7 @@ class OtherReport:
         metrics = found.metrics
         verdict = "a run does not warn" if self.is_near else "a run warns"
         yield (
-            f"mean {found.mean:.3g}, largest {found.largest:.3g}, {GATED} {metrics[GATED]:.6g} ({verdict} at"
+            f"mean {found.mean:.3g}, largest {found.largest:.3g}, {MISMATCH} {metrics[MISMATCH]:.6g} ({verdict} at"
             f" {self.gate:g}), mismatch/gen_kl {metrics['mismatch/gen_kl']:.3g}"
         )
 

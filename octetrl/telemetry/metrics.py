@@ -20,6 +20,7 @@ from typing import Self
 
 from octetrl.config.errors import type_of
 
+MISMATCH = "mismatch/token_mult_prob_error"  # mean over tokens of exp(|log-prob of the engine - of the trainer|)
 NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 
 

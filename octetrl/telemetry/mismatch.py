@@ -32,8 +32,8 @@ from torch import Tensor
 from octetrl.config.errors import RunFailed
 from octetrl.config.schema import MismatchConfig
 from octetrl.records import TokenLogprobs
+from octetrl.telemetry.metrics import MISMATCH
 
-GATED = "mismatch/token_mult_prob_error"
 UNEQUAL = "mismatch/unequal_tokens"
 DECILES = 10
 
@@ -142,18 +142,18 @@ class MismatchGate:
         Raises MismatchError above `mismatch.fail_above`, and for NaN if that limit is set. Raises it also for a token
         that differs although parity is promised, unless `mismatch.fail_on_difference` is false. A step without a
         measured mismatch (SFT, no trained tokens) passes."""
-        if GATED not in metrics:
+        if MISMATCH not in metrics:
             return None
-        value, limit = metrics[GATED], self._config.fail_above
+        value, limit = metrics[MISMATCH], self._config.fail_above
         if limit is not None and not value <= limit:
             raise MismatchError(
-                f"step {step}: {GATED} is {value:.4f}, above mismatch.fail_above={limit}; stopped before more steps are"
-                f" trained on wrong log-probs. {advice(metrics)}"
+                f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.fail_above={limit}; stopped before more steps"
+                f" are trained on wrong log-probs. {advice(metrics)}"
             )
         said = []
         if not value <= self._config.warn_above:
             said.append(
-                f"step {step}: {GATED} is {value:.4f}, above mismatch.warn_above={self._config.warn_above}."
+                f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.warn_above={self._config.warn_above}."
                 f" {advice(metrics)}"
             )
         if metrics.get(UNEQUAL, 0.0) > 0:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from octetrl.config.errors import UserError, nearest_file, runs_in
+from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
 from octetrl.telemetry.sinks import METRICS_FILE
 
@@ -133,7 +134,7 @@ def findings(run: RunRecord) -> list[str]:
             0.0,
             "log-probs of engine and trainer differ; `octetrl doctor RECIPE` finds the op",
         ),
-        ("mismatch/token_mult_prob_error", 1.05, "engine and trainer disagree by more than 5%; see docs/fp8.md"),
+        (MISMATCH, 1.05, "engine and trainer disagree by more than 5%; see docs/fp8.md"),
         (
             "fp8/kv_saturation",
             _at(run.recipe, "fp8.saturation_warn") or 0.0,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from octetrl.config.text import counted
+from octetrl.telemetry.metrics import MISMATCH
 
 Tone = Literal["plain", "good", "warn", "bad"]
 
@@ -42,12 +43,11 @@ class Number(NamedTuple):
     tone: Tone = "warn"
 
 
-AGREEMENT = "mismatch/token_mult_prob_error"
 NUMBERS = (  # in the order of the line
     Number("reward/mean", "reward", ".3f"),
     Number("preference/accuracy", "pairs right", ".1%"),
     Number("loss", "loss", ".4f"),
-    Number(AGREEMENT, "log-probs", ""),
+    Number(MISMATCH, "log-probs", ""),
     Number("entropy", "entropy", ".3f"),
     Number("kl", "kl", ".4f"),
     Number("grad_norm", "grad norm", ".3f"),
@@ -65,7 +65,7 @@ NUMBERS = (  # in the order of the line
 )
 TIME, REWARDS = "time/step", "time/reward"
 PRIORITY = (  # which numbers are kept where not all fit
-    *("reward/mean", AGREEMENT, "preference/accuracy", "rollout/failure_share"),
+    *("reward/mean", MISMATCH, "preference/accuracy", "rollout/failure_share"),
     *("rollout/too_long_share", "reward/zero_variance_fraction", "rollout/truncated_share", TIME, REWARDS),
     *("rollout/unfinished_share", "loss", "rollout/mean_length", "entropy", "fp8/kv_saturation", "kl", "grad_norm"),
     "memory/peak_gb",
@@ -98,7 +98,7 @@ class StepLine:
         return [title, *(found[name] for name in order if name in kept), *end]
 
     def _padded(self, name: str, text: str) -> str:
-        if name == AGREEMENT:
+        if name == MISMATCH:
             return text  # words
         self._widths[name] = max(self._widths.get(name, 0), len(text))
         return text.rjust(self._widths[name])
@@ -111,7 +111,7 @@ class StepLine:
             if number.only_above_0 and value == 0 and number.metric not in self._seen:
                 continue
             self._seen.add(number.metric)
-            if number.metric == AGREEMENT:
+            if number.metric == MISMATCH:
                 yield number.metric, _agreement(value, metrics)
             else:
                 tone: Tone = number.tone if number.warn is not None and value > number.warn else "plain"

@@ -14,7 +14,7 @@ from octetrl.bench.cluster_memory import check_memory, estimated_bytes
 from octetrl.bench.cluster_rows import rows_of
 from octetrl.bench.model import find_model
 from octetrl.bench.on_workers import EMBEDDED, digest_warnings
-from octetrl.bench.step import MISMATCH, StepBench
+from octetrl.bench.step import StepBench
 from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_cluster import check_tail, counts_of
 from octetrl.cli.bench_options import with_layers
@@ -22,6 +22,7 @@ from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, Recipe, TrainerConfig
 from octetrl.engine.session import Session
+from octetrl.telemetry.metrics import MISMATCH
 from octetrl.workers.many import workers
 from tests.unit.workers.many.thread_team import ThreadTeam
 

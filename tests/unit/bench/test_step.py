@@ -15,7 +15,6 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.clock import MicroBatchClock, Pace
 from octetrl.bench.model import find_model
 from octetrl.bench.step import (
-    MISMATCH,
     StepArm,
     StepBench,
     StepTimes,
@@ -33,6 +32,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import Numerics, OptimizerConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
+from octetrl.telemetry.metrics import MISMATCH
 from octetrl.workers.worker import Worker
 from tests.objectives import objective
 

@@ -6,7 +6,8 @@ import torch
 from octetrl.config.schema import Fp8Config, MismatchConfig
 from octetrl.records import TokenLogprobs
 from octetrl.telemetry.fp8_health import kv_saturation_warning
-from octetrl.telemetry.mismatch import GATED, UNEQUAL, MismatchError, MismatchGate, mismatch_by_age, mismatch_metrics
+from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.mismatch import UNEQUAL, MismatchError, MismatchGate, mismatch_by_age, mismatch_metrics
 
 
 def test_metrics_equal_the_formulas_written_out() -> None:
@@ -30,7 +31,7 @@ def test_metrics_equal_the_formulas_written_out() -> None:
 def test_equal_logprobs_have_no_mismatch_at_all() -> None:
     logprobs = -torch.rand(7)
     metrics = mismatch_metrics(logprobs, logprobs.clone(), torch.arange(7), torch.full((7,), 9))
-    assert metrics[GATED] == 1.0 and metrics["mismatch/gen_kl"] == 0.0 and metrics["mismatch/equal_fraction"] == 1.0
+    assert metrics[MISMATCH] == 1.0 and metrics["mismatch/gen_kl"] == 0.0 and metrics["mismatch/equal_fraction"] == 1.0
 
 
 def test_deciles_follow_each_tokens_own_sequence_and_empty_ones_are_left_out() -> None:
@@ -55,34 +56,34 @@ def test_tokens_that_differ_are_counted_where_none_should() -> None:
 
 
 def test_one_token_that_breaks_parity_is_said_and_can_stop_the_run() -> None:
-    broken = {GATED: 1.0, UNEQUAL: 3.0, "mismatch/equal_fraction": 0.75, "mismatch/max_abs_diff": 1e-7}
+    broken = {MISMATCH: 1.0, UNEQUAL: 3.0, "mismatch/equal_fraction": 0.75, "mismatch/max_abs_diff": 1e-7}
     said = MismatchGate(MismatchConfig(fail_on_difference=False)).check(4, broken) or ""
     assert "step 4" in said and "3 trained tokens (25.00%)" in said and "1.00e-07" in said and "octetrl doctor" in said
     assert MismatchGate(MismatchConfig()).check(4, broken | {UNEQUAL: 0.0}) is None
     for strict in (MismatchGate(MismatchConfig()), MismatchGate(MismatchConfig(fail_on_difference=True))):
-        assert strict.check(4, broken | {UNEQUAL: 0.0}) is None and strict.check(4, {GATED: 1.01}) is None
+        assert strict.check(4, broken | {UNEQUAL: 0.0}) is None and strict.check(4, {MISMATCH: 1.01}) is None
         with pytest.raises(MismatchError, match=r"octetrl doctor.*mismatch\.fail_on_difference"):
             strict.check(5, broken)
 
 
 def test_gate_passes_warns_and_stops() -> None:
     gate = MismatchGate(MismatchConfig(warn_above=1.03, fail_above=1.2))
-    assert gate.check(1, {GATED: 1.01}) is None
+    assert gate.check(1, {MISMATCH: 1.01}) is None
     assert gate.check(1, {"loss": 1.0}) is None
-    assert "mismatch.warn_above=1.03" in (gate.check(2, {GATED: 1.1}) or "")
+    assert "mismatch.warn_above=1.03" in (gate.check(2, {MISMATCH: 1.1}) or "")
     with pytest.raises(MismatchError, match=r"step 3: .* is 1\.3000, above mismatch\.fail_above=1\.2"):
-        gate.check(3, {GATED: 1.3})
+        gate.check(3, {MISMATCH: 1.3})
     with pytest.raises(MismatchError, match="nan"):
-        gate.check(4, {GATED: math.nan})
-    assert MismatchGate(MismatchConfig()).check(5, {GATED: 9.0}) is not None
+        gate.check(4, {MISMATCH: math.nan})
+    assert MismatchGate(MismatchConfig()).check(5, {MISMATCH: 9.0}) is not None
 
 
 def test_advice_follows_the_evidence() -> None:
     gate = MismatchGate(MismatchConfig())
     first, last = "mismatch/decile_0/token_mult_prob_error", "mismatch/decile_9/token_mult_prob_error"
-    assert "fp8.kv_replay" in (gate.check(1, {GATED: 1.1, first: 1.01, last: 1.2}) or "")
-    assert "linears" in (gate.check(1, {GATED: 1.1, first: 1.1, last: 1.1}) or "")
-    assert "calibration_margin" in (gate.check(1, {GATED: 1.1, "fp8/kv_saturation": 0.02}) or "")
+    assert "fp8.kv_replay" in (gate.check(1, {MISMATCH: 1.1, first: 1.01, last: 1.2}) or "")
+    assert "linears" in (gate.check(1, {MISMATCH: 1.1, first: 1.1, last: 1.1}) or "")
+    assert "calibration_margin" in (gate.check(1, {MISMATCH: 1.1, "fp8/kv_saturation": 0.02}) or "")
 
 
 def test_saturation_warning_names_share_limit_and_remedy() -> None:
