@@ -39,31 +39,53 @@ def build_environment(config: EnvironmentConfig, given: Given = NOTHING_GIVEN) -
     """
     if config.dataset is None:
         return TaskEnvironment([], ExactScorer())  # validated: neither rollouts nor evaluation
-    if config.kind == "reasoning_gym":
-        environment: Environment = reasoning_gym_environment(
-            config.dataset,
-            config.parameters,
-            size=config.train_size + config.eval_size,
-            seed=config.seed,
-            answer_marker=config.answer_marker,
-            prompt_template=config.prompt_template,
-            task_seconds=config.task_timeout_seconds,
-        )
-    elif config.kind == "python" and config.dataset in given:
-        environment = given[config.dataset]
+    if config.kind == "python" and config.dataset in given:
+        environment: Environment = given[config.dataset]
         check_environment(environment, config.dataset)
-    elif config.kind in ("python", "game", "gymnasium", "verifiers"):
-        environment = _that_brings_its_own(config.kind, config.dataset, config)
-    elif config.kind == "code":
-        environment = code_environment(_read_tasks(config.dataset, config), config)
     else:
-        scorer: Scorer = MathScorer(config.answer_marker)
-        if config.kind == "jsonl":
-            scorer = ExactScorer(config.answer_marker)
-        environment = TaskEnvironment(_read_tasks(config.dataset, config), scorer)
+        environment = _environment_of_kind(config, config.dataset)
     if config.reward is not None and not is_dialogue(environment):
         environment = TaskEnvironment(environment.tasks, named_reward(config.reward, given))
     return with_tools(environment, config)
+
+
+def _environment_of_kind(config: EnvironmentConfig, dataset: str) -> Environment:
+    """`dataset`: the kind says what it names. Games and the like have their own tasks, replies and rewards."""
+    size, seed = config.train_size + config.eval_size, config.seed
+    made: Any
+    match config.kind:
+        case "reasoning_gym":
+            made = reasoning_gym_environment(
+                dataset,
+                config.parameters,
+                size=size,
+                seed=seed,
+                answer_marker=config.answer_marker,
+                prompt_template=config.prompt_template,
+                task_seconds=config.task_timeout_seconds,
+            )
+        case "code":
+            made = code_environment(_read_tasks(dataset, config), config)
+        case "jsonl":
+            made = TaskEnvironment(_read_tasks(dataset, config), ExactScorer(config.answer_marker))
+        case "math":
+            made = TaskEnvironment(_read_tasks(dataset, config), MathScorer(config.answer_marker))
+        case "game":
+            made = game_environment(dataset, config.parameters, size=size, seed=seed)
+        case "gymnasium":
+            made = gymnasium_environment(
+                dataset,
+                config.parameters,
+                size=size,
+                seed=seed,
+                action_marker=config.answer_marker,
+                load_seconds=config.load_timeout_seconds,
+            )
+        case "verifiers":
+            made = verifiers_environment(dataset, config.parameters)
+        case "python":
+            made = load_environment(dataset, config.load_timeout_seconds)
+    return made
 
 
 def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:
@@ -88,28 +110,6 @@ def _read_tasks(path: str, config: EnvironmentConfig, split: str | None = None) 
         split=split or config.split,
         subset=config.subset,
     )
-
-
-def _that_brings_its_own(kind: str, name: str, config: EnvironmentConfig) -> Environment:
-    """An environment with its own tasks, replies and rewards."""
-    size, seed, load_seconds = config.train_size + config.eval_size, config.seed, config.load_timeout_seconds
-    made: Any
-    if kind == "game":
-        made = game_environment(name, config.parameters, size=size, seed=seed)
-    elif kind == "gymnasium":
-        made = gymnasium_environment(
-            name,
-            config.parameters,
-            size=size,
-            seed=seed,
-            action_marker=config.answer_marker,
-            load_seconds=load_seconds,
-        )
-    elif kind == "verifiers":
-        made = verifiers_environment(name, config.parameters)
-    else:
-        made = load_environment(name, load_seconds)
-    return made
 
 
 def build_environments(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Environments:
