@@ -189,6 +189,8 @@ class Endpoint:
             raise ValueError(f"not JSON: {self._shown(text)!r}") from None
         if not isinstance(answer, dict):
             raise ValueError(f"not a JSON object: {self._shown(text)}")
+        if answer.get("error") and not answer.get("choices"):  # as some proxies send it
+            raise ValueError(f"status 200 with an error: {self._shown(_reason(text))}")
         key = self._key
         if key is not None and len(key) >= _LEAST_KEY and (key in text or any(key in one for one in _strings(answer))):
             raise ValueError(

@@ -147,7 +147,7 @@ def check_server(endpoint: Endpoint, config: OpenaiConfig, context_length: int) 
         known = known if len(known) <= _SHOWN else f"{known[:_SHOWN]}..."
         raise UserError(f"{SECTION}.model: the server has no '{config.model}'; its models are: {known}")
     has = models[config.model]
-    if isinstance(has, int) and has < context_length:
+    if isinstance(has, int) and 0 < has < context_length:
         raise UserError(
             f"{SECTION}.model: the server's context has {has} tokens and model.context_length is {context_length};"
             f" set model.context_length to {has}, with rollout.max_prompt_tokens and rollout.max_new_tokens to fit"

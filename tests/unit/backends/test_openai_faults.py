@@ -90,6 +90,12 @@ def test_a_connection_that_the_end_itself_closed_is_no_wait_for_a_retry(
     assert "not retried, because the run ends" in str(found.detail) and capsys.readouterr().err == ""
 
 
+def test_an_error_that_comes_with_status_200_is_shown() -> None:
+    with judge_double((200, '{"error": {"message": "no such adapter"}}', {})) as double:
+        found = one(texts(double.url), asked())
+    assert "status 200 with an error: no such adapter" in str(found.detail)
+
+
 def test_the_idle_share_is_of_the_time_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     tally = metrics.Tally(2, started=10.0, _since=10.0)
     clock = iter((11.0, 14.0, 18.0))  # idle 1 s, one request 3 s, idle 4 s
