@@ -56,7 +56,8 @@ from octetrl.run.loop import train
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
-from octetrl.workers.build import fill_weights, model_spec
+from octetrl.workers.build import fill_weights
+from octetrl.workers.model_shape import model_spec
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
 

@@ -31,7 +31,6 @@ from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.tensor_cut import largest_cut
@@ -42,11 +41,11 @@ from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why_not_equal
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
-from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.model_source import is_of_hub, with_found_model
 from octetrl.run.own_objective import try_objective
 from octetrl.run.tokenizer_process import TokenizerProcess
+from octetrl.workers.model_shape import model_spec
 
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
 
@@ -88,7 +87,7 @@ def check(
         problems.append(model_problem)
     spec = None
     try:
-        spec = _model_spec(resolved) if model_problem is None else None
+        spec = model_spec(resolved) if model_problem is None else None
     except UserError as error:
         problems.append(str(error))
     tokenizer, wrong_files = start_tokenizer(resolved, spec)  # it loads while the rest is checked
@@ -186,12 +185,6 @@ def _refuse(recipe: str, problems: Sequence[str], too_large: str | None) -> None
 def largest_part(recipe: Recipe, spec: ModelSpec) -> ModelSpec:
     """What the worker with the largest part of the model has; a model that cannot be cut whole."""
     return spec.cut(largest_cut(spec, recipe.cluster.tensor_parallel))
-
-
-def _model_spec(recipe: Recipe) -> ModelSpec:
-    if recipe.model.preset is not None:
-        return spec_from_config(preset_config(recipe.model.preset))
-    return load_spec(str(recipe.model.path), scalar=recipe.algorithm.name == "reward_model")
 
 
 def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tuple[str, str]]:

@@ -45,7 +45,8 @@ from octetrl.trainer.activation_checkpoint import KEPT
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.without_update import accumulate_gradients
-from octetrl.workers.build import fill_weights, model_spec
+from octetrl.workers.build import fill_weights
+from octetrl.workers.model_shape import model_spec
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
 

@@ -37,9 +37,10 @@ from octetrl.run.journal import Journal
 from octetrl.run.own_objective import try_objective
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
-from octetrl.workers.build import build_worker, model_spec
+from octetrl.workers.build import build_worker
 from octetrl.workers.local import LocalLearningWorkers, LocalWorkers
 from octetrl.workers.many.build import build_many_workers
+from octetrl.workers.model_shape import model_spec
 from octetrl.workers.protocol import LearningWorkers, Workers
 from octetrl.workers.reward_model_worker import RewardModelWorker
 

@@ -22,10 +22,11 @@ from octetrl.run.model_source import precision_of
 from octetrl.run.resume import read_model, refuse_pruned, trained_model
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
-from octetrl.workers.build import build_worker, model_spec
+from octetrl.workers.build import build_worker
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.build import build_many_workers
 from octetrl.workers.many.workers import ManyWorkers
+from octetrl.workers.model_shape import model_spec
 from octetrl.workers.worker import Worker
 
 

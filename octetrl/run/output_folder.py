@@ -42,7 +42,7 @@ from octetrl.run.run_identity import (
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.trainer import checkpoint
-from octetrl.workers.build import model_spec
+from octetrl.workers.model_shape import model_spec
 
 ATTEMPTS = 1000  # to take a folder that refused runs remove at the same time
 

@@ -25,7 +25,7 @@ from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import duration
 from octetrl.trainer.checkpoint import latest, step_of
-from octetrl.workers.build import model_spec
+from octetrl.workers.model_shape import model_spec
 
 if TYPE_CHECKING:
     from octetrl.run.build import Run

@@ -25,7 +25,7 @@ from octetrl.run.model_source import with_found_model
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.spans import Spans
-from octetrl.workers.build import model_spec
+from octetrl.workers.model_shape import model_spec
 from octetrl.workers.protocol import LearningWorkers
 from octetrl.workers.server import ServerWorkers
 

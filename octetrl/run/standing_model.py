@@ -24,10 +24,10 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
 from octetrl.run.model_source import precision_of, recipe_of_run
 from octetrl.run.resume import read_model, refuse_pruned, trained_model
-from octetrl.workers.build import model_spec
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.workers import ManyWorkers
+from octetrl.workers.model_shape import model_spec
 
 CONTEXT_LENGTH = 8192  # tokens at most of a model that is no run, where none is asked for
 CALIBRATION_MARGIN = 1.5

@@ -12,20 +12,18 @@ from pathlib import Path
 import torch
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.config.tensor_cut import TensorCut
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.random_weights import draw_weights
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
+from octetrl.workers.model_shape import model_spec
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.scalar_models import build_reward_model
@@ -89,14 +87,6 @@ def build_worker(
 def model_scores(recipe: Recipe) -> bool:
     """Whether the workers hold a reward model that scores. Workers that train one draw nothing to score."""
     return recipe.environment.reward_model is not None and recipe.algorithm.name != "reward_model"
-
-
-def model_spec(recipe: Recipe) -> ModelSpec:
-    """The model's shape from the preset, or from the folder's config.json. A reward model may start from a reward
-    model."""
-    if recipe.model.preset is not None:
-        return spec_from_config(preset_config(recipe.model.preset))
-    return load_spec(_folder(recipe), scalar=recipe.algorithm.name == "reward_model")
 
 
 def fill_weights(model: Decoder, recipe: Recipe, loading: Loading | None = None) -> None:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import LoraConfig, Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.weight_memory import LoadCount
-from octetrl.models.families import load_critic_spec, load_spec, spec_from_config
+from octetrl.models.families import load_critic_spec
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows
+from octetrl.workers.model_shape import scalar_spec
 
 
 def scalar_decoder(
@@ -96,10 +96,3 @@ def _trained(
     model = scalar_decoder(recipe, spec, policy, device, lora, fp8_weights=updates_all)
     keep_owned_rows(model, peers)
     return model
-
-
-def scalar_spec(recipe: Recipe) -> ModelSpec:
-    """Of the recipe's `model` section; a *ForSequenceClassification will do."""
-    if recipe.model.preset is not None:
-        return spec_from_config(preset_config(recipe.model.preset))
-    return load_spec(str(recipe.model.path), scalar=True)

@@ -19,7 +19,7 @@ from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.fp8.policy import precision_policy
 from octetrl.run.loop import train
-from octetrl.workers.build import model_spec
+from octetrl.workers.model_shape import model_spec
 from tests.e2e.tiny_run import make_model
 from tests.house.figures import check_table
 from tests.house.markdown import tables

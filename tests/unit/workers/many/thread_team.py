@@ -20,7 +20,7 @@ from octetrl.run.build import Run, build_run
 from octetrl.run.loop import one_step
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
-from octetrl.workers.build import build_worker, model_spec
+from octetrl.workers.build import build_worker
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import admission_of
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
@@ -31,6 +31,7 @@ from octetrl.workers.many.status import StatusReport
 from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.many.team import Call
 from octetrl.workers.many.workers import ManyWorkers
+from octetrl.workers.model_shape import model_spec
 from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import timeless, tiny_recipe
 

@@ -1,0 +1,26 @@
+"""The shape of the model that a recipe names. No torch: `octetrl check` needs it too."""
+
+from __future__ import annotations
+
+from octetrl.config.presets import preset_config
+from octetrl.config.schema import Recipe
+from octetrl.config.spec import ModelSpec
+from octetrl.models.families import load_spec, spec_from_config
+
+
+def model_spec(recipe: Recipe) -> ModelSpec:
+    """From the preset, or from the folder's config.json. A reward model may start from a reward model. Raises UserError
+    for a folder that is not there or not a model's."""
+    return _spec(recipe, scalar=recipe.algorithm.name == "reward_model")
+
+
+def scalar_spec(recipe: Recipe) -> ModelSpec:
+    """The same; a *ForSequenceClassification will do whatever is trained."""
+    return _spec(recipe, scalar=True)
+
+
+def _spec(recipe: Recipe, *, scalar: bool) -> ModelSpec:
+    if recipe.model.preset is not None:
+        return spec_from_config(preset_config(recipe.model.preset))
+    assert recipe.model.path is not None, "validated: a pretrained model has a path"
+    return load_spec(recipe.model.path, scalar=scalar)
