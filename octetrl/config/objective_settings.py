@@ -87,6 +87,11 @@ class GroupFilterSettings(AlgorithmConfig):
             yield Problem(("algorithm.max_refills", "algorithm.drop_zero_variance"), text)
 
 
+def refills_of(algorithm: AlgorithmConfig) -> int:
+    """The largest number of extra sampling rounds in a step; 0 for an objective that leaves out no groups."""
+    return algorithm.max_refills if isinstance(algorithm, GroupFilterSettings) else 0
+
+
 class NormalizationSettings(AlgorithmConfig):
     normalize_advantages: bool = True
     """Divide advantages by their standard deviation: over the group (GRPO), over the batch's tokens (PPO). false as in

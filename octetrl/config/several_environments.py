@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
+from octetrl.config.objective_settings import refills_of
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 
@@ -91,7 +92,7 @@ def never_drawn(recipe: Recipe) -> list[str]:
     if recipe.algorithm.learns_from != "rollouts":
         return []
     steps, prompts = recipe.steps, recipe.rollout.prompts_per_step
-    tasks = steps * prompts * (1 + getattr(recipe.algorithm, "max_refills", 0))
+    tasks = steps * prompts * (1 + refills_of(recipe.algorithm))
     total = sum(one.weight for one in recipe.environments.values())
     return [
         f"{section_name(name)}.weight: {one.weight:g} of {total:g} gives '{name}' no task in {steps} steps of {prompts}"

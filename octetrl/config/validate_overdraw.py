@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from octetrl.config.objective_settings import refills_of
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 
@@ -42,7 +43,7 @@ def overdraw_problems(recipe: Recipe) -> Iterator[Problem]:
     if overdrawn(prompts, overdraw) == prompts:
         text = f"{given} of {prompts} prompts is no prompt more; raise rollout.prompts_per_step, or set it to 1"
         yield Problem((_FIELD, "rollout.prompts_per_step"), text)
-    refills = getattr(recipe.algorithm, "max_refills", 0)
+    refills = refills_of(recipe.algorithm)
     if refills:
         text = (
             f"{given} leaves out slow groups, and algorithm.max_refills: {refills} draws until enough groups are kept;"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from octetrl.config.objective_settings import KlSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
@@ -24,7 +25,7 @@ def tensor_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     algorithm = recipe.algorithm
     needs_whole = {
         "algorithm.name": algorithm.name in ("ppo", "reward_model", "distill"),
-        "algorithm.reference_every": bool(getattr(algorithm, "reference_every", 0)),
+        "algorithm.reference_every": isinstance(algorithm, KlSettings) and algorithm.reference_every > 0,
         "environment.reward_model": recipe.environment.reward_model is not None,
     }
     if recipe.engine.speculation.name != "none":

@@ -15,7 +15,7 @@ import torch
 from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.config.errors import UserError
-from octetrl.config.objective_settings import GroupFilterSettings, LengthPenaltySettings
+from octetrl.config.objective_settings import LengthPenaltySettings, refills_of
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.several_environments import never_drawn
 from octetrl.config.spec import ModelSpec
@@ -159,8 +159,12 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
     penalty = None
     if isinstance(algorithm, LengthPenaltySettings) and algorithm.overlong_buffer:
         penalty = partial(soft_overlong_penalty, limit=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
-    refills = algorithm.max_refills if isinstance(algorithm, GroupFilterSettings) else 0
-    return replace(collection, max_refills=refills, penalty=penalty, context_length=recipe.model.context_length)
+    return replace(
+        collection,
+        max_refills=refills_of(algorithm),
+        penalty=penalty,
+        context_length=recipe.model.context_length,
+    )
 
 
 def build_conversations(recipe: Recipe, chat: ChatTokens) -> Mixture | None:
