@@ -96,8 +96,11 @@ class Arm:
         return self.process is None and len(self.lines()) == steps
 
     def lines(self) -> list[dict[str, float]]:
+        """The metrics of its steps, without a line that a killed run has not written to its end."""
         file = self.folder / METRICS_FILE
-        return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
+        if not file.exists():
+            return []
+        return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def start(self, arguments: argparse.Namespace) -> None:
         """Begin or resume the run. Raises UserError for a wrong recipe, before anything starts."""

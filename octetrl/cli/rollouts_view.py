@@ -81,6 +81,8 @@ class RolloutsView:
         measured = [f"{name} {value:g}" for name, value in row.metrics.items() if isinstance(value, int | float)]
         if measured:
             head.append("\n" + clean("  ".join(measured)), style="dim")
+        if row.versions_text:
+            head.append("\n" + row.versions_text, style="dim")
         if row.line.get("answered") is not None:
             head.append("\nanswered ", style="dim").append(_one_line(str(row.line["answered"])))
         if row.line.get("detail"):

@@ -9,11 +9,11 @@ from octetrl.config.openai import MOST_STOPS, openai_problems
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
+from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 FIELD = "engine.backend"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose parameters have the same rows here and in vLLM
 BLOCK = 128  # rows of a block with one scale
-LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
 
 
 def backend_problems(recipe: Recipe, training: bool = True) -> Iterator[Problem]:
@@ -60,7 +60,17 @@ def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
         (recipe.model.dtype != "bfloat16", "model.dtype", "runs in bfloat16 here; use that,"),
         (fp8.kv_cache in SCALE_PER_TOKEN, "fp8.kv_cache", "has no scales of tokens here; use calibrated or none,"),
         (fp8.emulate is True, "fp8.emulate", "does not emulate FP8; leave it out,"),
-        (0 < recipe.rollout.temperature < LEAST_TEMPERATURE, "rollout.temperature", "starts at 0.01; use more,"),
+        *(
+            (
+                bool(value) and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE,
+                f"{section}.temperature",
+                f"samples at {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, not at {value:g}; change it,",
+            )
+            for section, value in (
+                ("rollout", recipe.rollout.temperature),
+                ("evaluation", recipe.evaluation.temperature),
+            )
+        ),
     )
     for is_wrong, field, text in rules:
         if is_wrong:

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from octetrl.config.spec import ModelSpec
 
 VLLM_VERSION = "0.25.1"  # the one whose calls and layouts were read
+LEAST_TEMPERATURE = 0.01  # it raises smaller ones to it, with nothing but a log line
+MOST_TEMPERATURE = 2.0  # it refuses larger ones, when a request arrives
 RESERVE = 3 << 30  # bytes for vLLM's activations, captured graphs and cuBLAS
 
 

@@ -67,6 +67,7 @@ class Ahead:
         self._taken: tuple[int, BufferedBatch] | None = None  # of the last step
         self._first: int | None = None  # the step whose batch is drawn first; None: the run's next step
         self._learnt = 0
+        self._too_old = 0  # groups of a checkpoint that are drawn again; told with the next step
         self._pauses = self._draws = self._ends = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -95,7 +96,8 @@ class Ahead:
         with self._changed:
             self._learnt = run.step
             self._changed.notify_all()
-        return StepMetrics.merge(metrics, drawn.metrics, stale)
+        too_old, self._too_old = {"rollout/too_old_groups": float(self._too_old)} if self._too_old else {}, 0
+        return StepMetrics.merge(metrics, drawn.metrics, stale, too_old)
 
     def _take(self, step: int) -> BufferedBatch:
         with self._changed:
@@ -119,8 +121,8 @@ class Ahead:
         return [found[one] for one in takewhile(found.__contains__, count(step + 1))]
 
     def put_back(self, batches: Sequence[BufferedBatch], step: int) -> None:
-        """Begins after `step` with these batches, once the run's cursor has been restored. Those that are too old by
-        now for `cluster.max_staleness`, and those after them, are drawn again."""
+        """Begins after `step` with these batches, once the run's cursor has been restored. Those that are too old for
+        `cluster.max_staleness`, which may be smaller than before, and those after them are drawn again, and counted."""
         run = self._run
         self._place = DataPlace.of(run)
         for number, drawn in enumerate(batches):
@@ -130,6 +132,9 @@ class Ahead:
             self._buffer[step + 1 + number] = drawn
             drawn.place.put_into(run)
         self._first = step + 1 + len(self._buffer)
+        self._too_old = sum(len(drawn.groups) for drawn in batches[len(self._buffer) :])
+        if self._too_old:
+            run.console.note(f"{self._too_old} saved groups are older than {self._lead.most} versions: sampled again")
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -90,8 +90,12 @@ def restore(run: Run, path: Path) -> None:
     cursor = Cursor(**saved.json(CURSOR))
     run.workers.load(saved, cursor.policy_version)
     cursor.put_into(run)
-    if run.ahead is not None and BATCHES in saved.files:
-        run.ahead.put_back(batches_from_json(saved.json(BATCHES)), cursor.step)
+    if BATCHES in saved.files:
+        batches = batches_from_json(saved.json(BATCHES))
+        if run.ahead is not None:
+            run.ahead.put_back(batches, cursor.step)
+        elif lost := sum(len(one.groups) for one in batches):
+            run.console.note(f"{lost} saved groups are sampled again, because cluster.max_staleness is 0 now")
 
 
 def branch(run: Run, source: str) -> str:

@@ -81,6 +81,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/count", "rollouts", "Rollouts of the step."),
         Metric("rollout/staleness", "versions", "Age of the sampled tokens when they are trained on, on average."),
         Metric("rollout/on_policy_share", SHARE, "Sampled tokens that the trained weights themselves have sampled."),
+        Metric("rollout/too_old_groups", "groups",
+               "Saved groups older than `cluster.max_staleness` after a resume; they are sampled again."),
         Metric("rollout/groups", "groups", "Groups that were sampled."),
         Metric("rollout/kept_groups", "groups", "Groups that are learnt from."),
         Metric("rollout/refills", "", "Further draws of tasks, because too few groups had different rewards."),

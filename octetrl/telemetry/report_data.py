@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
 from octetrl.telemetry.sinks import METRICS_FILE
 
 PHASES = ("time/rollout", "time/reward", "time/train", "time/calibrate", "time/publish")
+_AGE = re.compile(r"mismatch/age_(\d{1,9})/tokens")
 ENOUGH = 4  # steps, for a difference with an interval
 BETWEEN = ("time/evaluate", "time/checkpoint")  # not in time/step
 _SETTINGS = (
@@ -200,6 +202,21 @@ def mismatch_by_length(run: RunRecord) -> list[tuple[str, float, float]]:
         if errors and kls:
             found.append((f"{decile * 10}–{decile * 10 + 10}%", sum(errors) / len(errors), sum(kls) / len(kls)))
     return found
+
+
+def mismatch_by_age(run: RunRecord) -> list[tuple[int, int, float, float]]:
+    """(age in policy versions, tokens, mean gen_kl of a token, largest difference) over all steps in which several
+    versions sampled the batch; empty if there is none."""
+    ages = {int(found[1]) for row in run.rows for name in row if (found := _AGE.fullmatch(name))}
+    table = []
+    for age in sorted(ages):
+        names = [f"mismatch/age_{age}/{what}" for what in ("tokens", "gen_kl", "max_abs_diff")]
+        measured = [found for row in run.rows if None not in (found := [row.get(name) for name in names])]
+        tokens = sum(count or 0.0 for count, _, _ in measured)
+        if tokens:
+            kl = sum((count or 0.0) * (value or 0.0) for count, value, _ in measured) / tokens
+            table.append((age, int(tokens), kl, max(largest or 0.0 for *_, largest in measured)))
+    return table
 
 
 def _environment_text(section: Mapping[str, Any]) -> str:

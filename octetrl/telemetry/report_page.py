@@ -23,6 +23,7 @@ from octetrl.telemetry.report_data import (
     PHASES,
     RunRecord,
     findings,
+    mismatch_by_age,
     mismatch_by_length,
     paired_difference,
 )
@@ -36,6 +37,7 @@ SIBLINGS = 4  # of a group
 CURVES: tuple[tuple[str, str], ...] = (
     ("reward", "reward/mean"), ("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward_mean"),
     ("loss", "loss"), ("answer length", "rollout/mean_length"), ("entropy", "entropy"),
+    ("age of the tokens", "rollout/staleness"), ("tokens of the trained weights", "rollout/on_policy_share"),
     ("KL from the reference", "kl"), ("gradient norm", "grad_norm"), ("learning rate", "lr"),
     ("log-probs equal", "mismatch/equal_fraction"), ("KL engine to trainer", "mismatch/gen_kl"),
     ("corrected tokens", "correction/clip_fraction"), ("clipped ratios", "ratio/clip_fraction"),
@@ -250,6 +252,9 @@ def _mismatch(runs: Sequence[RunRecord]) -> Iterator[str]:
             continue
         rows = [[part, f"{error:.6f}", f"{kl:.2e}"] for part, error, kl in mismatch_by_length(run)]
         yield title + _table(["part of the answer", "mean exp |engine − trainer|", "gen_kl"], rows)
+        if ages := mismatch_by_age(run):
+            header = ["policy versions since it was sampled", "tokens", "gen_kl", "largest difference"]
+            yield _table(header, [[str(age), f"{n:,}", f"{kl:.2e}", f"{most:.2e}"] for age, n, kl, most in ages])
 
 
 def _rollouts(run: RunRecord, says_name: bool) -> Iterator[str]:
@@ -319,8 +324,13 @@ def _sibling(row: SampledRow) -> str:
     return (
         f'<section style="--tone: var(--{tone})"><div class="facts"><span class="reward">{reward}</span>'
         f'<span class="status{failed}">{escape(row.status)}</span><span class="number soft">'
-        f'{counted(len(row.token_ids), "token")}</span></div>{detail}<div class="said">{said}</div></section>'
+        f"{counted(len(row.token_ids), 'token')}{escape(_versions(row))}</span></div>"
+        f'{detail}<div class="said">{said}</div></section>'
     )
+
+
+def _versions(row: SampledRow) -> str:
+    return f", {row.versions_text}" if row.versions_text else ""
 
 
 def _cut(text: str) -> str:

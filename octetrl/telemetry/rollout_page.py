@@ -82,6 +82,7 @@ def _row(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
         "components": _numbers(row.components),
         "metrics": _numbers(row.metrics),
         "tokens": len(row.token_ids),
+        "versions": row.versions_text,
         **{key: line.get(key) for key in ("finish_reason", "policy_version", "answered", "detail", "trace")},
         "said": [_part(row, part, pieces) for part in row.said],
     }

@@ -100,6 +100,13 @@ class SampledRow:
         return self._one_a_token("trainer_logprobs")
 
     @property
+    def versions_text(self) -> str:
+        """Which policy versions sampled it from which token on. Empty if one has sampled all of it."""
+        begins: Sequence[tuple[int, int]] = self.line.get("policy_versions") or ()
+        later = [f"{version} from token {token}" for token, version in begins[1:]]
+        return ", ".join([f"policy version {begins[0][1]}", *later]) if later else ""
+
+    @property
     def components(self) -> Mapping[str, float]:
         return self.line.get("components") or {}
 
@@ -287,6 +294,7 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
     "token_ids": _each(lambda one: isinstance(one, int)),
     "logprobs": _each(_is_number),
     "trainer_logprobs": _each(_is_number),
+    "policy_versions": _each(lambda one: isinstance(one, list) and len(one) == 2 and all(map(_is_number, one))),
     "components": _is_measured,
     "metrics": _is_measured,
     "turns": _each(_is_turn),

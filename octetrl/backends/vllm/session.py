@@ -15,13 +15,13 @@ from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.vllm.calls import LLMEngine, RequestOutput, Started, block_pool_of, scheduler_of
 from octetrl.backends.vllm.metrics import Tally, VllmMetrics
 from octetrl.config.errors import UserError
+from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from octetrl.engine.admission import Admission
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Decode
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
 
-LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it, with nothing but a log line
 Ended = tuple[RunningSequence, Completion]
 
 
@@ -208,10 +208,10 @@ def checked(request: GenerationRequest, index: int, admission: Admission, capaci
             f"request '{request.id}': penalties, grammars and further log-probs are for engine.backend: octetrl; leave"
             " them out"
         )
-    if 0 < temperature < LEAST_TEMPERATURE:
+    if temperature > MOST_TEMPERATURE or 0 < temperature < LEAST_TEMPERATURE:
         raise UserError(
-            f"request '{request.id}': temperature is {temperature:g}, and vLLM's smallest is {LEAST_TEMPERATURE:g};"
-            " give 0 (greedy), or more"
+            f"request '{request.id}': temperature is {temperature:g}, and vLLM samples at {LEAST_TEMPERATURE:g} to"
+            f" {MOST_TEMPERATURE:g}; give one of these, or 0 (greedy)"
         )
     group = admission.group(index, request)
     if group.limit > capacity:

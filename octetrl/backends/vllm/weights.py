@@ -25,6 +25,7 @@ from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weig
 from octetrl.records import WeightSet
 
 Q_SCALE = 1.0
+LETTERS = "kvq"
 
 
 class VllmWeights:
@@ -109,22 +110,27 @@ class VllmWeights:
         wanted = self.layer_scales(scales)
         for layer, (k_scale, v_scale) in enumerate(wanted):
             attention = modules[attention_name(layer)]
-            for letter, value in (("k", k_scale), ("v", v_scale), ("q", Q_SCALE)):
+            for letter, value in zip(LETTERS, (k_scale, v_scale, Q_SCALE), strict=True):
                 getattr(attention, f"_{letter}_scale").fill_(value)
                 setattr(attention, f"_{letter}_scale_float", value)
         self.check_scales(model, scales)
 
     @torch.inference_mode()
     def check_scales(self, model: Any, scales: KVScales) -> None:
-        """Raises RuntimeError naming the first layer whose scale is not the one last put in."""
+        """Raises RuntimeError naming the first layer whose scale is not the one last put in. Each is there twice: on
+        the device, and as a number of the host, which other kernels read."""
         modules = dict(model.named_modules())
-        held = torch.stack([_scale_pair(modules[attention_name(layer)]) for layer in range(self._spec.num_layers)])
-        for layer, (found, wanted) in enumerate(zip(held.tolist(), self.layer_scales(scales), strict=True)):
-            if tuple(found) != wanted:
-                raise RuntimeError(
-                    f"publish: vLLM's KV scales of layer {layer} are {found}, and {list(wanted)} were put in at policy"
-                    f" version {scales.policy_version}; stopping"
-                )
+        layers = [modules[attention_name(layer)] for layer in range(self._spec.num_layers)]
+        on_device = torch.stack([_scales_of(layer) for layer in layers]).tolist()
+        for layer, (found, pair) in enumerate(zip(on_device, self.layer_scales(scales), strict=True)):
+            wanted = [*pair, Q_SCALE]
+            on_host = [getattr(layers[layer], f"_{letter}_scale_float") for letter in LETTERS]
+            for held in (found, on_host):
+                if held != wanted:
+                    raise RuntimeError(
+                        f"publish: vLLM's scales of K, V and Q in layer {layer} are {held}, and {wanted} were put in at"
+                        f" policy version {scales.policy_version}; stopping"
+                    )
 
     def layer_scales(self, scales: KVScales) -> list[tuple[float, float]]:
         """The scales of K and V of each layer: the largest of the heads'."""
@@ -135,8 +141,8 @@ class VllmWeights:
         return [(k, v) for k, v in torch.stack(pairs).tolist()]
 
 
-def _scale_pair(attention: Any) -> Tensor:
-    return torch.stack([attention._k_scale, attention._v_scale])
+def _scales_of(attention: Any) -> Tensor:
+    return torch.stack([getattr(attention, f"_{letter}_scale") for letter in LETTERS])
 
 
 def _octets(tensor: Tensor) -> Tensor:

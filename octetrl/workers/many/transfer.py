@@ -65,11 +65,12 @@ class WeightSender:
 
 class WeightReceiver:
     """Of a worker that only generates. `staged`: new weights wait beside the old ones until `adopt`, so that they may
-    arrive while the engine generates. It needs the memory of both."""
+    arrive while the engine generates. It needs the memory of both, and takes it before the KV cache takes a share of
+    what is free."""
 
     def __init__(self, worker: Worker, transfer: Transfer, *, staged: bool) -> None:
         self._worker, self._transfer, self.staged = worker, transfer, staged
-        self._waiting: list[Tensor] | None = None
+        self._waiting = [torch.empty_like(tensor) for tensor in weight_tensors(worker)] if staged else None
         self._version: int | None = None
         self._scales: KVScales | None = None
 
@@ -78,10 +79,7 @@ class WeightReceiver:
         self._transfer.broadcast([header])
         version, scales_version = header.tolist()
         worker = self._worker
-        own = weight_tensors(worker)
-        if self.staged and self._waiting is None:
-            self._waiting = [torch.empty_like(tensor) for tensor in own]
-        targets = list(own if self._waiting is None else self._waiting)
+        targets = list(weight_tensors(worker) if self._waiting is None else self._waiting)
         if scales_version != NONE:
             shape = worker.spec.num_layers, worker.spec.num_cache_scales
             scale_LS = torch.empty(shape, dtype=torch.float32, device=worker.device)

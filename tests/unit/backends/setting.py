@@ -52,7 +52,8 @@ class Setting:
         trained = self.sides.trainer_model
         self.weights = weight_set(trained, 0, self.sides.scales)
         ours = {name: one.detach() for name, one in trained.named_parameters()}
-        self.double = VllmDouble(tensors_of(SPEC, self.sides.policy, ours), vocab_size=90, num_pages=num_pages)
+        held = tensors_of(SPEC, self.sides.policy, ours)
+        self.double = VllmDouble(held, vocab_size=90, num_pages=num_pages, max_model_len=CONTEXT_LENGTH)
         common: dict[str, Any] = {
             "spec": SPEC,
             "policy": self.sides.policy,

@@ -135,9 +135,18 @@ def test_waking_writes_the_scales_again_and_clears_the_cache(fp8_full: Setting) 
 
 def test_a_scale_at_its_default_is_an_error(fp8_full: Setting) -> None:
     fp8_full.adapter.wake()
-    dict(fp8_full.double.model.named_buffers())[f"{attention_name(1)}._v_scale"].fill_(1.0)
-    with pytest.raises(RuntimeError, match=r"vLLM's KV scales of layer 1 are \[.*, 1.0\], and \["):
+    attention = dict(fp8_full.double.model.named_modules())[attention_name(1)]
+    for letter, wrong in (("k", 1.0), ("v", 1.0), ("q", 0.5)):
         fp8_full.adapter.weights_digest()
+        held = getattr(attention, f"_{letter}_scale_float")
+        getattr(attention, f"_{letter}_scale").fill_(wrong)
+        with pytest.raises(RuntimeError, match=rf"of K, V and Q in layer 1 are \[.*\b{wrong}\b.*\], and \["):
+            fp8_full.adapter.weights_digest()
+        getattr(attention, f"_{letter}_scale").fill_(held)
+        setattr(attention, f"_{letter}_scale_float", wrong)  # what some kernels read in its place
+        with pytest.raises(RuntimeError, match=rf"of K, V and Q in layer 1 are \[.*\b{wrong}\b.*\], and \["):
+            fp8_full.adapter.weights_digest()
+        setattr(attention, f"_{letter}_scale_float", held)
 
 
 def test_nothing_is_drawn_without_the_scales_of_these_weights(fp8_full: Setting) -> None:
@@ -180,7 +189,8 @@ def test_weights_that_changed_while_vllm_slept_are_not_taken_for_the_old_ones(pr
 def test_requests_that_only_our_engine_serves(fp8_full: Setting) -> None:
     for sampling, expected in (
         ({"logits": LogitOptions(num_top=2)}, "are for engine.backend: octetrl"),
-        ({"temperature": 0.001}, "vLLM's smallest is 0.01"),
+        ({"temperature": 0.001}, "vLLM samples at 0.01 to 2; give one of these, or 0"),
+        ({"temperature": 2.5}, "temperature is 2.5, and vLLM samples at 0.01 to 2"),
     ):
         with pytest.raises(UserError, match=expected):
             fp8_full.adapter.generate([request("a", **sampling)])

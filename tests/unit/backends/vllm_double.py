@@ -1,13 +1,24 @@
 """A double of vLLM: the calls of backends/vllm/calls.py, and parameters with vLLM's names and shapes.
 
-It is no model. A sibling's next token is a hash of its seed and position, and its log-prob a function of the token. Its
-memory behaves as vLLM's does: a sleep fills weights with NaN and scales with 1, and a step without memory is an error.
+It is no model. A sibling's next token is a hash of its seed and position, and its log-prob a function of the token.
+What vLLM 0.25.1 does and an adapter could get wrong, it does too:
+
+    parameters   refused as `SamplingParams` refuses them; what was not asked for (log-probs) is not there
+    requests     known by the caller's name outside and by a name of its own inside; at most `max_num_seqs` run
+    steps        one forward is launched ahead: a step returns the tokens of the forward before, the first one none.
+                 Tokens of requests that were cancelled meanwhile, or that ended, are dropped
+    memory       a sleep fills weights with NaN and scales with 1, and a step without memory is an error
+
+It is stricter where vLLM only logs a line: a temperature that would be raised, memory that is woken twice. It never
+preempts a request, and prefills any prompt in the forward that samples its first token.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +48,9 @@ def tensors_of(spec: ModelSpec, policy: PrecisionPolicy, ours: dict[str, torch.T
             _put(root, f"{vllm_name(fp8[name])}.weight_scale_inv", torch.empty(blocks))
     for layer in range(spec.num_layers):
         for letter in "qkv":
-            _module(root, attention_name(layer)).register_buffer(f"_{letter}_scale", torch.tensor(1.0))
+            attention = _module(root, attention_name(layer))
+            attention.register_buffer(f"_{letter}_scale", torch.tensor(1.0))
+            setattr(attention, f"_{letter}_scale_float", 1.0)
     return root
 
 
@@ -54,61 +67,128 @@ def _put(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     _module(root, place).register_parameter(last, nn.Parameter(tensor, requires_grad=False))
 
 
-class VllmDouble:
-    """`LLMEngine` and what `start_vllm` returns with it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """`SamplingParams` as the adapter makes it: of one sibling, with deltas, flat log-probs and no tokenizer."""
 
-    def __init__(self, model: nn.Module, *, vocab_size: int, num_pages: int = 64, page_size: int = 16) -> None:
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop_token_ids: list[int]
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.temperature == 0 or 0.01 <= self.temperature <= 2.0):
+            raise ValueError(f"temperature must be in [0, 2], got {self.temperature}.")
+        if self.max_tokens < 1 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.top_k < -1:
+            raise ValueError(f"a parameter is out of range: {self}")
+        assert 0 <= self.seed < 2**63 and all(type(token) is int for token in self.stop_token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    name: str  # the caller's
+    prompt: list[int]
+    params: Sampling
+    out: list[int] = field(default_factory=list)
+    has_ended: bool = False
+
+
+class VllmDouble:
+    """`LLMEngine` and what `start_vllm` returns with it. `eos_token_id`: of the model's config.json."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vocab_size: int,
+        num_pages: int = 64,
+        page_size: int = 16,
+        max_num_seqs: int = 4,
+        max_model_len: int = 1 << 20,
+        eos_token_id: int = 3,
+    ) -> None:
         self.model, self.vocab_size, self.page_size = model, vocab_size, page_size
+        self.max_num_seqs, self.max_model_len, self.eos_token_id = max_num_seqs, max_model_len, eos_token_id
         self.engine: Any = self
         self.awake = {"weights", "kv_cache"}
         self.cached: list[torch.Tensor] = [torch.full((4,), 0x7F, dtype=torch.uint8)]
-        self.requests: dict[str, tuple[list[int], dict[str, Any], list[int]]] = {}
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.launched: list[Request] | None = None  # the forward whose tokens the next step returns
         self.prefix_resets = 0
         self.num_pages = num_pages
         pool = SimpleNamespace(num_gpu_blocks=num_pages + 1, get_num_free_blocks=self._free)
         manager = SimpleNamespace(block_pool=pool)
-        counts = lambda: (len(self.requests), 0)  # noqa: E731
+        counts = lambda: (len(self.running), len(self.waiting))  # noqa: E731
         scheduler = SimpleNamespace(get_request_counts=counts, kv_cache_manager=manager)
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
         self._lose("weights")
 
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
     def _free(self) -> int:
-        used = sum(-(-(len(prompt) + len(out)) // self.page_size) for prompt, _, out in self.requests.values())
+        used = sum(-(-(len(one.prompt) + len(one.out)) // self.page_size) for one in self.running)
         return self.num_pages - used
 
-    def sampling(self, **settings: Any) -> dict[str, Any]:
-        return settings
+    def sampling(self, **settings: Any) -> Sampling:
+        return Sampling(**settings)
 
     def prompt(self, token_ids: list[int]) -> list[int]:
         return token_ids
 
-    def add_request(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> str:
-        self.requests[request_id] = (prompt, params, [])
-        return f"{request_id}-0f3a"
+    def add_request(self, request_id: str, prompt: list[int], params: Sampling) -> str:
+        if not prompt or len(prompt) >= self.max_model_len or max(prompt) >= self.vocab_size:
+            raise ValueError(f"the prompt of {request_id} cannot be served")
+        self.waiting.append(Request(request_id, prompt, params))
+        return f"{request_id}-{len(self.requests):08x}"
 
     def abort_request(self, request_ids: list[str]) -> None:
-        for name in request_ids:
-            self.requests.pop(name, None)
+        """Of unknown names nothing. A name stands for all its requests."""
+        for one in [one for one in self.requests if one.name in request_ids]:
+            self._end(one)
+
+    def _end(self, one: Request) -> None:
+        one.has_ended = True
+        (self.running if one in self.running else self.waiting).remove(one)
 
     def step(self) -> list[Any]:
         assert self.awake == {"weights", "kv_cache"}, "a step without memory"
         assert not any(bool(one.isnan().any()) for one in self.model.parameters() if one.dtype == torch.float32)
-        outputs = []
-        for name, (_, params, out) in list(self.requests.items()):
-            token = int.from_bytes(hashlib.sha256(f"{params['seed']} {len(out)}".encode()).digest()[:4], "big")
-            token %= self.vocab_size
-            out.append(token)
-            finished = token in params["stop_token_ids"] or len(out) == params["max_tokens"]
-            if finished:
-                del self.requests[name]
-            logprobs = SimpleNamespace(logprobs=[-0.25 * (token % 16) - 0.125])
-            part = SimpleNamespace(token_ids=[token], logprobs=logprobs)
-            outputs.append(SimpleNamespace(request_id=name, outputs=[part], finished=finished))
-        return outputs
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            self.running.append(self.waiting.popleft())
+        before, self.launched = self.launched, list(self.running)
+        return [self._token(one) for one in before or () if not one.has_ended]
+
+    def _token(self, one: Request) -> Any:
+        params, place = one.params, len(one.out)
+        drawn = hashlib.sha256(f"{params.seed} {place}".encode()).digest()
+        token = int.from_bytes(drawn[:4], "big") % self.vocab_size
+        one.out.append(token)
+        is_full = place + 1 == params.max_tokens or len(one.prompt) + place + 1 == self.max_model_len
+        stops = token in params.stop_token_ids or (token == self.eos_token_id and not params.ignore_eos)
+        if stops or is_full:
+            self._end(one)
+        logprobs = None
+        if params.logprobs is not None:  # the sampled token's, then those of the `logprobs` likeliest
+            logprobs = SimpleNamespace(logprobs=[self.logprob(one, token), *([-0.5] * params.logprobs)])
+        part = SimpleNamespace(token_ids=[token], logprobs=logprobs)
+        return SimpleNamespace(request_id=one.name, outputs=[part], finished=one.has_ended)
+
+    def logprob(self, one: Request, token: int) -> float:
+        """Of the token that `one` has just sampled."""
+        return -0.25 * (token % 16) - 0.125
 
     def reset_prefix_cache(self) -> bool:
+        """Whether it was dropped: never while a page is in use."""
         self.prefix_resets += 1
-        return not self.requests
+        return self._free() == self.num_pages
 
     def sleep(self, level: int = 1) -> None:
         assert level == 2 and self.awake == {"weights", "kv_cache"}

@@ -43,7 +43,8 @@ def test_siblings_stand_side_by_side(run: Path, capsys: Capture) -> None:
     assert "#0 1.000  scored  9 tokens" in heads[0] and "#1 0.500  scored  12 tokens" in heads[0]
     assert "no reward  reward_error" in heads[1]
     assert "KeyError: 'x' (r.py:3)" in text and "answered 3" in text and "reference 3" in text
-    assert "2 of 2 groups from 1 step" in text
+    assert "2 of 2 groups from 1 step" in text and "policy version" not in text
+    assert "policy version 2, 3 from token 4" in printed(capsys, "run", "--step", "3")
 
 
 def test_a_narrow_terminal_has_fewer_columns(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

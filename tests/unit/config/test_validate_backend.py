@@ -38,7 +38,9 @@ GPU, CPU = Device("H200", True, 140 << 30), Device("CPU", False, 1 << 34)
         ("model.dtype", "float32", "model.dtype: engine.backend: vllm runs in bfloat16 here"),
         ("fp8.kv_cache", "dynamic", "fp8.kv_cache: engine.backend: vllm has no scales of tokens here"),
         ("fp8.emulate", True, "fp8.emulate: engine.backend: vllm does not emulate FP8"),
-        ("rollout.temperature", 0.005, "rollout.temperature: engine.backend: vllm starts at 0.01; use more"),
+        ("rollout.temperature", 0.005, "rollout.temperature: engine.backend: vllm samples at 0.01 to 2, not at 0.005"),
+        ("rollout.temperature", 2.5, "rollout.temperature: engine.backend: vllm samples at 0.01 to 2, not at 2.5"),
+        ("evaluation.temperature", 3, "evaluation.temperature: engine.backend: vllm samples at 0.01 to 2, not at 3"),
     ],
 )
 def test_combinations_that_cannot_be(field: str, value: Any, expected: str) -> None:

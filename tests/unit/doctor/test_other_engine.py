@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from octetrl.doctor.other_engine import ONE_SCALE, Departures, Measured, Summary
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 from tests.e2e import tiny_run
-from tests.unit.backends.vllm_double import VllmDouble, tensors_of
+from tests.unit.backends.vllm_double import Request, VllmDouble, tensors_of
 
 SMALL = Examination(prompts=2, sequences=2, answer_tokens=6)
 
@@ -39,16 +38,11 @@ class SayingDouble(VllmDouble):
 
     logprobs: Tensor | None = None
 
-    def step(self) -> list[Any]:
-        places = {name: len(out) for name, (_, _, out) in self.requests.items()}
-        outputs = super().step()
-        for output in outputs:
-            prompt, sibling = output.request_id.removeprefix("prompt ").split("#")
-            row = int(prompt) * SMALL.sequences + int(sibling)
-            known = self.logprobs is not None
-            value = float(self.logprobs[row, places[output.request_id]]) if known else -1.0  # type: ignore[index]
-            output.outputs[0].logprobs = SimpleNamespace(logprobs=[value])
-        return outputs
+    def logprob(self, one: Request, token: int) -> float:
+        if self.logprobs is None:
+            return -1.0
+        prompt, sibling = one.name.removeprefix("prompt ").split("#")
+        return float(self.logprobs[int(prompt) * SMALL.sequences + int(sibling), len(one.out) - 1])
 
 
 @pytest.fixture(scope="module")

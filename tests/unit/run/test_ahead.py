@@ -13,9 +13,19 @@ from typing import Any
 import pytest
 
 from octetrl.engine.session import Session
-from octetrl.records import RolloutGroup, SessionEvent
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    SessionEvent,
+    Task,
+    Turn,
+)
 from octetrl.rollout.token_versions import versions_by_token
 from octetrl.run.ahead import Lead, _Stoppable
+from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.evaluate import evaluate
 from octetrl.run.journal import Journal
 from octetrl.run.loop import one_step
@@ -23,6 +33,7 @@ from octetrl.run.resume import Cursor
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.workers.many.hosted_session import _Adopt
+from octetrl.workers.many.transfer import weight_tensors
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import run_on, steps_of
@@ -124,6 +135,41 @@ def test_a_resumed_run_draws_again_what_was_not_learnt(model: Path, tmp_path: Pa
     assert by_task(drawn) == expected[2:]
 
 
+def test_saved_batches_that_are_too_old_by_now_are_drawn_again_and_counted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batch(version: int, groups: int) -> BufferedBatch:
+        turn = Turn((1,), Completion((5,), (-0.5,), "a", FinishReason.LENGTH, version, "d"))
+        task = Task("t", "p")
+        group = RolloutGroup(task, (Rollout(task, (turn,), RolloutStatus.SCORED, 1.0),))
+        return BufferedBatch((group,) * groups, (group,), {}, {}, DataPlace({"position": groups}, {}))
+
+    restored: list[Any] = []
+    monkeypatch.setattr(DataPlace, "put_into", lambda place, _: restored.append(place.taskset["position"]))
+    with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=9) as run:
+        notes: list[str] = []
+        monkeypatch.setattr(run.console, "note", notes.append)
+        monkeypatch.setattr(type(run.workers), "policy_version", 6)
+        ahead = run.ahead
+        assert ahead is not None
+        ahead.put_back([batch(5, 2), batch(6, 3), batch(6, 4), batch(8, 5)], 6)  # 9 when the last would be learnt
+        assert set(ahead._buffer) == {7, 8} and ahead._first == 9 and restored == [2, 3]
+        assert notes == ["9 saved groups are older than 1 versions: sampled again"]
+        ahead._too_old, left = 0, ahead._too_old
+        ahead._buffer.clear()
+        ahead.put_back([batch(6, 2)], 6)
+        assert (left, ahead._too_old, len(notes)) == (9, 0, 1)
+
+
+def test_how_many_groups_were_too_old_is_told_with_the_next_step(model: Path, tmp_path: Path) -> None:
+    with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=2) as run:
+        assert run.ahead is not None
+        run.ahead._too_old = 4
+        lines = [one_step(run, step) for step in (1, 2)]
+    assert lines[0]["rollout/too_old_groups"] == 4.0 and "rollout/too_old_groups" not in lines[1]
+    assert explained("rollout/too_old_groups")
+
+
 def test_an_evaluation_sees_the_last_version_alone(model: Path, tmp_path: Path) -> None:
     with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=2) as run:
         one_step(run, 1)
@@ -144,6 +190,18 @@ def test_a_run_that_ends_early_closes_what_it_draws(model: Path, tmp_path: Path)
         workers = run.workers
     assert not [thread for thread in threading.enumerate() if thread.name == "produce" and thread.is_alive()]
     assert all(worker._session is None for worker in workers._team.workers)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_room_for_waiting_weights_is_taken_before_the_cache(ahead: int, model: Path, tmp_path: Path) -> None:
+    """The cache takes most of what is free when a session first opens."""
+    with run_on(1, model, tmp_path, engines=1, ahead=ahead, precision="fp8") as run:
+        worker = run.workers._team.workers[1]
+        waiting = worker._receiver._waiting
+        assert (waiting is None) == (ahead == 0) and worker._policy.engine._cache is None
+        if waiting is not None:
+            own = weight_tensors(worker._policy)
+            assert [(one.shape, one.dtype) for one in waiting] == [(one.shape, one.dtype) for one in own]
 
 
 def test_an_error_while_drawing_is_raised_by_the_step_that_waits(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,8 @@ def answer(text: str, version: int) -> Completion:
 
 
 def batch(task: Task) -> BufferedBatch:
-    talk = (Turn((1, 2), answer("a\ud800", 3), (Reply("tool", "ü"), Reply("user", ""))), Turn((9,), answer("b", 4)))
+    changed = replace(answer("c", 4), updates=((1, 5),))
+    talk = (Turn((1, 2), answer("a\ud800", 3), (Reply("tool", "ü"), Reply("user", ""))), Turn((9,), changed))
     scored = Rollout(task, talk, RolloutStatus.SCORED, 1 / 3, None, None, "7", -0.5, {"form": 0.1}, {"turns": 2.0})
     failed = Rollout(task, talk[:1], RolloutStatus.REWARD_ERROR, None, "it raised", "Traceback ...")
     unasked = Rollout(Task("t/2", "long"), (), RolloutStatus.PROMPT_TOO_LONG, None, detail="the prompt has 9 tokens")

@@ -43,12 +43,13 @@ def two_turns(task: str, sibling: int) -> dict[str, Any]:
 
 def write_run(folder: Path) -> Path:
     """Steps 1 to 3 with two groups each: `easy` (rewards 1, 0.5), and one whose second has no reward; step 3 has a
-    conversation of two turns and a text that means harm."""
+    conversation of two turns and a text that means harm, and an answer that two versions sampled."""
     (folder / "rollouts").mkdir(parents=True)
     for step in (1, 2, 3):
         rows = [line("sum/easy", 0, 1.0), line("sum/easy", 1, 0.5, "I guess FOUR")]
         rows += [line(f"sum/{step}", 0, 0.0), line(f"sum/{step}", 1, None)]
         if step == 3:
+            rows[0]["policy_versions"] = [[0, 2], [4, 3]]
             rows += [two_turns("talk", 0), line("talk", 1, -1.0, EVIL)]
         path = folder / "rollouts" / f"step_{step:06d}.jsonl"
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -12,7 +12,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
-from octetrl.telemetry.report_data import findings, paired_difference, read_run
+from octetrl.telemetry.report_data import findings, mismatch_by_age, paired_difference, read_run
 from octetrl.telemetry.report_page import report_page, terminal_report
 from tests.unit.telemetry.sampled_rows import write_run
 
@@ -45,6 +45,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_a_model_says(tmp_path: Pat
     assert "models/small" in page and "linears of rollout in FP8, KV cache in FP8, dynamic" in page
     assert "all 150 trained tokens are equal, bit for bit" in page
     assert page.count("<article>") >= 4 and len(page) < 300_000
+    assert "9 tokens, policy version 2, 3 from token 4</span>" in page
 
 
 def test_curves_are_over_steps_and_hours_and_runs_lie_on_one_another(tmp_path: Path) -> None:
@@ -129,6 +130,20 @@ def test_what_was_never_finite_is_no_constant(tmp_path: Path) -> None:
     assert "<td>learning rate</td><td>0.5</td>" in page
     assert "<td>KL from the reference</td><td>0.25; not finite in 3 of 12 steps</td>" in page
     assert "<td>loss</td><td>no value; not finite in 12 of 12 steps</td>" in page and "<h3>loss</h3>" not in page
+
+
+def test_tokens_of_several_versions_are_shown_by_their_age(tmp_path: Path) -> None:
+    ages = {"mismatch/age_0/tokens": 30.0, "mismatch/age_0/gen_kl": 0.0, "mismatch/age_0/max_abs_diff": 0.0}
+    ages |= {"mismatch/age_1/tokens": 20.0, "mismatch/age_1/gen_kl": 0.25, "mismatch/age_1/max_abs_diff": 0.5}
+    folder = make_run(tmp_path / "run", steps=2, **ages, **{"mismatch/equal_fraction": 0.6, "rollout/staleness": 0.4})
+    with (folder / "metrics.jsonl").open("a") as file:  # fewer tokens count less; a step of one version has no ages
+        further = {"mismatch/age_1/tokens": 5, "mismatch/age_1/gen_kl": 0.75, "mismatch/age_1/max_abs_diff": 2.0}
+        file.write(json.dumps({"step": 3, "time/step": 36.0, "rollout/staleness": 1.0, **further}) + "\n")
+        file.write(json.dumps({"step": 4, "time/step": 36.0, "rollout/staleness": 1.0}) + "\n")
+    assert mismatch_by_age(read_run(folder)) == [(0, 60, 0.0, 0.0), (1, 45, pytest.approx((10 + 3.75) / 45), 2.0)]
+    page = report_page([read_run(folder)])
+    assert "<td>1</td><td>45</td><td>3.06e-01</td><td>2.00e+00</td>" in page and "<h3>age of the tokens</h3>" in page
+    assert mismatch_by_age(read_run(make_run(tmp_path / "one"))) == []
 
 
 def test_differences_are_paired_by_step(tmp_path: Path) -> None:

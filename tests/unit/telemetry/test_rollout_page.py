@@ -53,6 +53,8 @@ def test_it_holds_groups_and_filter(run: Path) -> None:
         ("model", "so 3"),
     ]
     assert turns["components"] == {"right": 1.0, "brevity": -0.25}
+    easy = data(rollout_page("x", select(run, Filter(steps=Interval(low=3), task="easy"), None), wanted))
+    assert [row["versions"] for row in easy["groups"][0]["rows"]] == ["policy version 2, 3 from token 4", ""]
 
 
 def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:

@@ -75,7 +75,12 @@ def test_turns_have_their_tokens(run: Path) -> None:
         ("model", "so 3", [4, 5, 6]),
     ]
     assert row.components == {"right": 1.0, "brevity": -0.25}
-    assert row.trainer_logprobs == ()
+    assert row.trainer_logprobs == () and row.versions_text == ""
+
+
+def test_an_answer_of_several_versions_says_from_which_token_on(run: Path) -> None:
+    first, other = select(run, Filter(steps=Interval(low=3), task="easy"), None).groups[0].rows
+    assert first.versions_text == "policy version 2, 3 from token 4" and other.versions_text == ""
 
 
 def _damaged(**changes: object) -> bytes:
@@ -92,6 +97,10 @@ def _damaged(**changes: object) -> bytes:
         (b"\xff\n", "not UTF-8 text"),
         *((_damaged(reward=value), "line 1: 'reward' has a wrong value") for value in ("x", [1], {})),
         (_damaged(token_ids=7), "line 1: 'token_ids' has a wrong value"),
+        *(
+            (_damaged(policy_versions=value), "'policy_versions' has a wrong value")
+            for value in (3, [3], [[1]], [["a", 1]])
+        ),
     ],
 )
 def test_what_no_run_wrote_is_refused(content: bytes, says: str, run: Path) -> None:

@@ -1,0 +1,263 @@
+"""How vLLM is started: its environment, its settings, its room beside the trainer, and what it refuses.
+
+`vllm` is a package of this test (`installed`), with the names that start.py imports. Its constructors check the names
+of settings against those of vLLM 0.25.1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octetrl.backends.vllm.backend import VllmBackend
+from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, check_room, engine_arguments
+from octetrl.backends.vllm.start import start_vllm, write_model
+from octetrl.config.errors import UserError
+from octetrl.config.schema import EngineConfig, Recipe
+from octetrl.config.vllm import RESERVE, VLLM_VERSION, vllm_weight_bytes
+from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.models.decoder import Decoder
+from octetrl.workers.build_engine import build_vllm
+from tests.parity.sides import PRECISIONS
+from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
+from tests.unit.backends.vllm_double import VllmDouble, tensors_of
+from tests.unit.config.test_validate import recipe_with
+
+GIB = 1 << 30
+CONFIG = EngineConfig(page_size=16, max_batch=4, prefill_chunk=64)
+# of `EngineArgs` in vllm/engine/arg_utils.py, those that a recipe decides
+ENGINE_ARGUMENTS = {
+    *("model", "load_format", "skip_tokenizer_init", "generation_config", "dtype", "max_model_len", "max_num_seqs"),
+    *("max_num_batched_tokens", "block_size", "enable_prefix_caching", "kv_cache_dtype", "kv_cache_memory_bytes"),
+    *("gpu_memory_utilization", "logprobs_mode", "enable_sleep_mode", "disable_log_stats", "enforce_eager", "seed"),
+}
+
+
+def policy_of(precision: str) -> PrecisionPolicy:
+    return precision_policy(SPEC, PRECISIONS[precision])
+
+
+class Kind(Enum):
+    """`RequestOutputKind`."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+
+
+class Installed:
+    """What the test's vllm was asked for."""
+
+    arguments: SimpleNamespace
+    config: dict[str, Any]  # the model folder's
+    environment: dict[str, str]  # when vllm was imported
+    refuses: Exception | None = None
+
+    def start(self, arguments: SimpleNamespace, *, enable_multiprocessing: bool) -> VllmDouble:
+        """`LLMEngine.from_engine_args`. vLLM seeds the generators and sets the precision of products."""
+        assert not enable_multiprocessing
+        self.arguments = arguments
+        self.environment = dict(os.environ)
+        self.config = json.loads((Path(arguments.model) / "config.json").read_text())
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)  # type: ignore[operator]
+        torch.set_float32_matmul_precision("high")
+        if self.refuses is not None:
+            raise self.refuses
+        policy = policy_of("fp8_full" if arguments.kv_cache_dtype == "fp8_e4m3" else "bf16")
+        ours = dict(Decoder(SPEC, policy, "train", device="meta", backend="emulated").named_parameters())
+        pages = arguments.kv_cache_memory_bytes // arguments.block_size // cache_bytes_per_token(SPEC, policy) - 1
+        return VllmDouble(tensors_of(SPEC, policy, ours), vocab_size=90, num_pages=pages)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
+    found = Installed()
+
+    def engine_args(**given: Any) -> SimpleNamespace:
+        assert set(given) == ENGINE_ARGUMENTS
+        return SimpleNamespace(**given)
+
+    contents = {
+        "vllm": {"EngineArgs": engine_args, "SamplingParams": lambda **given: given},
+        "vllm.inputs": {},
+        "vllm.inputs.engine": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
+        "vllm.sampling_params": {"RequestOutputKind": Kind},
+        "vllm.v1": {},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.llm_engine": {"LLMEngine": SimpleNamespace(from_engine_args=found.start)},
+    }
+    for name, names in contents.items():
+        module = ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: VLLM_VERSION)
+    environment = dict(os.environ)
+    yield found
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def arguments_of(precision: str, folder: Path) -> dict[str, Any]:
+    policy = policy_of(precision)
+    write_model({"model_type": "qwen3"}, folder)
+    how: dict[str, Any] = {"folder": str(folder), "context_length": 64, "cache_bytes": 1 << 16, "eager": False}
+    return dict(engine_arguments(CONFIG, policy, **how))
+
+
+# ---------------------------------------------------------------- starting
+
+
+def test_weights_keep_their_scales_and_the_core_runs_in_this_process(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")  # would requantise the weights
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.delenv("VLLM_DEEP_GEMM_WARMUP", raising=False)
+    start_vllm(arguments_of("bf16", tmp_path))
+    found = installed.environment
+    assert found["VLLM_USE_DEEP_GEMM_E8M0"] == "0" and found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert found["VLLM_LOGGING_LEVEL"] == "DEBUG", "the user's"
+    assert found["VLLM_DEEP_GEMM_WARMUP"] == "skip" and found["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
+def test_a_sibling_asks_for_its_new_tokens_and_their_log_probs(installed: Installed, tmp_path: Path) -> None:
+    started = start_vllm(arguments_of("bf16", tmp_path))
+    asked = {"output_kind": Kind.DELTA, "detokenize": False, "flat_logprobs": True}
+    assert started.sampling(seed=5, logprobs=0) == {**asked, "seed": 5, "logprobs": 0}
+    assert started.prompt([4, 5]) == {"type": "token", "prompt_token_ids": [4, 5]}
+
+
+@pytest.mark.parametrize("refuses", [None, ValueError("the model's\n  heads do not divide")])
+def test_the_trainers_process_keeps_its_state(refuses: Exception | None, installed: Installed, tmp_path: Path) -> None:
+    installed.refuses = refuses
+    torch.set_float32_matmul_precision("highest")
+    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[index]
+    if refuses is None:
+        start_vllm(arguments_of("bf16", tmp_path))
+    else:
+        with pytest.raises(UserError, match=r"vLLM refuses this model or its settings: the model's heads do not div"):
+            start_vllm(arguments_of("bf16", tmp_path))
+    after = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[index]
+    assert after == states and torch.get_float32_matmul_precision() == "highest"
+
+
+def test_another_version_is_refused_before_anything_starts(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: "0.26.0")
+    with pytest.raises(UserError, match=r"vllm 0.26.0 is installed, and only 0.25.1 was tried"):
+        start_vllm(arguments_of("bf16", tmp_path))
+    assert not hasattr(installed, "arguments")
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_settings_that_decide_what_is_computed(tmp_path: Path) -> None:
+    plain, full = (arguments_of(precision, tmp_path) for precision in ("bf16", "fp8_full"))
+    assert plain["kv_cache_dtype"] == "auto" and full["kv_cache_dtype"] == "fp8_e4m3"
+    assert plain["logprobs_mode"] == "processed_logprobs", "after the temperature"
+    assert plain["load_format"] == "dummy" and plain["skip_tokenizer_init"] and plain["enable_sleep_mode"]
+    assert plain["generation_config"] == "vllm", "else its defaults would change sampling"
+    assert (plain["block_size"], plain["max_num_seqs"], plain["max_num_batched_tokens"]) == (16, 4, 64)
+    assert plain["enable_prefix_caching"] and plain["max_model_len"] == 64
+    config = CONFIG.model_copy(update={"prefix_cache": "off", "max_batch": 128})
+    how: dict[str, Any] = {"folder": "f", "context_length": 64, "cache_bytes": 1, "eager": True}
+    other = engine_arguments(config, policy_of("bf16"), **how)
+    assert not other["enable_prefix_caching"] and other["enforce_eager"] and other["max_num_batched_tokens"] == 128
+
+
+def test_the_cache_gets_a_share_of_what_the_others_leave() -> None:
+    for precision, per_value in (("bf16", 2), ("fp8_full", 1)):
+        policy = policy_of(precision)
+        per_token = cache_bytes_per_token(SPEC, policy)
+        assert per_token == per_value * SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim
+        weights = vllm_weight_bytes(SPEC, policy.precisions().fp8_rollout)
+        taken = 10 * GIB
+        tokens = cache_tokens(CONFIG, taken, SPEC, policy, taken + weights + RESERVE + 1000 * per_token)
+        assert tokens == int(1000 * CONFIG.kv_memory_fraction) // 16 * 16
+        assert cache_tokens(CONFIG, taken, SPEC, policy, taken) <= 0
+    given = CONFIG.model_copy(update={"kv_cache_tokens": 100})
+    assert cache_tokens(given, 0, SPEC, policy, 0) == 96, "whole pages"
+
+
+def test_a_cache_without_room_for_one_context_is_refused() -> None:
+    check_room(64, 64, 0, GIB)
+    with pytest.raises(UserError, match=r"12.0 GiB of 13.0 leave room for 0 tokens of its KV cache, less than") as no:
+        check_room(-500, 64, 12 * GIB, 13 * GIB)
+    assert "trainer.optimizer.offload=true" in str(no.value) and "\n" not in str(no.value)
+
+
+# ---------------------------------------------------------------- a worker's backend
+
+
+def device_with(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """A GPU of 40 GiB, of which the process has taken all but `free` bytes."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=40 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 40 * GIB))
+
+
+def vllm_recipe(*changes: tuple[str, Any]) -> Recipe:
+    recipe = recipe_with(("engine.backend", "vllm"), ("engine.page_size", 16), *changes)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"context_length": CONTEXT_LENGTH})})
+
+
+def built(recipe: Recipe, precision: str, device: str = "cuda", *, trains: bool = False) -> VllmBackend:
+    policy = policy_of(precision)
+    where = torch.device(device)
+    return build_vllm(recipe, SPEC, policy=policy, tokenizer=Letters(), device=where, trains=trains)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+def test_a_backend_is_started_with_the_model_and_the_room_that_is_left(
+    precision: str, installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device_with(monkeypatch, free=8 * GIB)
+    backend = built(vllm_recipe(), precision)
+    policy, arguments = policy_of(precision), installed.arguments
+    assert ("quantization_config" in installed.config) == (precision == "fp8_full")
+    assert installed.config["num_hidden_layers"] == SPEC.num_layers and not Path(arguments.model).exists()
+    left = 8 * GIB - vllm_weight_bytes(SPEC, policy.precisions().fp8_rollout) - RESERVE
+    share = arguments.kv_cache_memory_bytes / left
+    assert share == pytest.approx(EngineConfig().kv_memory_fraction, rel=1e-3)
+    assert backend._vllm.engine.awake == set(), "it sleeps until the first weights"  # type: ignore[attr-defined]
+    # what a trainer will allocate later is taken off
+    built(vllm_recipe(), precision, trains=True)
+    assert installed.arguments.kv_cache_memory_bytes < arguments.kv_cache_memory_bytes
+
+
+def test_a_worker_without_a_gpu_or_without_room_is_refused(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"engine.backend: vllm needs an NVIDIA GPU; use engine.backend: octetrl on a"):
+        built(vllm_recipe(), "bf16", "cpu")
+    device_with(monkeypatch, free=2 * GIB)
+    with pytest.raises(UserError, match=r"41.0 GiB of 40.0 leave room for 0 tokens of its KV cache, less than model"):
+        built(vllm_recipe(), "bf16")
+    assert not hasattr(installed, "arguments"), "refused before vLLM starts"
+
+
+def test_memory_that_is_gone_when_vllm_wakes_is_one_line(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    device_with(monkeypatch, free=8 * GIB)
+    backend = built(vllm_recipe(), "bf16")
+
+    def full(tags: list[str]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend._vllm.engine, "wake_up", full)
+    with pytest.raises(UserError, match=r"vLLM's weights do not fit beside the trainer \(CUDA out of memory\); lower"):
+        backend._wake_memory("weights")
+    assert not backend._has_weights, "it may be tried again"

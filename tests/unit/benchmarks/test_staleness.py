@@ -1,0 +1,138 @@
+"""The sweep over `cluster.max_staleness`: what differs between its arms, and that the same command continues it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import staleness
+from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
+
+STEPS = 4
+
+
+class Trains:
+    """In place of `octetrl train`: each look at the process is a step. `stops`: the steps after which a run, by the
+    folder's name, ends without having all; it is asked to stop, or fails with a code."""
+
+    begun: list[tuple[str, bool]]  # (folder's name, resumed)
+    stops: dict[str, tuple[int, int]]  # after how many steps, and with which code
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        changes = [word for word in command if "=" in word]
+        config = load_recipe(command[4], changes)
+        self.folder, self.staleness = Path(config.output_dir), config.cluster.max_staleness
+        self.begun.append((self.folder.name, "--resume" in command))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text("")
+        self.file = self.folder / "metrics.jsonl"
+        whole = self.file.read_text().rpartition("\n")[0] if self.file.exists() else ""
+        self.file.write_text(whole + "\n" if whole else "")
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            step = len(self.file.read_text().splitlines()) + 1
+            line = {"step": step, "time/step": 2.0, "rollout/staleness": float(self.staleness), "loss": 0.5}
+            line |= {"eval/accuracy": step / 10} if step % 2 == 0 else {}
+            with self.file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            after, code = self.stops.pop(self.folder.name, (STEPS, 0)) if step >= 2 else (STEPS, 0)
+            self.returncode = code if step >= after else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        assert number == signal.SIGINT
+        self.returncode = 130
+
+    def wait(self, _: float | None = None) -> int | None:
+        return self.returncode
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    Trains.begun, Trains.stops = [], {}
+    monkeypatch.setattr(staleness.subprocess, "Popen", Trains)
+    monkeypatch.setattr(staleness, "POLL_SECONDS", 0.0)
+    return Trains.begun
+
+
+def sweep(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+    """What the command writes."""
+    given = ["--staleness", "0,1,4", "--seeds", "2", "--steps", str(STEPS), "--eval-every", "2"]
+    given += ["--state", str(folder / "state"), "--out", str(folder), "--name", "x", *words]
+    monkeypatch.setattr("sys.argv", ["staleness", *given])
+    staleness.main()
+    found: dict[str, Any] = json.loads((folder / "staleness_x.json").read_text())
+    return found
+
+
+def test_every_arm_is_the_recipe_with_its_own_lead_and_seed(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sweep(tmp_path, monkeypatch, "--curve", str(tmp_path / "c.svg"), "rollout.group_size=5")
+    assert begun == [(name, False) for name in ("0_0", "1_0", "4_0", "4_1", "1_1", "0_1")]
+    assert [(one["staleness"], one["seed"], one["steps"]) for one in found["arms"]] == [
+        (int(name[0]), int(name[2]), STEPS) for name, _ in begun
+    ]
+    assert {(one["seconds"], one["eval/accuracy"]) for one in found["arms"]} == {(8.0, 0.4)}
+    rows = [row for row in found["rows"] if (row["staleness"], row["seed"]) == (4, 1)]
+    assert [(row["step"], row["seconds"], row["rollout/staleness"]) for row in rows] == [
+        (step, 2.0 * step, 4.0) for step in range(1, STEPS + 1)
+    ]
+    assert [row.get("eval/accuracy") for row in rows] == [None, 0.2, None, 0.4] and "loss" not in rows[0]
+    assert rows[0]["workload"].endswith("x5") and "K = 4" in (tmp_path / "c.svg").read_text()
+
+
+def test_an_arm_on_gpus_and_one_without_a_lead(tmp_path: Path) -> None:
+    parsed = staleness.argparse.Namespace(
+        recipe="demo_grpo", cpus=[1, 1], gpus=[1, 2], in_flight="recompute_cache", steps=9, eval_every=3, changes=[]
+    )
+    for lead, in_flight in ((0, "off"), (2, "recompute_cache")):
+        recipe = load_recipe(staleness.recipe_file(parsed), staleness.changes_of(parsed, lead, 7, tmp_path))
+        cluster = recipe.cluster
+        assert (cluster.roles, cluster.num_gpus, cluster.max_staleness) == ((1, 2), 3, lead)
+        assert cluster.weights_in_flight == in_flight and (recipe.seed, recipe.steps) == (7, 9)
+
+
+def test_the_same_command_continues(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Trains.stops = {"4_0": (2, 1)}
+    with pytest.raises(UserError, match="K = 4, seed 0 ended with 1"):
+        sweep(tmp_path, monkeypatch)
+    assert [name for name, _ in begun] == ["0_0", "1_0", "4_0"] and not (tmp_path / "staleness_x.json").exists()
+    with (tmp_path / "state" / "4_0" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "time')  # it was killed while it wrote
+    begun.clear()
+    found = sweep(tmp_path, monkeypatch)
+    assert begun == [("4_0", True), ("4_1", False), ("1_1", False), ("0_1", False)], "what ended is not run again"
+    assert len(found["arms"]) == 6 and {one["steps"] for one in found["arms"]} == {STEPS}
+    begun.clear()
+    assert sweep(tmp_path, monkeypatch)["arms"] == found["arms"] and not begun
+
+
+def test_a_sweep_whose_time_is_over_stops_its_runs_and_writes_what_ended(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(staleness.time, "monotonic", lambda: float(next(clock)))
+    with pytest.raises(UserError, match="no arm ended in 2 s; run it again with the same --state to go on"):
+        sweep(tmp_path, monkeypatch, "--seconds", "2")
+    assert begun == [("0_0", False)]
+    begun.clear()
+    found = sweep(tmp_path, monkeypatch, "--seconds", "8", "--jobs", "2")
+    assert begun[0] == ("0_0", True) and 0 < len(found["arms"]) < 6
+
+
+def test_a_wrong_recipe_is_refused_before_a_run_begins(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="rft compares no token with the policy"):
+        sweep(tmp_path, monkeypatch, "--staleness", "1", "algorithm.name=rft")
+    assert not begun
