@@ -211,7 +211,7 @@ def mismatch_by_age(run: RunRecord) -> list[tuple[int, int, float, float]]:
     table = []
     for age in sorted(ages):
         names = [f"mismatch/age_{age}/{what}" for what in ("tokens", "gen_kl", "max_abs_diff")]
-        measured = [found for row in run.rows if None not in (found := [row.get(name) for name in names])]
+        measured = [values for row in run.rows if None not in (values := [row.get(name) for name in names])]
         tokens = sum(count or 0.0 for count, _, _ in measured)
         if tokens:
             kl = sum((count or 0.0) * (value or 0.0) for count, value, _ in measured) / tokens

@@ -28,6 +28,7 @@ from octetrl.config.schema import EngineConfig, Recipe
 from octetrl.config.vllm import RESERVE, VLLM_VERSION, vllm_weight_bytes
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.models.families import hf_config
 from octetrl.workers.build_engine import build_vllm
 from tests.parity.sides import PRECISIONS
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
@@ -183,7 +184,9 @@ def test_the_cache_gets_a_share_of_what_the_others_leave() -> None:
     for precision, per_value in (("bf16", 2), ("fp8_full", 1)):
         policy = policy_of(precision)
         per_token = cache_bytes_per_token(SPEC, policy)
-        assert per_token == per_value * SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim
+        shape = hf_config(SPEC)
+        values = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+        assert per_token == per_value * values
         weights = vllm_weight_bytes(SPEC, policy.precisions().fp8_rollout)
         taken = 10 * GIB
         tokens = cache_tokens(CONFIG, taken, SPEC, policy, taken + weights + RESERVE + 1000 * per_token)

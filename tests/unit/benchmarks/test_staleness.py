@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +59,8 @@ class Trains:
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     Trains.begun, Trains.stops = [], {}
-    monkeypatch.setattr(staleness.subprocess, "Popen", Trains)
+    others = {name: getattr(subprocess, name) for name in ("STDOUT", "TimeoutExpired")}
+    monkeypatch.setattr(staleness, "subprocess", SimpleNamespace(Popen=Trains, **others))
     monkeypatch.setattr(staleness, "POLL_SECONDS", 0.0)
     return Trains.begun
 
@@ -133,6 +136,6 @@ def test_a_sweep_whose_time_is_over_stops_its_runs_and_writes_what_ended(
 def test_a_wrong_recipe_is_refused_before_a_run_begins(
     begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match="rft compares no token with the policy"):
-        sweep(tmp_path, monkeypatch, "--staleness", "1", "algorithm.name=rft")
+    with pytest.raises(UserError, match=r"rollout\.group_sise"):
+        sweep(tmp_path, monkeypatch, "rollout.group_sise=5")
     assert not begun

@@ -219,8 +219,8 @@ def test_an_error_while_drawing_is_raised_by_the_step_that_waits(model: Path, tm
 
 def test_the_cache_is_replayed_with_the_scales_of_drawing(model: Path, tmp_path: Path) -> None:
     with run_on(1, model, tmp_path, engines=1, ahead=1, steps=3) as run:
-        for step in (1, 2, 3):
-            one_step(run, step)
+        lines = [one_step(run, step) for step in (1, 2, 3)]
+        assert all(line["time/publish_pause"] > 0.0 for line in lines), "of the weights last taken before its batch"
         trainer, engine = (one._policy for one in run.workers._team.workers)
         assert set(trainer.earlier_scales) == {2, 3}
         scales = {version: trainer.earlier_scales[version].scale_LS for version in (2, 3)}
@@ -263,6 +263,7 @@ def test_weights_in_flight_reach_half_an_answer(
                 wait_until(lambda: drawing["batch"] == policy_version + 1 and drawing["forwards"] >= 6)
             return publish(policy_version)
 
+        assert run.workers.layout.by_version == (precision == "fp8_full"), "a micro-batch has one set of KV scales"
         run.workers.publish = publish_beside_a_batch  # type: ignore[method-assign]
         monkeypatch.setattr(Session, "events", events)
         journal = Journal(RolloutFiles(tmp_path / "rollouts"))
