@@ -116,11 +116,7 @@ class CallableProcess:
     @property
     def is_stopped(self) -> bool:
         """Whether SIGSTOP holds the worker. False where /proc does not say."""
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as stat:
-                return stat.read().rpartition(b")")[2].split()[0] == b"T"
-        except (OSError, IndexError):
-            return False
+        return _state_of(self.pid) == "T"
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors: it is readable if there is something to `take`."""
@@ -257,7 +253,10 @@ class _Keeper:
 
     def report(self) -> _Report:
         """Wait for the keeper's report, which it sends after the end of its worker."""
-        if self.worker() and (line := self._line(_REPORT_SECONDS)):
+        line = self._line(_REPORT_SECONDS) if self.worker() else b""
+        if not line and self._worker and (state := _state_of(self._worker)) in ("", "Z", "X"):
+            line = self._line(_SEND_SECONDS if state else _REPORT_SECONDS)  # it has ended; the keeper lacks a core
+        if line:
             return _Report(
                 _number(line, "code"), _number(line, "memory_mib") or 0, "the process was ended", signal.SIGKILL
             )
@@ -305,6 +304,15 @@ class _Keeper:
             return False
         self._said += data
         return bool(data)
+
+
+def _state_of(pid: int) -> str:
+    """The letter of /proc for a process's state. Empty if it has ended, or where /proc does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
 
 
 def _wait(process: CallableProcess, event: int, seconds: float) -> None:

@@ -31,7 +31,7 @@ def run_on_terminal(
     on_screen: Callable[[list[str], Callable[[], None]], None],
     *,
     columns: int = 80,
-    seconds: float = 120.0,
+    seconds: float = 270.0,
 ) -> Ended:
     """Calls `on_screen(lines, press)` whenever the screen has changed; `press` presses Ctrl-C."""
     pid, terminal = pty.fork()

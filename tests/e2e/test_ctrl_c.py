@@ -36,7 +36,7 @@ class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name.startswith("octetrl.cli.verbs"):
             print("importing", flush=True)
-            time.sleep(5)
+            time.sleep(60)
 sys.meta_path.insert(0, Slow())
 sys.argv = ["octetrl", *sys.argv[1:]]
 from octetrl.cli.main import main
@@ -100,7 +100,8 @@ def test_in_the_first_seconds(verb: str, model: Path, tmp_path: Path) -> None:
         time.sleep(moment)
         _press(process, times)
         _assert_stopped(process, may_be_done=True)
-        assert verb != "train" or not (tmp_path / "run" / "lock").exists() or (tmp_path / "run/config.yaml").exists()
+        if verb == "train" and times == 1:  # a second Ctrl-C ends it at once, also while it cleans up
+            assert not (tmp_path / "run" / "lock").exists() or (tmp_path / "run/config.yaml").exists()
 
 
 def _start(command: list[str], folder: Path) -> subprocess.Popen[str]:
@@ -116,7 +117,7 @@ def _press(process: subprocess.Popen[str], times: int) -> None:
 
 
 def _assert_stopped(process: subprocess.Popen[str], *, may_be_done: bool = False) -> None:
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert "Traceback" not in err and "Exception ignored" not in err, err
     if may_be_done and process.returncode in (0, 1, 2):
         return
@@ -145,6 +146,6 @@ print("no problems")
 ctrl_c.CtrlC().finish(3, was_stopped=False)
 sys.exit(3)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
     assert (done.returncode, done.stdout) == (3, "no problems\n")
     assert done.stderr == (f"octetrl: ended with threads that still ran: {name}\n" if name else "")

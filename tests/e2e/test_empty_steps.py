@@ -10,6 +10,7 @@ import pytest
 from octetrl.cli.main import run_command
 from octetrl.config.errors import RunFailed
 from octetrl.config.load import dump_recipe
+from tests.e2e.tiny_rewards import NOTES
 from tests.e2e.tiny_run import read_lines, run, tiny_recipe
 
 REWARDS = "tests.e2e.tiny_rewards"
@@ -35,7 +36,10 @@ def test_every_reward_equal_is_no_missing_reward(model: Path, tmp_path: Path) ->
     assert [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_score_that_hangs_is_not_waited_for_once_per_rollout(model: Path, tmp_path: Path) -> None:
+def test_a_score_that_hangs_is_not_waited_for_once_per_rollout(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
     hangs = {
         "environment.reward": f"{REWARDS}:always_hangs",
         "environment.reward_timeout_seconds": 1.5,
@@ -47,8 +51,8 @@ def test_a_score_that_hangs_is_not_waited_for_once_per_rollout(model: Path, tmp_
     assert "reward_timeout" in text and "no reward after 1.5 s" in text
     (line,) = read_lines(tmp_path / "run/metrics.jsonl")
     assert line["rollout/reward_timeout"] == 32
-    assert 1.0 < line["time/reward"] < 2 / 3 * 32 / 4 * 1.5, "it waited for all 32"
-    assert 1.4 < line["time/reward_slowest"] < 8.0
+    assert len((tmp_path / "notes").read_text().splitlines()) < 2 / 3 * 32, "it waited for all 32"
+    assert line["time/reward"] > 1.0 and 1.4 < line["time/reward_slowest"] < 60.0
 
 
 def test_check_draws_answers_and_shows_their_rewards(

@@ -6,11 +6,14 @@ They live at the top level of a module because a reward worker imports them by n
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import time
 from typing import Any
 
 from octetrl.records import Task
+
+NOTES = "OCTETRL_TEST_NOTES"
 
 
 def by_text(task: Task, completion_text: str) -> float:
@@ -41,6 +44,10 @@ def sometimes_hangs(task: Task, completion_text: str) -> float:
 
 
 def always_hangs(task: Task, completion_text: str) -> float:
+    """Notes its calls in a file, where a test names one."""
+    if NOTES in os.environ:
+        with open(os.environ[NOTES], "a") as notes:
+            notes.write("called\n")
     time.sleep(600)
     return 1.0
 

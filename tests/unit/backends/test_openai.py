@@ -235,10 +235,11 @@ def test_a_dated_name_of_the_model_is_the_model() -> None:
 
 
 def test_the_time_limit_is_for_the_whole_answer() -> None:
-    with judge_double((200, " " * 400 + "{}", {"X-Drips": "yes"})) as double:  # 5 s
+    with judge_double((200, " " * 4800 + "{}", {"X-Drips": "yes"})) as double:  # 60 s
         began = time.monotonic()
         found = one(texts(double.url, timeout_seconds=0.4, retries=0), asked())
-    assert found.detail is not None and "no answer in 0." in found.detail and time.monotonic() - began < 3.0
+        seconds = time.monotonic() - began
+    assert found.detail is not None and re.search(r"no answer in \d", found.detail) and seconds < 40.0
 
 
 @pytest.mark.parametrize(
@@ -336,11 +337,12 @@ def test_a_server_that_always_fails_ends_the_run() -> None:
 
 
 def test_no_server() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    for make in (lambda url: one(texts(url), asked()), tokens):
-        with pytest.raises(UserError, match=r"engine.openai.base_url: the server cannot be reached .*start it"):
-            make(f"http://127.0.0.1:{port}/v1")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else can take the port
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        for make in (lambda url: one(texts(url), asked()), tokens):
+            with pytest.raises(UserError, match=r"engine.openai.base_url: the server cannot be reached .*start it"):
+                make(url)
 
 
 @pytest.mark.parametrize(

@@ -96,5 +96,6 @@ def test_an_address_where_nothing_answers_is_a_warning() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert lines(address) == lines("auto") == []
-    said = f"warning: nothing answers at {address} from this machine; start Ray there before the run"
-    assert lines(address) == [said]
+        server.shutdown(socket.SHUT_RDWR)  # it listens no more, and nobody else can take the port
+        said = f"warning: nothing answers at {address} from this machine; start Ray there before the run"
+        assert lines(address) == [said]

@@ -167,7 +167,7 @@ def test_the_slurm_script_starts_ray_on_all_machines_and_then_the_run(tmp_path: 
     nodes = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
     environment = {**os.environ, **nodes, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     script = ["bash", str(EXAMPLES / "slurm.sh"), "r.yaml", "trainer.optimizer.lr=2e-6"]
-    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "at_the_start").read_text() == "token secret\n" * 2, "both machines had joined"
     calls = (tmp_path / "calls").read_text().splitlines()

@@ -41,6 +41,17 @@ def orphan() -> int:
     return int(os.read(read, 20))
 
 
+def exit_beside_a_slow_keeper() -> None:
+    """The keeper runs again half a second later."""
+    keeper = os.getppid()
+    os.kill(keeper, signal.SIGSTOP)
+    if os.fork() == 0:
+        os.closerange(3, 256)
+        time.sleep(0.5)
+        os.kill(keeper, signal.SIGCONT)
+    os._exit(3)
+
+
 def socket_to_the_run() -> int:
     return next(number for number in range(3, 64) if is_socket(number))
 
@@ -172,6 +183,8 @@ def misuse_of_the_process(completion_text: str) -> float | None:
         case "stop the keeper":
             os.kill(os.getppid(), signal.SIGSTOP)
             time.sleep(60)
+        case "exit beside a slow keeper":
+            exit_beside_a_slow_keeper()
         case "send junk":
             os.write(socket_to_the_run(), (5).to_bytes(8, "big") + b"junk!")
             time.sleep(60)

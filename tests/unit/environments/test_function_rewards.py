@@ -49,8 +49,8 @@ def by_text(task: Task, text: str) -> Any:
 def test_statuses_are_those_of_reward_processes() -> None:
     """Of everything that both may be asked: the same status, reward and detail, and the order of what was given."""
     texts = ["fine", "raise", "exit", "memory", "text", "nan", "explained", "fine"]
-    here = FunctionRewards(by_text, timeout_seconds=10.0, at_once=3)
-    with RewardWorkers(by_text, timeout_seconds=10.0) as processes:
+    here = FunctionRewards(by_text, timeout_seconds=60.0, at_once=3)
+    with RewardWorkers(by_text, timeout_seconds=60.0) as processes:
         there = processes.score([(TASK, text) for text in texts])
     ours = here.score([(TASK, text) for text in texts])
     assert [(score.status, score.reward) for score in ours] == [(score.status, score.reward) for score in there]
@@ -94,7 +94,7 @@ def test_at_most_so_many_run_at_once() -> None:
 
 
 def test_it_says_what_was_answered_where_the_scorer_does() -> None:
-    [score] = FunctionRewards(ExactScorer("####"), timeout_seconds=5.0).score([(TASK, "#### 5")])
+    [score] = FunctionRewards(ExactScorer("####"), timeout_seconds=60.0).score([(TASK, "#### 5")])
     assert (score.reward, score.answered) == (1.0, "5")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -111,13 +112,19 @@ def test_an_endpoint_that_hangs_is_a_timeout() -> None:
 def test_an_endpoint_that_is_not_there_is_an_error() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    (score,) = Judge(JudgeConfig(base_url=url, model="m", retries=1, backoff_seconds=0.0)).score([(TASK, "7")])
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"  # nobody listens, and nobody else can take it
+        (score,) = Judge(JudgeConfig(base_url=url, model="m", retries=1, backoff_seconds=0.0)).score([(TASK, "7")])
     assert (score.status, score.reward) == (ERROR, None) and "ConnectError" in (score.detail or "")
 
 
 def test_many_are_asked_at_once_up_to_the_limit_and_come_back_in_order() -> None:
-    with judge_double("Score: 1") as double:
+    two = threading.Barrier(2)  # the first waits for a second one
+
+    def with_another(body: object) -> str:
+        two.wait(60.0)
+        return "Score: 1"
+
+    with judge_double(with_another, with_another, "Score: 1") as double:
         judge = judge_of(double, concurrency=4)
         assert [score.reward for score in judge.score([(TASK, str(n)) for n in range(20)])] == [0.1] * 20
         assert 2 <= double.most <= 4 and len(double.asked) == 20
@@ -128,10 +135,10 @@ def test_many_are_asked_at_once_up_to_the_limit_and_come_back_in_order() -> None
 
 
 def test_waiting_for_a_turn_is_no_timeout() -> None:
-    with judge_double(0.05) as double:
-        judge = judge_of(double, concurrency=1, timeout_seconds=0.4, retries=0, pattern=r"(0\.\d+)")
-        with ThreadPoolExecutor(16) as threads:  # as rewards of many conversations call it
-            assert list(threads.map(lambda n: judge(TASK, str(n)), range(16))) == [pytest.approx(0.005)] * 16
+    with judge_double(0.2) as double:
+        judge = judge_of(double, concurrency=1, timeout_seconds=2.0, retries=0, pattern=r"(0\.\d+)")
+        with ThreadPoolExecutor(12) as threads:  # as rewards of many conversations call it
+            assert list(threads.map(lambda n: judge(TASK, str(n)), range(12))) == [pytest.approx(0.02)] * 12
 
 
 def test_equal_completions_are_judged_once_by_a_greedy_judge() -> None:

@@ -51,7 +51,10 @@ def test_its_own_alarm_is_off_so_that_a_time_out_is_told_from_a_wrong_answer() -
     score("7", "7")
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == alarm_is_set
     task = Task(id="t", prompt="?", answer="7")
-    with RewardWorkers(MathScorer(), timeout_seconds=1.0) as workers:
-        slow, right = workers.score([(task, "$9^{9^{9^{9}}}$"), (task, "$7$")])
-    assert slow.status is RolloutStatus.REWARD_TIMEOUT
-    assert right.reward == 1.0
+    for seconds, answer, status, reward in (
+        (1.0, "$9^{9^{9^{9}}}$", RolloutStatus.REWARD_TIMEOUT, None),
+        (60.0, "$7$", RolloutStatus.SCORED, 1.0),
+    ):
+        with RewardWorkers(MathScorer(), timeout_seconds=seconds) as workers:
+            (found,) = workers.score([(task, answer)])
+        assert (found.status, found.reward) == (status, reward)

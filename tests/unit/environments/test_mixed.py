@@ -230,7 +230,7 @@ def test_scorers_work_at_the_same_time() -> None:
 
 
 def test_one_environments_time_outs_do_not_touch_another_and_name_their_section() -> None:
-    quick = RewardWorkers(by_text, timeout_seconds=5.0)
+    quick = RewardWorkers(by_text, timeout_seconds=60.0)
     hangs = RewardWorkers(always_hangs, timeout_seconds=0.3, gives_up=False)
     scorer = MixedScorer({"quick": quick, "hangs": hangs, "recorded": Recorded(1.0)})
     try:

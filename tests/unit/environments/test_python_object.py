@@ -19,7 +19,7 @@ from octetrl.environments.scoring import RewardWorkers
 def test_the_example_environment_is_found_and_scores_in_a_worker() -> None:
     environment = load_environment("examples.custom_environment:Backwards")
     tasks = Taskset(environment.tasks, eval_size=2, seed=0).next_batch(3)
-    with RewardWorkers(environment.score, timeout_seconds=10.0) as workers:
+    with RewardWorkers(environment.score, timeout_seconds=60.0) as workers:
         scores = workers.score([(task, str(task.answer)) for task in tasks])
     assert [score.reward for score in scores] == [1.0, 1.0, 1.0]
 

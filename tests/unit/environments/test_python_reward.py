@@ -26,7 +26,7 @@ def _from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_example_reward() -> None:
     reward = PythonReward("examples.custom_reward:short_and_right")
     task = Task(id="t", prompt="3 + 4", answer="7")
-    with RewardWorkers(reward, timeout_seconds=5.0) as workers:
+    with RewardWorkers(reward, timeout_seconds=60.0) as workers:
         right, wrong, broken = workers.score([(task, "7"), (task, "8"), (Task(id="u", prompt="?"), "7")])
     assert right.reward == pytest.approx(0.999)
     assert wrong.reward == 0.0
@@ -38,7 +38,7 @@ def test_the_example_environment() -> None:
 
     environment: Environment = Backwards()
     task = Taskset(environment.tasks, eval_size=2, seed=0).next_batch(1)[0]
-    with RewardWorkers(environment.score, timeout_seconds=5.0) as workers:
+    with RewardWorkers(environment.score, timeout_seconds=60.0) as workers:
         scores = workers.score([(task, task.id[::-1]), (task, task.id), (task, "?")])
     assert [score.reward for score in scores] == [1.0, 0.5, 0.0]
 
@@ -46,7 +46,7 @@ def test_the_example_environment() -> None:
 def test_the_working_directory_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rewards_of_mine.py").write_text("def one(task, text):\n    return 1\n")
     monkeypatch.chdir(tmp_path)
-    with RewardWorkers(PythonReward("rewards_of_mine:one"), timeout_seconds=5.0) as workers:
+    with RewardWorkers(PythonReward("rewards_of_mine:one"), timeout_seconds=60.0) as workers:
         assert workers.score([(Task(id="t", prompt="?"), "")])[0].reward == 1.0
 
 
@@ -65,7 +65,7 @@ def test_a_reward_that_does_not_import_is_one_line(
     (tmp_path / "broken_reward.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match=r"environment\.reward") as caught:
-        RewardWorkers(PythonReward(path), timeout_seconds=5.0)
+        RewardWorkers(PythonReward(path), timeout_seconds=60.0)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -85,7 +85,7 @@ def test_a_reward_module_that_ends_its_process_is_refused(
     (tmp_path / "ending_reward.py").write_text(f"{body}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError) as caught:
-        RewardWorkers(PythonReward("ending_reward:f"), timeout_seconds=5.0)
+        RewardWorkers(PythonReward("ending_reward:f"), timeout_seconds=60.0)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 

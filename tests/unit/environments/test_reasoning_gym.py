@@ -33,7 +33,7 @@ def test_right_wrong_and_unmarked_answers_through_a_worker(environment: TaskEnvi
     taskset = Taskset(environment.tasks, eval_size=10, seed=0)
     tasks = taskset.next_batch(5)
     assert all(task.prompt.startswith("Q: ") and task.id.startswith("chain_sum/") for task in tasks)
-    with RewardWorkers(environment.score, timeout_seconds=5.0) as workers:
+    with RewardWorkers(environment.score, timeout_seconds=60.0) as workers:
         texts = [
             (task, text) for task in tasks for text in (f"well\n#### {task.answer}", "#### 9999", str(task.answer))
         ]

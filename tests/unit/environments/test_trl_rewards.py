@@ -23,7 +23,7 @@ TASK = Task("sum/1", "3 + 4 =", answer="7", metadata={"level": 2})
 
 @pytest.mark.parametrize(("name", "rewards"), [("accuracy", [1.0, 0.0]), ("both", [1.0, 0.25])])
 def test_one_or_several_functions_score_in_a_reward_process(name: str, rewards: list[float]) -> None:
-    with RewardWorkers(PythonReward(f"{HERE}:{name}"), timeout_seconds=20.0) as workers:
+    with RewardWorkers(PythonReward(f"{HERE}:{name}"), timeout_seconds=60.0) as workers:
         scores = workers.score([(TASK, "7 "), (TASK, "8 please")])
     assert [score.reward for score in scores] == rewards
 
@@ -63,7 +63,7 @@ def test_messages_are_given_as_in_conversational_data_sets() -> None:
 def test_a_wrong_function_is_a_reward_error(function: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         TrlRewards([function])(TASK, "7")
-    with RewardWorkers(PythonReward(f"{HERE}:{function.__name__}"), timeout_seconds=20.0) as workers:
+    with RewardWorkers(PythonReward(f"{HERE}:{function.__name__}"), timeout_seconds=60.0) as workers:
         (score,) = workers.score([(TASK, "7")])
     assert score.status is RolloutStatus.REWARD_ERROR and text in str(score.detail)
 

@@ -36,7 +36,7 @@ from tests.unit.rollout.talking import TalkingSession, TalkingWorkers
 from tests.unit.rollout.templates import tokenizer_of
 
 TOKENIZER: Any = train_tokenizer(["You said 1?"])
-LIMITS = Limits(max_turns=5, reply_seconds=5.0, tool_seconds=1.0, reward_seconds=5.0)
+LIMITS = Limits(max_turns=5, reply_seconds=60.0, tool_seconds=60.0, reward_seconds=60.0)
 
 
 def babble(request: GenerationRequest, chance: random.Random) -> list[int]:
@@ -131,7 +131,7 @@ def test_how_long_conversations_were_is_told_when_their_task_comes_again() -> No
     ],
 )
 def test_what_the_environment_fails_is_a_status(does: str, status: RolloutStatus, detail: str) -> None:
-    rollouts = rollouts_of(Echo(does=does), replace(LIMITS, reply_seconds=1.0))
+    rollouts = rollouts_of(Echo(does=does), replace(LIMITS, reply_seconds=1.0) if does == "hang" else LIMITS)
     for rollout in rollouts:
         assert (rollout.status, rollout.reward) == (status, None)
         assert detail in str(rollout.detail)
@@ -181,7 +181,8 @@ class Rewarded(Echo):
     ],
 )
 def test_a_reward_that_fails_leaves_none(value: Callable[[], Any], status: RolloutStatus, detail: str) -> None:
-    rollouts = rollouts_of(Rewarded(value), replace(LIMITS, reward_seconds=1.0))
+    is_late = status is RolloutStatus.REWARD_TIMEOUT
+    rollouts = rollouts_of(Rewarded(value), replace(LIMITS, reward_seconds=1.0) if is_late else LIMITS)
     for rollout in rollouts[:4]:
         assert (rollout.status, rollout.reward, rollout.components) == (status, None, {})
         assert detail in str(rollout.detail)
@@ -309,10 +310,11 @@ def test_a_call_is_answered_whatever_it_is(first: str, told: list[str], refused:
     ("first", "error"), [("crash", "ZeroDivisionError: division by zero"), ("wait", "TimeoutError")]
 )
 def test_a_tool_that_fails_ends_the_rollout_or_is_told(first: str, error: str) -> None:
-    ended = tool_rollout(first)
+    limits = replace(LIMITS, tool_seconds=1.0) if first == "wait" else LIMITS
+    ended = tool_rollout(first, limits)
     assert (ended.status, ended.reward) == (RolloutStatus.TOOL_ERROR, None)
     assert str(ended.detail).startswith(error) and len(ended.turns) == 1
-    told = tool_rollout(first, replace(LIMITS, tool_failure="tell"))
+    told = tool_rollout(first, replace(limits, tool_failure="tell"))
     assert (told.status, told.reward) == (RolloutStatus.SCORED, 1.0)
     assert told.turns[0].replies[0].text.startswith(f"Error: {error}")
     assert told.metrics["failed_calls"] == 1

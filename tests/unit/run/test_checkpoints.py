@@ -45,7 +45,7 @@ class OneTensor:
         return self._writer.copy()
 
     def write_state(self, folder: Path, *, copied: bool) -> list[WrittenFile]:
-        assert self.disk_works.wait(30)
+        assert self.disk_works.wait(120)
         if self.disk_fails:
             raise OSError(5, "Input/output error")
         return self._writer.write(folder, copied=copied)
@@ -101,7 +101,7 @@ def test_a_step_runs_beside_a_save_and_the_next_save_waits(run: Any, saves: Chec
         saves.write()
         workers.step()  # runs while the disk holds
         assert saves.figures() == {} and saved(saves) == {}
-        threading.Timer(0.3, workers.disk_works.set).start()
+        threading.Timer(1.5, workers.disk_works.set).start()
         assert stage(saves, run, 3) > 0.2
         assert saved(saves) == {"step_000001": 1.0}
         figures = saves.figures()

@@ -170,12 +170,12 @@ def test_phases_of_two_threads_have_a_line_each(terminal: Terminal) -> None:
         with console.phase("rollout") as progress:
             progress(1, total=2)
             begun.set()
-            ends.wait(10)
+            ends.wait(120)
 
     thread = threading.Thread(target=draw)
     with console.steps(0):
         thread.start()
-        begun.wait(10)
+        begun.wait(120)
         with console.phase("train") as progress:
             progress(3, total=7)
             shown = [row.plain for row in console._bottom().renderables]  # type: ignore[union-attr]
@@ -212,12 +212,12 @@ def test_a_pipe_gets_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     with console.steps(1), console.phase("train") as progress:
         progress(3, total=8)
         waited = threading.Event()
-        for _ in range(500):
+        for _ in range(10_000):
             if "worker" in out.getvalue():
                 break
             waited.wait(0.01)
     first, second, *_ = out.getvalue().splitlines()
-    assert first.startswith("  step 2/3, train: 3/8 micro-batches, 0 s") and second == "    worker 0: busy"
+    assert re.match(r"  step 2/3, train: 3/8 micro-batches, \d+ s", first) and second == "    worker 0: busy"
     assert console._heart is None and console._ended.is_set()
 
 

@@ -245,8 +245,8 @@ def test_what_one_worker_finds_wrong_ends_all_with_its_line(
         return str(error.value)
 
     began = time.monotonic()
-    alone, lines = work(ALONE), run_team(2, work)
-    assert said in alone and lines == [alone, alone] and time.monotonic() - began < 20
+    alone, lines = work(ALONE), run_team(2, work, deadline_seconds=600.0)
+    assert said in alone and lines == [alone, alone] and time.monotonic() - began < 200
 
 
 def test_nobody_waits_for_a_worker_that_fails_in_loading() -> None:
@@ -260,10 +260,10 @@ def test_nobody_waits_for_a_worker_that_fails_in_loading() -> None:
         return f"{type(error.value).__name__}: {error.value}"
 
     began = time.monotonic()
-    waiting, failing = run_team(2, work)
+    waiting, failing = run_team(2, work, deadline_seconds=600.0)
     assert failing == "MemoryError: no room"
     assert waiting == "PeersLost: a worker failed in loading: MemoryError: no room"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 200
 
 
 def test_a_checkpoint_of_other_workers_is_read_by_rows(folders: dict[str, Path], tmp_path: Path) -> None:

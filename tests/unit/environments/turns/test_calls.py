@@ -122,21 +122,41 @@ def test_a_call_that_hangs_is_abandoned_and_others_go_on(calls: Calls) -> None:
 
 
 def test_what_came_in_time_counts_though_nobody_looked(calls: Calls) -> None:
-    ticket = calls.start(sync_seven, (), seconds=1.0)
-    time.sleep(1.2)
+    ticket = calls.start(sync_seven, (), seconds=0.5)
+    while calls._done.empty():  # it has come; only then is its time over
+        time.sleep(0.01)
+    time.sleep(0.6)
     assert calls.poll(0.0) == [(ticket, CallResult(7))]
 
 
 def test_async_code_that_blocks_the_loop_is_found_out(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns.calls, "_LOOP_ANSWERS_WITHIN", 0.3)
-    innocent = calls.start(async_seven, (), seconds=30.0)
+    begun, blocked, freed = (threading.Event() for _ in range(3))
+
+    async def waits() -> int:
+        begun.set()
+        while not freed.is_set():
+            await asyncio.sleep(0.01)
+        return 7
+
+    async def blocks_here() -> None:
+        blocked.set()
+        await blocks()
+
+    innocent = calls.start(waits, (), seconds=120.0)
+    assert begun.wait(60.0)
     gate.acquire()
-    (called,) = all_of(calls, blocks, seconds=0.2)
+    ticket = calls.start(blocks_here, (), seconds=0.2)
+    assert blocked.wait(60.0)  # before anybody looks whether its time is over
+    while ticket not in calls_ended:
+        calls_ended.update(calls.poll(5.0))
+    called = calls_ended[ticket]
     assert called.timed_out
     assert "async code blocks the event loop (test_calls.py:" in str(called.error)
     assert "where an asyncio.Lock was meant" in str(called.trace)
     assert [one.value for one in all_of(calls, async_seven)] == [7]  # on a new loop
     assert innocent not in calls_ended
+    freed.set()
     gate.release()
     while calls_ended.get(innocent) is None:  # on the old one, when that is free again
         calls_ended.update(calls.poll(5.0))

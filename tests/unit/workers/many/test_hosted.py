@@ -129,7 +129,7 @@ def test_a_poll_sees_its_session_end_while_another_call_closes_it() -> None:
             if threading.get_ident() == own:
                 other = threading.Thread(target=worker.withdraw)
                 other.start()
-                other.join(10)
+                other.join(120)
                 assert worker._session is None
             return end.done()
 
@@ -162,7 +162,7 @@ def test_ctrl_c_while_answers_move_ends_as_ctrl_c(ended: bool) -> None:
         workers.generate(requests, lambda _: None)
     assert (1, "withdraw") in team.begun
     for worker in team.workers:
-        worker._computing.submit(lambda: None).result(10)  # no session holds the thread
+        worker._computing.submit(lambda: None).result(120)  # no session holds the thread
     team._pool.shutdown()
     assert all(worker._session is None for worker in team.workers)
 
@@ -186,7 +186,7 @@ def test_who_waits_behind_a_command_that_fails_is_answered() -> None:
     with pytest.raises(RuntimeError, match="no weights"):
         session.run(Endless())
     for thread in waiting:
-        thread.join(5)
+        thread.join(120)
     assert sorted(heard, key=str) == [None, "no weights"]
 
 
@@ -204,5 +204,5 @@ def test_a_call_whose_read_fails_says_why() -> None:
 
     call = threading.Thread(target=withdraw, daemon=True)
     call.start()
-    call.join(5)
+    call.join(120)
     assert raised == ["out of memory"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -43,15 +44,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def always_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tail, "TAIL_SHARE", 1.5)
-    advance = Session._advance
+    advance, nobody_waits = Session._advance, threading.Event()
+    nobody_waits.set()
 
     def slowly(self: Session) -> Any:
         time.sleep(0.015)  # so that rewards arrive before the last answer has ended
+        nobody_waits.wait(60.0)
         return advance(self)
 
     def until_done(self: RewardRound) -> None:
-        while not self.is_done:
-            self._advance(waits=True)
+        nobody_waits.clear()
+        try:
+            while not self.is_done:
+                self._advance(waits=True)
+        finally:
+            nobody_waits.set()
 
     monkeypatch.setattr(Session, "_advance", slowly)
     monkeypatch.setattr(RewardRound, "advance", until_done)
