@@ -17,7 +17,7 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.check_backend import backend_lines, backend_problems_here
 from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
-from octetrl.cli.check_device import Device, find_device, missing_gpu
+from octetrl.cli.check_device import Device, find_device, missing_fp8, missing_gpu
 from octetrl.cli.check_environments import environment_lines
 from octetrl.cli.check_files import file_problems, start_tokenizer
 from octetrl.cli.check_lines import print_lines
@@ -95,7 +95,7 @@ def check(
         problems += [] if wrong_files is None else [wrong_files]
         problems += file_problems(resolved, spec)
         device = find_device(resolved, memory_gib)
-        problems += missing_gpu(resolved, device)
+        problems += [*missing_gpu(resolved, device), *missing_fp8(resolved, device)]
         if device.is_here:
             problems += [*worker_problems(resolved.cluster), *backend_problems_here(resolved, device)]
         print_lines("recipe", _essentials(resolved, device, imports=not problems))

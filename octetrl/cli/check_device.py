@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from octetrl.config.schema import Recipe
 
 GIB = 2**30
+HOPPER = "9.0"  # compute capability of the GPUs whose FP8 GEMMs are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Device:
     on_gpu: bool
     num_bytes: int | None  # None: not known
     is_here: bool = True  # false: planned for, a machine of which nothing else is known
+    capability: str | None = None  # compute capability of a GPU, as 9.0; None: not known
 
 
 def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
@@ -44,13 +46,35 @@ def missing_gpu(recipe: Recipe, device: Device) -> list[str]:
     ]
 
 
+def missing_fp8(recipe: Recipe, device: Device) -> list[str]:
+    """The problem of a recipe with FP8 linears on a GPU of this machine that has no GEMMs for them."""
+    cluster, fp8 = recipe.cluster, recipe.fp8
+    elsewhere = cluster.uses_ray and not cluster.starts_ray
+    if not (device.is_here and device.on_gpu) or elsewhere or device.capability in (None, HOPPER):
+        return []
+    if not (fp8.rollout or fp8.train) or fp8.emulate is True:
+        return []
+    emulate = "" if recipe.engine.backend == "vllm" else ", or fp8.emulate=true for its numbers without its speed"
+    return [
+        f"fp8: {device.name}, has no block-scaled FP8 GEMM (compute capability {device.capability}, and a Hopper GPU"
+        f" has {HOPPER}); use precision=bf16{emulate}"
+    ]
+
+
 def _first_gpu() -> Device | None:
+    found = _asked("compute_cap,memory.total,name") or _asked("memory.total,name")  # older drivers lack the first
+    if found is None or not found[-2].isdigit():
+        return None
+    mebibytes, capability = int(found[-2]), found[0] if len(found) > 2 else None
+    return Device(f"{found[-1]}, {mebibytes / 1024:.1f} GiB", True, mebibytes * 2**20, capability=capability)
+
+
+def _asked(fields: str) -> list[str] | None:
+    """What nvidia-smi says about the first GPU. None: there is none, or no such field."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "--id=0"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
-    name, comma, mebibytes = answer.rpartition(", ")
-    if not comma or not mebibytes.isdigit():
-        return None
-    return Device(f"{name}, {int(mebibytes) / 1024:.1f} GiB", True, int(mebibytes) * 2**20)
+    query = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    values = answer.stdout.strip().split(", ", fields.count(","))
+    return values if answer.returncode == 0 and len(values) == fields.count(",") + 1 else None

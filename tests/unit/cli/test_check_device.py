@@ -1,0 +1,78 @@
+"""The device of this machine as nvidia-smi describes it, and FP8 on a GPU that has none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octetrl.cli.check_device import Device, find_device, missing_fp8
+from octetrl.cli.main import run_command
+from tests.unit.config.test_validate import recipe_with
+
+A100 = "8.0, 81920, NVIDIA A100-SXM4-80GB"
+REFUSES = "is not a valid field to query"
+ANSWERS = (
+    (A100, "81920, NVIDIA A100-SXM4-80GB", ("NVIDIA A100-SXM4-80GB, 80.0 GiB", 80 << 30, "8.0")),
+    ("9.0, 143771, NVIDIA H200, odd", "", ("NVIDIA H200, odd, 140.4 GiB", 143771 << 20, "9.0")),
+    (None, "24576, Old GPU", ("Old GPU, 24.0 GiB", 24 << 30, None)),
+    (None, None, None),
+    ("No devices were found", "No devices were found", None),
+    ("8.0, [N/A], A GPU", "", None),
+)
+
+
+def nvidia_smi(folder: Path, newer: str | None, older: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of this name that answers a query with `compute_cap`, and one without. None: it fails."""
+
+    def answer(text: str | None) -> str:
+        return f"echo '{REFUSES}'; exit 2" if text is None else f"echo '{text}'"
+
+    program = folder / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *compute_cap*) {answer(newer)};; *) {answer(older)};; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(("newer", "older", "expected"), ANSWERS)
+def test_a_gpu_is_what_nvidia_smi_says(
+    newer: str | None, older: str | None, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(tmp_path, newer, older, monkeypatch)
+    found = find_device(recipe_with(), None)
+    if expected is None:
+        assert not found.on_gpu
+    else:
+        assert found.on_gpu and (found.name, found.num_bytes, found.capability) == expected
+
+
+def test_fp8_on_a_gpu_that_has_none() -> None:
+    a100 = Device("A100, 80.0 GiB", True, 80 << 30, capability="8.0")
+    (text,) = missing_fp8(recipe_with(("precision", "fp8")), a100)
+    assert text == (
+        "fp8: A100, 80.0 GiB, has no block-scaled FP8 GEMM (compute capability 8.0, and a Hopper GPU has 9.0); use"
+        " precision=bf16, or fp8.emulate=true for its numbers without its speed"
+    )
+    (of_vllm,) = missing_fp8(recipe_with(("precision", "fp8_rollout"), ("engine.backend", "vllm")), a100)
+    assert of_vllm.endswith("use precision=bf16"), "vLLM does not emulate"
+    for recipe, device in (
+        (recipe_with(("precision", "bf16")), a100),
+        (recipe_with(("precision", "fp8"), ("fp8.emulate", True)), a100),
+        (recipe_with(("precision", "fp8"), ("cluster.address", "host:6379")), a100),
+        (recipe_with(("precision", "fp8")), Device("H100", True, 80 << 30, capability="9.0")),
+        (recipe_with(("precision", "fp8")), Device("a GPU", True, 80 << 30)),
+        (recipe_with(("precision", "fp8")), Device("CPU", False, 80 << 30)),
+    ):
+        assert missing_fp8(recipe, device) == []
+
+
+def test_check_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    nvidia_smi(tmp_path, A100, None, monkeypatch)
+    (tmp_path / "r.yaml").write_text(
+        "model: {preset: tiny, init: random, tokenizer: t}\nprecision: fp8\nenvironment: {dataset: chain_sum}\n"
+    )
+    assert run_command(["check", str(tmp_path / "r.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "fp8: NVIDIA A100-SXM4-80GB, 80.0 GiB, has no block-scaled FP8 GEMM" in said
