@@ -51,6 +51,7 @@ from octetrl.kernels.attention.attention_order import (
     mode_of,
     operand_dtype,
 )
+from octetrl.kernels.gluon_names import thread_barrier
 
 LOWEST = gl.constexpr(FLOOR)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
@@ -99,7 +100,7 @@ def _clear_keys(v_ND, left):
         key = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, QUERY_LAYOUT))
         rows.store(gl.where(gl.expand_dims(key < left, 1), rows.load(QUERY_LAYOUT), 0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -166,7 +167,7 @@ def _consume(
     q_RD = gl.load(q_ptrs + gl.expand_dims(d_Q, 0), mask=gl.expand_dims(row_Q < num_queries, 1), other=0.0)
     q_operand_RD.store(q_RD.to(K_OPERAND))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     score_scale = base_scale
     out_scale = 1.0
     if K_MODE == 1:

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from octetrl.kernels.attention.attention_order import FLOOR, KV_CHUNK, LOG2E
+from octetrl.kernels.gluon_names import thread_barrier
 
 LATENT_SIZE, ROTARY_SIZE = 512, 64  # what it is written for
 LOWEST = gl.constexpr(FLOOR)
@@ -177,7 +178,7 @@ def _latent_decode_gluon_kernel(
             key = _load_keys(key_ptr, page, start + N, end, ROTARY, PAGE_SIZE, KL)
             page = _page_of(table_ptr, start + 2 * N, end, PAGE_SIZE)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             s_NC = warpgroup_mma(values, q_latent.permute((1, 0)), zero, use_acc=False, is_async=True)
             s_NC = warpgroup_mma(keys, q_rotary.permute((1, 0)), s_NC, is_async=True)
             s_NC = warpgroup_mma_wait(0, deps=[s_NC])
@@ -199,10 +200,10 @@ def _latent_decode_gluon_kernel(
             o_chunk_LC = o_chunk_LC * gl.expand_dims(gl.convert_layout(alpha_C, OC), 0)
             m_chunk_C = m_new_C
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             o_chunk_LC = warpgroup_mma(values.permute((1, 0)), weights, o_chunk_LC, is_async=True)
             o_chunk_LC = warpgroup_mma_wait(0, deps=[o_chunk_LC])
-            gl.thread_barrier()
+            thread_barrier()
         total_C = gl.convert_layout(_total(l_chunk_XC), SC)
         head_C = first_head + gl.arange(0, C, SC)
         h_O = first_head + gl.arange(0, C, gl.SliceLayout(0, OUT))

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from octetrl.kernels.attention.attention_order import FLOOR, KV_CHUNK, LOG2E
+from octetrl.kernels.gluon_names import thread_barrier
 
 LATENT_SIZE, ROTARY_SIZE = 512, 64  # what it is written for
 LOWEST = gl.constexpr(FLOOR)
@@ -114,7 +115,7 @@ def _latent_rows_gluon_kernel(
             _copy_tile(next_values, next_keys, latent_ptr, key_ptr, base, start + N, end, LATENT, ROTARY, VL)
             async_copy.wait_group(1)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             s_RN = warpgroup_mma(q_latent, values.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             s_RN = warpgroup_mma(q_rotary, keys.index(slot).permute((1, 0)), s_RN, is_async=True)
             s_RN = warpgroup_mma_wait(0, deps=[s_RN])
@@ -127,7 +128,7 @@ def _latent_rows_gluon_kernel(
             m_new_R = gl.maximum(m_chunk_R, gl.max(s_RN, 1))
             alpha_R = gl.exp2(m_chunk_R - m_new_R)
             p_RN = gl.exp2(s_RN - gl.expand_dims(m_new_R, 1))
-            gl.thread_barrier()
+            thread_barrier()
             keys.index(slot).store(p_RN.to(gl.bfloat16))  # the keys have been read; P takes their place
             sums = gl.sum(gl.reshape(p_RN, [ROWS, 4, 2, 8]), 2)
             sums = gl.sum(gl.reshape(sums, [ROWS, 16, 2]), 2)
@@ -136,10 +137,10 @@ def _latent_rows_gluon_kernel(
             o_chunk_RL = o_chunk_RL * gl.expand_dims(gl.convert_layout(alpha_R, OR), 1)
             m_chunk_R = m_new_R
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             o_chunk_RL = warpgroup_mma(keys.index(slot), values.index(slot), o_chunk_RL, is_async=True)
             o_chunk_RL = warpgroup_mma_wait(0, deps=[o_chunk_RL])
-            gl.thread_barrier()
+            thread_barrier()
         async_copy.wait_group(0)
         m_R, l_R, o_RL = _merge(m_R, l_R, o_RL, m_chunk_R, l_chunk_RX, o_chunk_RL, SR, OR)
         inverse_R = gl.div_rn(gl.full([ROWS], 1.0, gl.float32, SR), l_R)

@@ -12,6 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octetrl.kernels.gluon_names import thread_barrier
+
 ROWS = gl.constexpr(64)  # of a consumer
 SEARCH = gl.constexpr(128)  # sequences that a program compares at a time when it searches for its own
 ALIGN = gl.constexpr(4)  # as in attention_packed_backward.py
@@ -56,7 +58,7 @@ def clear_tile(tiles, stage, left, NOPE: gl.constexpr, ROTARY: gl.constexpr, VAL
     _clear_rows(tiles[1].index(stage), left, ROTARY, SIZE)
     _clear_rows(tiles[2].index(stage), left, VALUE, SIZE)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit

@@ -1,0 +1,112 @@
+"""Compiles every Gluon kernel for Hopper, on a machine without a GPU: one line each, its name and its registers.
+
+    python -m tests.unit.kernels.compile_gluon
+
+The launchers run as on a GPU, on CPU tensors. Triton's driver is replaced, and a launch compiles only.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+BF16, E4M3, FLOAT = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+TOKENS, HEADS = 300, 16
+BOUNDS = torch.tensor([0, 100, TOKENS], dtype=torch.int32)
+
+
+class HopperDriver:
+    """What Triton asks its driver for while it compiles."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232_448, "multiprocessor_count": 132}
+    )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        return kind
+
+
+def compile_only() -> None:
+    triton.runtime.driver.set_active(HopperDriver())
+    launch = JITFunction.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        print(kernel.__name__, len(compiled.asm["cubin"]))
+        return compiled
+
+    JITFunction.run = run
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def attention() -> None:
+    from octetrl.kernels.attention.attention_rows_gluon import attention_rows_gluon as rows
+
+    q_THD, out_THD, lse2_TH = zeros(TOKENS, 8, 128), zeros(TOKENS, 8, 128), zeros(8, TOKENS, dtype=FLOAT).T
+    packed = zeros(TOKENS, 2, 128)
+    rows(q_THD, packed, packed, BOUNDS, 200, 0.1, None, None, None, None, (1, TOKENS), out_THD, lse2_TH)
+    table, contexts = zeros(2, 4, dtype=torch.int32), torch.tensor([100, 200], dtype=torch.int32)
+    pages, scale = zeros(6, 2, 128, 128, dtype=E4M3), zeros(2, dtype=FLOAT)
+    rows(q_THD, pages, pages, BOUNDS, 200, 0.1, scale, scale, table, contexts, (0, 0), out_THD, None)
+
+
+def latent_attention() -> None:
+    from octetrl.kernels.attention import latent_backward
+    from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
+    from octetrl.kernels.attention.latent_rows_gluon import latent_rows_gluon
+
+    q_latent_THC, q_rotary_THR = zeros(TOKENS, HEADS, 512), zeros(TOKENS, HEADS, 64)
+    value_TC, key_TR = zeros(TOKENS, 512), zeros(TOKENS, 64)
+    latent_rows_gluon(
+        q_latent_THC, q_rotary_THR, value_TC, key_TR, BOUNDS, 200, 0.1, zeros(HEADS, TOKENS, 512).transpose(0, 1)
+    )
+    pages = zeros(8, 128, 512, dtype=E4M3), zeros(8, 128, 64), zeros(8, 1, 128, dtype=FLOAT)
+    table, contexts = zeros(4, 4, dtype=torch.int32), zeros(4, dtype=torch.int32)
+    latent_decode_gluon(
+        q_latent_THC[:4], q_rotary_THR[:4], *pages, table, contexts, 0.1, zeros(4, HEADS, 512), chunks=None
+    )
+    latent_backward.gluon_can_run = lambda *_: True
+    kv_THX = zeros(TOKENS, HEADS, 256)
+    latent_backward.latent_backward_triton(
+        zeros(TOKENS, HEADS, 128), zeros(TOKENS, HEADS, 128), q_rotary_THR, kv_THX, key_TR, BOUNDS, 0.1
+    )
+
+
+def gemm() -> None:
+    from octetrl.kernels.gemm import fp8_gemm_gluon
+
+    fp8_gemm_gluon._multiprocessors = lambda device: 132  # type: ignore[assignment]
+    x = SimpleNamespace(codes=zeros(256, 512, dtype=E4M3), scale=zeros(4 * 256, dtype=FLOAT))
+    w = SimpleNamespace(codes=zeros(512, 512, dtype=E4M3), scale=zeros(4, 4, dtype=FLOAT))
+    fp8_gemm_gluon.fp8_gemm_gluon(x, w, 256, 128, 128, 5)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    compile_only()
+    attention()
+    latent_attention()
+    gemm()

@@ -1,0 +1,27 @@
+"""Gluon is experimental and changes with Triton's versions: every kernel compiles for Hopper with the installed one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_every_gluon_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-W", "error", "-m", "tests.unit.kernels.compile_gluon"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    compiled = {line.split()[0] for line in done.stdout.splitlines()}
+    files = (REPOSITORY / "octetrl" / "kernels").rglob("*_gluon.py")
+    kernels = {
+        line.removeprefix("def ").partition("(")[0]
+        for path in files
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("def _") and "_gluon_kernel(" in line
+    }
+    assert len(kernels) == 6 and kernels == compiled
