@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
+from octetrl.config.errors import UserError
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.trainer.peers import ProcessGroupPeers
 from octetrl.workers.worker import Worker
@@ -70,7 +71,7 @@ class WeightReceiver:
 
     def __init__(self, worker: Worker, transfer: Transfer, *, staged: bool) -> None:
         self._worker, self._transfer, self.staged = worker, transfer, staged
-        self._waiting = [torch.empty_like(tensor) for tensor in weight_tensors(worker)] if staged else None
+        self._waiting = _beside(weight_tensors(worker)) if staged else None
         self._version: int | None = None
         self._scales: KVScales | None = None
 
@@ -99,6 +100,18 @@ class WeightReceiver:
         if self._scales is not None:
             worker.kv_scales = self._scales
         return self._version
+
+
+def _beside(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for as many tensors. Raises UserError without room for it."""
+    try:
+        return [torch.empty_like(tensor) for tensor in tensors]
+    except torch.OutOfMemoryError as error:
+        size = sum(tensor.nbytes for tensor in tensors) / 1e9
+        raise UserError(
+            f"cluster.max_staleness: new weights wait beside those that generate, and a worker has no room for"
+            f" {size:.1f} GB more; set it to 0, or use a smaller model or precision"
+        ) from error
 
 
 def keep_scales(worker: Worker, version: int) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from octetrl.config.errors import UserError
 from octetrl.engine.session import Session
 from octetrl.records import (
     Completion,
@@ -33,7 +35,7 @@ from octetrl.run.resume import Cursor
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.workers.many.hosted_session import _Adopt
-from octetrl.workers.many.transfer import weight_tensors
+from octetrl.workers.many.transfer import _beside, weight_tensors
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import run_on, steps_of
@@ -190,6 +192,15 @@ def test_a_run_that_ends_early_closes_what_it_draws(model: Path, tmp_path: Path)
         workers = run.workers
     assert not [thread for thread in threading.enumerate() if thread.name == "produce" and thread.is_alive()]
     assert all(worker._session is None for worker in workers._team.workers)
+
+
+def test_no_room_for_waiting_weights_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(UserError, match=r"cluster.max_staleness: .* no room for 0.4 GB more; set it to 0, or use a"):
+        _beside([torch.empty(100_000_000, device="meta")])
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

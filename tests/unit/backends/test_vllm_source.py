@@ -1,0 +1,141 @@
+"""vLLM's own source has the names that the adapter calls and that the double has. It is read, not imported.
+
+It needs vLLM installed, or the folder of an unpacked wheel in OCTETRL_VLLM_SOURCE, and no GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from octetrl.backends.vllm import calls, start
+from octetrl.backends.vllm.weights import LETTERS
+from octetrl.config.vllm import VLLM_VERSION
+from tests.unit.backends.test_vllm_start import ENGINE_ARGUMENTS
+from tests.unit.backends.vllm_double import Sampling
+
+
+def folder_of_vllm() -> Path | None:
+    given, found = os.environ.get("OCTETRL_VLLM_SOURCE"), find_spec("vllm")
+    if given:
+        return Path(given) / "vllm"
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
+VLLM = folder_of_vllm()
+pytestmark = pytest.mark.skipif(VLLM is None, reason="vllm is not installed, and OCTETRL_VLLM_SOURCE names no folder")
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    assert VLLM is not None
+    path = VLLM.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def class_of(module: str, name: str) -> ast.ClassDef:
+    return next(one for one in parsed(module).body if isinstance(one, ast.ClassDef) and one.name == name)
+
+
+def parameters(module: str, name: str) -> dict[str, list[str]]:
+    """Names of the parameters of each method of a class."""
+    return {
+        one.name: [argument.arg for argument in (*one.args.args, *one.args.kwonlyargs)]
+        for one in class_of(module, name).body
+        if isinstance(one, ast.FunctionDef)
+    }
+
+
+def attributes(module: str, name: str) -> set[str]:
+    """Fields of a class, its properties and methods, and what its methods set on self."""
+    found = {one.target.id for one in class_of(module, name).body if isinstance(one, ast.AnnAssign | ast.AugAssign)
+             if isinstance(one.target, ast.Name)}  # fmt: skip
+    for one in ast.walk(class_of(module, name)):
+        if isinstance(one, ast.FunctionDef):
+            found.add(one.name)
+        elif isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
+            found.add(one.attr)
+    return found
+
+
+def methods(protocol: type) -> Iterator[tuple[str, list[str]]]:
+    for name, member in vars(protocol).items():
+        if inspect.isfunction(member) and not name.startswith("_"):
+            yield name, list(inspect.signature(member).parameters)
+
+
+def test_its_version_is_the_one_that_was_read() -> None:
+    (found,) = re.findall(r"^__version__ = version = '(.*)'$", _text("_version.py"), re.MULTILINE)
+    assert found == VLLM_VERSION
+
+
+def _text(file: str) -> str:
+    assert VLLM is not None
+    return (VLLM / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "module"),
+    [
+        (calls.LLMEngine, "vllm.v1.engine.llm_engine"),
+        (calls.Scheduler, "vllm.v1.core.sched.scheduler"),
+        (calls.BlockPool, "vllm.v1.core.block_pool"),
+        (calls.RequestOutput, "vllm.outputs"),
+        (calls.CompletionOutput, "vllm.outputs"),
+        (calls.FlatLogprobs, "vllm.logprobs"),
+    ],
+)
+def test_what_the_adapter_calls_is_there(protocol: type, module: str) -> None:
+    theirs, own = parameters(module, protocol.__name__), attributes(module, protocol.__name__)
+    for name, wanted in methods(protocol):
+        assert name in theirs and wanted == theirs[name][: len(wanted)], f"{protocol.__name__}.{name}"
+    properties = {name for name, member in vars(protocol).items() if isinstance(member, property)}
+    assert properties <= own, f"{protocol.__name__} has no {properties - own}"
+
+
+def test_what_start_imports_is_there() -> None:
+    imports = [one for one in ast.walk(ast.parse(inspect.getsource(start))) if isinstance(one, ast.ImportFrom)]
+    found = [one for one in imports if (one.module or "").partition(".")[0] == "vllm"]
+    assert len(found) == 4
+    for one in found:
+        text = ast.unparse(parsed(one.module or ""))
+        assert all(re.search(rf"\b{alias.name}\b", text) for alias in one.names), one.module
+    for name in start.FORCED | start.ENVIRONMENT:
+        assert not name.startswith("VLLM_") or f'"{name}"' in _text("envs.py"), name
+
+
+def test_settings_have_these_names() -> None:
+    assert attributes("vllm.engine.arg_utils", "EngineArgs") >= ENGINE_ARGUMENTS
+    own = {one.name for one in fields(Sampling)} | {"output_kind", "detokenize", "flat_logprobs"}
+    assert own <= attributes("vllm.sampling_params", "SamplingParams")
+    assert "DELTA" in ast.unparse(class_of("vllm.sampling_params", "RequestOutputKind"))
+
+
+def test_a_temperature_has_the_limits_that_are_refused_here() -> None:
+    text = ast.unparse(class_of("vllm.sampling_params", "SamplingParams"))
+    assert "self.temperature > 2.0" in text and "0 < self.temperature < _MAX_TEMP" in text
+    assert "_MAX_TEMP = 0.01" in ast.unparse(parsed("vllm.sampling_params"))
+
+
+def test_scales_are_where_they_are_written() -> None:
+    text = _text("model_executor/layers/attention/attention.py")
+    for letter in LETTERS:
+        assert f'layer.register_buffer("_{letter}_scale"' in text and f"layer._{letter}_scale_float = 1.0" in text
+    for runner in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):  # `_clear_cache`
+        assert "self.kv_caches" in _text(runner)
+
+
+def test_scheduling_resumes_when_all_memory_is_awake() -> None:
+    """The adapter wakes weights and cache one after the other, and never says that it may go on."""
+    text = ast.unparse(class_of("vllm.v1.engine.core", "EngineCore"))
+    assert "if not self.model_executor.is_sleeping:\n            self.resume_scheduler()" in text
