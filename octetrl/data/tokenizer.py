@@ -158,7 +158,7 @@ def _check_settings(path: Path) -> None:
     """Raise UserError for JSON files with wrong types. transformers would fail without naming the file."""
     for name in SETTINGS:
         if os.path.lexists(path / name):
-            settings = read_json(path / name, "fetch the tokenizer again")
+            settings = read_json(path / name, f"fetch the {'model' if name == 'config.json' else 'tokenizer'} again")
             if settings.get("num_hidden_layers") is not None:  # config.json: transformers creates a list of this length
                 settings.integer("num_hidden_layers", most=MOST_LAYERS)
             if name != "tokenizer_config.json":

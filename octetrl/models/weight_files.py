@@ -169,6 +169,9 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     weight_map = dict(read_json(index, "fetch it again").object("weight_map"))
     if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} is not a safetensors index: its weight_map names no files; fetch it again")
+    outside = sorted({name for name in weight_map.values() if Path(name).name != name})
+    if outside:
+        raise UserError(f"{index} names {_some(outside)}, which is not beside it; fetch it again")
     return weight_map
 
 

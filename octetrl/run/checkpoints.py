@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import RunFailed
+from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import Tokenizer, save_tokenizer_files
 from octetrl.run.batches_ahead import BATCHES, BufferedBatch, batches_to_bytes
@@ -139,7 +139,9 @@ class Checkpoints:
         if not run.workers.weights_are_whole or run.workers.policy_version != before.policy_version:
             return f"{at}, while the weights changed: continue from step {last_step} with --resume"
         batches = self._batches_after(run, before.step, waits=False)
-        self._commit(self._stager(run, before, {}, batches, copied=False)())
+        failure = self._save_beside_error(run, before, batches)
+        if failure is not None:
+            return f"{at}: saving step {before.step} failed as well ({failure})"
         return f"{at}: saved step {before.step}; continue with --resume"
 
     @contextmanager
@@ -150,9 +152,20 @@ class Checkpoints:
         except RunFailed:
             last = self.latest()
             if run.workers.policy_version > 0 and (last is None or checkpoint.step_of(last) < step):
-                self._commit(self._stager(run, Cursor.of(run, step), {}, (), copied=False)())
-                run.console.note(f"step {step} is saved")
+                failure = self._save_beside_error(run, Cursor.of(run, step), ())
+                if failure is None:
+                    run.console.note(f"step {step} is saved")
+                else:
+                    run.console.warn(f"saving step {step} failed as well: {failure}")
             raise
+
+    def _save_beside_error(self, run: Run, cursor: Cursor, batches: Sequence[BufferedBatch]) -> Exception | None:
+        """Saves while an error ends the run, and stays its error. Returns why it could not."""
+        try:
+            self._commit(self._stager(run, cursor, {}, batches, copied=False)())
+        except (OSError, UserError, RunFailed) as failure:
+            return failure
+        return None
 
     def _batches_after(self, run: Run, step: int, *, waits: bool) -> Sequence[BufferedBatch]:
         """What was generated ahead, if the recipe saves it."""

@@ -233,6 +233,8 @@ def test_files_that_are_absent_or_broken_are_named(folder: Path) -> None:
     for content, told in (
         ("{}", "not a safetensors index"),
         ('{"weight_map": {"model.norm.weight": [1]}}', "not a safetensors index"),
+        ('{"weight_map": {"model.norm.weight": "../a.safetensors"}}', "names ../a.safetensors, which is not beside it"),
+        ('{"weight_map": {"model.norm.weight": "/a.safetensors"}}', "names /a.safetensors, which is not beside it"),
         ('{"weight_map": 7}', "'weight_map' is 7, an object is needed"),
         ("[" * 100_000, "it is nested too deeply"),
     ):

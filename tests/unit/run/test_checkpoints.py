@@ -184,6 +184,19 @@ def test_a_run_that_fails_by_a_limit_saves_what_it_learnt(run: Any, saves: Check
     assert saved(saves) == {"step_000002": 2.0} and run.console.texts == ["step 2 is saved"]
 
 
+def test_a_disk_that_fails_too_does_not_hide_why_the_run_failed(run: Any, saves: Checkpoints) -> None:
+    with saves.open(run, 0):
+        run.workers.step()
+        run.workers.step()
+        run.workers.disk_fails = True
+        with pytest.raises(RunFailed, match=r"^the reward fails$"), saves.saved_if_failed(run, 2):
+            raise RunFailed("the reward fails")
+        said = saves.save_interrupted(run, Cursor.of(run, 2))
+    assert said.startswith("cut off in step 3: saving step 2 failed as well (checkpoint ") and "Errno 5" in said
+    (warning,) = run.console.texts
+    assert warning.startswith("saving step 2 failed as well: checkpoint ") and saved(saves) == {}
+
+
 def test_the_last_save_takes_no_copy(run: Any, saves: Checkpoints) -> None:
     with saves.open(run, 0):
         stage(saves, run, 1, is_last=True)
