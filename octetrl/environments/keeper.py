@@ -40,7 +40,9 @@ _MIB = 1 << 20
 _OUTPUT_BYTES = 1 * _MIB
 _PIECE = 4096  # bytes that a pipe accepts without blocking if it polls as writable
 _END_SECONDS = 10.0
-_LEAVE_SECONDS = 0.5  # for descendants that clean up when the worker has ended, as sandboxes do
+_LEAVE_SECONDS = 0.5  # for descendants that clean up when the worker has ended
+_WARDEN_SECONDS = 3.0  # for sandboxes, which remove their folders, on a machine that is short of cores
+_WARDEN = b"octetrl.environments.sandbox.warden"  # in the command line of a sandbox
 _LONGEST_PAUSE, _SHORTEST_PAUSE = 0.25, 0.01
 _FASTEST_FILL = 8 << 30  # largest expected growth of memory, in bytes per second
 
@@ -141,7 +143,8 @@ class _Keeper:
         while (waited := time.monotonic() - started) < _END_SECONDS:
             if waited > _LEAVE_SECONDS:
                 for pid in processes():
-                    _kill(pid)
+                    if waited > _WARDEN_SECONDS or not _is_warden(pid):
+                        _kill(pid)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -172,6 +175,14 @@ class _Keeper:
             self._poll.unregister(self._output)
         except KeyError:  # already
             return
+
+
+def _is_warden(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as words:
+            return _WARDEN in words.read()
+    except OSError:  # it has ended
+        return False
 
 
 def _kill(pid: int) -> None:

@@ -118,6 +118,18 @@ class Entries:
         return {"question": f"{index}?", "answer": str(index), "metadata": {"pid": os.getpid(), 2: (index, {index})}}
 
 
+def in_a_sandbox_once(task: Task, completion_text: str) -> float:
+    """The first call runs a sandbox without an end, and notes its process in the file that the task names."""
+    from octetrl.environments.sandbox.levels import Level
+    from octetrl.environments.sandbox.sandbox import Limits, Program, find_sandbox
+
+    if not Path(task.id).exists():
+        box = find_sandbox(only=Level.LIMITS)
+        Path(task.id).write_text(str(os.getpid()))
+        box.run(Program("import time; time.sleep(600)", limits=Limits(wall_seconds=600.0)))
+    return 1.0
+
+
 def by_name(task: Task, completion_text: str) -> object:
     """Does what the completion says."""
     match completion_text:
