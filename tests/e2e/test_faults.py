@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -97,10 +96,19 @@ def child_of(driver: int, name: str) -> int | None:
 
 
 STARTS = """
+import os, signal
+from ray._private import services
 from octetrl.config.cluster import ClusterConfig, DeadlineConfig
 from octetrl.workers import ray_start
 from octetrl.workers.ray_cluster import connect
-ray_start.RAISE_SECONDS = 1.0
+from octetrl.workers.ray_daemons import children
+ray_start.RAISE_SECONDS, start = 1.0, services.start_raylet
+def start_and_stop_the_other(*arguments, **options):
+    started = start(*arguments, **options)
+    (gcs_server,) = (pid for pid, name in children() if name == "gcs_server")
+    os.kill(gcs_server, signal.SIGSTOP)
+    return started
+services.start_raylet = start_and_stop_the_other
 connect(ClusterConfig(cpus=2, deadlines=DeadlineConfig(silent_seconds=2.0)), None)
 """
 
@@ -108,15 +116,11 @@ connect(ClusterConfig(cpus=2, deadlines=DeadlineConfig(silent_seconds=2.0)), Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_start_whose_gcs_server_stops_ends_with_one_line_and_leaves_nothing() -> None:
-    """`ray.init` alone would never return."""
+    """As soon as raylet is there. `ray.init` alone would never return."""
     driver = subprocess.Popen([sys.executable, "-c", STARTS], stderr=subprocess.PIPE, text=True, cwd=REPO)
-
     try:
-        wait_for(lambda: driver.poll() is not None or child_of(driver.pid, "raylet") is not None, "raylet to appear")
-        gcs_server = child_of(driver.pid, "gcs_server")
-        assert gcs_server is not None
+        wait_for(lambda: driver.poll() is not None or ray_folder_of(driver.pid) is not None, "Ray's folder")
         folder = ray_folder_of(driver.pid)
-        os.kill(gcs_server, signal.SIGSTOP)
         _, said = driver.communicate(timeout=600)
     finally:
         driver.kill()
