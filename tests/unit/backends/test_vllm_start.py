@@ -112,7 +112,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
 def arguments_of(precision: str, folder: Path) -> dict[str, Any]:
     policy = policy_of(precision)
     write_model({"model_type": "qwen3"}, folder)
-    how: dict[str, Any] = {"folder": str(folder), "context_length": 64, "cache_bytes": 1 << 16, "eager": False}
+    how: dict[str, Any] = {"folder": str(folder), "context_length": 64, "cache_bytes": 1 << 16}
     return dict(engine_arguments(CONFIG, policy, **how))
 
 
@@ -175,9 +175,9 @@ def test_settings_that_decide_what_is_computed(tmp_path: Path) -> None:
     assert (plain["block_size"], plain["max_num_seqs"], plain["max_num_batched_tokens"]) == (16, 4, 64)
     assert plain["enable_prefix_caching"] and plain["max_model_len"] == 64
     config = CONFIG.model_copy(update={"prefix_cache": "off", "max_batch": 128})
-    how: dict[str, Any] = {"folder": "f", "context_length": 64, "cache_bytes": 1, "eager": True}
+    how: dict[str, Any] = {"folder": "f", "context_length": 64, "cache_bytes": 1}
     other = engine_arguments(config, policy_of("bf16"), **how)
-    assert not other["enable_prefix_caching"] and other["enforce_eager"] and other["max_num_batched_tokens"] == 128
+    assert not other["enable_prefix_caching"] and other["max_num_batched_tokens"] == 128
 
 
 def test_the_cache_gets_a_share_of_what_the_others_leave() -> None:
