@@ -24,6 +24,7 @@ NEEDS = {
     "another-user": "root, and an interpreter and a tree that another user can read: sandboxes without root's rights",
     "serve": "the packages of `octetrl serve` and the official client",
     "verifiers": "verifiers with its classic interface: pip install 'octetrl[verifiers]'",
+    "lm-eval": "lm-eval, the judge of the server: setup/outside_packages.sh runs its tests",
     "ray": "Ray: runs on several workers",
     "two-gpus": "two GPUs of one machine: workers on GPUs of their own",
 }

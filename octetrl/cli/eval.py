@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
+from octetrl.cli.loading import loading_pytorch
 from octetrl.cli.out_file import refuse_file, writes
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError, nearest_file, refuse_empty, runs_in
@@ -124,7 +125,8 @@ def _evaluated(targets: Sequence[str], resolved: Recipe, all_tasks: bool) -> dic
     """The report of each target, or that of the server's model by its name."""
     server = resolved.engine.openai
     if resolved.engine.backend != "openai" or server is None:
-        from octetrl.run.evaluate import evaluate_targets
+        with loading_pytorch():
+            from octetrl.run.evaluate import evaluate_targets
 
         return evaluate_targets(targets, resolved, all_tasks=all_tasks)
     from octetrl.run.server_run import evaluate_server

@@ -20,6 +20,7 @@ from octetrl.cli.generate_server import (
     server_config,
     spelled_as_options,
 )
+from octetrl.cli.loading import loading_pytorch
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.records import Completion, SamplingParams
@@ -107,7 +108,8 @@ def generate(
     if base_url is None:
         refuse_of_server(api_key_variable, in_flight)
         refuse_no_model(model)
-        from octetrl.run.generate import generate_text
+        with loading_pytorch():
+            from octetrl.run.generate import generate_text
 
         answers: Iterable[Sequence[Completion]] = generate_text(
             model, prompts, sampling, precision=precision, cluster=cluster, seed=seed, n=counts, plain=plain,

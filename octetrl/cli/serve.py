@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
+from octetrl.cli.loading import loading_pytorch
 from octetrl.config.errors import UserError
 from octetrl.run.early import refuse_no_model
 
@@ -80,7 +81,8 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
     _refuse_at_once(model, api_key)
-    from octetrl.run import serve as run
+    with loading_pytorch():
+        from octetrl.run import serve as run
 
     options = run.ServeOptions(
         model,

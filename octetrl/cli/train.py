@@ -11,6 +11,7 @@ import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.ctrl_c import Stopped
+from octetrl.cli.loading import loading_pytorch
 from octetrl.config.errors import RunFailed, Terminated, UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
@@ -57,7 +58,8 @@ def train(
         _refuse_another_folder(Path(recipe), resolved, changed)
     search_beside(recipe)
     refuse_early(resolved, resume=resume)
-    from octetrl.run import loop
+    with loading_pytorch():
+        from octetrl.run import loop
 
     fields = [change.partition("=")[0].strip() for change in allow]
     try:

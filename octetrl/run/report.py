@@ -157,7 +157,8 @@ def _result(run: RunRecord) -> Iterator[tuple[str, str]]:
     evaluations = run.series("eval/accuracy")
     best = max(evaluations, key=lambda one: one[2], default=None)
     if best is not None:
-        last = "" if best[0] == evaluations[-1][0] else f" ({evaluations[-1][2]:.3f} at step {evaluations[-1][0]})"
+        step, _, accuracy = evaluations[-1]
+        last = "" if best[0] == step else f"; the last: {accuracy:.3f} at step {step}"
         yield "best", f"held-out accuracy {best[2]:.3f} at step {best[0]}{last}"
     for name, label in (("reward/mean", "reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
         values = run.values(name)

@@ -35,6 +35,7 @@ from octetrl.telemetry.step_line import (
     environment_parts,
     evaluation_parts,
     line,
+    rows_of,
 )
 
 Mode = Literal["auto", "plain", "quiet"]
@@ -224,11 +225,12 @@ class Console:
         width = min(WIDTH, self._out.width) if self._is_live else WIDTH
         if is_due:
             self._print_parts(self._line.parts(step, metrics, left, width))
-            self._print_parts(environment_parts(metrics, "  reward by environment", "environments/{}/reward"))
+            each = environment_parts(metrics, "  reward by environment", "environments/{}/reward")
+            self._print_parts(each, width)
         if "eval/accuracy" in metrics:
-            self._print_parts(evaluation_parts(step, self._total_steps, metrics, self._evaluations))
+            self._print_parts(evaluation_parts(step, self._total_steps, metrics, self._evaluations, width))
             each = environment_parts(metrics, "  accuracy by environment", "eval/environments/{}/accuracy")
-            self._print_parts(each)
+            self._print_parts(each, width)
             self._evaluations[step] = metrics["eval/accuracy"]
         self._next_step(step)
 
@@ -236,18 +238,18 @@ class Console:
         self._step = step + 1 if step < self._total_steps else None
         self._step_began, self._between = time.perf_counter(), None
 
-    def _print_parts(self, parts: list[LinePart]) -> None:
-        if self._quiet or not parts:
-            return
-        if not self._is_live:
-            self._out.print(line(parts), markup=False)
-            return
-        text = Text()
-        for number, part in enumerate(parts):
-            text.append("  " if number else "")
-            text.append(f"{part.label} " if part.label else "", style="bright_black")
-            text.append(part.value, style=STYLES[part.tone])
-        self._out.print(text)
+    def _print_parts(self, parts: list[LinePart], width: int = WIDTH) -> None:
+        """Print the parts, in several rows if one of `width` columns does not hold them."""
+        for row in () if self._quiet else rows_of(parts, width):
+            if not self._is_live:
+                self._out.print(line(row), markup=False)
+                continue
+            text = Text()
+            for number, part in enumerate(row):
+                text.append("  " if number else "")
+                text.append(f"{part.label} " if part.label else "", style="bright_black")
+                text.append(part.value, style=STYLES[part.tone])
+            self._out.print(text)
 
     def note(self, text: str) -> None:
         """Show one line of information, such as the step that a run resumes from."""

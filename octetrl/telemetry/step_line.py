@@ -134,22 +134,29 @@ def _agreement(error: float, metrics: Mapping[str, float]) -> LinePart:
 
 
 def evaluation_parts(
-    step: int, total: int, metrics: Mapping[str, float], earlier: Mapping[int, float]
+    step: int, total: int, metrics: Mapping[str, float], earlier: Mapping[int, float], width: int = WIDTH
 ) -> list[LinePart]:
-    """The parts of an evaluation's line. `earlier`: accuracy of the evaluations before, by step."""
+    """The parts of an evaluation's line. `earlier`: accuracy of the evaluations before, by step. What `width` does not
+    hold is left out; the comparison is kept longest."""
     accuracy = metrics["eval/accuracy"]
-    parts = [LinePart("eval", f"{step:>{len(str(total))}}/{total}"), LinePart("held-out accuracy", f"{accuracy:.3f}")]
+    title = [LinePart("eval", f"{step:>{len(str(total))}}/{total}"), LinePart("held-out accuracy", f"{accuracy:.3f}")]
+    interval, best, seconds = None, None, metrics.get("time/evaluate")
     if "eval/accuracy_low" in metrics and "eval/accuracy_high" in metrics:
-        interval = f"{metrics['eval/accuracy_low']:.3f} to {metrics['eval/accuracy_high']:.3f}"
-        parts.append(LinePart("95% interval", interval))
+        low_to_high = f"{metrics['eval/accuracy_low']:.3f} to {metrics['eval/accuracy_high']:.3f}"
+        interval = LinePart("95% interval", low_to_high)
     if earlier:
-        best = max(earlier, key=lambda one: earlier[one])
-        if accuracy > earlier[best]:
-            parts.append(LinePart("", f"the best so far, {accuracy - earlier[best]:+.3f} against step {best}", "good"))
+        at = max(earlier, key=lambda one: earlier[one])
+        if accuracy > earlier[at]:
+            best = LinePart("", f"the best so far, {accuracy - earlier[at]:+.3f} against step {at}", "good")
         else:
-            parts.append(LinePart("best so far", f"{earlier[best]:.3f} at step {best}"))
-    seconds = metrics.get("time/evaluate")
-    return [*parts, LinePart("", duration(seconds))] if seconds else parts
+            best = LinePart("best so far", f"{earlier[at]:.3f} at step {at}")
+    took = LinePart("", duration(seconds)) if seconds else None
+    room, kept = width - len(line(title)), []
+    for part in filter(None, (best, interval, took)):  # what matters most comes first
+        if len(part.text) + 2 <= room:
+            kept.append(part)
+            room -= len(part.text) + 2
+    return [*title, *(part for part in (interval, best, took) if part in kept)]
 
 
 def environment_parts(metrics: Mapping[str, float], label: str, form: str) -> list[LinePart]:
@@ -165,6 +172,18 @@ def environment_parts(metrics: Mapping[str, float], label: str, form: str) -> li
             name = metric.removeprefix(begin).removesuffix("/failure_share")
             shown.setdefault(name, LinePart(name, "-", "bad"))
     return [LinePart("", label), *(shown[name] for name in sorted(shown))] if shown else []
+
+
+def rows_of(parts: list[LinePart], width: int) -> Iterator[list[LinePart]]:
+    """The parts in rows of at most `width` columns. A later row begins below the second part of the first."""
+    row: list[LinePart] = []
+    for part in parts:
+        if len(row) > 1 and len(line([*row, part])) > width:
+            yield row
+            row = [LinePart("", " " * len(parts[0].text))]
+        row.append(part)
+    if row:
+        yield row
 
 
 def line(parts: list[LinePart]) -> str:

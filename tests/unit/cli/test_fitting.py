@@ -81,6 +81,16 @@ def test_several_workers_share_the_optimizer(recipe: Path) -> None:
     assert problem(recipe, "qwen3-8b", 141, "cluster.gpus=2") is None
 
 
+def test_as_many_gpus_are_proposed_as_are_needed(recipe: Path) -> None:
+    text = problem(recipe, "qwen3-8b", 80)
+    assert text is not None
+    (number,) = [int(gpus) for gpus in re.findall(r"cluster\.gpus=(\d+)", text)]
+    assert problem(recipe, "qwen3-8b", 80, f"cluster.gpus={number}") is None
+    base = plan(recipe, "qwen3-8b", 80)
+    half = Change("cluster.gpus", number // 2).apply(base.recipe)
+    assert not fits(half, base.estimate(half), 80 * 2**30, spare=0.9)
+
+
 def test_a_cache_without_room_for_one_rollout_is_a_problem(recipe: Path) -> None:
     tight = (
         0.001 + plan(recipe, "tiny", 1, "engine.kv_cache_tokens=4096").estimate(load_recipe(recipe)).total_bytes / 2**30

@@ -1,10 +1,14 @@
-"""How a run's first line names its model."""
+"""What a run says first and last: how its model is named, and its last screen."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from octetrl.run.report import model_name
+from octetrl.config.load import dump_recipe, recipe_from_mapping
+from octetrl.run.report import last_screen, model_name
 
 
 @pytest.mark.parametrize(
@@ -22,3 +26,34 @@ from octetrl.run.report import model_name
 )
 def test_a_model_is_named_by_what_a_person_knows(model: str, name: str) -> None:
     assert model_name(model) == name
+
+
+def test_the_last_screen_has_the_best_evaluation_times_and_commands(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tree = {
+        "model": {"preset": "tiny", "init": "random", "tokenizer": "none"},
+        "environment": {"dataset": "chain_sum", "eval_size": 4},
+        "output_dir": str(folder),
+    }
+    recipe = recipe_from_mapping(tree)
+    (folder / "config.yaml").write_text(dump_recipe(recipe))
+    times = {"time/step": 4.0, "time/rollout": 1.0, "time/train": 3.0}
+    steps: list[dict[str, float]] = [
+        {"step": 1, "reward/mean": 0.1, **times},
+        {"step": 2, "reward/mean": 0.3, "eval/accuracy": 0.5, **times},
+        {"step": 3, "reward/mean": 0.2, "eval/accuracy": 0.25, **times},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (folder / "checkpoints/step_000003").mkdir(parents=True)
+    (folder / "checkpoints/step_000003/manifest.json").write_text("{}")
+    title, rows = last_screen(folder, recipe)
+    found = dict(row for row in rows if row[0])
+    assert title == "done: 3 steps in 12 s"
+    assert found["best"] == "held-out accuracy 0.500 at step 2; the last: 0.250 at step 3"
+    assert found["reward"] == "0.100 in the first step, 0.200 in the last"
+    assert found["time"] == "train 9.0 s, rollout 3.0 s"
+    assert found["weights"] == f"{folder / 'checkpoints/step_000003'} (step 3)"
+    assert found["report"] == str(folder / "report.html")
+    commands = [text.split("   ")[0].split() for _, text in rows[[label for label, _ in rows].index("next") :]]
+    assert commands == [["octetrl", verb, str(folder)] for verb in ("rollouts", "eval", "serve")]

@@ -9,7 +9,16 @@ import pytest
 from octetrl.telemetry import console as console_module
 from octetrl.telemetry.console import Console, leave_screen
 from octetrl.telemetry.progress import Phase, bar_line
-from octetrl.telemetry.step_line import NUMBERS, TIME, StepLine, duration, environment_parts, evaluation_parts, line
+from octetrl.telemetry.step_line import (
+    NUMBERS,
+    TIME,
+    StepLine,
+    duration,
+    environment_parts,
+    evaluation_parts,
+    line,
+    rows_of,
+)
 
 METRICS = {"reward/mean": 0.53125, "loss": -0.0012, "mismatch/token_mult_prob_error": 1.00021, "time/step": 14.2}
 ALL = {number.metric: 12345.678 for number in NUMBERS} | {TIME: 100.0, "mismatch/unequal_tokens": 3.0}
@@ -101,6 +110,42 @@ def test_an_evaluation_is_compared_with_the_best() -> None:
     assert first == "eval 10/20  held-out accuracy 0.500  95% interval 0.400 to 0.600  3.0 s"
     assert "the best so far, +0.250 against step 5" in line(evaluation_parts(10, 20, now, {5: 0.25, 7: 0.1}))
     assert "best so far 0.750 at step 5" in line(evaluation_parts(10, 20, now, {5: 0.75}))
+
+
+@pytest.mark.parametrize("earlier", [{}, {50: 0.25}, {50: 0.75}])
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_an_evaluation_fits_and_keeps_the_comparison_longest(width: int, earlier: dict[int, float]) -> None:
+    now = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "time/evaluate": 3.0}
+    shown = line(evaluation_parts(90, 100, now, earlier, width))
+    assert len(shown) <= width and shown.startswith("eval  90/100  held-out accuracy 0.500")
+    assert ("best so far" in shown) == (bool(earlier) and width >= 80)
+    has_interval = "95% interval 0.400 to 0.600" in shown
+    assert width == 100 or has_interval == (width == 120 or (width == 80 and not earlier))
+
+
+def test_many_environments_take_several_rows() -> None:
+    metrics = {f"environments/tasks_{n}/reward": 0.5 for n in range(12)}
+    parts = environment_parts(metrics, "  reward by environment", "environments/{}/reward")
+    rows = [line(row) for row in rows_of(parts, 80)]
+    assert len(rows) > 2 and all(len(row) <= 80 for row in rows)
+    assert " ".join(rows).split() == line(parts).split()
+    assert {row.index("tasks_") for row in rows} == {len("  reward by environment  ")}
+    assert [line(row) for row in rows_of(parts[:2], 10)] == ["  reward by environment  tasks_0 0.500"]
+    assert list(rows_of([], 80)) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("rollout/truncated_share", "truncated 50%"),
+        ("reward/zero_variance_fraction", "equal rewards 50%"),
+        ("rollout/too_long_share", "too long 50%"),
+        ("rollout/failure_share", "failed 50%"),
+    ],
+)
+def test_shares_that_spoil_a_step_are_in_its_line(metric: str, said: str) -> None:
+    assert said in line(StepLine(20).parts(3, {**METRICS, metric: 0.5}, width=80))
+    assert said.rpartition(" ")[0] not in line(StepLine(20).parts(3, {**METRICS, metric: 0.0}, width=80))
 
 
 def test_a_resumed_run_knows_its_best(terminal: Terminal) -> None:

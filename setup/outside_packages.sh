@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# outside_packages.sh PYTHON: runs the tests against packages that the project works with and does not depend on:
+# verifiers' environments, lm-eval as a client of the server, Hugging Face's datasets. They are installed in
+# build/outside, in front of PYTHON's packages, in the versions of outside.txt (once; a minute or two).
+# Prints one line. Where they can't be installed it says so and exits 0; a test that fails is shown, and the exit is 1.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=$1 folder=build/outside
+packages=(verifiers lm-eval datasets)
+tests=(
+    tests/unit/environments/test_verifiers_adapter.py
+    tests/e2e/test_lm_eval.py
+    tests/unit/data/test_hub_datasets.py::test_the_real_package_reads_the_same_folders
+    tests/unit/data/test_rows.py::test_saved_and_loadable_folders
+)
+
+without() {
+    echo "verifiers, lm-eval, datasets: $1; the tests against them did not run"
+    exit 0
+}
+
+wanted="$("$python" -V) $(cat setup/outside.txt)" || without "there is no $python"
+if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
+    said=$("$python" -m venv --clear "$folder" 2>&1) || without "no environment ($(echo "$said" | tail -n 1))"
+    theirs=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$theirs/zz_project.pth"
+    said=$(timeout 300 "$folder/bin/python" -m pip --disable-pip-version-check install -qq --progress-bar off \
+        --constraint setup/outside.txt "${packages[@]}" 2>&1) || without "pip failed ($(echo "$said" | tail -n 1))"
+    said=$("$folder/bin/python" -c 'import datasets, lm_eval, pytest, torch, verifiers' 2>&1) ||
+        without "they can't be imported ($(echo "$said" | tail -n 1))"
+    echo "$wanted" >"$folder/installed"
+fi
+
+export OCTETRL_REQUIRE=verifiers HF_HUB_OFFLINE=1 HF_HOME="$PWD/build/outside/cache"
+if ! "$folder/bin/python" -c 'import openai, uvicorn' 2>/dev/null; then
+    echo "lm-eval: the server or the official client is not installed; its tests did not run"
+else
+    OCTETRL_REQUIRE+=,lm-eval,serve
+fi
+said=$(timeout 400 "$folder/bin/python" -m pytest -p no:cacheprovider -p no:xdist "${tests[@]}" 2>&1) || {
+    echo "$said"
+    exit 1
+}
+versions=$(grep -E '^(verifiers|lm_eval|datasets)==' setup/outside.txt | paste -sd ' ')
+echo "$versions: $(echo "$said" | grep -oE '[0-9]+ passed' | tail -n 1)"
