@@ -34,4 +34,6 @@ def _last_step(folder: Path) -> Iterator[str]:
     step, total = int(row["step"]), record.recipe.get("steps")
     yield line(StepLine(total if isinstance(total, int) else step).parts(step, row))
     ago = duration(time.time() - (folder / METRICS_FILE).stat().st_mtime) or "0 s"
-    yield f"written {ago} ago; `octetrl report {shlex.quote(str(folder))} --terminal` shows all steps"
+    yield from record.left_out
+    shown = f"./{folder}" if str(folder).startswith("-") else str(folder)
+    yield f"written {ago} ago; `octetrl report {shlex.quote(shown)} --terminal` shows all steps"

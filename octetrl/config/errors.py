@@ -62,6 +62,8 @@ def type_of(value: object) -> str:
 
 def nearest_file(path: Path) -> str:
     """Return `; did you mean 'x'?` for the closest name in the folder of a file that is missing, or an empty string."""
+    if path.is_symlink():
+        return "; it is a link that leads nowhere"
     try:
         names = [entry.name for entry in islice(path.parent.iterdir(), MOST_NAMES)]
     except (OSError, ValueError):

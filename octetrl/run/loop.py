@@ -90,7 +90,8 @@ def _train(
     try:
         if last is not None:
             restore(run, last)
-            run.console.note(f"resumed after step {start} from {checkpoints.folder}")
+            rest = "; no step is left to do" if start >= recipe.steps else ""
+            run.console.note(f"resumed after step {start} from {checkpoints.folder}{rest}")
         elif resume:
             run.console.note("no checkpoint is there yet: the run begins again at step 1")
         if last is None and optimizer_of is not None:

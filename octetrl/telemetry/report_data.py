@@ -36,15 +36,22 @@ _OF_ROLLOUTS = ("tasks", "dataset", "reward", "prompts a step", "answers a promp
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `rows`: its metrics by name, one mapping a step, in the order of steps."""
+    """One run. `rows`: its metrics by name, one mapping a step, in the order of steps. `unread`: damaged lines."""
 
     folder: Path
     recipe: Mapping[str, Any]
     rows: Sequence[Mapping[str, float | None]]
+    unread: int = 0
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @property
+    def left_out(self) -> list[str]:
+        """What of its metrics can't be shown, in words."""
+        lines = f"{self.unread} line{'s' * (self.unread != 1)}"
+        return [f"{lines} of {METRICS_FILE} can't be read; their steps are missing here"] if self.unread else []
 
     @cached_property
     def hours(self) -> list[float]:
@@ -102,14 +109,16 @@ def read_run(folder: Path) -> RunRecord:
         missing = f"has no {METRICS_FILE}" if folder.is_dir() else "does not exist"
         hint = runs_in(folder) if folder.is_dir() else nearest_file(folder)
         raise UserError(f"report: '{folder}' {missing}; give the folder of a run{hint}")
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    rows, unread = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # a run in progress may be writing the last line
+            row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append({k: v for k, v in row.items() if v is None or isinstance(v, int | float)})
+        elif line.endswith("\n"):  # without it, a run in progress is writing the line
+            unread += 1
     if not rows:
         raise UserError(f"report: '{path}' has no finished step yet; wait for the first one")
     recipe = folder / "config.yaml"
@@ -117,7 +126,7 @@ def read_run(folder: Path) -> RunRecord:
         known = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
     except (yaml.YAMLError, UnicodeDecodeError):
         known = {}
-    return RunRecord(folder, known if isinstance(known, dict) else {}, rows)
+    return RunRecord(folder, known if isinstance(known, dict) else {}, rows, unread)
 
 
 OF_THE_END = ("rollout/truncated_share", "reward/zero_variance_fraction")  # of no interest once they are low
@@ -125,7 +134,7 @@ OF_THE_END = ("rollout/truncated_share", "reward/zero_variance_fraction")  # of 
 
 def findings(run: RunRecord) -> list[str]:
     """What a person should look at, with a remedy, from the metrics of all steps."""
-    found = []
+    found = run.left_out
 
     def steps_with(name: str, above: float) -> list[int]:
         return [step for step, _, value in run.series(name) if value > above]

@@ -328,7 +328,7 @@ def _is_disk_full(error: OSError | SafetensorError) -> bool:
 
 def _damaged(path: Path, name: str, what: str) -> UserError:
     earlier = [step for step in _steps(path.parent) if step < int(path.name.removeprefix("step_"))]
-    remedy = "there is none before it: start again with another output_dir"
+    remedy = "there is none before it, so the run can only start again, with another output_dir"
     if earlier:
         remedy = f"delete that folder and --resume: the run goes on from step_{max(earlier):06d}"
     return UserError(f"checkpoint {path}: {name} {what}; {remedy}")

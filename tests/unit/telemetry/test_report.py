@@ -228,3 +228,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text(rubbish)
         with pytest.raises(UserError, match="no finished step"):
             read_run(tmp_path)
+
+
+def test_damaged_lines_of_metrics_are_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n{"step": "x"}\n[\n{"step": 4, "reward/mean": 1.0}\n{"step": 5, "rew')
+    run = read_run(folder)
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    assert findings(run)[0] == "3 lines of metrics.jsonl can't be read; their steps are missing here"
+    assert "3 lines of metrics.jsonl can&#x27;t be read" in report_page([run])
+    assert read_run(make_run(tmp_path / "whole", steps=3)).left_out == []
