@@ -20,7 +20,7 @@ from octetrl.config.validate_environment import FILES
 from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
-from octetrl.run.early import missing_files
+from octetrl.run.early import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
 
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
@@ -31,6 +31,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
     `spec`: the model's, None where that is wrong itself."""
     yield from _weight_problems(recipe, reports=spec is None)
     yield from missing_files(recipe)
+    yield from unknown_metric(recipe)
     lora = recipe.model.lora
     if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
         yield f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json"

@@ -41,6 +41,7 @@ from octetrl.config.validate_speculation import speculation_problems
 from octetrl.config.validate_tail import tail_problems
 from octetrl.config.validate_tensor import tensor_problems
 from octetrl.config.validate_training_memory import training_memory_problems
+from octetrl.config.validate_without_effect import settings_without_effect
 
 MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
 _ROWS = {
@@ -86,7 +87,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     if training:
         yield from _algorithm_problems(recipe)
         yield from _critic_problems(recipe)
-        yield from training_memory_problems(recipe)
+        yield from chain(training_memory_problems(recipe), settings_without_effect(recipe))
     yield from mixture_problems(recipe)
     yield from problems_of_each(recipe, lambda one: environment_problems(one, training and not recipe.environments))
     yield from problems_of_each(recipe, sandbox_problems)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from octetrl.config.errors import UserError, nearest_file, runs_in
+from octetrl.config.errors import UserError, nearest, nearest_file, runs_in
 from octetrl.config.hub_name import hub_dataset
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
@@ -56,9 +56,22 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
             from octetrl.models.families import load_spec
 
             load_spec(path)  # its message says what to do
+    for problem in unknown_metric(recipe):
+        raise UserError(problem)
     missing = None if resume else next(missing_files(recipe), None)  # a resumed run is first compared with its recipe
     if missing is not None:
         raise UserError(missing)
+
+
+def unknown_metric(recipe: Recipe) -> Iterator[str]:
+    """Whether the metric that ranks checkpoints is one that no run has. An objective of one's own may add any."""
+    from octetrl.telemetry.glossary import METRICS, explained
+
+    checkpoint = recipe.checkpoint
+    if checkpoint.keep_best and explained(checkpoint.best_metric) is None and ":" not in recipe.algorithm.name:
+        names = [metric.name for family in METRICS.values() for metric in family]
+        near = nearest(checkpoint.best_metric, names)
+        yield f"checkpoint.best_metric: no run has '{checkpoint.best_metric}'{near}; `octetrl metrics` lists all"
 
 
 def missing_files(recipe: Recipe) -> Iterator[str]:

@@ -33,6 +33,10 @@ COMMANDS = [
     (["train", "demo_grpo", "model.path=file"], "model folder 'file' is not a folder; give a Hugging Face folder"),
     (["train", "demo_grpo", "model.path=empty"], "model folder 'empty' has no config.json; give a Hugging Face folder"),
     (["train", "tasks.yaml", "environment.dataset=sums.jsonl"], "environment.dataset: no file 'sums.jsonl'; give a"),
+    (
+        ["train", "tasks.yaml", "checkpoint.keep_best=2", "checkpoint.best_metric=reward/meen"],
+        "checkpoint.best_metric: no run has 'reward/meen'; did you mean 'reward/mean'?",
+    ),
     (["train", "demo_sft", "model.path=model", "algorithm.conversations=gone.jsonl"], "no file 'gone.jsonl'; give a"),
     (["train", "demo_grpo", "--resume", "output_dir=gone"], "--resume: 'gone' holds no run (no config.yaml); leave"),
     (["bench", "rollout", "--model", "nomodel"], "--model: 'nomodel' is neither a folder nor one of the presets"),

@@ -82,6 +82,15 @@ IMPOSSIBLE = [
     ([("evaluation.max_new_tokens", 4000)], "exceed model.context_length"),
     ([("rollout.temperature", 0)], "is greedy"),
     ([("rollout.top_k", 5)], "rollout.top_k: 5 changes"),
+    ([("checkpoint.batches_ahead", "saved")], "saved has no effect without batches that are generated ahead"),
+    (
+        [("trainer.checkpointed_layers", 2), ("trainer.activation_checkpointing", "none")],
+        "it has no effect with activation_checkpointing 'none'",
+    ),
+    (
+        [("checkpoint.keep_best", 1), ("checkpoint.every", 7), ("evaluation.every", 10), ("steps", 69)],
+        "the first step with both a checkpoint and an evaluation is 70, of 69",
+    ),
     ([("rollout.top_p", 0.9)], "(`generate` takes --top-p)"),
     ([("rollout.min_p", 0.1)], "train with 0.0"),
     ([("rollout.stop", [""])], "rollout.stop"),

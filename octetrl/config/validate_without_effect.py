@@ -1,0 +1,34 @@
+"""Refuse settings that would have no effect, where nobody would notice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from octetrl.config.schema import Recipe
+from octetrl.config.section import Problem
+
+
+def settings_without_effect(recipe: Recipe) -> Iterator[Problem]:
+    trainer, checkpoint, evaluation = recipe.trainer, recipe.checkpoint, recipe.evaluation
+    if checkpoint.batches_ahead == "saved" and not recipe.cluster.max_staleness:
+        text = (
+            "checkpoint.batches_ahead: saved has no effect without batches that are generated ahead; set"
+            " cluster.max_staleness, or leave it out"
+        )
+        yield Problem(("checkpoint.batches_ahead", "cluster.max_staleness"), text)
+    if trainer.checkpointed_layers is not None and trainer.activation_checkpointing == "none":
+        text = (
+            "trainer.checkpointed_layers: it has no effect with activation_checkpointing 'none'; choose 'attention' or"
+            " 'layer', or leave it out"
+        )
+        yield Problem(("trainer.checkpointed_layers", "trainer.activation_checkpointing"), text)
+    if checkpoint.keep_best and checkpoint.best_metric.startswith("eval/") and evaluation.every and checkpoint.every:
+        first = math.lcm(evaluation.every, checkpoint.every)
+        if max(evaluation.every, checkpoint.every) <= recipe.steps < first:  # a shorter run is a trial
+            text = (
+                f"checkpoint.keep_best: no checkpoint before the last has '{checkpoint.best_metric}': the first step"
+                f" with both a checkpoint and an evaluation is {first}, of {recipe.steps}; make checkpoint.every"
+                f" ({checkpoint.every}) a multiple of evaluation.every ({evaluation.every})"
+            )
+            yield Problem(("checkpoint.keep_best", "checkpoint.every", "evaluation.every", "steps"), text)
