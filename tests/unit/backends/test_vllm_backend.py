@@ -200,6 +200,21 @@ def test_requests_that_only_our_engine_serves(fp8_full: Setting) -> None:
         session.adopt(lambda: 1, keeps_cache=False)
 
 
+def test_vllm_itself_stops_at_tokens_and_at_limits(fp8_full: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no forward is spent on an answer that has ended. Of a stop string vLLM knows nothing."""
+    ((whole, _),) = fp8_full.adapter.generate([request("a", max_new_tokens=20)])
+    aborted: list[str] = []
+    abort = fp8_full.double.abort_request
+    monkeypatch.setattr(fp8_full.double, "abort_request", lambda names: (aborted.extend(names), abort(names)))
+    for changes in ({"stop_token_ids": whole.token_ids[4:5]}, {"max_new_tokens": 3}):
+        fp8_full.adapter.generate([request("a", **{"max_new_tokens": 20, **changes})])
+    fp8_full.adapter.generate([replace(request("a"), answer_limits=(2, 5))])
+    assert not aborted
+    text = whole.text[3:5]
+    fp8_full.adapter.generate([request("a", max_new_tokens=20, stop=(text,))])
+    assert aborted == ["a#0"]
+
+
 def test_answers_of_vllm_that_cannot_be_right(fp8_full: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(token_ids: list[int], logprobs: list[float], finished: bool) -> Callable[[], list[Any]]:
         part = SimpleNamespace(token_ids=token_ids, logprobs=SimpleNamespace(logprobs=logprobs))
