@@ -62,6 +62,14 @@ def test_a_rollout_in_fp8_alone_gets_the_codes_of_our_quantiser() -> None:
     assert all(torch.equal(one, ours[name]) for name, one in fp8.trainer_model.named_parameters())
     assert adapter.weights_digest() == weights_digest(fp8.engine_model, weight_set(fp8.trainer_model, 0))
 
+    with torch.no_grad():
+        trained.layers[1].mlp.down_proj.weight[5, 7] = math.nan  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"layers.1.mlp.down_proj"):
+        adapter.put_weights(weight_set(trained, 1))
+    with torch.no_grad():
+        trained.layers[1].mlp.down_proj.weight[5, 7] = 0.0  # type: ignore[union-attr]
+    adapter.put_weights(weight_set(trained, 0))
+
     held = dict(double.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
     held.data.view(torch.uint8)[5, 7] ^= 1  # not the linear that this version quantises again
     with pytest.raises(RuntimeError, match="are not those of policy version 0 any more"):
@@ -171,6 +179,17 @@ def test_a_publish_after_training_wakes_the_weights_alone(fp8_full: Setting) -> 
     fp8_full.adapter.put_weights(fp8_full.later(2))
     assert fp8_full.double.prefix_resets == resets + 1, "prefixes of old weights are dropped"
     assert fp8_full.adapter.weights_digest(covers_all=True) != digest
+
+
+def test_a_sleep_half_awake_is_a_whole_one(fp8_full: Setting) -> None:
+    """vLLM would log a line and stay awake."""
+    fp8_full.adapter.sleep()
+    fp8_full.adapter.put_weights(fp8_full.later(1))
+    assert fp8_full.double.awake == {"weights"}
+    fp8_full.adapter.sleep()
+    assert fp8_full.double.awake == set()
+    ((first, _),) = fp8_full.adapter.generate([request("a")])
+    assert first.policy_version == 1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
