@@ -36,6 +36,7 @@ from tests.unit.backends.vllm_double import VllmDouble, tensors_of
 from tests.unit.config.test_validate import recipe_with
 
 GIB = 1 << 30
+SEEDS = (random.seed, np.random.seed, torch.manual_seed)
 CONFIG = EngineConfig(page_size=16, max_batch=4, prefill_chunk=64)
 # of `EngineArgs` in vllm/engine/arg_utils.py, those that a recipe decides
 ENGINE_ARGUMENTS = {
@@ -70,7 +71,7 @@ class Installed:
         self.arguments = arguments
         self.environment = dict(os.environ)
         self.config = json.loads((Path(arguments.model) / "config.json").read_text())
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
+        for seed in SEEDS:
             seed(0)  # type: ignore[operator]
         torch.set_float32_matmul_precision("high")
         if self.refuses is not None:
@@ -143,6 +144,8 @@ def test_a_sibling_asks_for_its_new_tokens_and_their_log_probs(installed: Instal
 @pytest.mark.parametrize("refuses", [None, ValueError("the model's\n  heads do not divide")])
 def test_the_trainers_process_keeps_its_state(refuses: Exception | None, installed: Installed, tmp_path: Path) -> None:
     installed.refuses = refuses
+    for seed in SEEDS:
+        seed(5)  # type: ignore[operator]
     torch.set_float32_matmul_precision("highest")
     states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[index]
     if refuses is None:
