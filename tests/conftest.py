@@ -21,6 +21,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: it reads th
     os.environ["OMP_NUM_THREADS"] = "1"
     gc.disable()  # until all tests are collected: imported objects stay, so a collection would find nothing to free
 
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)  # of the caller's terminal: what is printed is compared as text
+for name in ("NO_PROXY", "no_proxy"):
+    os.environ[name] = "127.0.0.1,localhost"  # the servers of tests
+
 settings.register_profile("house", derandomize=True, deadline=None, database=None)
 settings.load_profile("house")
 

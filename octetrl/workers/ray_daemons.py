@@ -103,7 +103,8 @@ class Daemons:
                     daemon.stopped_since = now
                 elif now - daemon.stopped_since > self._silent_seconds:
                     self._killed[daemon.name] = now - daemon.stopped_since
-                    signal.pidfd_send_signal(daemon.handle, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and Ray has waited for it
+                        signal.pidfd_send_signal(daemon.handle, signal.SIGKILL)
 
 
 def state_of(pid: int) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.workers import ray_start
+from octetrl.workers import ray_daemons, ray_start
 from octetrl.workers.ray_daemons import Daemons, RayLost
 from octetrl.workers.ray_start import StartGuard
 
@@ -68,6 +68,23 @@ def test_a_daemon_that_stays_stopped_is_killed_and_named(raylet: subprocess.Pope
     finally:
         daemons.close()
     assert raylet.wait(120) == -signal.SIGKILL
+
+
+def test_a_daemon_that_ends_as_it_is_killed_does_not_end_the_watch(
+    raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_daemons, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(ray_daemons, "state_of", lambda pid: "T")  # when it was looked at
+    daemons = Daemons(silent_seconds=0.0)
+    try:
+        raylet.kill()
+        raylet.wait()
+        while not daemons._killed:
+            time.sleep(0.01)
+        daemons._thread.join(0.1)
+        assert daemons._thread.is_alive()
+    finally:
+        daemons.close()
 
 
 # --- while Ray starts ----------------------------------------------------------------------------------------
