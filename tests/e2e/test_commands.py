@@ -42,7 +42,14 @@ def test_train_prints_a_line_a_step(model: Path, tmp_path: Path, capsys: Capture
     banner, steps, end = re.split(r"^(?=step 1|done: 2 steps in )", text, flags=re.MULTILINE)
     lines = [line for line in steps.splitlines() if line.startswith("step")]
     assert text.isascii() and banner.startswith("grpo: ") and " parameters\n" in banner
-    for words in (r"precision  linears of rollout and training in FP8", r"device +CPU, \d+ thread", r"run +2 steps"):
+    for words in (
+        r"precision  linears of rollout and training in FP8",
+        r"device +CPU, \d+ thread.*, [\d.]+ GiB",
+        r"data +jsonl .*tasks held out",
+        r"step +\d+ prompts x \d+ = \d+ answers of at most \d+ tokens",
+        r"run +2 steps",
+        rf"folder +{tmp_path / 'run'}",
+    ):
         assert re.search(words, banner), words
     assert max(map(len, lines)) <= 120
     assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2"]
