@@ -55,13 +55,16 @@ def test_check_finds_the_module_beside_the_recipe_and_says_what_is_wrong(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tree))
     source = (REPO / "examples" / "leaky_objective.py").read_text().replace("def leaky(", "def loss(")
-    (tmp_path / "beside_it.py").write_text(source)
+    signature = "(inputs: LossInputs, fields: Leaky, shared: OwnObjectiveConfig) -> TokenLoss"
+    fails = f"\n\ndef fails{signature}:\n    raise RuntimeError('no loss')\n"
+    (tmp_path / "beside_it.py").write_text(source + fails)
     assert run_command(["check", str(recipe)]) == 0
     said = capsys.readouterr().out
     assert "loss, beside_it.py:" in said and "Leaky(leak=0.25); advantages group-relative" in said
     for change, line in (
         ("algorithm.leak=2", "leak must be from 0 to 1"),
         ("algorithm.laek=0.2", "algorithm.laek: unknown key; did you mean 'leak'?"),
+        ("algorithm.name=beside_it:fails", "'beside_it:fails' fails on five tokens (RuntimeError: no loss)"),
         ("algorithm.name=beside_it:lost", "module 'beside_it' has no 'lost'; did you mean 'loss'?"),
         ("algorithm.name=beside_us:loss", "module 'beside_us' does not import, there is no such module"),
     ):
