@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,8 @@ def _say(options: ServeOptions, text: str) -> None:
     name, of_run = precision_of(options.model, options.precision)
     typer.echo(f"{text} ({name or 'FP8'}{', as the run' if of_run else ''})", err=True)
     body = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
-    key = """ -H "Authorization: Bearer $OCTETRL_API_KEY\"""" if options.api_key is not None else ""
+    variable = "$OCTETRL_API_KEY" if os.environ.get("OCTETRL_API_KEY") == options.api_key else "KEY"
+    key = f' -H "Authorization: Bearer {variable}"' if options.api_key is not None else ""
     typer.echo(f"try: curl {url}/chat/completions{key} -H 'Content-Type: application/json' -d {body}", err=True)
 
 

@@ -15,9 +15,8 @@ import os
 import re
 from pathlib import Path
 
-import yaml
-
 from octetrl.config.errors import UserError, nearest, refuse_empty
+from octetrl.config.recipe_yaml import parse_yaml
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 SCHEMA = "recipe.schema.json"
@@ -83,7 +82,7 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
 
 def _with_what_it_extends(path: Path) -> list[Path]:
     chain = [path]
-    while (base := yaml.safe_load(chain[-1].read_text(encoding="utf-8")).get("extends")) is not None:
+    while (base := parse_yaml(chain[-1].read_text(encoding="utf-8"), str(chain[-1])).get("extends")) is not None:
         chain.append(Path(*_without_dots((chain[-1].parent / base).parts)))
     return chain
 

@@ -346,13 +346,24 @@ def validate_with_spec(recipe: Recipe, spec: ModelSpec) -> None:
         raise UserError(texts[0] if len(texts) == 1 else "\n  ".join([f"{len(texts)} problems", *texts]))
 
 
+def _and_lengths(recipe: Recipe, positions: int) -> str:
+    """What else has to be lower if prompt and answer exceed the model's positions."""
+    prompt, answer = recipe.rollout.max_prompt_tokens, recipe.rollout.max_new_tokens
+    if prompt + answer <= positions:
+        return ""
+    lower = positions - answer if answer < positions else positions // 2
+    also = f" and rollout.max_new_tokens to {positions - lower}" if answer >= positions else ""
+    return f", and rollout.max_prompt_tokens (now {prompt}), for example to {lower}{also}"
+
+
 def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     """Yield the problems that depend on the model's shape."""
     fp8 = recipe.fp8
     if recipe.model.context_length > spec.max_positions:
+        given = "" if "context_length" in recipe.model.model_fields_set else ", the default,"
         text = (
-            f"model.context_length: {recipe.model.context_length} exceeds the model's {spec.max_positions} positions;"
-            f" lower it to {spec.max_positions}"
+            f"model.context_length: {recipe.model.context_length}{given} exceeds the model's {spec.max_positions}"
+            f" positions; lower it to {spec.max_positions}{_and_lengths(recipe, spec.max_positions)}"
         )
         yield Problem(("model.context_length",), text)
     lora = recipe.model.lora

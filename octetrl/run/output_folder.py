@@ -1,7 +1,7 @@
 """The run folder: locks it for one run, and cleans up after a refused run.
 
-    config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  evaluations/  checkpoints/  lock
-    events.out.tfevents.*
+    config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  evaluations/  checkpoints/  put_back.jsonl  lock
+    report.html  logs/  events.out.tfevents.*
 
 A lock of the operating system prevents two live runs in one folder; it ends with the process. The resolved recipe in
 `config.yaml` and the run's id (`run_identity.py`) prevent a mix of two different runs. A new run starts only in a

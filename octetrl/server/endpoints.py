@@ -207,7 +207,7 @@ async def _respond(http: Request, call: Call, served: Served) -> Response:
     try:
         await answer.accepted()
         if call.streams:
-            events = _events(call, answer, served.meters, close)
+            events = _events(call, answer, served.meters, begun, close)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         pieces = [piece async for batch in answer.drawn() for piece in call.pieces(batch)]
     except ClientGone:
@@ -220,8 +220,10 @@ async def _respond(http: Request, call: Call, served: Served) -> Response:
     return JSONResponse(call.form.whole(sorted(pieces, key=lambda piece: piece.index), call.usage))
 
 
-async def _events(call: Call, answer: Answer, meters: Meters, close: Callable[[], None]) -> AsyncIterator[str]:
-    begun = time.perf_counter()
+async def _events(
+    call: Call, answer: Answer, meters: Meters, begun: float, close: Callable[[], None]
+) -> AsyncIterator[str]:
+    """The chunks of a stream that was admitted at `begun`."""
 
     def spelled(bodies: list[dict[str, Any]]) -> str:
         return "".join(event({**body, "usage": None} if call.shows_usage else body) for body in bodies)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from octetrl.engine.admission import LEAST_REPETITION, MOST_TOP, MOST_TOP_K
 from octetrl.engine.logit_options import LogitOptions
@@ -226,9 +226,16 @@ class ChatBody(GenerationBody):
     continue_final_message: Literal[False] | None = None
     echo: Literal[False] | None = None
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("it has no effect without logprobs: true")
+        return value
+
     @property
     def num_top(self) -> int:
-        return (self.top_logprobs or 0) if self.logprobs else 0
+        return self.top_logprobs or 0
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]] | None:

@@ -11,9 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from octetrl.config.errors import UserError, nearest_file, runs_in
+from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
 from octetrl.telemetry.sinks import METRICS_FILE
@@ -93,10 +92,11 @@ class RunRecord:
         fp8 = _at(self.recipe, "fp8") or {}
         sides = [name for name, key in (("rollout", "rollout"), ("training", "train")) if fp8.get(key)]
         cache = fp8.get("kv_cache", "none")
-        linears = f"linears of {' and '.join(sides)} in FP8" if sides else "linears in BF16"
+        dtype = "float32" if _at(self.recipe, "model.dtype") == "float32" else "BF16"
+        linears = f"linears of {' and '.join(sides)} in FP8" if sides else f"linears in {dtype}"
         exceptions = {key: fp8.get(key) for key in ("bf16_first_layers", "bf16_last_layers", "ignore") if fp8.get(key)}
         kept = "".join(f", {key} {value}" for key, value in exceptions.items())
-        stored = {"none": "BF16", "int8": "8-bit integers"}.get(cache, f"FP8, {cache}")
+        stored = {"none": dtype, "int8": "8-bit integers"}.get(cache, f"FP8, {cache}")
         shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
         shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
         return shown
@@ -123,8 +123,8 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"report: '{path}' has no finished step yet; wait for the first one")
     recipe = folder / "config.yaml"
     try:
-        known = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
-    except (yaml.YAMLError, UnicodeDecodeError):
+        known = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)) if recipe.is_file() else {}
+    except (UserError, UnicodeDecodeError):
         known = {}
     return RunRecord(folder, known if isinstance(known, dict) else {}, rows, unread)
 

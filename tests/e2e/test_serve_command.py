@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from octetrl.cli import serve as serve_command
 from octetrl.cli.main import run_command
 from octetrl.run import serve as run_serve
 from tests.e2e.official_client import openai
@@ -168,6 +169,17 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     code = run_command(["serve", str(model), *options])
     err = capsys.readouterr().err
     assert code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("key", "variable", "shown"), [("k", "k", "$OCTETRL_API_KEY"), ("k", None, "KEY")])
+def test_the_request_to_try_has_the_key_that_a_shell_can_fill_in(
+    key: str, variable: str | None, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OCTETRL_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OCTETRL_API_KEY", variable)
+    serve_command._say(run_serve.ServeOptions("m", api_key=key), "serving at http://127.0.0.1:8000/v1")
+    assert f'-H "Authorization: Bearer {shown}"' in capsys.readouterr().err
 
 
 def test_an_address_with_colons_has_brackets_in_a_url() -> None:

@@ -230,6 +230,7 @@ REFUSED = {
     "a program instead of the template": {"chat_template_kwargs": {"chat_template": ENDLESS}},
     "an option of the tokenizer": {"chat_template_kwargs": {"tokenize": True}},
     "messages twice": {"chat_template_kwargs": {"messages": []}},
+    "likeliest tokens without log-probs": {"top_logprobs": 5},
     "a tool without a name": {"tools": [{"type": "function", "function": {}}], "tool_choice": "required"},
     "a name that is a number": {"tools": [{"type": "function", "function": {"name": 5}}]},
     "no schema": {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},

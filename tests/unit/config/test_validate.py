@@ -341,7 +341,12 @@ TINY = spec_from_config(preset_config("tiny"))
         ([("fp8.rollout", True)], replace(TINY, hidden_size=120), "hidden size is 120"),
         ([("fp8.train", True)], replace(TINY, intermediate_size=500), "intermediate size is 500"),
         ([("fp8.train", True), ("fp8.bf16_first_layers", 4)], TINY, "4 of the model's 4 layers leave no layer in FP8"),
-        ([("model.context_length", 5000)], TINY, "exceeds the model's 4096 positions"),
+        ([("model.context_length", 5000)], TINY, "5000 exceeds the model's 4096 positions; lower it to 4096"),
+        (
+            [("model.context_length", 5000), ("rollout.max_prompt_tokens", 4000), ("rollout.max_new_tokens", 200)],
+            TINY,
+            "lower it to 4096, and rollout.max_prompt_tokens (now 4000), for example to 3896",
+        ),
     ],
 )
 def test_what_the_model_cannot_follow_is_refused(fields: list[tuple[str, Any]], spec: ModelSpec, says: str) -> None:

@@ -239,3 +239,12 @@ def test_damaged_lines_of_metrics_are_counted(tmp_path: Path) -> None:
     assert findings(run)[0] == "3 lines of metrics.jsonl can't be read; their steps are missing here"
     assert "3 lines of metrics.jsonl can&#x27;t be read" in report_page([run])
     assert read_run(make_run(tmp_path / "whole", steps=3)).left_out == []
+
+
+def test_a_runs_recipe_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """YAML 1.2: an environment may be named `no`. And float32 is not called BF16."""
+    folder = make_run(tmp_path / "run", steps=1)
+    (folder / "config.yaml").write_text("model: {dtype: float32}\nenvironments: {no: {weight: 1}, en: {weight: 2}}\n")
+    run = read_run(folder)
+    assert list(run.environments) == ["no", "en"]
+    assert dict(run.settings)["precision"] == "linears in float32, KV cache in float32"
