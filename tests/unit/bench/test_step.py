@@ -121,10 +121,13 @@ def test_precisions_alternate_learn_what_they_drew_and_leave_nothing_behind() ->
 
 def test_phases_are_no_more_than_the_step() -> None:
     arm = StepArm(bench("fp8"), build_bench_worker(bench("fp8"), "fp8"))
-    began = time.perf_counter()
-    step = arm.step(0)
-    wall = time.perf_counter() - began
-    assert 0.2 * wall < step.total <= wall, "nothing is counted twice: quantising is publishing, not learning"
+    shares = []
+    for number in range(5):
+        began = time.perf_counter()
+        step = arm.step(number)
+        shares.append(step.total / (time.perf_counter() - began))
+    assert max(shares) <= 1.0, "nothing is counted twice: quantising is publishing, not learning"
+    assert max(shares) > 0.2  # a busy machine may stop one of them anywhere
 
 
 class Memory:
