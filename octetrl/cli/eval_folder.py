@@ -48,19 +48,10 @@ def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport]
         for place, (target, report) in enumerate(reports.items(), start=1):
             name = re.sub(r"[^\w.@-]+", "_", Path(target).resolve().name)
             of_target = folder if len(reports) == 1 else folder / f"{place}_{name}"
-            step = 0 if recipe.engine.backend == "openai" else _step_of(target)
-            RolloutFiles(of_target / ROLLOUTS).write(step, report.groups)
-            row = json.dumps({"step": step, **report.metrics})
+            RolloutFiles(of_target / ROLLOUTS).write(report.step, report.groups)
+            row = json.dumps({"step": report.step, **report.metrics})
             (of_target / "metrics.jsonl").write_text(row + "\n", encoding="utf-8")
             (of_target / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: cannot write in '{folder}' ({error.strerror}); give another folder") from error
     return folder / "eval.json"
-
-
-def _step_of(target: str) -> int:
-    """The step of the checkpoint that was evaluated; 0 for a model that is none."""
-    from octetrl.run.resume import weights_folder
-
-    found = re.fullmatch(r"step_(\d+)", weights_folder(Path(target)).name)
-    return int(found[1]) if found else 0

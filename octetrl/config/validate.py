@@ -152,7 +152,8 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
     rollout, engine, evaluation = recipe.rollout, recipe.engine, recipe.evaluation
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
-    if recipe.model.context_length < longest:
+    has_rollouts = recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
+    if recipe.model.context_length < longest and has_rollouts:
         text = (
             f"model.context_length: {recipe.model.context_length} is shorter than rollout.max_prompt_tokens"
             f" {rollout.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens};"

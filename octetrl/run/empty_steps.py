@@ -25,6 +25,7 @@ class EmptySteps:
         self._most = recipe.failures.max_empty_steps
         self._in_a_row = 0
         self._has_trained = False
+        self._told_solved = False
         self._failing_so_far: set[str] = set()  # environments without a reward, of which a warning told
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -33,7 +34,8 @@ class EmptySteps:
             self._in_a_row, self._has_trained = 0, True
             return self._failing(step, metrics)
         if self._is_solved(metrics):
-            return f"step {step}: no update, because {self._reason(metrics)}"
+            told, self._told_solved = self._told_solved, True
+            return None if told else f"step {step}: no update, because {self._reason(metrics)} (said once)"
         self._in_a_row += 1
         where = f"; look at rollouts/step_{step:06d}.jsonl" if "rollout/count" in metrics else ""
         return f"step {step}: no update, because {self._reason(metrics)}{where}"

@@ -22,7 +22,7 @@ from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import Run, build_run
 from octetrl.run.device import generators_put_back
 from octetrl.run.environment import NOTHING_GIVEN
-from octetrl.run.resume import read_model, refuse_pruned, trained_model, weights_folder
+from octetrl.run.resume import checkpoint_step, read_model, refuse_pruned, trained_model, weights_folder
 from octetrl.telemetry.eval_report import EvalReport, Scoring
 
 
@@ -59,7 +59,7 @@ def evaluate_checkpoint(
     all_tasks: every task of the environment, not only those held out. given: as of `build_run`.
     """
 
-    def build(folder: Path) -> Run:
+    def build(folder: Path) -> tuple[Run, int]:
         model = recipe.model.model_copy(update={"preset": None, "init": "pretrained", **trained_model(folder)})
         run = build_run(recipe.model_copy(update={"model": model}), trains=False, given=given)
         try:
@@ -67,15 +67,15 @@ def evaluate_checkpoint(
         except UserError:
             run.close()
             raise
-        return run
+        return run, checkpoint_step(folder)
 
-    run = read_model(target, build)
+    run, step = read_model(target, build)
     try:
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
         if run.rollout_workers.needs_calibration:
             chat, longest = run.base_collection.chat, recipe.model.context_length
             run.rollout_workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, longest) for task in tasks])
-        return evaluate(run, tasks)
+        return replace(evaluate(run, tasks), step=step)
     finally:
         run.close()
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
+from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
@@ -82,6 +83,8 @@ def _train(
     checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
     last = checkpoints.latest() if resume else None
     start = 0 if last is None else step_of(last)
+    if start > recipe.steps:
+        raise UserError(f"steps: {recipe.steps}, but the run has {start} steps already; give a larger number")
     if last is not None:
         check_complete(last)  # refused before anything is built
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
@@ -90,7 +93,7 @@ def _train(
     try:
         if last is not None:
             restore(run, last)
-            rest = "; no step is left to do" if start >= recipe.steps else ""
+            rest = "; no step is left to do" if start == recipe.steps else ""
             run.console.note(f"resumed after step {start} from {checkpoints.folder}{rest}")
         elif resume:
             run.console.note("no checkpoint is there yet: the run begins again at step 1")

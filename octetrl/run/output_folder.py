@@ -80,6 +80,7 @@ class OutputFolder:
                 if self.run_id is not None:
                     write_run_id(self.path, self.run_id)
                 record_changes(self.path, self._last_step(), self._changes)
+                self._changes = []  # a restart of the workers keeps the folder again
                 with aside.open("w", encoding="utf-8") as file:
                     file.write(dump_recipe(self._recipe))
                     file.flush()

@@ -134,6 +134,12 @@ def read_model(name: str | Path, read: Callable[[Path], _Read]) -> _Read:
     raise AssertionError("the second attempt returns or raises")
 
 
+def checkpoint_step(folder: Path) -> int:
+    """The step of a checkpoint by its folder's name; 0 for a model that is none."""
+    number = folder.name.removeprefix("step_")
+    return int(number) if number != folder.name and number.isdecimal() else 0
+
+
 def refuse_pruned(folder: Path) -> None:
     """Raise UserError if `folder` is gone. `read` calls it after files that may be absent: they were, or are gone."""
     if not folder.is_dir():

@@ -52,6 +52,7 @@ class EvalReport:
     groups: Sequence[RolloutGroup]
     scoring: Scoring
     tokens_per_second: float = 0.0
+    step: int = 0  # of the checkpoint that was read; 0: a model that is none, or the run's present weights
 
     def __repr__(self) -> str:
         """The estimates with their intervals, without the groups, which hold every answer."""
@@ -167,6 +168,7 @@ class EvalReport:
         several = {name: report.numbers_in_mixture for name, report in self.by_environment.items()}
         return {
             **({"environments": several, "mean_of_environments": self.mean_of_environments} if several else {}),
+            "step": self.step,
             "tasks": self.tasks,
             "estimates": {name: _fields(estimate) for name, estimate in self.estimates.items()},
             "lengths": self.lengths,

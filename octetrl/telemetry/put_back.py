@@ -46,6 +46,6 @@ def _step_of(line: bytes) -> float:
     """Infinite for a line that is not of this file, which is then left out: the checkpoint has the tasks themselves."""
     try:
         step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
     return step if isinstance(step, int) else math.inf

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from octetrl.cli.main import run_command
+from octetrl.config.errors import UserError
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.records import SamplingParams
+from octetrl.run import evaluate as run_evaluate
 from octetrl.run.generate import generate_text
 from octetrl.run.loop import train
 from octetrl.run.model_source import precision_of, recipe_of_run
@@ -90,6 +94,32 @@ def test_eval_keeps_what_was_said(
         assert run_command(["eval", str(evaluated), "--out", str(given)]) == 2
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
+
+
+def test_an_evaluation_names_the_checkpoint_that_it_read(
+    evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it samples, the run saves its next step and prunes the one that was read."""
+    folder = shutil.copytree(evaluated, tmp_path / "run")
+    real = run_evaluate.evaluate
+
+    def while_the_run_goes_on(*args: Any) -> Any:
+        (folder / "checkpoints/step_000002").rename(folder / "checkpoints/step_000003")
+        return real(*args)
+
+    monkeypatch.setattr(run_evaluate, "evaluate", while_the_run_goes_on)
+    assert run_command(["eval", f"{folder}@2", "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/eval.json").read_text())["models"][0]["step"] == 2
+    assert read_lines(tmp_path / "out/metrics.jsonl")[0]["step"] == 2
+    assert (tmp_path / "out/rollouts/step_000002.jsonl").is_file()
+
+
+def test_fewer_steps_than_a_run_has_are_refused(evaluated: Path, model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(evaluated, tmp_path / "run")
+    before = (folder / "config.yaml").read_text()
+    with pytest.raises(UserError, match=r"^steps: 1, but the run has 2 steps already; give a larger number$"):
+        train(tiny_recipe(model, folder, EVALUATED | {"steps": 1}), resume=True)
+    assert (folder / "config.yaml").read_text() == before
 
 
 def test_a_run_is_generated_from_in_its_own_precision(

@@ -79,6 +79,7 @@ IMPOSSIBLE = [
     ),
     ([("algorithm.max_refills", 5), ("algorithm.drop_zero_variance", False)], "leaves none out"),
     ([("model.context_length", 1000)], "raise it to 2048"),
+    ([*SFT, ("model.context_length", 1000), ("evaluation.every", 5)], "only evaluations use them with sft: lower them"),
     ([("evaluation.max_new_tokens", 4000)], "exceed model.context_length"),
     ([("rollout.temperature", 0)], "is greedy"),
     ([("rollout.top_k", 5)], "rollout.top_k: 5 changes"),

@@ -68,6 +68,7 @@ def test_solved_tasks_are_no_failure_of_a_model_that_was_trained() -> None:
     steps = empty_steps()
     for step, now in enumerate((TRAINED, solved, solved, solved, solved), start=1):
         warning = steps.warning(step, now)
+        assert (warning is not None) == (step == 2), "said once: a model that has learnt its tasks goes on so"
         assert warning is None or "no update, because the answers are right (8 of 8 rollouts have a reward" in warning
         steps.check(step, now)
     untrained = empty_steps()
