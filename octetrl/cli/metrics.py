@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 def metrics(
     word: Annotated[
-        str | None, typer.Argument(metavar="[WORD]", help="A metric's name, a part of it, or a word of its text.")
+        str | None,
+        typer.Argument(
+            metavar="[WORD]", help="A metric's name, a part of it, a word of its text, or what a run's line calls it."
+        ),
     ] = None,
 ) -> None:
     """Explain the metrics of a run: their units, and what good and bad values are."""
@@ -22,15 +25,19 @@ def metrics(
     from rich.table import Table
 
     from octetrl.telemetry.glossary import METRICS, explained
+    from octetrl.telemetry.step_line import on_the_console
 
     named = explained(word) if word else None
     in_names = word is not None and any(word in one.name for entries in METRICS.values() for one in entries)
+    labelled = on_the_console(word) if word and not in_names else None
     console, shown = Console(highlight=False), False
     for family, entries in METRICS.items():
         if not word:
             found = list(entries)
         elif named is not None:
             found = [one for one in entries if one is named]
+        elif labelled is not None:
+            found = [one for one in entries if one.name == labelled]
         else:  # where no metric has it in its name: a word of the texts, such as a setting
             found = [one for one in entries if word in one.name or (not in_names and _letters(word) in _text(one))]
         if not found:

@@ -41,7 +41,7 @@ from octetrl.config.validate_speculation import speculation_problems
 from octetrl.config.validate_tail import tail_problems
 from octetrl.config.validate_tensor import tensor_problems
 from octetrl.config.validate_training_memory import training_memory_problems
-from octetrl.config.validate_without_effect import settings_without_effect
+from octetrl.config.validate_without_effect import decay_without_effect, settings_without_effect
 
 MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
 _ROWS = {
@@ -267,12 +267,7 @@ def _optimizer_problems(section: str, optimizer: OptimizerConfig) -> Iterator[Pr
     if 1.0 in optimizer.betas:
         text = f"{section}.betas: {list(optimizer.betas)} must each be below 1"
         yield Problem((f"{section}.betas",), text)
-    if optimizer.weight_decay_on != "linears" and optimizer.weight_decay == 0:
-        text = (
-            f"{section}.weight_decay_on: '{optimizer.weight_decay_on}' has no effect while {section}.weight_decay is 0;"
-            f" set that to 0.01, or leave this out"
-        )
-        yield Problem((f"{section}.weight_decay_on", f"{section}.weight_decay"), text)
+    yield from decay_without_effect(section, optimizer)
 
 
 def _master_problems(section: str, optimizer: OptimizerConfig, dtype: str) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from octetrl.config.schema import Recipe
+from octetrl.config.schema import OptimizerConfig, Recipe
 from octetrl.config.section import Problem
 
 
@@ -23,6 +23,12 @@ def settings_without_effect(recipe: Recipe) -> Iterator[Problem]:
             " 'layer', or leave it out"
         )
         yield Problem(("trainer.checkpointed_layers", "trainer.activation_checkpointing"), text)
+    if recipe.data.sources and recipe.algorithm.learns_from == "rollouts":
+        text = (
+            f"data.sources: {recipe.algorithm.name} learns from rollouts and reads no rows, so it has no effect; remove"
+            " it, or use sft or dpo"
+        )
+        yield Problem(("data.sources", "algorithm.name"), text)
     if checkpoint.keep_best and checkpoint.best_metric.startswith("eval/") and evaluation.every and checkpoint.every:
         first = math.lcm(evaluation.every, checkpoint.every)
         if max(evaluation.every, checkpoint.every) <= recipe.steps < first:  # a shorter run is a trial
@@ -32,3 +38,12 @@ def settings_without_effect(recipe: Recipe) -> Iterator[Problem]:
                 f" ({checkpoint.every}) a multiple of evaluation.every ({evaluation.every})"
             )
             yield Problem(("checkpoint.keep_best", "checkpoint.every", "evaluation.every", "steps"), text)
+
+
+def decay_without_effect(section: str, optimizer: OptimizerConfig) -> Iterator[Problem]:
+    if optimizer.weight_decay_on != "linears" and optimizer.weight_decay == 0:
+        text = (
+            f"{section}.weight_decay_on: '{optimizer.weight_decay_on}' has no effect while {section}.weight_decay is 0;"
+            f" set that to 0.01, or leave this out"
+        )
+        yield Problem((f"{section}.weight_decay_on", f"{section}.weight_decay"), text)

@@ -121,8 +121,8 @@ def _step(recipe: Recipe) -> str:
 
 
 def _plan(recipe: Recipe) -> str:
-    found = [f"{recipe.steps:,} steps"]
-    if recipe.evaluation.every:
+    found = [f"{recipe.steps:,} step{'s' * (recipe.steps != 1)}"]
+    if 0 < recipe.evaluation.every <= recipe.steps:
         found.append(f"an evaluation every {recipe.evaluation.every}")
     is_saved = 0 < recipe.checkpoint.every < recipe.steps
     saves = f"a checkpoint every {recipe.checkpoint.every} and" if is_saved else "a checkpoint"

@@ -83,6 +83,7 @@ IMPOSSIBLE = [
     ([("evaluation.max_new_tokens", 4000)], "exceed model.context_length"),
     ([("rollout.temperature", 0)], "is greedy"),
     ([("rollout.top_k", 5)], "rollout.top_k: 5 changes"),
+    ([("data.sources", {"chat": {"path": "nowhere.jsonl"}})], "grpo learns from rollouts and reads no rows"),
     ([("checkpoint.batches_ahead", "saved")], "saved has no effect without batches that are generated ahead"),
     (
         [("trainer.checkpointed_layers", 2), ("trainer.activation_checkpointing", "none")],

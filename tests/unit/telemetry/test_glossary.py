@@ -61,3 +61,12 @@ def test_the_command_searches_texts_where_no_name_has_the_word(capsys: pytest.Ca
     assert run_command(["metrics", "moved"]) == 0
     assert capsys.readouterr().out.split()[:2] == ["Rollout", "rollout/moved_answers"]
     assert run_command(["metrics", "nosuchword"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("label", "metric"),
+    [("equal rewards", "reward/zero_variance_fraction"), ("Train tok/s", "train/tokens_per_second")],
+)
+def test_what_the_console_calls_a_metric_is_found(label: str, metric: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["metrics", label]) == 0
+    assert metric in capsys.readouterr().out
