@@ -57,6 +57,8 @@ class Prompts:
     async def tokens_of(self, body: TokenizeBody) -> list[int]:
         """Tokens of a text or a conversation. They may exceed the context."""
         prompt = body.prompt
+        if prompt is not None and (body.messages is not None or body.tools):
+            raise wrong("prompt", "prompt: messages or tools are given as well; give one of them")
         if prompt is not None:
             special = body.add_special_tokens
             return list(await self._beside_the_loop(lambda: self._encoded(prompt, "prompt", special=special)))

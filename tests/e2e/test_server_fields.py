@@ -282,6 +282,8 @@ def test_tokens_of_texts_and_chats(live: Live) -> None:
     body = {**ASK, "max_tokens": 1, "return_token_ids": True}
     assert chat == post(live, "/v1/chat/completions", body).json()["prompt_token_ids"]
     assert post(live, "/detokenize", {"tokens": [1 << 40]}).status_code == 400
+    both = post(live, "/tokenize", {"prompt": "1", "messages": ASK["messages"]})
+    assert both.status_code == 400 and "messages or tools are given as well" in both.json()["error"]["message"]
     assert httpx.get(f"{live.url}/version").json()["version"]
 
 
