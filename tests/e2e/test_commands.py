@@ -38,7 +38,7 @@ def printed(capsys: Capture, *arguments: str) -> str:
 def test_train_prints_a_line_a_step(model: Path, tmp_path: Path, capsys: Capture) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(recipe_tree(model, tmp_path / "run", {"logging.console": "plain"})))
-    text = printed(capsys, "train", str(recipe), "steps=2")
+    text = printed(capsys, "train", str(recipe), "steps=2", "logging.tensorboard=true")
     banner, steps, end = re.split(r"^(?=step 1|done: 2 steps in )", text, flags=re.MULTILINE)
     lines = [line for line in steps.splitlines() if line.startswith("step")]
     assert text.isascii() and banner.startswith("grpo: ") and " parameters\n" in banner
@@ -58,6 +58,8 @@ def test_train_prints_a_line_a_step(model: Path, tmp_path: Path, capsys: Capture
     assert f"weights  {folder / 'checkpoints' / 'step_000002'} (step 2)" in end and "train " in end
     commands = [line.partition("octetrl ")[2].split("  ")[0].strip() for line in end.splitlines() if "octetrl " in line]
     assert commands == [f"rollouts {folder}", f"eval {folder}", f"serve {folder}"]
+    (events,) = folder.glob("events.out.tfevents.*")
+    assert b"rollouts/text_summary" in events.read_bytes() and b"recipe/text_summary" in events.read_bytes()
 
 
 def test_a_gate_that_closes_is_exit_code_1(model: Path, tmp_path: Path, capsys: Capture) -> None:
