@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from octetrl.backends.vllm.backend import VllmBackend
+from octetrl.backends.vllm.calls import block_pool_of
 from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, check_room, engine_arguments
 from octetrl.backends.vllm.start import start_vllm, write_model
 from octetrl.config.errors import UserError
@@ -240,6 +241,8 @@ def test_a_backend_is_started_with_the_model_and_the_room_that_is_left(
     share = arguments.kv_cache_memory_bytes / left
     assert share == pytest.approx(EngineConfig().kv_memory_fraction, rel=1e-3)
     assert backend._vllm.engine.awake == set(), "it sleeps until the first weights"  # type: ignore[attr-defined]
+    given = built(vllm_recipe(("engine.kv_cache_tokens", 2048)), precision)
+    assert block_pool_of(given._vllm.engine).num_gpu_blocks == 2048 // 16 + 1, "one is never used"
     # what a trainer will allocate later is taken off
     built(vllm_recipe(), precision, trains=True)
     assert installed.arguments.kv_cache_memory_bytes < arguments.kv_cache_memory_bytes
