@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from octetrl.config.data import DataSource
 from octetrl.config.errors import UserError
-from octetrl.data.conversations import Conversation
+from octetrl.data.conversations import Conversation, Dialogue
 from octetrl.data.mixture import Mixture, Source, read_source
 from octetrl.data.preferences import Preference
 from octetrl.environments.order import EndlessOrder
@@ -79,6 +79,21 @@ def test_other_examples_weights_or_seeds_are_not_resumed() -> None:
     for other in others:
         with pytest.raises(UserError, match="differ from the checkpoint's"):
             other.restore(state)
+
+
+def test_the_same_tokens_with_another_loss_mask_are_not_resumed() -> None:
+    turns = ({"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}) * 2
+    every, last = (
+        Mixture([Source("d", [Dialogue(turns, learn_from=first)], ["d:1"])], LetterTokens(), seed=0) for first in (0, 2)
+    )
+    with pytest.raises(UserError, match="differ from the checkpoint's"):
+        last.restore(every.state())
+
+
+def test_each_source_is_shuffled_by_a_seed_of_its_own() -> None:
+    drawn = mixture_of(of_letter("a", 10, 1.0), of_letter("b", 10, 1.0), seed=5).next_batch(20)
+    order_of = {name: [s.token_ids[2] for s in drawn if chr(s.token_ids[0]) == name] for name in "ab"}
+    assert sorted(order_of["a"]) == sorted(order_of["b"]) and order_of["a"] != order_of["b"]
 
 
 def test_pairs_stay_together_and_are_numbered_apart() -> None:

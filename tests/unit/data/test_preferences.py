@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.data.conversations import Conversation
+from octetrl.data.conversations import Conversation, Dialogue
 from octetrl.data.preferences import Preference, preference_of
 from octetrl.records import Sample
-from tests.unit.data.letters import LetterTokens
+from tests.unit.data.letters import LetterTokens, Masked
 
 USER = {"role": "user", "content": "u"}
 FIRST = {"role": "assistant", "content": "f"}
@@ -55,6 +57,33 @@ def test_every_form_gives_the_same_pair(record: dict[str, Any]) -> None:
 def test_earlier_answers_are_not_learnt_and_longer_ones_are_wholly() -> None:
     chosen, rejected = samples_of({"messages": [USER, FIRST, USER], "chosen": [GOOD, MORE, GOOD], "rejected": [BAD]})
     assert (learnt(chosen), learnt(rejected)) == ("gg", "b")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER], "chosen": "g", "rejected": "b"},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_both_answers_have_the_tools_of_the_row(record: dict[str, Any]) -> None:
+    pair = preference_of({**record, "tools": [{"name": "add"}]}, "here")
+    assert isinstance(pair.chosen, Dialogue) and isinstance(pair.rejected, Dialogue)
+    assert pair.chosen.tools == pair.rejected.tools == ({"name": "add"},)
+
+
+def test_tokens_across_borders_of_both_answers_are_counted() -> None:
+    class Bordered(LetterTokens):
+        """As many tokens across borders as the last message has letters."""
+
+        def message_tokens(
+            self, messages: Sequence[Mapping[str, Any]], *, learn_from: int = 0, tools: Sequence[Any] | None = None
+        ) -> Masked:
+            masked = super().message_tokens(messages, learn_from=learn_from, tools=tools)
+            return replace(masked, across_borders=len(messages[-1]["content"]))
+
+    pair = preference_of({"messages": [USER], "chosen": "g", "rejected": "bad"}, "here")
+    assert pair.tokenized(Bordered()).across_borders == 1 + 3
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,15 @@ def test_a_number_that_is_none_is_told(said: str) -> None:
     assert played.status is RolloutStatus.UNFINISHED and played.reward == 0.0
 
 
+@pytest.mark.parametrize(("actions", "said"), [(["left", "right"], "right"), ([], "2")])
+def test_actions_are_counted_from_the_first_of_their_space(actions: list[str], said: str) -> None:
+    environment = made("tests.unit.environments.walks:FromOne", actions=actions)
+    played = play(environment, lambda conversation: said)
+    assert played.components["gained"] > 0.7 and played.metrics["wrong_actions"] == 0
+    played = play(environment, lambda conversation: "0", max_turns=2)
+    assert played.said[2][1].endswith("left, right." if actions else "The actions are the numbers 1 to 2.")
+
+
 def test_a_space_of_texts_takes_the_text() -> None:
     words = iter(["too long", "abc", "end"])
     played = play(made("tests.unit.environments.walks:Words"), lambda conversation: next(words))

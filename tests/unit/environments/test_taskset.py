@@ -54,6 +54,12 @@ def test_no_training_prompt_is_a_held_out_one(values: list[int], eval_size: int,
     assert held_out | trained == {task.prompt for task in tasks}
 
 
+def test_training_skips_all_of_an_evaluation_split_and_not_only_what_was_chosen() -> None:
+    taskset = Taskset(numbered(12), eval_size=2, seed=0, eval_tasks=numbered(9))
+    assert len(taskset.held_out()) == 2
+    assert {task.prompt for task in taskset.next_batch(24)} == {f"question {index}" for index in (9, 10, 11)}
+
+
 @given(st.integers(1, 9), st.integers(0, 30), st.integers(1, 9))
 def test_a_resumed_order_is_the_order_never_interrupted(batch: int, killed_after: int, other_batch: int) -> None:
     def fresh() -> Taskset:

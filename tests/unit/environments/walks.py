@@ -38,6 +38,18 @@ class Corridor:
         return f"You are at {self.place} of {self.length}."
 
 
+class FromOne(Corridor):
+    """Left is 1 and right is 2."""
+
+    class Space(Discrete):
+        start = 1
+
+    action_space = Space()
+
+    def step(self, action: int) -> Any:
+        return super().step(action - 1)
+
+
 class Words:
     """Takes any text that is short."""
 

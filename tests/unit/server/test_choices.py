@@ -97,3 +97,11 @@ def test_calls_are_held_back_and_read_at_the_end(family: Family, said: str, show
     assert last.finish_reason == ("tool_calls" if calls else "stop")
     if calls == 1:
         assert json.dumps(dict(last.calls[0].arguments)) == json.dumps({"x": "<tool_call> 🦊"})
+
+
+def test_an_answer_cut_off_after_a_call_ends_by_its_length() -> None:
+    tokens = tuple(f"{CALL} and".encode())
+    completion = Completion(tokens, (-1.0,) * len(tokens), f"{CALL} and", FinishReason.LENGTH, 0, "")
+    choice = Choice(0, decode=DECODE, stops=(), family="hermes", logprobs=False)
+    piece = choice.take(SessionEvent("r", 0, tokens, completion.logprobs, completion))
+    assert (piece.finish_reason, len(piece.calls)) == ("length", 1)

@@ -33,6 +33,7 @@ OWN: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}}
         {**OWN, "required": ["a"]},
         {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}},
         {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"$ref": "#/$defs/~01", "$defs": {"~1": {"$ref": "#/$defs/~01"}}},
         {"anyOf": [{"$ref": "#"}, {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}]},
     ],
 )
@@ -55,6 +56,7 @@ def test_a_schema_that_needs_itself_is_refused(schema: dict[str, Any]) -> None:
         {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
         {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
         {"type": "array", "items": {"$ref": "#"}},
+        {"type": "array", "prefixItems": [{"type": "string"}, {"$ref": "#"}], "minItems": 1},
         {"required": ["a"], "properties": {"a": {"$ref": "#"}}},
         {"type": "object", "properties": {"$ref": {"type": "string"}}, "required": ["$ref"]},
         {"const": {"$ref": "#"}},

@@ -138,6 +138,24 @@ def test_healthy_entropy_gradients_and_losses_are_no_collapse() -> None:
         assert found(supervised) is None
 
 
+def test_what_rises_by_little_is_no_collapse() -> None:
+    """An entropy by less than a nat, however small it was, and a negative loss by less than half of its size."""
+    for name, before, healthy, ruined in (("entropy", 0.1, 1.0, 1.2), ("loss", -1.0, -0.6, -0.4)):
+        assert found([{name: before}] * 30 + [{name: healthy}] * 20) is None, name
+        collapse = found([{name: before}] * 30 + [{name: ruined}] * 20)
+        assert collapse is not None and (collapse.what, collapse.since) == (f"{name} rose", 31)
+
+
+def test_single_answers_of_a_step_count_as_one_group_of_equal_rewards() -> None:
+    """In half of the steps before none was right, so ten such steps in a row are improbable, but not by a millionth."""
+    gate = CollapseGate(1)
+    none = {"reward/mean": 0.0, "reward/std": 0.0, "rollout/count": 64.0}
+    one = {"reward/mean": 1 / 64, "reward/std": 0.124, "rollout/count": 64.0}
+    collapses = [gate.look(step, now) for step, now in enumerate([none] * 20 + [one] * 21 + [none] * 30, start=1)]
+    assert collapses[:51] == [None] * 51
+    assert [one.what for one in collapses if one] == ["reward is dead"]
+
+
 # --- what follows from it -----------------------------------------------------------------------------------
 
 

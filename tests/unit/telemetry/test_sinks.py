@@ -1,6 +1,9 @@
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -89,10 +92,29 @@ def test_a_gap_is_named_and_nothing_is_cut(text: str, says: str, tmp_path: Path)
 
 
 def test_wandb_missing_names_the_extra_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"octetrl\[wandb\]"):
         open_sinks(tmp_path, LoggingConfig(wandb_project="fp8"), {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_continues_a_begun_run_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a checkpoint yet begins at step 1 again: its folder and not the step tells that wandb knows it."""
+    runs: list[dict[str, Any]] = []
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    def init(**given: Any) -> Any:
+        runs.append(given)
+        return SimpleNamespace(log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for resumed_step in (0, 0, 1):
+        config = LoggingConfig(wandb_project="fp8", tensorboard=False)
+        with open_sinks(tmp_path, config, {"seed": 3}, resumed_step) as sinks:
+            sinks.write(resumed_step + 1, {"loss": 0.5})
+    assert [run["resume"] for run in runs] == ["never", "allow", "allow"]
+    assert {(run["project"], run["id"], run["config"]["seed"]) for run in runs} == {("fp8", tmp_path.name, 3)}
+    assert logged == [(1, {"loss": 0.5}), (1, {"loss": 0.5}), (2, {"loss": 0.5})]
 
 
 def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:

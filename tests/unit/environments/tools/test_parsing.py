@@ -99,6 +99,10 @@ F = ToolCall("call_0", "f", {"a": 1})
             'of <tool_call>\n</think>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
             ParsedMessage("of <tool_call>\n</think>", (F,)),
         ),
+        (
+            '<think>a</think> <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> so</think> then',
+            ParsedMessage("<think>a</think>\nso</think> then", (F,)),
+        ),
         ("<think> still <tool_call>{}</tool_call>", ParsedMessage("<think> still <tool_call>{}</tool_call>")),
     ],
 )
