@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from octetrl.config.freed_memory import keep_freed_memory
 from octetrl.config.threads import short_spin
 
 
@@ -20,6 +21,7 @@ def demo(
     ] = False,
 ) -> None:
     """Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)."""
+    keep_freed_memory(os.environ)
     os.environ.update(short_spin(os.environ))  # before torch is loaded
     from octetrl.run.demo import run_demo
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import to_utf8
+from octetrl.environments.made_tasks import expect_tasks
 from octetrl.environments.order import EndlessOrder
 from octetrl.records import Task
 
@@ -113,7 +114,12 @@ class Taskset:
 
     def _draw(self, n: int, again: Sequence[int]) -> list[Task]:
         self._drawn = [(position, self._tasks[self._order[position]]) for position in again]
+        expected_to = self._position
         while len(self._drawn) < n:
+            if self._position >= expected_to:
+                end_of_epoch = (self._position // len(self._tasks) + 1) * len(self._tasks)
+                expected_to = min(self._position + n - len(self._drawn), end_of_epoch)
+                expect_tasks(self._tasks, map(self._order.__getitem__, range(self._position, expected_to)))
             task = self._tasks[self._order[self._position]]
             self._position += 1
             if task.prompt not in self._held_out_prompts:
@@ -224,6 +230,7 @@ def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[T
     order = list(range(len(tasks)))
     random.Random(f"held out/{seed}").shuffle(order)
     chosen: dict[str, Task] = {}
+    expect_tasks(tasks, order[:eval_size])
     for index in order:
         if len(chosen) == eval_size:
             break

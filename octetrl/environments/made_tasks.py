@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -29,3 +29,10 @@ class MadeTasks(Sequence[Task]):
         if not 0 <= index < self.size:
             raise IndexError(f"task {index} of {self.size}")
         return self.make(index)
+
+
+def expect_tasks(tasks: Sequence[Task], indices: Iterable[int]) -> None:
+    """Say which tasks are asked for next, in order. A `make` with a method `expect` may then create several at once."""
+    expect = getattr(tasks.make, "expect", None) if isinstance(tasks, MadeTasks) else None
+    if expect is not None:
+        expect(indices)
