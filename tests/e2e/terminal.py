@@ -22,6 +22,7 @@ class Ended(NamedTuple):
     code: int
     screen: list[str]  # at the end
     shows_cursor: bool
+    received: bytes  # all that the command wrote
 
 
 def run_on_terminal(
@@ -56,7 +57,7 @@ def run_on_terminal(
         os.close(terminal)
         _, status = os.waitpid(pid, 0)
     shown, hidden = received.rfind(b"\x1b[?25h"), received.rfind(b"\x1b[?25l")
-    return Ended(os.waitstatus_to_exitcode(status), screen(received, columns), shown >= hidden)
+    return Ended(os.waitstatus_to_exitcode(status), screen(received, columns), shown >= hidden, received)
 
 
 def screen(received: bytes, columns: int) -> list[str]:
