@@ -26,6 +26,7 @@ from octetrl.records import (
     Turn,
 )
 from octetrl.telemetry.eval_report import EvalReport, Scoring, differences
+from octetrl.telemetry.sample_estimates import Estimate
 
 
 def completion(text: str) -> Completion:
@@ -79,6 +80,20 @@ def test_a_report_shows_accuracy_and_every_status() -> None:
     assert (cells["scored"], cells["reward_error"], cells["tokens/s"]) == (["3"], ["1"], ["1,234"])
     assert (cells["mean length"], cells["truncated"]) == (["2"], ["0 (0.0%)"])
     assert rows({"x": report(None)})["accuracy"] == ["none: no completion could be scored"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [
+        (0.1, 0.3, "+0.2000 [+0.100, +0.300] *"),
+        (-0.3, -0.1, "-0.2000 [-0.300, -0.100] *"),
+        (-0.1, 0.1, "+0.0000 [-0.100, +0.100]"),
+    ],
+)
+def test_a_difference_is_marked_if_its_interval_excludes_zero(low: float, high: float, shown: str) -> None:
+    difference = Estimate((low + high) / 2, low, high, 2)
+    table = report_table({"a": report(1.0), "b": report(1.0)}, {"b": {"accuracy": difference}})
+    assert shown in [str(cell) for cell in table.columns[3].cells]
 
 
 def test_reports_stand_side_by_side_with_their_difference() -> None:

@@ -65,6 +65,7 @@ def test_the_score_is_the_last_in_the_reply(reply: str, fields: dict[str, Any], 
     ("answer", "fields", "said"),
     [
         ("I like it.", {}, "no score in the reply, which ends 'I like it.'"),
+        ("<think>Score: 1</think>Fine.", {}, "no score in the reply, which ends 'Fine.'"),
         ("Score: 11", {}, "the score 11 is not from 0 to 10"),
         ("Score: -1", {}, "the score -1 is not from 0 to 10"),
         ('{"score": true}', {"json_key": "score"}, "no score in the reply"),

@@ -63,6 +63,7 @@ def test_a_text_that_fits_is_never_refused(bounded: Sequence[Any], text: str) ->
         {"pre_tokenizer": pre_tokenizers.WhitespaceSplit()},
         {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])},
         {"special": AddedToken("<mask>", lstrip=True)},
+        {"special": AddedToken("<mask>", rstrip=True)},
     ],
 )
 def test_where_text_may_be_dropped_there_is_no_bound(given: dict[str, Any]) -> None:

@@ -41,6 +41,16 @@ def test_a_first_step_without_any_reward_ends_the_run(metrics: dict[str, float],
         steps.check(1, metrics)
 
 
+def test_a_later_step_without_any_reward_is_one_of_three() -> None:
+    steps = empty_steps()
+    for step, now in enumerate((TRAINED, FAILING, FAILING), start=1):
+        steps.warning(step, now)
+        steps.check(step, now)
+    steps.warning(4, FAILING)
+    with pytest.raises(RunFailed, match="3 steps in a row have no trained token"):
+        steps.check(4, FAILING)
+
+
 @pytest.mark.parametrize(
     ("metrics", "reason"),
     [

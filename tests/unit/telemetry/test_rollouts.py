@@ -66,6 +66,14 @@ def test_an_environment_fails_by_the_rule_of_the_run() -> None:
     assert environment_metrics(groups, ["y"], 1.0)["environments/y/failure_share"] == 1.0
 
 
+def test_policy_versions_begin_at_tokens_of_all_turns(tmp_path: Path) -> None:
+    first, second = turn((7, 8, 9), reply="go on"), turn((5, 6))
+    changed = replace(second, completion=replace(second.completion, updates=((1, 6),)))
+    group = RolloutGroup(TASK, (rollout(RolloutStatus.SCORED, 1.0, first, changed),))
+    (line,) = RolloutFiles(tmp_path).write(3, [group]).read_text().splitlines()
+    assert json.loads(line)["policy_versions"] == [[0, 5], [4, 6]]
+
+
 def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:
     path = RolloutFiles(tmp_path / "rollouts").write(3, [GROUP])
     assert path.name == "step_000003.jsonl" and list(path.parent.iterdir()) == [path]
