@@ -184,6 +184,7 @@ def test_what_comes_later_wins(tmp_path: Path) -> None:
         ("a: &a {b: 1}\nc: {<<: *a}\n", "line 2: the alias *a is not allowed in a recipe"),
         ("a: " + "[" * 1000, "nested too deeply"),
         ('a: "\\uD800"\n', "half of a character"),
+        ('extends: ""\n', "is not the path of one recipe"),
         ("extends: 3\n", "is not the path of one recipe"),
         ("extends: [a, b]\n", "is not the path of one recipe"),
         ("a: \x00\n", "not YAML"),

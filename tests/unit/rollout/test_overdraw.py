@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from octetrl.config.errors import UserError
 from octetrl.config.validate_environment import refuse_for_turns
+from octetrl.config.validate_overdraw import overdrawn
 from octetrl.environments.base import Taskset
 from octetrl.environments.score import Score
 from octetrl.records import (
@@ -332,7 +333,14 @@ def test_a_full_disk_and_odd_names_are_no_surprise(tmp_path: Path) -> None:
     for step in ('"1"', "null", "[1]", "1.5", "{}"):  # lines of something else
         with file.path.open("a") as lines:
             lines.write(f'{{"step": {step}, "task_ids": []}}\n')
-    assert PutBackFile(file.path, 1).path.read_text().count("\n") == 1
+    with file.path.open("a") as lines:
+        lines.write('{"step": 1, "task_ids": []}')  # its end was not written
+    text = PutBackFile(file.path, 1).path.read_text()
+    assert text.count("\n") == 1 and text.endswith("\n")
+
+
+def test_rounding_draws_no_prompt_less() -> None:
+    assert 100 * 1.15 < 115 and overdrawn(100, 1.15) == 115
 
 
 @pytest.mark.parametrize(
