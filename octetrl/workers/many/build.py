@@ -79,15 +79,16 @@ def start_team(
     folder: Path | None,
     deadlines: Deadlines,
     *,
+    trains: bool | None = None,
     build: BuildWorker = build_worker,
 ) -> RayTeam:
-    """The processes of the workers, without a model. `folder`: of a run that trains; None: they do not train. `build`:
-    how a worker is built from the recipe. Raises UserError."""
+    """The processes of the workers, without a model. `folder`: of a run that trains. `trains`: by default with a folder
+    only; a bench trains without one. `build`: how a worker is built from the recipe. Raises UserError."""
     if find_spec("ray") is None:
         raise UserError("cluster: several workers, or an address, need Ray; pip install 'octetrl[ray]'")
     from octetrl.workers.ray import RayTeam
 
-    team = RayTeam(recipe, folder, deadlines, trains=folder is not None, build=build)
+    team = RayTeam(recipe, folder, deadlines, trains=folder is not None if trains is None else trains, build=build)
     try:
         if not recipe.cluster.starts_ray:
             check_nodes(team, recipe, folder)
