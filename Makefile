@@ -26,7 +26,7 @@ test: export PYTHONDONTWRITEBYTECODE =  # a hundred processes would compile the 
 test: lint  ## lint, types (beside the tests, shown last) and all tests that need no GPU, in JOBS=3 processes
 	@bash setup/bubblewrap.sh || true
 	@mkdir -p build; (failed=0; $(PYTHON) -m mypy >build/types.txt 2>&1 || failed=1; \
-	nice bash setup/outside_packages.sh $(PYTHON) >build/outside.txt 2>&1 || failed=1; exit $$failed) & beside=$$! failed=0; \
+	nice -n 4 bash setup/outside_packages.sh $(PYTHON) >build/outside.txt 2>&1 || failed=1; exit $$failed) & beside=$$! failed=0; \
 	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu" || failed=$$?; \
 	wait $$beside || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt build/outside.txt; exit $$failed
 

@@ -37,7 +37,7 @@ if ! "$folder/bin/python" -c 'import openai, uvicorn' 2>/dev/null; then
 else
     OCTETRL_REQUIRE+=,lm-eval,serve
 fi
-said=$(timeout 400 "$folder/bin/python" -m pytest -p no:cacheprovider -p no:xdist "${tests[@]}" 2>&1) || {
+said=$(timeout 1500 "$folder/bin/python" -m pytest -p no:cacheprovider -p no:xdist "${tests[@]}" 2>&1) || {
     echo "$said"
     exit 1
 }
