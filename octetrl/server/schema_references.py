@@ -19,14 +19,8 @@ def endless_reference(schema: Any) -> str | None:
     schema, or to nothing, nothing is known here."""
     references = {text: _at(schema, text) for text in distinct_references(schema)}
     ending = {text for text, target in references.items() if target is None}
-    left = [text for text in references if text not in ending]
-    num_before = len(left) + 1
-    while len(left) < num_before:
-        num_before = len(left)
-        for text in reversed(left):  # each round in the other direction: chains in order need two
-            if _ends(references[text], ending):
-                ending.add(text)
-        left = [text for text in reversed(left) if text not in ending]
+    while found := [one for one in references if one not in ending and _ends(references[one], ending)]:
+        ending.update(found)
     return next((text for text in references if text not in ending), None)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, 
 from octetrl.backends.vllm.start import start_vllm, write_model
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, Recipe
-from octetrl.config.vllm import RESERVE, VLLM_VERSION, vllm_weight_bytes
+from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config
@@ -34,6 +33,7 @@ from octetrl.workers.build_engine import build_vllm
 from tests.parity.sides import PRECISIONS
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
 from tests.unit.backends.vllm_double import VllmDouble, tensors_of
+from tests.unit.backends.vllm_modules import installed_vllm
 from tests.unit.config.test_validate import recipe_with
 
 GIB = 1 << 30
@@ -100,15 +100,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
         "vllm.v1.engine": {},
         "vllm.v1.engine.llm_engine": {"LLMEngine": SimpleNamespace(from_engine_args=found.start)},
     }
-    for name, names in contents.items():
-        module = ModuleType(name)
-        vars(module).update(names)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: VLLM_VERSION)
-    environment = dict(os.environ)
-    yield found
-    os.environ.clear()
-    os.environ.update(environment)
+    with installed_vllm(monkeypatch, contents):
+        yield found
 
 
 def arguments_of(precision: str, folder: Path) -> dict[str, Any]:

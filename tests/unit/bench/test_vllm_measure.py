@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from octetrl.backends.vllm import measure
 from octetrl.backends.vllm.measure import Asked, AskedRequest
 from octetrl.config.vllm import VLLM_VERSION
+from tests.unit.backends.vllm_modules import installed_vllm
 
 REQUESTS = [AskedRequest([1, 2, 3], 4, 2, seed=7, temperature=0.5), AskedRequest([4], 6, 1, seed=8, temperature=1.0)]
 ASKED = Asked("folder", "fp8_e4m3", 64, 8, 0.9, REQUESTS)
@@ -64,15 +64,8 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Llm]]:
         "vllm": {"LLM": Fresh, "SamplingParams": lambda **given: SimpleNamespace(**given)},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2)},
     }
-    for name, names in contents.items():
-        module = ModuleType(name)
-        vars(module).update(names)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: VLLM_VERSION)
-    environment = dict(os.environ)
-    yield Fresh
-    os.environ.clear()
-    os.environ.update(environment)
+    with installed_vllm(monkeypatch, contents):
+        yield Fresh
 
 
 def test_the_whole_workload_runs_once_before_it_is_timed(llm: type[Llm], tmp_path: Path) -> None:
