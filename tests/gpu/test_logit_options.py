@@ -1,4 +1,4 @@
-"""Masks, penalties and biases on the GPU: they hold, log-probs stay the trainer's, and other answers keep their bits."""
+"""Masks, penalties and biases on the GPU: they hold, log-probs are the trainer's, and other answers keep their bits."""
 
 from __future__ import annotations
 
@@ -32,15 +32,27 @@ class EveryThird:
 @pytest.mark.parametrize("precision", FP8)
 def test_options_hold_and_other_answers_keep_their_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Grammars, "guide", lambda self, grammar: EveryThird())
-    options = LogitOptions(grammar="every third", frequency_penalty=1.0, logit_bias=((6, 100.0),), num_top=2)
-    guided = GenerationRequest(
-        "guided", tuple(range(7, 207)), SamplingParams(24, temperature=0.9, logits=options), num_siblings=4, seed=5
-    )
+    masked = LogitOptions(grammar="every third", frequency_penalty=1.0, logit_bias=((7, 100.0),), num_top=2)
+    biased = LogitOptions(logit_bias=((7, 100.0),))
+    asked = [
+        GenerationRequest(
+            str(options),
+            tuple(range(7, 207)),
+            SamplingParams(24, temperature=0.9, logits=options),
+            num_siblings=4,
+            seed=5,
+        )
+        for options in (masked, biased)
+    ]
     bench = Bench(precision)
     alone = bench.engine().generate(ASKED)
-    guided_answers, *others = bench.engine().generate([guided, *ASKED])
+    found = bench.engine().generate([*asked, *ASKED])
+    with_options, others = found[:2], found[2:]
     assert others == alone
-    for answer, theirs in zip(guided_answers, bench.trainer_logprobs(guided, guided_answers), strict=True):
-        assert len(answer.token_ids) == 24 and not any(token % STRIDE for token in answer.token_ids)
-        assert answer.token_ids[0] == 6, "its bias outweighs all logits of random weights"
-        assert torch.equal(torch.tensor(answer.logprobs), theirs), "log-probs are taken before anything is changed"
+    for request, answers in zip(asked, with_options, strict=True):
+        for answer, theirs in zip(answers, bench.trainer_logprobs(request, answers), strict=True):
+            assert len(answer.token_ids) == 24
+            assert torch.equal(torch.tensor(answer.logprobs), theirs), "log-probs are taken before anything is changed"
+    for answer in with_options[0]:
+        assert not any(token % STRIDE for token in answer.token_ids) and len(set(answer.token_ids)) > 5
+    assert {token for answer in with_options[1] for token in answer.token_ids} == {7}
