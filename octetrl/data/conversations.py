@@ -94,6 +94,7 @@ def supervised(token_ids: tuple[int, ...], loss_mask: tuple[bool, ...]) -> Sampl
 def conversation_of(record: Mapping[str, Any], where: str) -> Conversation | Dialogue:
     """Read the conversation of a row. Raises UserError that begins with `where`."""
     if "messages" not in record:
+        refuse_tools(record, where)
         return Conversation(required_text(record, "prompt", where), required_text(record, "answer", where))
     messages = messages_of(record, "messages", where)
     if all(message["role"] != "assistant" for message in messages):
@@ -117,6 +118,15 @@ def tools_of(record: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: 'tools' is {kind_of(tools)}; it must be a list of what the chat template takes")
     return tuple(tools) if tools else None
+
+
+def refuse_tools(record: Mapping[str, Any], where: str) -> None:
+    """Raise UserError if a row whose prompt is a text has tools, which only the template of messages could write."""
+    if tools_of(record, where):
+        raise UserError(
+            f"{where}: 'tools' is only read beside 'messages', which the chat template writes; give the prompt as"
+            " \"messages\", or remove 'tools'"
+        )
 
 
 def _message_problems(messages: Sequence[Any], where: str) -> Iterator[str]:

@@ -23,6 +23,7 @@ from octetrl.data.conversations import (
     Tokenized,
     TurnTokens,
     messages_of,
+    refuse_tools,
     tools_of,
 )
 from octetrl.data.rows import required_text
@@ -76,6 +77,7 @@ def _of_texts(record: Mapping[str, Any], where: str) -> Preference:
                 f" give \"messages\" and two answers, or remove 'prompt'"
             )
         return pair
+    refuse_tools(record, where)
     return Preference(
         Conversation(prompt, required_text(record, "chosen", where)),
         Conversation(prompt, required_text(record, "rejected", where)),

@@ -110,6 +110,11 @@ def _parquet_rows(path: str) -> Iterator[Row]:
         raise UserError(f"{path}: no such file; give the path of a Parquet file") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not Parquet ({str(error).splitlines()[0][:120]}); write the file again") from error
+    except (ValueError, OverflowError, KeyError) as error:  # text that is not UTF-8, a date or time zone that is none
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(
+            f"{path}: Python can't hold a value of a column ({reason}); leave the column out, or correct it"
+        ) from error
 
 
 def _hugging_face_rows(path: str, hub: HubName | None, split: str, subset: str | None) -> Iterator[Row]:

@@ -50,6 +50,7 @@ def test_both_forms_may_stand_in_one_file() -> None:
         ({"messages": [USER, {"role": "assistant"}]}, "message 2: 'content' is null"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "the assistant's 'content' is empty"),
         ({"messages": [USER, SAID], "tools": "add"}, "'tools' is a string"),
+        ({"prompt": "p", "answer": "a", "tools": [{"name": "add"}]}, "'tools' is only read beside 'messages'"),
     ],
 )
 def test_a_bad_row_is_named(record: dict[str, Any], message: str) -> None:

@@ -100,6 +100,7 @@ def test_tokens_across_borders_of_both_answers_are_counted() -> None:
         ({"messages": [USER], "chosen": [MORE], "rejected": [BAD]}, "'chosen' has no assistant message"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, MORE]}, "'chosen' has no assistant message"),
         ({"messages": 3, "chosen": "g", "rejected": "b"}, "'messages' is a number"),
+        ({"prompt": "p", "chosen": "g", "rejected": "b", "tools": [{}]}, "'tools' is only read beside 'messages'"),
     ],
 )
 def test_a_bad_row_is_named(record: dict[str, Any], message: str) -> None:

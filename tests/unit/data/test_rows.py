@@ -49,6 +49,20 @@ def test_a_parquet_file_that_is_none_is_named(tmp_path: Path) -> None:
         list(read_rows(path))
 
 
+def test_a_value_that_python_does_not_have_is_refused(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    offsets, letters = arrow.py_buffer(b"\0\0\0\0\1\0\0\0"), arrow.py_buffer(b"\xff")
+    path = tmp_path / "r.parquet"
+    for column, reason in (
+        (arrow.array([2**62], arrow.timestamp("us")), "date value out of range"),
+        (arrow.array([1], arrow.timestamp("us", tz="No/Where")), "No"),
+        (arrow.Array.from_buffers(arrow.string(), 1, [None, offsets, letters]), "can't decode byte 0xff"),
+    ):
+        parquet.write_table(arrow.table({"prompt": ["p"], "other": column}), path)
+        with pytest.raises(UserError, match=rf"r\.parquet: Python can't hold a value of a column \(.*{reason}"):
+            list(read_rows(path))
+
+
 @pytest.mark.parametrize(
     ("package", "path", "extra"),
     [("pyarrow", "r.parquet", "parquet"), ("datasets", ".", "datasets"), ("datasets", "hf:o/n", "datasets")],
