@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from octetrl.cli.train import last_saved_step
+from octetrl.config.errors import Terminated
 from octetrl.config.freed_memory import keep_freed_memory
 from octetrl.config.threads import short_spin
 
@@ -27,6 +29,8 @@ def demo(
 
     try:
         run_demo(Path(to), again=again)
-    except KeyboardInterrupt:
-        typer.echo("the same command continues the demo", err=True)
+    except (KeyboardInterrupt, Terminated):
+        steps = {name: last_saved_step(Path(to) / name) for name in ("grpo", "sft")}  # the later phase first
+        saved = next((f"step {step} of {name} is saved" for name, step in steps.items() if step), "no step is saved")
+        typer.echo(f"{saved}; the same command continues the demo", err=True)
         raise

@@ -1,8 +1,8 @@
 """The command line: `octetrl VERB ...`, one file per command.
 
 Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong (one line on stderr, no traceback, nothing written);
-130 stopped by Ctrl-C; 143 stopped by SIGTERM while Ray starts. Nothing here imports torch: a verb imports what it runs
-when it runs, so `--help`, `check` and every error in a recipe appear at once. Only the command that is asked for is
+130 stopped by Ctrl-C; 143 stopped by SIGTERM. Nothing here imports torch: a verb imports what it runs when it runs,
+so `--help`, `check` and every error in a recipe appear at once. Only the command that is asked for is
 imported, after Ctrl-C has its handler.
 """
 

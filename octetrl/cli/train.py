@@ -105,10 +105,15 @@ def _weights_of(source: str, overrides: list[str]) -> list[str]:
     return [*fields, "model.lora=null"] if trained["lora"] is not None else fields
 
 
+def last_saved_step(folder: Path) -> int:
+    """The step of a run folder's last checkpoint; 0 if there is none."""
+    manifests = folder.glob("checkpoints/step_*/manifest.json")
+    return max((int(manifest.parent.name.removeprefix("step_")) for manifest in manifests), default=0)
+
+
 def _how_to_go_on(resolved: Recipe, recipe: str, overrides: list[str]) -> str:
     if not (Path(resolved.output_dir) / "config.yaml").exists():
         return "stopped before the run began; nothing was written"
-    manifests = Path(resolved.output_dir).glob("checkpoints/step_*/manifest.json")
-    steps = [int(manifest.parent.name.removeprefix("step_")) for manifest in manifests]
-    saved = f"step {max(steps)} is saved" if steps else "no step is saved"
+    step = last_saved_step(Path(resolved.output_dir))
+    saved = f"step {step} is saved" if step else "no step is saved"
     return f"stopped; {saved}; continue with: {shlex.join(['octetrl', 'train', recipe, *overrides, '--resume'])}"

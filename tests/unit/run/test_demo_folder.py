@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
+from octetrl.config.errors import Terminated, UserError
 from octetrl.run import demo
 from octetrl.run.demo import COLD_START, FINISHED, MADE, MARKER, note_phase, prepare_folder
 from tests.e2e.tiny_run import tiny_recipe
+
+SAVED = ("sft/checkpoints/step_000007", "grpo/checkpoints/step_000001", "grpo/checkpoints/step_000002")
 
 
 def test_a_second_demo_replaces_what_the_first_wrote_and_leaves_the_rest(tmp_path: Path) -> None:
@@ -71,6 +73,31 @@ def test_threads_of_torch_spin_for_a_short_time_unless_told_otherwise(monkeypatc
     monkeypatch.delenv("GOMP_SPINCOUNT")
     assert run_command(["demo"]) == 0 and os.environ["GOMP_SPINCOUNT"] == "10000"
     monkeypatch.delenv("GOMP_SPINCOUNT")
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"), [((), "no step"), (("sft/checkpoints/step_000007",), "step 7 of sft"), (SAVED, "step 2 of grpo")]
+)
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_a_demo_that_is_stopped_names_the_saved_step(
+    error: type[BaseException],
+    code: int,
+    saved: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop(folder: Path, again: bool) -> None:
+        raise error
+
+    monkeypatch.setattr("octetrl.run.demo.run_demo", stop)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
+    for folder in saved:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "manifest.json").touch()
+    assert run_command(["demo", "--to", str(tmp_path)]) == code
+    assert f"{said} is saved; the same command continues the demo" in capsys.readouterr().err
 
 
 def test_a_run_of_the_demo_without_a_checkpoint_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

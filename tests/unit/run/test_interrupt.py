@@ -85,7 +85,7 @@ def test_sigterm_waits_for_the_step_and_a_forked_process_dies_of_it() -> None:
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked and isinstance(stop.error, Terminated)
+        assert stop.asked and isinstance(stop.error, Terminated) and stop.error.code == 143
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert "stopping after this step; SIGTERM: send it again to stop at once" in err.getvalue()
     with pytest.raises(Terminated), StopRequest(console):
