@@ -117,11 +117,6 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         if twice:
             text = f"model.lora.targets: {', '.join(twice)} is named twice; name each projection once"
             yield Problem(("model.lora.targets",), text)
-        if recipe.trainer.router.bias_rate:
-            text = (
-                "trainer.router.bias_rate: an adapter's files cannot hold the biases; set it to 0, or model.lora=null"
-            )
-            yield Problem(("trainer.router.bias_rate", "model.lora"), text)
         if not model.lora.targets:
             text = "model.lora.targets: is empty, so nothing would be trained; name projections, or set model.lora=null"
             yield Problem(("model.lora.targets",), text)
