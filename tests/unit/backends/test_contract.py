@@ -16,7 +16,7 @@ from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
 from octetrl.records import Completion, FinishReason
-from octetrl.rollout.backend import RolloutBackend
+from octetrl.rollout.backend import KnowsLengths, RolloutBackend
 from tests.unit.backends.served_engine import NAME, served_engine
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters, Setting, drain, request
 
@@ -96,6 +96,10 @@ def test_a_session_streams_and_cancels(backend: RolloutBackend) -> None:
         with pytest.raises(UserError, match="request with this id is not finished"):
             session.submit(request("b", 7))
         events = [*session.events(), *session.events()] if streams(backend) else []
+        assert isinstance(session, KnowsLengths)
+        read = {sibling: sum(len(one.token_ids) for one in events if one.sibling == sibling) for sibling in (0, 1)}
+        lengths = session.answer_lengths()
+        assert lengths["a"] == max(read.values()) and (lengths["b"] > 0) == streams(backend), "without its tokens too"
         session.cancel("b")
         session.cancel("unknown")
         events += drain(session)
