@@ -37,7 +37,7 @@ from octetrl.workers.many.build import start_team
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.many.team import Team
-from octetrl.workers.many.workers import ManyWorkers
+from octetrl.workers.many.workers import ManyWorkers, TeamContext
 from octetrl.workers.worker import Worker
 
 EMBEDDED = 0  # workers: one, in this process
@@ -132,10 +132,9 @@ def measure_on(
             eos_token_ids=frozenset(model.spec.eos_token_ids),
             decode=decoder_of(tokenizer_of(model)),
         )
-        console, size = Console("quiet", recipe.steps), recipe.cluster.tensor_parallel
-        costs = Costs.of(model.spec)
+        context = TeamContext(Costs.of(model.spec), deadlines, Console("quiet", recipe.steps), Spans())
         kind = TailWorkers if recipe.rollout.learn_beside_tail else ManyWorkers
-        many = kind(team, costs, deadlines, console, Spans(), admission, trains=trains, size=size)
+        many = kind(team, context, admission, trains=trains, size=recipe.cluster.tensor_parallel)
         return measured(many, partial(_peaks, team, on_gpu=bool(recipe.cluster.num_gpus)))
     finally:
         team.close()

@@ -11,7 +11,7 @@ from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.workers.build import BuiltWorker
+from octetrl.workers.build import BuiltWorker, Role
 from octetrl.workers.worker import Worker
 
 
@@ -52,7 +52,9 @@ def hosted_bench_worker(
     trains: bool,
     peers: Peers,
     loaders: Peers,
+    role: Role,
 ) -> BuiltWorker:
     """The same in a process of its own, for `WorkerPlan.build`."""
+    assert role == "both", "no bench has workers with roles"
     worker = bench_worker(model, recipe, device, spans, trains=trains, peers=peers, loaders=loaders)
     return BuiltWorker(worker, loaded=worker.loaded)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
+from octetrl.environments.reward_times import RewardTimes
 from octetrl.environments.score import Score
 from octetrl.records import Task
 
@@ -64,6 +65,23 @@ class WorksBesideTheEngine(Protocol):
     """A scorer that can score while the engine samples."""
 
     def begin(self) -> ScoringRound: ...
+
+
+@runtime_checkable
+class TimedScorer(Protocol):
+    """A scorer that measures how long rewards take."""
+
+    @property
+    def times(self) -> RewardTimes: ...
+
+
+@runtime_checkable
+class RestartingScorer(Protocol):
+    """A scorer with processes of its own that are replaced after a crash or a time-out."""
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were replaced since the run began."""
 
 
 def begin_round(scorer: ScoresAll) -> ScoringRound:

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from octetrl.environments.scoring_round import ScoresAll
+from octetrl.environments.scoring_round import RestartingScorer, ScoresAll
 from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import GenerationRequest, RolloutGroup, Task
 from octetrl.rollout.collect_answers import collect_answers
@@ -79,7 +79,7 @@ def collect_batch(
 def _reward_restarts(environment: ScoresAll | Dialogues) -> int:
     """Since the run began."""
     scorer = environment.scorer if isinstance(environment, Dialogues) else environment
-    return int(getattr(scorer, "restarts", 0))
+    return scorer.restarts if isinstance(scorer, RestartingScorer) else 0
 
 
 def collect_groups(

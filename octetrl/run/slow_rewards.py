@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from octetrl.config.several_environments import section_name
 from octetrl.environments.mixed.scorer import MixedTimes
 from octetrl.environments.reward_times import RewardTimes
+from octetrl.environments.scoring_round import TimedScorer
 from octetrl.environments.turns.dialogue import Dialogues
 
 SHARE, SECONDS = 0.5, 1.0  # of the step, and at least, that are worth a warning
@@ -57,5 +58,4 @@ class SlowRewards:
 
 def _times_of(rewards: object) -> RewardTimes | None:
     scorer = rewards.scorer if isinstance(rewards, Dialogues) else rewards
-    times = getattr(scorer, "times", None)
-    return times if isinstance(times, RewardTimes) else None
+    return scorer.times if isinstance(scorer, TimedScorer) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -29,6 +30,8 @@ from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.scalar_models import build_reward_model
 from octetrl.workers.worker import Worker
 
+Role = Literal["both", "trains", "generates"]  # of a worker in a run; other workers do the rest
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltWorker:
@@ -46,24 +49,23 @@ def build_worker(
     *,
     tokenizer: Tokenizer | None = None,
     trains: bool = True,
-    only_draws: bool = False,
-    only_trains: bool = False,
+    role: Role = "both",
     peers: Peers = ALONE,
     loaders: Peers | None = None,
 ) -> BuiltWorker:
     """A worker with its weights. `tokenizer`: the recipe's, where it is loaded already. `peers`: the other workers of
     the run, with which it trains. `loaders`: those with which it only loads the model; `peers` by default.
-    `only_draws`, `only_trains`: other workers do the rest. Raises UserError."""
+    Raises UserError."""
     algorithm = build_algorithm(recipe.algorithm)
     if algorithm.reward_loss is not None:
         count = LoadCount()
         model = build_reward_model(recipe, device, peers, count)
         return BuiltWorker(RewardModelWorker(recipe, model, algorithm, spans, peers=peers), loaded=count)
     spec = model_spec(recipe)
-    if only_draws:
+    if role == "generates":
         algorithm = replace(algorithm, needs_reference=False, needs_teacher=False)
     scorer = (
-        RewardModelScorer(recipe, device, loaders or peers) if model_scores(recipe) and not only_trains else None
+        RewardModelScorer(recipe, device, loaders or peers) if model_scores(recipe) and role != "trains" else None
     )  # refused before the policy loads
     worker = Worker(
         recipe,
@@ -74,11 +76,11 @@ def build_worker(
         load_weights=lambda model, loading: fill_weights(model, recipe, loading),
         device=device,
         spans=spans,
-        trains=trains and not only_draws,
+        trains=trains and role != "generates",
         peers=peers,
         loaders=loaders,
     )
-    if only_draws:
+    if role == "generates":
         worker.trainer_model.drop_fp8_weights()  # their codes are sent
         worker.publish(worker.policy_version)
     return BuiltWorker(worker, scorer, worker.loaded)

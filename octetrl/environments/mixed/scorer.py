@@ -13,7 +13,15 @@ from octetrl.config.several_environments import renamed
 from octetrl.environments.mixed.named_task import own_task
 from octetrl.environments.reward_times import RewardTimes
 from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import Key, OpenScorer, ScoringRound, begin_round, score_all
+from octetrl.environments.scoring_round import (
+    Key,
+    OpenScorer,
+    RestartingScorer,
+    ScoringRound,
+    TimedScorer,
+    begin_round,
+    score_all,
+)
 from octetrl.records import Task
 
 _POLL_SECONDS = 0.002
@@ -38,13 +46,14 @@ class MixedScorer:
 
     def __init__(self, scorers: Mapping[str, OpenScorer]) -> None:
         self._scorers = dict(scorers)
-        times = {name: getattr(scorer, "times", None) for name, scorer in scorers.items()}
-        self.times = MixedTimes(members={name: one for name, one in times.items() if isinstance(one, RewardTimes)})
+        self.times = MixedTimes(
+            members={name: one.times for name, one in scorers.items() if isinstance(one, TimedScorer)}
+        )
 
     @property
     def restarts(self) -> int:
         """Reward processes of all environments that were replaced since the run began."""
-        return sum(getattr(scorer, "restarts", 0) for scorer in self._scorers.values())
+        return sum(one.restarts for one in self._scorers.values() if isinstance(one, RestartingScorer))
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""

@@ -25,7 +25,7 @@ from octetrl.workers.many.nodes import check_nodes
 from octetrl.workers.many.plan import BuildWorker
 from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.tail import TailWorkers
-from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers
+from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers, TeamContext
 
 if TYPE_CHECKING:
     from octetrl.workers.ray import RayTeam
@@ -44,9 +44,10 @@ def build_many_workers(
     build = partial(build_worker, tokenizer=travels)  # arrives sooner than AutoTokenizer is imported
     team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines, build=build)
     console.workers = team.lines
+    context = TeamContext(Costs.of(spec), deadlines, console, spans)
     try:
         if recipe.algorithm.name == "reward_model":
-            return ManyLearningWorkers(team, Costs.of(spec), deadlines, console, spans, trains=trains)
+            return ManyLearningWorkers(team, context, trains=trains)
         admission = admission_of(spec, tokenizer, recipe.model.context_length)
         roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
         if roles is not None and trains:
@@ -54,9 +55,9 @@ def build_many_workers(
                 "staged": recipe.cluster.max_staleness > 0,
                 "in_flight": recipe.cluster.weights_in_flight != "off",
             }
-            return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, **how)
+            return SeparateWorkers(team, roles, context, admission, **how)
         kind = TailWorkers if trains and recipe.rollout.learn_beside_tail else ManyWorkers
-        return kind(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
+        return kind(team, context, admission, trains=trains, size=size)
     except BaseException:
         team.close()
         team.forget_logs()

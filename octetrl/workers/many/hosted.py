@@ -32,7 +32,7 @@ from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.peers import ALONE, Peers, join_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.tensor_peers import GridPeers, connect_grid
-from octetrl.workers.build import BuiltWorker
+from octetrl.workers.build import BuiltWorker, Role
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession, with_pause
 from octetrl.workers.many.nodes import Sight, look
@@ -123,21 +123,21 @@ class HostedWorker:
         plan, device = self._plan, self._device()
         self._spans = spans = Spans(torch.cuda.synchronize if self._gpu else None)
         met = ALONE if store is None else self._meet(store, device)
-        only_draws = self._has_role and not self._is_trainer
-        only_loads = (only_draws or not plan.trains) and met.group.size == 1
+        role = self._role
+        only_loads = (role == "generates" or not plan.trains) and met.group.size == 1
         if not only_loads:
             self._link_gb_per_second = met.link_speed()
         peers = ALONE if only_loads else met
-        roles = {"only_draws": only_draws, "only_trains": not only_draws} if self._has_role else {}
-        self._built = plan.build(plan.recipe, device, spans, trains=plan.trains, peers=peers, loaders=met, **roles)
+        self._built = plan.build(plan.recipe, device, spans, trains=plan.trains, peers=peers, loaders=met, role=role)
         if only_loads:
             met.close()
         return self.state()
 
     @property
-    def _has_role(self) -> bool:
-        """Whether this worker only trains, or only generates."""
-        return self._plan.trains and self._plan.recipe.cluster.roles is not None
+    def _role(self) -> Role:
+        if not self._plan.trains or self._plan.recipe.cluster.roles is None:
+            return "both"
+        return "trains" if self._is_trainer else "generates"
 
     @property
     def _is_trainer(self) -> bool:
@@ -152,7 +152,7 @@ class HostedWorker:
 
     def _meet(self, store: str, device: torch.device) -> Peers:
         cluster, share = self._plan.recipe.cluster, Share(self._plan.rank, self._plan.count)
-        if self._has_role:
+        if self._role != "both":
             first, last = (0, cluster.num_trainers) if self._is_trainer else (cluster.num_trainers, self._plan.count)
             share = Share(self._plan.rank - first, last - first)
         return connect_grid(

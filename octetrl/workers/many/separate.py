@@ -16,17 +16,13 @@ from pathlib import Path
 from octetrl.engine.admission import Admission
 from octetrl.environments.score import Score
 from octetrl.records import Completion, GenerationRequest, OnCompletions, PackedBatch, PolicyUpdate, Published, Task
-from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import serve_store
-from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.team import PartOfTeam, Team
-from octetrl.workers.many.workers import ManyWorkers, WorkersDiffer, memory_of, paths_of, times_of
+from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer, memory_of, paths_of, times_of
 
 
 class SeparateWorkers:
@@ -36,10 +32,7 @@ class SeparateWorkers:
         self,
         team: Team,
         roles: tuple[int, int],
-        costs: Costs,
-        deadlines: Deadlines,
-        console: Console,
-        spans: Spans,
+        context: TeamContext,
         admission: Admission,
         *,
         staged: bool = False,
@@ -48,15 +41,15 @@ class SeparateWorkers:
         """roles: number of workers that train, and of those that generate; the first workers of `team` train. staged:
         the weights that `publish` sends wait beside the old ones until `adopt`, so that a session may be open.
         in_flight: they wait for no `adopt`; an open session continues with them."""
-        self._spans, self._adopts_at_once = spans, in_flight or not staged
+        self._spans, self._adopts_at_once = context.spans, in_flight or not staged
         self.pause_seconds = 0.0  # how long nothing could be generated when weights were last adopted
         self._published: Published | None = None  # and sent, but not adopted
         self._weights = threading.RLock()  # they are sent and adopted in different threads
         trainer_team = PartOfTeam(team, range(roles[0]))
         engine_team = PartOfTeam(team, range(roles[0], sum(roles)))
         self._team, self._trainer_team, self._engine_team = team, trainer_team, engine_team
-        self._trainers = ManyWorkers(trainer_team, costs, deadlines, console, spans, admission)
-        self._engine_workers = ManyWorkers(engine_team, costs, deadlines, console, spans, admission, trains=False)
+        self._trainers = ManyWorkers(trainer_team, context, admission)
+        self._engine_workers = ManyWorkers(engine_team, context, admission, trains=False)
         self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
         meetings = [
             trainer_team.begin(0, "meet_for_weights", address),

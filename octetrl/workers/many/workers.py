@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,23 +58,23 @@ class WorkersDiffer(RunFailed):
     """A worker holds other weights than its peers."""
 
 
+@dataclass(frozen=True, slots=True)
+class TeamContext:
+    """What several workers of a run share beside their team."""
+
+    costs: Costs  # of micro-batches, by which these are dealt out
+    deadlines: Deadlines
+    console: Console
+    spans: Spans
+
+
 class ManyLearningWorkers:
     """`LearningWorkers` on the workers of `team`, which have not loaded their model yet."""
 
-    def __init__(
-        self,
-        team: Team,
-        costs: Costs,
-        deadlines: Deadlines,
-        console: Console,
-        spans: Spans,
-        *,
-        trains: bool = True,
-        size: int = 1,
-    ) -> None:
+    def __init__(self, team: Team, context: TeamContext, *, trains: bool = True, size: int = 1) -> None:
         """`size`: of each group of workers that share one model. Workers of a group follow one another."""
-        self._team, self._costs, self._deadlines = team, costs, deadlines
-        self._console, self._spans = console, spans
+        self._team, self._costs, self._deadlines = team, context.costs, context.deadlines
+        self._console, self._spans = context.console, context.spans
         self._size = size  # of a group of workers that share one model
         address: str | None = None
         if team.size > 1:
@@ -84,7 +85,7 @@ class ManyLearningWorkers:
         self.link_gb_per_second = min(state.link_gb_per_second for state in states)  # 0: no weights are exchanged
         self._weights_are_whole = True
         if trains:
-            _say_what_was_read(console, states)
+            _say_what_was_read(context.console, states)
 
     @property
     def layout(self) -> PackingLayout:
@@ -181,16 +182,13 @@ class ManyWorkers(ManyLearningWorkers):
     def __init__(
         self,
         team: Team,
-        costs: Costs,
-        deadlines: Deadlines,
-        console: Console,
-        spans: Spans,
+        context: TeamContext,
         admission: Admission,
         *,
         trains: bool = True,
         size: int = 1,
     ) -> None:
-        super().__init__(team, costs, deadlines, console, spans, trains=trains, size=size)
+        super().__init__(team, context, trains=trains, size=size)
         self._drawing = team if size == 1 else PartOfTeam(team, range(0, team.size, size))
         self._admission = admission
         self._rollout: list[RolloutFacts] = []  # of the last session

@@ -32,6 +32,7 @@ from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, WorkerState
 from octetrl.workers.many.tail import PartQueue, TailSession, TailWorkers
 from octetrl.workers.many.team import Call
+from octetrl.workers.many.workers import TeamContext
 
 TOKEN, MICRO_BATCH, GROUPS, SHORT, LONG = 0.01, 1.0, 8, 100, 1500  # seconds, seconds, groups of 2, tokens
 LAYOUT = PackingLayout(tokens_per_micro_batch=1 << 20)
@@ -169,8 +170,8 @@ def seconds_of_step(
     for module in (session, tail):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: team.now))
     admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
-    parts = (Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1), Spans())
-    workers = TailWorkers(team, *parts, admission)
+    context = TeamContext(Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1), Spans())
+    workers = TailWorkers(team, context, admission)
     requests = [
         GenerationRequest(f"g{group}", (5, 6), SamplingParams(max_new_tokens=2000), num_siblings=2)
         for group in range(GROUPS)

@@ -30,7 +30,7 @@ from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.status import StatusReport
 from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.many.team import Call
-from octetrl.workers.many.workers import ManyWorkers
+from octetrl.workers.many.workers import ManyWorkers, TeamContext
 from octetrl.workers.model_shape import model_spec
 from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import timeless, tiny_recipe
@@ -115,16 +115,16 @@ def workers_of(
     trains: bool,
 ) -> ManyWorkers | SeparateWorkers:
     admission = admission_of(spec, tokenizer, recipe.model.context_length)
-    deadlines = Deadlines(recipe.cluster.deadlines)
+    context = TeamContext(Costs.of(spec), Deadlines(recipe.cluster.deadlines), console, spans)
     roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
     if roles is not None:
         how = {
             "staged": recipe.cluster.max_staleness > 0,
             "in_flight": recipe.cluster.weights_in_flight != "off",
         }
-        return SeparateWorkers(team, roles, Costs.of(spec), deadlines, console, spans, admission, **how)
+        return SeparateWorkers(team, roles, context, admission, **how)
     kind = TailWorkers if recipe.rollout.learn_beside_tail else ManyWorkers
-    return kind(team, Costs.of(spec), deadlines, console, spans, admission, trains=trains, size=size)
+    return kind(team, context, admission, trains=trains, size=size)
 
 
 @contextmanager
