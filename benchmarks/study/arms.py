@@ -132,10 +132,13 @@ REMAINDERS = (
     "environment.answer_marker=null",
 )
 PRETRAINED_COMMON = (
-    "environment.eval_size=512",
-    "evaluation.every=25",
-    "engine.kv_cache_tokens=200000",
-    "trainer.tokens_per_micro_batch=32768",
+    "environment.eval_size=1024",
+    "evaluation.every=20",
+    "engine.kv_cache_tokens=80000",
+    "engine.max_batch=512",
+    "rollout.prompts_per_step=32",
+    "trainer.tokens_per_micro_batch=8192",
+    "trainer.optimizer.lr=1.5e-5",
 )
 SMOLLM2 = "grpo_chain-sum_smollm2-135m_1gpu_fp8-full"
 TABLES: Mapping[str, StudyTable] = {
@@ -171,6 +174,6 @@ TABLES: Mapping[str, StudyTable] = {
         WIDE,
     ),
     "smollm2-sums": StudyTable(
-        "pretrained", 30, SMOLLM2, (*PRETRAINED_COMMON, TWO_TERMS), None, (), 150, EIGHT, job_seconds=900.0
+        "pretrained", 30, SMOLLM2, (*PRETRAINED_COMMON, TWO_TERMS), None, (), 40, EIGHT, job_seconds=300.0
     ),
 }
