@@ -1,9 +1,9 @@
 """Routers whose experts have unequal loads: `--router-skew S` gives the expert of rank r a load proportional to r^-S.
 
-Routers with random weights are nearly balanced, those of a trained model are not. Here each router gets a correction
-bias, added to its scores for the choice of experts alone (docs/fp8.md §11); a router without one gets one for the
-bench. One forward of random tokens finds the biases, layer by layer, before the layer's experts are chosen: a bias goes
-up where an expert has less than its load and down where it has more. Which expert has which rank is drawn by layer.
+Routers with random weights have unequal loads too, but no known ones. Here each router gets a correction bias, added to
+its scores for the choice of experts alone (docs/fp8.md §11); a router without one gets one for the bench. One forward
+of random tokens finds the biases, layer by layer, before the layer's experts are chosen: a bias goes up where an expert
+has less than its load and down where it has more. Which expert has which rank is drawn by layer.
 
 A token meets an expert at most once, so no expert has more rows than there are tokens (expert_shares.py).
 
