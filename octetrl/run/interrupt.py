@@ -3,7 +3,8 @@ possible.
 
 The previous handler receives the second Ctrl-C, so a third one also ends the saving (cli/ctrl_c.py). A third SIGTERM
 ends the process. Schedulers send SIGTERM before they take a machine back. Processes that the run forks inherit the
-handler, and die of it as they did before.
+handler, and die of it as they did before. Before the first step and after the last one, the first SIGTERM ends the run
+(config/sigterm.py).
 
 The message of the first is printed by a separate thread. The signal may arrive while the console is printing or being
 imported, and one thread must not enter the console twice.
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from octetrl.config.errors import Terminated
+from octetrl.config.sigterm import RaiseTerminated
 from octetrl.telemetry.console import Console
 
 Handler = Callable[[int, FrameType | None], object]
@@ -43,9 +45,10 @@ class StopRequest:
         if callable(before) and self._listens:
             self._before: Handler = before
             signal.signal(signal.SIGINT, self._on_signal)
-        self._process, self._hears_sigterm = os.getpid(), False
-        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._hears_sigterm = True
+        self._process, self._before_sigterm = os.getpid(), signal.getsignal(signal.SIGTERM)
+        is_ours = self._before_sigterm is signal.SIG_DFL or isinstance(self._before_sigterm, RaiseTerminated)
+        self._hears_sigterm = in_main_thread and is_ours
+        if self._hears_sigterm:
             signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
 
@@ -55,7 +58,7 @@ class StopRequest:
         if self._listens:
             signal.signal(signal.SIGINT, self._before)
         if self._hears_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self._before_sigterm)
         for answer in self._answers:
             answer.join()
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.config.sigterm import terminable
 from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.ahead import ahead_of
@@ -64,7 +65,7 @@ def train(
     weights and optimizer.
     """
     recipe = with_found_model(recipe)
-    with OutputFolder(recipe, resume=resume, allowed=allowed) as folder:
+    with terminable(), OutputFolder(recipe, resume=resume, allowed=allowed) as folder:
         restarts = recipe.cluster.max_restarts
         while True:
             try:

@@ -36,7 +36,7 @@ from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan, last_lines
 from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, write_status
 from octetrl.workers.many.team import Call
-from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes, terminable
+from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes
 
 CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
@@ -77,7 +77,7 @@ class RayTeam:
         self._places: PlacementGroup | None = None
         self._ends = threading.Event()
         self._watch = threading.Thread(target=self._watch_all, name="workers", daemon=True)
-        with terminable():
+        with ray_terminable():
             self._cluster: RayCluster | None = connect(recipe.cluster, self._folder)
             self._logs = self._folder or self._cluster.folder
             try:

@@ -17,13 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import ray
 import ray._private.utils as ray_utils
@@ -33,7 +31,8 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
-from octetrl.config.errors import RunFailed, Terminated, UserError
+from octetrl.config.errors import RunFailed, UserError
+from octetrl.config.sigterm import terminable
 from octetrl.config.threads import short_spin
 from octetrl.workers import ray_watcher
 from octetrl.workers.ray_address import FOLDER_PREFIX, REMEDY, address_to_join
@@ -108,7 +107,7 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     logging.getLogger("ray").setLevel(logging.ERROR)  # what it warns of, it was told
     if hasattr(ray_worker, "print_to_stdstream"):  # Ray's logs have it; a daemon's end is said by us, in one line
         ray_worker.print_to_stdstream = _print_nothing
-    with terminable():
+    with ray_terminable():
         found = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(str(cluster.address))
     try:
         _check_places(cluster)
@@ -119,26 +118,15 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """In the main thread, SIGTERM raises Terminated meanwhile, unless the process has a handler of its own. A second
-    one ends the process. Ray is kept from setting its handler, which would stay and print a stack of C++."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, set_by_ray = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
-    if before in (signal.SIG_DFL, None):
-        signal.signal(signal.SIGTERM, _terminate)
+def ray_terminable() -> Iterator[None]:
+    """`terminable`. Ray is kept from setting its handler, which would stay and print a stack of C++."""
+    set_by_ray = ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = _print_nothing
     try:
-        yield
+        with terminable():
+            yield
     finally:
         ray_utils.set_sigterm_handler = set_by_ray
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Terminated
 
 
 def _print_nothing(*_: object, **__: object) -> None:

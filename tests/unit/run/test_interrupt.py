@@ -6,12 +6,15 @@ import io
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from octetrl.config.errors import Terminated
 from octetrl.run.interrupt import StopRequest
+from octetrl.run.loop import train
 from octetrl.telemetry.console import Console
+from tests.e2e.tiny_run import tiny_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +94,23 @@ def test_sigterm_waits_for_the_step_and_a_forked_process_dies_of_it() -> None:
     with pytest.raises(Terminated), StopRequest(console):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_before_the_first_step_ends_the_run_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_run(*_: object, **__: object) -> None:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        with StopRequest(quiet_console()[0]) as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.asked
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("octetrl.run.loop.build_run", build_run)
+    with pytest.raises(Terminated):
+        train(tiny_recipe(tmp_path / "model", tmp_path / "run"))
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

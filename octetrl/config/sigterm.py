@@ -1,0 +1,40 @@
+"""SIGTERM where a command has something to clean up: it raises `Terminated`, as Ctrl-C raises KeyboardInterrupt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from octetrl.config.errors import Terminated
+
+
+class RaiseTerminated:
+    """A handler of SIGTERM for this process. A second signal ends the process, and the first one a forked process."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != self._process:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise Terminated
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """In the main thread, SIGTERM raises Terminated meanwhile, unless the process has a handler of its own."""
+    in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may set a handler
+    before = signal.getsignal(signal.SIGTERM)
+    if not in_main_thread or before not in (signal.SIG_DFL, None):
+        yield
+        return
+    signal.signal(signal.SIGTERM, RaiseTerminated())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
