@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.data.tokenizer import load_tokenizer, save_tokenizer_files
+from octetrl.data.tokenizer import check_tokenizer_files, load_tokenizer, save_tokenizer_files
 from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
 
 
@@ -105,6 +105,8 @@ def test_a_prefix_that_aborts_the_tokenizers_library(folder: Path) -> None:
     content["model"]["continuing_subword_prefix"] = "«"
     file.write_text(json.dumps(content))
     assert "continuing_subword_prefix is not supported" in refusal(folder)
+    file.write_text(json.dumps(content).replace('"BPE"', '"WordPiece"'))
+    assert check_tokenizer_files(folder) == folder, "every WordPiece has one"
 
 
 def test_a_config_that_transformers_can_not_read_is_named_with_its_key(folder: Path) -> None:

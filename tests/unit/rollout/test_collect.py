@@ -17,6 +17,7 @@ from octetrl.records import Completion, FinishReason, GenerationRequest, OnCompl
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.tiny_model import train_tokenizer
 
 
@@ -85,8 +86,8 @@ TASKS = [Task(id="a", prompt="1 + 2 ="), Task(id="b", prompt="x" * 40), Task(id=
 
 
 def test_groups_come_in_the_order_of_the_tasks_with_a_status_each(chat: ChatTokens) -> None:
-    workers, scores = EchoWorkers(), SiblingScores()
-    groups = collect_groups(TASKS, scores, workers, collection_of(chat))
+    workers, scores, collection = EchoWorkers(), SiblingScores(), collection_of(chat)
+    groups = collect_groups(TASKS, scores, workers, collection)
     assert [group.task for group in groups] == TASKS
     assert len(workers.calls) == len(scores.calls) == 1
     scored, truncated, timeout = RolloutStatus.SCORED, RolloutStatus.TRUNCATED, RolloutStatus.REWARD_TIMEOUT
@@ -96,7 +97,10 @@ def test_groups_come_in_the_order_of_the_tasks_with_a_status_each(chat: ChatToke
         assert group.rewards == (0.0, 1.0, 3.0)
     assert groups[0].rollouts[3].text == "0:a.3"
     assert groups[2].rollouts[3].text == "2:a.3"
-    assert groups[0].rollouts[0].turns[0].prompt_token_ids == chat.prompt_tokens("1 + 2 =")
+    prompt = chat.prompt_tokens("1 + 2 =")
+    assert groups[0].rollouts[0].turns[0].prompt_token_ids == prompt
+    twice = (2.0, 2)  # the mean length of two groups of this class
+    assert collection.lengths == ExpectedLengths({"a": 2}, {f"|{len(prompt).bit_length()}": twice, "|": twice})
 
 
 def test_a_prompt_that_is_too_long_is_counted_and_not_generated_from(chat: ChatTokens) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -100,6 +101,14 @@ def test_thoughts_are_said_where_the_template_writes_them(tokenizer: Any) -> Non
     assert spoken(tokenizer, tokens) == ["b" + END, "<think>\n2\n</think>\n\nb" + END]
     tokens = ChatTokens(tokenizer).message_tokens(conversation("a", "b"))
     assert spoken(tokenizer, tokens) == ["<think>\n\n</think>\n\nb" + END]
+
+
+def test_the_longest_special_token_ends_a_turn(tokenizer: Any) -> None:
+    """One may begin like another."""
+    longer = deepcopy(tokenizer)
+    longer.add_special_tokens({"additional_special_tokens": [END + "!"]})
+    longer.chat_template = TRIMS.replace(END, END + "!")
+    assert spoken(longer, ChatTokens(longer).message_tokens(conversation("a", "b"))) == [f" b {END}!"]
 
 
 def test_a_token_across_a_border_is_not_trained_on_and_counted() -> None:

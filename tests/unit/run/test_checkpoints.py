@@ -114,6 +114,20 @@ def test_a_step_runs_beside_a_save_and_the_next_save_waits(run: Any, saves: Chec
     assert not list(saves.folder.glob(".*"))
 
 
+def test_saving_is_prepared_if_a_step_follows_a_checkpoint(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last save needs no copy, so it needs no room for one."""
+    prepared: list[tuple[int, int, int]] = []
+    cases = [(every, start, steps) for every in (0, 2) for start in (0, 1, 2) for steps in (3, 4, 5)]
+    for case in cases:
+        every, start, run.config.steps = case
+        monkeypatch.setattr(run.workers, "prepare_saving", lambda case=case: prepared.append(case))
+        with Checkpoints(tmp_path / "saves", CheckpointConfig(every=every), "run").open(run, start):
+            pass
+    assert prepared == [(2, 0, 3), (2, 0, 4), (2, 0, 5), (2, 1, 3), (2, 1, 4), (2, 1, 5), (2, 2, 5)]
+
+
 @pytest.mark.parametrize("found_by", ["write", "stage", "end", "naming the last one"])
 def test_a_save_that_fails_is_the_next_steps_error(found_by: str, run: Any, saves: Checkpoints) -> None:
     with pytest.raises(UserError) as failure, saves.open(run, 0):

@@ -102,21 +102,25 @@ def test_an_environment_that_always_fails_is_told_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "steps", "never"),
+    ("weights", "steps", "refills", "never"),
     [
-        ({"a": 5e-324, "b": 1.0}, 20, ["a"]),
-        ({"a": 0.01, "b": 1.0, "c": 1.0}, 20, []),
-        ({"a": 0.01, "b": 0.02, "c": 1.0}, 4, ["a", "b"]),
+        ({"a": 5e-324, "b": 1.0}, 20, 0, ["a"]),
+        ({"a": 0.01, "b": 1.0, "c": 1.0}, 20, 0, []),
+        ({"a": 0.01, "b": 0.02, "c": 1.0}, 4, 0, ["a", "b"]),
+        ({"a": 0.01, "b": 0.02, "c": 1.0}, 4, 3, []),
     ],
 )
-def test_a_weight_that_gives_no_task_is_told(weights: dict[str, float], steps: int, never: list[str]) -> None:
+def test_a_weight_that_gives_no_task_is_told(
+    weights: dict[str, float], steps: int, refills: int, never: list[str]
+) -> None:
     tree = {"model": {"path": "m"}, "steps": steps, "rollout": {"prompts_per_step": 4}}
+    tree |= {"algorithm": {"name": "dapo", "max_refills": refills}}
     several = {name: {"dataset": "chain_sum", "weight": weight} for name, weight in weights.items()}
     lines = never_drawn(recipe_from_mapping(tree | {"environments": several}))
     assert [text.partition(".weight: ")[0] for text in lines] == [f"environments.{name}" for name in never]
     assert all(f"no task in {steps} steps of 4 tasks" in text for text in lines)
     shares, taken = shares_of(list(weights.values())), [0] * len(weights)
-    for _ in range(4 * steps):
+    for _ in range(4 * steps * (1 + refills)):
         taken[furthest_behind(shares, taken)] += 1
     assert [name for name, number in zip(weights, taken, strict=True) if number == 0] == never
 
@@ -158,6 +162,13 @@ def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:
         assert not patience.is_over
     patience.ended(timed_out=True)
     assert patience.is_over and f"the first {LEAST_TRIED} calls" in patience.reason
+    patience.ended(timed_out=False)  # a call that was running
+    assert not patience.is_over
+    longer = Patience(LEAST_TRIED + 1)
+    for tried in range(LEAST_TRIED + 1):
+        assert not longer.is_over, tried
+        longer.ended(timed_out=True)
+    assert longer.is_over
     one_came = Patience(2)
     one_came.ended(timed_out=False)
     for _ in range(100):
