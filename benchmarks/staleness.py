@@ -12,8 +12,8 @@ side, and only accuracies by step can be compared. Only K, the seed, the number 
 what is written to the disk differ from the recipe.
 
 `--state FOLDER` keeps the arms' run folders. The same command then continues: an arm that ended is not run again, an
-arm that was stopped is resumed from its last checkpoint. `--seconds` stops the sweep; the result has the arms that
-ended. Leaves `benchmarks/results/staleness_NAME.json`, and `--curve FILE` draws the accuracy by step as SVG:
+arm that was stopped or failed is resumed from its last checkpoint. `--seconds` stops the sweep; the result has the arms
+that ended. Leaves `benchmarks/results/staleness_NAME.json`, and `--curve FILE` draws the accuracy by step as SVG:
 
     rows    one per arm and step: precision, workload, staleness, in_flight, jobs, seed, step, seconds (of the arm's
             steps up to this one, without evaluations), eval/accuracy (only where evaluated), reward/mean,
@@ -144,10 +144,10 @@ def recipe_file(arguments: argparse.Namespace) -> str:
     return arguments.recipe if Path(arguments.recipe).is_file() else str(shipped_path(arguments.recipe))
 
 
-def run_arms(arms: Sequence[Arm], arguments: argparse.Namespace) -> None:
-    """Run the arms that have not ended, `arguments.jobs` at once, until the time is over. Raises UserError with the end
-    of an arm's output if it fails."""
-    until = time.monotonic() + arguments.seconds
+def run_arms(arms: Sequence[Arm], arguments: argparse.Namespace) -> list[str]:
+    """Run the arms that have not ended, `arguments.jobs` at once, until the time is over. Returns the end of the output
+    of each arm that failed; the others go on."""
+    until, failed = time.monotonic() + arguments.seconds, list[str]()
     waiting, running = [arm for arm in arms if not arm.has_ended(arguments.steps)], list[Arm]()
     try:
         while (waiting or running) and time.monotonic() < until:
@@ -160,14 +160,17 @@ def run_arms(arms: Sequence[Arm], arguments: argparse.Namespace) -> None:
                 code, arm.process = arm.process.returncode if arm.process is not None else 0, None
                 if code:
                     end = arm.log.read_text(errors="replace")[-600:]
-                    raise UserError(f"K = {arm.staleness}, seed {arm.seed} ended with {code}: {end}")
-                print(json.dumps(arm_of(arm.rows(arguments))), flush=True)
+                    failed.append(f"K = {arm.staleness}, seed {arm.seed} ended with {code}: {end}")
+                    print(failed[-1], file=sys.stderr, flush=True)
+                else:
+                    print(json.dumps(arm_of(arm.rows(arguments))), flush=True)
     finally:
         for arm in running:  # together: each needs some seconds
             if arm.process is not None and arm.process.poll() is None:
                 arm.process.send_signal(signal.SIGINT)
         for arm in running:
             arm.stop()
+    return failed
 
 
 def arm_of(rows: Sequence[Row]) -> Row:
@@ -240,16 +243,19 @@ def main() -> None:
             for seed in range(arguments.seeds)
             for staleness in arguments.staleness[:: -1 if seed % 2 else 1]
         ]
-        run_arms(arms, arguments)
+        failed = run_arms(arms, arguments)
         ended = [arm.rows(arguments) for arm in arms if arm.has_ended(arguments.steps)]
     if not ended:
-        raise UserError(f"no arm ended in {arguments.seconds:g} s; run it again with the same --state to go on")
+        why = failed[0] if failed else f"no arm ended in {arguments.seconds:g} s"
+        raise UserError(f"{why}; run it again with the same --state to go on")
     rows, ends = [row for own in ended for row in own], [arm_of(own) for own in ended]
     show(ends, rows)
     if arguments.curve is not None:
         arguments.curve.write_text(curve_of(ended))
     name = arguments.name or Path(arguments.recipe).stem
     print(write_result("staleness", name, rows, arguments.out, arms=ends))
+    if failed:
+        raise UserError(f"{len(failed)} of {len(arms)} arms failed; {failed[0]}")
 
 
 if __name__ == "__main__":

@@ -107,14 +107,15 @@ def test_the_same_command_continues(
     begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Trains.stops = {"4_0": (2, 1)}
-    with pytest.raises(UserError, match="K = 4, seed 0 ended with 1"):
+    with pytest.raises(UserError, match="1 of 6 arms failed; K = 4, seed 0 ended with 1"):
         sweep(tmp_path, monkeypatch)
-    assert [name for name, _ in begun] == ["0_0", "1_0", "4_0"] and not (tmp_path / "staleness_x.json").exists()
+    assert [name for name, _ in begun] == ["0_0", "1_0", "4_0", "4_1", "1_1", "0_1"], "the others go on"
+    assert len(json.loads((tmp_path / "staleness_x.json").read_text())["arms"]) == 5
     with (tmp_path / "state" / "4_0" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "time')  # it was killed while it wrote
     begun.clear()
     found = sweep(tmp_path, monkeypatch)
-    assert begun == [("4_0", True), ("4_1", False), ("1_1", False), ("0_1", False)], "what ended is not run again"
+    assert begun == [("4_0", True)], "what ended is not run again"
     assert len(found["arms"]) == 6 and {one["steps"] for one in found["arms"]} == {STEPS}
     begun.clear()
     assert sweep(tmp_path, monkeypatch)["arms"] == found["arms"] and not begun
