@@ -175,6 +175,12 @@ def broken_parity(step: int, metrics: Mapping[str, float]) -> str:
 
 def advice(metrics: Mapping[str, float]) -> str:
     """Suggest where to look first, based on the other metrics of the step."""
+    fresh = metrics.get("rollout/on_policy_share", 1.0)
+    if fresh < 1.0:
+        return (
+            f"{1 - fresh:.0%} of the tokens were sampled by earlier weights, so it contains the policy's change: lower"
+            " cluster.max_staleness or the learning rate, or raise the limit."
+        )
     saturation = metrics.get("fp8/kv_saturation", 0.0)
     errors = [metrics[name] for name in _decile_names() if name in metrics]
     if saturation > 0:
