@@ -25,7 +25,7 @@ from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_rehearsal import refuse_problems, rehearsal_problems
 from octetrl.cli.check_sample import refuse_sample, show_sample
 from octetrl.cli.check_server import check_server
-from octetrl.cli.check_workers import worker_memory_lines
+from octetrl.cli.check_workers import weight_buffer_lines, worker_memory_lines
 from octetrl.cli.fitting import Change
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
@@ -127,7 +127,7 @@ def _plan(
         print_lines("model", _model(recipe, spec))
         print_lines("precision", chain(_precision(recipe, spec, policy, device), backend_lines(recipe)))
         plan = MemoryPlan.of(recipe, largest_part(recipe, spec), policy, device)
-        print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan)))
+        print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan), weight_buffer_lines(plan)))
         return problems, plan.problem(lambda changes: _is_allowed(name, overrides, changes))
     except UserError as error:
         return [*problems, str(error)], None

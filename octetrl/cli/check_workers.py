@@ -1,4 +1,4 @@
-"""What `octetrl check` says about the memory of a worker for other numbers of GPUs, and about tensor parallelism."""
+"""What `octetrl check` says about the memory of a worker: for other numbers of GPUs, and for new weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from octetrl.cli.check_device import GIB
 from octetrl.cli.check_memory import MemoryPlan
+from octetrl.config.memory import CUDA_CONTEXT
 from octetrl.config.schema import Recipe
 from octetrl.config.tensor_cut import largest_cut, why_not_cut
+from octetrl.config.weight_buffer import batch_cache_bytes, choose_buffer, held_bytes, sent_bytes
 
 USUAL_GPUS = (1, 2, 4, 8)
 MOST_GPUS = 65_536  # the most that a recipe may ask for
@@ -33,6 +35,24 @@ def worker_memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     least = _training(plan, MOST_GPUS)
     if least > has:
         yield from _tensor_parallel(plan, least, has)
+
+
+def weight_buffer_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    """Where workers that generate receive new weights, if they generate ahead, and why there."""
+    recipe, device, cluster = plan.recipe, plan.device, plan.recipe.cluster
+    if not cluster.max_staleness:
+        return
+    model = recipe, plan.spec, plan.policy.precisions()
+    weights, cache = sent_bytes(*model), batch_cache_bytes(*model)
+    if device.num_bytes is None and cluster.weight_buffer == "auto":
+        yield "new weights", "in a second buffer if the KV cache of a whole batch fits beside it, else in a pause"
+        yield "", f"the buffer takes {weights / GIB:.2f} GiB, that KV cache {cache / GIB:.2f} GiB"
+        return
+    free = (device.num_bytes or 0) - held_bytes(*model) - (CUDA_CONTEXT if device.on_gpu else 0)
+    choice = choose_buffer(recipe, weights=weights, cache=cache, free=free)
+    pause = "between two batches" if cluster.weights_in_flight == "off" else "between two forwards"
+    yield "new weights", "in a second buffer, while answers are generated" if choice.doubles else f"in a pause {pause}"
+    yield "", choice.why
 
 
 def _tensor_parallel(plan: MemoryPlan, least: int, has: int) -> Iterator[tuple[str, str]]:

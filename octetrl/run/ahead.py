@@ -1,12 +1,14 @@
 """Produces the next steps' batches in a thread, while the current step learns (`cluster.max_staleness` above 0).
 
     thread    may the next batch begin?  -> new weights into the engines -> `collect_batch` -> buffer
-    step      buffer -> the batch of this step -> `learn`, which sends new weights beside the old ones
+    step      buffer -> the batch of this step -> `learn`, which sends new weights
 
 `Lead` has the rule. The batch of step n begins when step n - 1 - K has been learnt. No group is therefore older than K
 versions when it is learnt, and the buffer holds K batches at most. Batches are drawn and learnt in the order of their
-steps. One policy version draws a batch: an engine takes new weights between two batches. With
-`cluster.weights_in_flight` it takes them between two forwards, and each token has a version of its own.
+steps. One policy version draws a batch: an engine takes new weights between two batches. They are sent while it draws
+and wait in a second buffer. Without room for one, `learn` waits for the end of the batch and sends them then
+(`cluster.weight_buffer`). With `cluster.weights_in_flight` an engine takes them between two forwards, and each token
+has a version of its own.
 
 The batch of a step is handed over when the engines have the weights for the next one. With K = 1 the version that draws
 each batch therefore does not depend on the clock, and a run repeats its bits.
@@ -22,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import TYPE_CHECKING
@@ -72,6 +74,7 @@ class Ahead:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._place: DataPlace | None = None
+        workers.between_batches = self._between_batches
 
     @property
     def place(self) -> DataPlace:
@@ -139,11 +142,24 @@ class Ahead:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """No batch is drawn meanwhile, and the engines have the last version. Waits for the batch that is drawn."""
+        with self._no_batch():
+            self._workers.adopt()
+            yield
+
+    @contextmanager
+    def _between_batches(self) -> Iterator[None]:
+        """For new weights that arrive in place. The wait counts as training's wait for the batch."""
+        with ExitStack() as stack:
+            with self._run.spans("wait_for_batch"):
+                stack.enter_context(self._no_batch())
+            yield
+
+    @contextmanager
+    def _no_batch(self) -> Iterator[None]:
         with self._changed:
             self._pauses = True
             self._changed.wait_for(lambda: not self._draws)
         try:
-            self._workers.adopt()
             yield
         finally:
             with self._changed:

@@ -14,7 +14,7 @@ learnt comes back in its `PolicyUpdate`; state on disk is written and read by th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -107,7 +107,12 @@ class Workers(LearningWorkers, Protocol):
 
 @runtime_checkable
 class WorkersAhead(Workers, Protocol):
-    """Some only train and others only generate: these keep the weights that they have until `adopt`."""
+    """Some only train and others only generate: these keep the weights that they have until `adopt`.
+
+    `between_batches`: a context in which no batch is generated, set by who generates. `publish` enters it where new
+    weights arrive in place."""
+
+    between_batches: Callable[[], AbstractContextManager[None]]
 
     @property
     def pause_seconds(self) -> float:

@@ -52,7 +52,7 @@ def build_many_workers(
         roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
         if roles is not None and trains:
             how = {
-                "staged": recipe.cluster.max_staleness > 0,
+                "is_ahead": recipe.cluster.max_staleness > 0,
                 "in_flight": recipe.cluster.weights_in_flight != "off",
             }
             return SeparateWorkers(team, roles, context, admission, **how)

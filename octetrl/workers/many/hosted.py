@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import torch
 
+from octetrl.config.weight_buffer import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
@@ -36,9 +37,10 @@ from octetrl.workers.build import BuiltWorker, Role
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession, with_pause
 from octetrl.workers.many.nodes import Sight, look
-from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, WorkerPlan, WorkerState, last_lines
+from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, WorkerPlan, WorkerState
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
+from octetrl.workers.many.worker_log import last_lines, print_into
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.streamed import StreamedUpdate
 from octetrl.workers.training_progress import counted
@@ -55,7 +57,7 @@ class HostedWorker:
         self._plan, self._gpu = plan, gpu
         self._log = None if plan.log is None else Path(plan.log)
         if self._log is not None:
-            _print_into(self._log)
+            print_into(self._log)
         if os.path.isdir(plan.directory):
             os.chdir(plan.directory)
         sys.path[:0] = [path for path in (plan.directory,) if path not in sys.path]
@@ -208,8 +210,9 @@ class HostedWorker:
 
     # ------------------------------------------------------------ weights from a trainer to workers that generate
 
-    def meet_for_weights(self, store: str) -> None:
-        """Connects the first trainer and all workers that generate. `store`: the address at which they meet."""
+    def meet_for_weights(self, store: str) -> BufferChoice | None:
+        """Connects the first trainer and all workers that generate, which return whether they have room for a second
+        buffer. `store`: the address at which they meet."""
         cluster = self._plan.recipe.cluster
         assert cluster.roles is not None, "every worker has the weights that it trains"
         transfer = Transfer(
@@ -221,25 +224,28 @@ class HostedWorker:
         )
         if self._is_trainer:
             self._sender = WeightSender(self._policy, transfer)
-        else:
-            self._receiver = WeightReceiver(self._policy, transfer, staged=cluster.max_staleness > 0)
+            return None
+        self._receiver = WeightReceiver(self._policy, transfer)
+        return self._receiver.choose_buffer()
 
     def send_weights(self) -> int:
         """Returns the bytes sent to each worker."""
         assert self._sender is not None, "`meet_for_weights` comes first"
         return self._compute("publish", self._sender.send)
 
-    def receive_weights(self) -> None:
-        """Beside an open session, if the weights wait beside the old ones."""
+    def double_weights(self) -> None:
+        """Allocates the second buffer for new weights."""
         assert self._receiver is not None, "`meet_for_weights` comes first"
-        if self._receiver.staged:
-            self._receiver.receive()
-        else:
-            self._compute("publish", self._receiver.receive)
+        self._receiver.double()
+
+    def receive_weights(self) -> None:
+        """Into the second buffer, also beside an open session."""
+        assert self._receiver is not None, "`meet_for_weights` comes first"
+        self._receiver.receive()
 
     def adopt_weights(self) -> Published:
-        """Generates with the weights received last from now on: within an open session, between two forwards. The
-        metric `time/publish_pause` is how long nothing was generated."""
+        """Generates with new weights from now on: those in the second buffer, otherwise those that it receives now. An
+        open session takes them between two forwards. `time/publish_pause` is how long nothing was generated."""
         assert self._receiver is not None, "`meet_for_weights` comes first"
         adopt, how = self._receiver.adopt, self._plan.recipe.cluster.weights_in_flight
 
@@ -387,14 +393,3 @@ class HostedWorker:
     def _policy(self) -> Worker:
         assert isinstance(self._worker, Worker), "a reward model's worker draws nothing"
         return self._worker
-
-
-def _print_into(log: Path) -> None:
-    """Sends all that the process prints into `log`, also what a library prints without Python."""
-    if not log.parent.is_dir():
-        return  # a machine that does not see the run folder (nodes.py)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
-        os.dup2(descriptor, number)
-    os.close(descriptor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from octetrl.config.schema import Recipe
 from octetrl.layers.weight_memory import LoadCount
@@ -67,15 +66,3 @@ class Withdrawn:
     answers: Mapping[tuple[str, int], Said]  # of each unfinished one, what it has said; by request and sibling
     events: Sequence[SessionEvent]  # since the last poll
     facts: RolloutFacts
-
-
-def last_lines(log: Path, count: int = 20) -> tuple[str, ...]:
-    """The last lines of a file; none if it is not there."""
-    try:
-        with log.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 16_384))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ()
-    return tuple(line for line in text.splitlines() if line.strip())[-count:]

@@ -3,16 +3,20 @@
 train, save, load      the trainers alone
 generate, score        the others, with the weights that they received
 publish, calibrate     the trainers; then their codes, scales and other weights are sent, and digests are compared
+
+With a second buffer in the workers that generate (`cluster.weight_buffer`), weights are sent while they generate.
+Without, they are sent in a pause.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from octetrl.config.weight_buffer import BufferChoice
 from octetrl.engine.admission import Admission
 from octetrl.environments.score import Score
 from octetrl.records import Completion, GenerationRequest, OnCompletions, PackedBatch, PolicyUpdate, Published, Task
@@ -21,7 +25,7 @@ from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import serve_store
 from octetrl.workers.many.session import ManySession
-from octetrl.workers.many.team import PartOfTeam, Team
+from octetrl.workers.many.team import Call, PartOfTeam, Team
 from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer, memory_of, paths_of, times_of
 
 
@@ -35,13 +39,15 @@ class SeparateWorkers:
         context: TeamContext,
         admission: Admission,
         *,
-        staged: bool = False,
+        is_ahead: bool = False,
         in_flight: bool = False,
     ) -> None:
-        """roles: number of workers that train, and of those that generate; the first workers of `team` train. staged:
-        the weights that `publish` sends wait beside the old ones until `adopt`, so that a session may be open.
-        in_flight: they wait for no `adopt`; an open session continues with them."""
-        self._spans, self._adopts_at_once = context.spans, in_flight or not staged
+        """roles: number of workers that train, and of those that generate; the first workers of `team` train. is_ahead:
+        a session may be open while `publish` sends weights. They wait in a second buffer for `adopt`; without one
+        `publish` waits for the end of the batch. in_flight: an open session continues with them at once."""
+        self._spans, self._is_ahead, self._in_flight = context.spans, is_ahead, in_flight
+        self.between_batches: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._sent_bytes = 0  # of the weights last sent
         self.pause_seconds = 0.0  # how long nothing could be generated when weights were last adopted
         self._published: Published | None = None  # and sent, but not adopted
         self._weights = threading.RLock()  # they are sent and adopted in different threads
@@ -56,7 +62,14 @@ class SeparateWorkers:
             *(engine_team.begin(worker, "meet_for_weights", address) for worker in range(engine_team.size)),
         ]
         trainer_team.collect("load", meetings[:1])
-        engine_team.collect("load", meetings[1:])
+        choices: list[BufferChoice] = engine_team.collect("load", meetings[1:])
+        choice = min(choices, key=lambda one: one.doubles)  # one worker without room decides for all
+        self.is_doubled = is_ahead and choice.doubles
+        if is_ahead:
+            how = "in a second buffer" if choice.doubles else "in place, in a pause"
+            context.console.note(f"new weights arrive {how}: {choice.why}")
+        if self.is_doubled:
+            engine_team.ask("load", "double_weights")
 
     # ------------------------------------------------------------ the trainers
 
@@ -88,14 +101,17 @@ class SeparateWorkers:
 
     def publish(self, policy_version: int) -> Published:
         published = self._trainers.publish(policy_version)
-        with self._spans("send_weights"), self._weights:
-            num_bytes = self._send()
+        waits = self.between_batches if not (self.is_doubled or self._in_flight) else nullcontext
+        with waits(), self._spans("send_weights"), self._weights:
+            if self.is_doubled:
+                sending = self._trainer_team.begin(0, "send_weights")
+                self._engine_team.ask("publish", "receive_weights")
+                self._collect_sent(sending)
             self._published = published
-            metrics = {**published.metrics, "publish/sent_gb": num_bytes / 1e9}
-            if self._adopts_at_once:
+            if self._in_flight or not self.is_doubled:
                 self.adopt()
-                metrics["time/publish_pause"] = self.pause_seconds
-        return replace(published, metrics=metrics)
+        pause = {"time/publish_pause": self.pause_seconds} if self._in_flight or not self._is_ahead else {}
+        return replace(published, metrics={**published.metrics, "publish/sent_gb": self._sent_bytes / 1e9, **pause})
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self._trainers.load(saved, policy_version)
@@ -111,23 +127,22 @@ class SeparateWorkers:
         self.publish(self.policy_version)
         self.adopt()
 
-    def _send(self) -> int:
-        """Sends what the trainers have published to the workers that generate. Returns bytes."""
-        sending = self._trainer_team.begin(0, "send_weights")
-        self._engine_team.ask("publish", "receive_weights")
-        num_bytes: int = self._trainer_team.collect("publish", [sending])[0]
-        return num_bytes
+    def _collect_sent(self, sending: Call) -> None:
+        self._sent_bytes = self._trainer_team.collect("publish", [sending])[0]
 
     def adopt(self) -> None:
-        """The workers that generate do so with the weights last sent, also in an open session. Compares what they
-        hold."""
+        """The workers that generate do so with the weights last published, also in an open session. Without a second
+        buffer these are sent now. Compares what they hold."""
         with self._weights:
             published, self._published = self._published, None
             if published is not None:
                 self._adopt(published)
 
     def _adopt(self, published: Published) -> None:
+        sending = None if self.is_doubled else self._trainer_team.begin(0, "send_weights")
         held: list[Published] = self._engine_team.ask("publish", "adopt_weights")
+        if sending is not None:
+            self._collect_sent(sending)
         self.pause_seconds = max(one.metrics["time/publish_pause"] for one in held)
         for worker, one in enumerate(held):
             if (one.policy_version, one.weights_digest) != (published.policy_version, published.weights_digest):

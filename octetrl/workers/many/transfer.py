@@ -1,7 +1,7 @@
 """Weights of the workers that train, sent to workers that only generate.
 
     first trainer   codes, scales, tensors that are not FP8, KV scales -> buckets of bytes -> broadcast
-    engine worker   the same tensors, in the same order, into its own memory, or beside it until `adopt`
+    engine worker   the same tensors, in the same order, into a second buffer until `adopt`; without one in place
 
 The engine of a worker reads its trainer's tensors (engine/weights.py). So the tensors to send are those that the engine
 has, found by name in the trainer's model. A linear that is FP8 only in the rollout travels as BF16, and the engine
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions
 
 from octetrl.config.errors import UserError
+from octetrl.config.host_memory import available_host_bytes
+from octetrl.config.weight_buffer import BufferChoice, batch_cache_bytes, choose_buffer
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.trainer.peers import ProcessGroupPeers
 from octetrl.workers.worker import Worker
@@ -65,15 +67,28 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Of a worker that only generates. `staged`: new weights wait beside the old ones until `adopt`, so that they may
-    arrive while the engine generates. It needs the memory of both, and takes it before the KV cache takes a share of
-    what is free."""
+    """Of a worker that only generates. With a second buffer, new weights may arrive while the engine generates, and
+    wait there until `adopt`. Without, `adopt` receives them in place."""
 
-    def __init__(self, worker: Worker, transfer: Transfer, *, staged: bool) -> None:
-        self._worker, self._transfer, self.staged = worker, transfer, staged
-        self._waiting = _beside(weight_tensors(worker)) if staged else None
+    def __init__(self, worker: Worker, transfer: Transfer) -> None:
+        self._worker, self._transfer = worker, transfer
+        self._waiting: list[Tensor] | None = None  # the second buffer
         self._version: int | None = None
         self._scales: KVScales | None = None
+
+    def choose_buffer(self) -> BufferChoice:
+        """By the recipe, or by the memory that is free now. It comes before the KV cache takes its share."""
+        worker = self._worker
+        return choose_buffer(
+            worker.recipe,
+            weights=sum(tensor.nbytes for tensor in weight_tensors(worker)),
+            cache=batch_cache_bytes(worker.recipe, worker.spec, worker.policy.precisions()),
+            free=_free_bytes(worker.device),
+        )
+
+    def double(self) -> None:
+        """Allocates the second buffer. Raises UserError without room for it."""
+        self._waiting = _beside(weight_tensors(self._worker))
 
     def receive(self) -> None:
         header = torch.zeros(2, dtype=torch.int64)
@@ -90,7 +105,10 @@ class WeightReceiver:
         self._version = version
 
     def adopt(self) -> int:
-        """Puts what was received last into the worker; the engine has it after `publish`. Returns its version."""
+        """Puts what was received last into the worker; the engine has it after `publish`. Returns its version. Without
+        a second buffer it receives first, while the first trainer sends."""
+        if self._waiting is None:
+            self.receive()
         assert self._version is not None, "`receive` comes first"
         worker = self._worker
         if self._waiting is not None:
@@ -109,9 +127,16 @@ def _beside(tensors: Sequence[Tensor]) -> list[Tensor]:
     except torch.OutOfMemoryError as error:
         size = sum(tensor.nbytes for tensor in tensors) / 1e9
         raise UserError(
-            f"cluster.max_staleness: new weights wait beside those that generate, and a worker has no room for"
-            f" {size:.1f} GB more; set it to 0, or use a smaller model or precision"
+            f"cluster.weight_buffer: a worker that generates has no room for a second buffer, {size:.1f} GB; use single"
         ) from error
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that can be allocated on the worker's device."""
+    if device.type != "cuda":
+        return available_host_bytes() or 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def keep_scales(worker: Worker, version: int) -> None:

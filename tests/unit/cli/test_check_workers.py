@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from octetrl.cli.check_cluster import worker_lines
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
-from octetrl.cli.check_workers import worker_memory_lines
+from octetrl.cli.check_workers import weight_buffer_lines, worker_memory_lines
 from octetrl.config.memory import MemoryEstimate
 from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
 from tests.unit.cli.test_fitting import plan
@@ -99,3 +100,30 @@ def test_an_address_where_nothing_answers_is_a_warning() -> None:
         server.shutdown(socket.SHUT_RDWR)  # it listens no more, and nobody else can take the port
         said = f"warning: nothing answers at {address} from this machine; start Ray there before the run"
         assert lines(address) == [said]
+
+
+def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
+    """Two copies of 9.44 GB of weights, and the KV cache of 256 answers, fit on a GPU or do not."""
+
+    def said(gib: float, *words: str) -> list[str]:
+        ahead = ("cluster.trainer_gpus=1", "cluster.engine_gpus=1", "cluster.max_staleness=1", "engine.max_batch=256")
+        on = plan(recipe, "qwen3-8b", gib, *NARROW, *ahead, "rollout.prompts_per_step=64", *words)
+        return [f"{name} {value}".strip() for name, value in weight_buffer_lines(on)]
+
+    assert list(weight_buffer_lines(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=2"))) == []
+    where, why = said(140)
+    assert where == "new weights in a second buffer, while answers are generated"
+    assert re.fullmatch(r"beside its 9.44 GB the KV cache of a whole batch, [\d.]+ GB, fits", why)
+    where, why = said(24)
+    assert where == "new weights in a pause between two batches"
+    assert re.fullmatch(
+        r"beside a second buffer of 9.44 GB the KV cache has [\d.]+ GB, and a whole batch needs [\d.]+ GB", why
+    )
+    assert said(24, "cluster.weights_in_flight=recompute_cache")[0] == "new weights in a pause between two forwards"
+    assert "second buffer" in said(24, "cluster.weight_buffer=double")[0]
+    assert said(140, "cluster.weight_buffer=single")[1] == "cluster.weight_buffer: single"
+    unknown = plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.trainer_gpus=1", "cluster.engine_gpus=1")
+    cluster = unknown.recipe.cluster.model_copy(update={"max_staleness": 1})
+    device = replace(unknown.device, num_bytes=None)
+    found = replace(unknown, recipe=unknown.recipe.model_copy(update={"cluster": cluster}), device=device)
+    assert "if the KV cache of a whole batch fits beside it" in next(weight_buffer_lines(found))[1]

@@ -162,6 +162,7 @@ IMPOSSIBLE = [
         "3 workers that train or generate do not fill GPUs with 2 each; give a multiple of 2 workers",
     ),
     ([("cluster.max_staleness", 1)], "needs workers that only train and workers that only generate; give"),
+    ([("cluster.weight_buffer", "single")], "single has no effect without batches that are generated ahead; give"),
     ([*AHEAD, ("algorithm.name", "rft")], "rft compares no token with the policy that sampled it"),
     (
         [*AHEAD, ("algorithm.name", "distill"), ("algorithm.distillation", "forward_kl"), ("algorithm.teacher", "t")],

@@ -6,7 +6,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from octetrl.config.errors import UserError
+from octetrl.config.weight_buffer import sent_bytes
 from octetrl.engine.session import Session
 from octetrl.records import (
     Completion,
@@ -100,11 +102,13 @@ def test_one_version_ahead_repeats_its_bits_and_takes_the_same_tasks(
     with run_on(1, model, tmp_path, **changes) as run:
         synchronous, _ = steps_of(run, 3)
     runs = []
-    for _ in range(2):
-        with run_on(1, model, tmp_path, engines=1, ahead=1, **changes) as run:
+    for buffer in ("double", "single"):
+        with run_on(1, model, tmp_path, engines=1, ahead=1, buffer=buffer, **changes) as run:
+            receiver = run.workers._team.workers[1]._receiver
+            assert (receiver._waiting is None) == (buffer == "single")
             runs.append(steps_of(run, 3))
     drawn, lines = runs[0]
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1], "also with weights that arrive in place"
     assert by_task(drawn) == by_task(synchronous)
     assert drawn[:1] == synchronous[:1]  # with the weights that the run began with
     assert [line["rollout/staleness"] for line in lines] == [0.0, 1.0, 1.0]
@@ -199,20 +203,40 @@ def test_no_room_for_waiting_weights_is_one_line(monkeypatch: pytest.MonkeyPatch
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "empty_like", full)
-    with pytest.raises(UserError, match=r"cluster.max_staleness: .* no room for 0.4 GB more; set it to 0, or use a"):
+    with pytest.raises(UserError, match=r"cluster.weight_buffer: .* second buffer, 0.4 GB; use single"):
         _beside([torch.empty(100_000_000, device="meta")])
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_room_for_waiting_weights_is_taken_before_the_cache(ahead: int, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ahead", "free", "doubles"),
+    [(0, (1 << 40,), False), (1, (1 << 40,), True), (1, (0,), False), (1, (1 << 40, 0), False)],
+    ids=["not ahead", "room", "no room", "one of two has no room"],
+)
+def test_a_second_buffer_is_allocated_before_the_cache_if_all_have_room(
+    ahead: int, free: tuple[int, ...], doubles: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache takes most of what is free when a session first opens."""
-    with run_on(1, model, tmp_path, engines=1, ahead=ahead, precision="fp8") as run:
-        worker = run.workers._team.workers[1]
-        waiting = worker._receiver._waiting
-        assert (waiting is None) == (ahead == 0) and worker._policy.engine._cache is None
-        if waiting is not None:
-            own = weight_tensors(worker._policy)
-            assert [(one.shape, one.dtype) for one in waiting] == [(one.shape, one.dtype) for one in own]
+    rooms, stops = iter(free), list[str]()
+
+    @contextmanager
+    def between_batches() -> Iterator[None]:
+        stops.append("begins")
+        yield
+        stops.append("ends")
+
+    monkeypatch.setattr("octetrl.workers.many.transfer.available_host_bytes", lambda: next(rooms))
+    with run_on(1, model, tmp_path, engines=len(free), ahead=ahead, precision="fp8") as run:
+        for worker in run.workers._team.workers[1:]:
+            waiting = worker._receiver._waiting
+            assert (waiting is not None) == doubles and worker._policy.engine._cache is None
+            if waiting is not None:
+                own = weight_tensors(worker._policy)
+                assert [(one.shape, one.dtype) for one in waiting] == [(one.shape, one.dtype) for one in own]
+                sent = sent_bytes(run.config, worker._policy.spec, worker._policy.policy.precisions())
+                assert sent == pytest.approx(sum(one.nbytes for one in own), rel=0.01), "what `octetrl check` says"
+        run.workers.between_batches = between_batches
+        assert run.workers.publish(0).metrics["publish/sent_gb"] > 0.0
+    assert stops == ([] if doubles else ["begins", "ends"]), "weights arrive in place only while no batch is generated"
 
 
 def test_an_error_while_drawing_is_raised_by_the_step_that_waits(model: Path, tmp_path: Path) -> None:
@@ -240,15 +264,11 @@ def test_the_cache_is_replayed_with_the_scales_of_drawing(model: Path, tmp_path:
         assert not scales[2].equal(scales[3])
 
 
-@pytest.mark.parametrize(
-    ("how", "precision"), [("recompute_cache", "fp8"), ("recompute_cache", "fp8_full"), ("keep_cache", "bf16")]
-)
-@pytest.mark.parametrize("talks", [False, True], ids=["answers", "conversations"])
-def test_weights_in_flight_reach_half_an_answer(
-    how: str, precision: str, talks: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {"precision": precision, "steps": 3, **(TALK if talks else {})}
-    with run_on(1, model, tmp_path, engines=1, ahead=1, in_flight=how, **changes) as run:
+def steps_in_flight(
+    how: str, buffer: str, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> tuple[list[tuple[RolloutGroup, ...]], list[dict[str, Any]]]:
+    """Three steps. From the second batch on, the engine takes new weights after the sixth forward."""
+    with run_on(1, model, folder, engines=1, ahead=1, in_flight=how, buffer=buffer, **changes) as run:
         engine = run.workers._team.workers[1]
         step_of_session, publish = Session.events, run.workers.publish
         drawing: dict[str, Any] = {"session": None, "batch": 0, "forwards": 0}
@@ -274,12 +294,27 @@ def test_weights_in_flight_reach_half_an_answer(
                 wait_until(lambda: drawing["batch"] == policy_version + 1 and drawing["forwards"] >= 6)
             return publish(policy_version)
 
-        assert run.workers.layout.by_version == (precision == "fp8_full"), "a micro-batch has one set of KV scales"
+        by_version = run.workers.layout.by_version
+        assert by_version == (changes["precision"] == "fp8_full"), "a micro-batch has one set of KV scales"
         run.workers.publish = publish_beside_a_batch  # type: ignore[method-assign]
-        monkeypatch.setattr(Session, "events", events)
-        journal = Journal(RolloutFiles(tmp_path / "rollouts"))
-        run.journal = journal
-        drawn, lines = steps_of(run, 3)
+        run.journal = Journal(RolloutFiles(folder / "rollouts"))
+        with monkeypatch.context() as patches:
+            patches.setattr(Session, "events", events)
+            return steps_of(run, 3)
+
+
+@pytest.mark.parametrize(
+    ("how", "precision"), [("recompute_cache", "fp8"), ("recompute_cache", "fp8_full"), ("keep_cache", "bf16")]
+)
+@pytest.mark.parametrize("talks", [False, True], ids=["answers", "conversations"])
+def test_weights_in_flight_reach_half_an_answer(
+    how: str, precision: str, talks: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"precision": precision, "steps": 3, **(TALK if talks else {})}
+    drawn, lines = steps_in_flight(how, "double", model, tmp_path / "double", monkeypatch, changes)
+    if precision == "fp8_full":
+        in_place = steps_in_flight(how, "single", model, tmp_path / "single", monkeypatch, changes)
+        assert in_place == (drawn, lines), "weights that arrive in place, after the same forwards"
     assert lines[0]["rollout/staleness"] == 0.0
     for step, line in enumerate(lines[1:], 2):
         versions = [
@@ -296,6 +331,9 @@ def test_weights_in_flight_reach_half_an_answer(
         assert line["mismatch/age_1/tokens"] == stale and line["mismatch/age_1/max_abs_diff"] > 0.0
         assert (line["mismatch/age_0/max_abs_diff"] == 0.0) == (how == "recompute_cache")
         assert explained("mismatch/age_1/gen_kl") and explained("time/publish_pause")
-        rows = [json.loads(row) for row in (tmp_path / "rollouts" / f"step_{step:06}.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(row)
+            for row in (tmp_path / "double" / "rollouts" / f"step_{step:06}.jsonl").read_text().splitlines()
+        ]
         begins = [row["policy_versions"] for row in rows if "policy_versions" in row]
         assert begins and all([version for _, version in one] == [step - 2, step - 1] for one in begins)

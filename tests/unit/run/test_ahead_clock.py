@@ -79,7 +79,8 @@ class SimulatedClock:
 
 
 class Line:
-    """A run whose step n takes `draws[n - 1]` and `learns[n - 1]` seconds, and new weights `adopts` to be taken."""
+    """A run whose step n takes `draws[n - 1]` and `learns[n - 1]` seconds, and new weights `adopts` to be taken.
+    `in_place`: they have no second buffer."""
 
     def __init__(
         self,
@@ -88,8 +89,9 @@ class Line:
         learns: Sequence[float],
         monkeypatch: pytest.MonkeyPatch,
         adopts: float = 0.0,
+        in_place: bool = False,
     ) -> None:
-        self.clock, self.drawn = SimulatedClock(), 0
+        self.clock, self.drawn, self._in_place = SimulatedClock(), 0, in_place
         self._draws, self._learns, self._adopts = draws, learns, adopts
         self._published = self._engine = 0  # policy versions: sent, and drawn with
         no_place = SimpleNamespace(state=dict)
@@ -106,8 +108,8 @@ class Line:
             base_collection=SimpleNamespace(at_step=lambda step: step),
             workers=SimpleNamespace(policy_version=0),
         )
-        workers: Any = SimpleNamespace(adopt=self._adopt, pause_seconds=0.0, rollout_metrics=dict)
-        self.ahead = Ahead(self.run, workers)
+        self._workers: Any = SimpleNamespace(adopt=self._adopt, pause_seconds=0.0, rollout_metrics=dict)
+        self.ahead = Ahead(self.run, self._workers)
         self.ahead._changed = self.clock  # type: ignore[assignment]
         produce = self.ahead._produce
 
@@ -139,6 +141,9 @@ class Line:
     def _learn(self, run: Any, _: list[Sample]) -> StepMetrics:
         self.clock.sleep(self._learns[run.step - 1])
         run.workers.policy_version = self._published = run.step
+        if self._in_place:
+            with self._workers.between_batches():
+                self._adopt()
         return StepMetrics.merge()
 
     def steps(self) -> Iterator[float]:
@@ -184,8 +189,22 @@ def test_a_longer_lead_evens_out_ragged_steps(monkeypatch: pytest.MonkeyPatch) -
 def test_with_one_version_ahead_the_clock_changes_no_version(
     adopts: float, learns: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = Line(1, [3.0] * 8, [learns] * 8, monkeypatch, adopts)
-    assert list(line.steps()) == [0.0, *[1.0] * 7]
+    seconds = []
+    for in_place in (False, True):
+        line = Line(1, [3.0] * 8, [learns] * 8, monkeypatch, adopts, in_place)
+        assert list(line.steps()) == [0.0, *[1.0] * 7]
+        line.ahead.close()
+        seconds.append(line.clock.now)
+    assert 0.0 <= seconds[1] - seconds[0] <= 8 * adopts + 1e-6, "training waits in place for no more than the pauses"
+
+
+def test_weights_in_place_wait_for_the_end_of_a_batch_and_none_begins_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(4, [3.0] * 8, [1.0] * 8, monkeypatch, 0.5, in_place=True)
+    steps = line.steps()
+    assert [next(steps) for _ in range(2)] == [0.0, 1.0]
+    assert (line.clock.now, line.drawn) == (3 * 3.0 + 2 * 0.5, 3), "each update waits for a batch, then for the pause"
+    line.ahead._ends = True
+    line.clock.sleep(100.0)
     line.ahead.close()
 
 

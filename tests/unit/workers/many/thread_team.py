@@ -119,7 +119,7 @@ def workers_of(
     roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
     if roles is not None:
         how = {
-            "staged": recipe.cluster.max_staleness > 0,
+            "is_ahead": recipe.cluster.max_staleness > 0,
             "in_flight": recipe.cluster.weights_in_flight != "off",
         }
         return SeparateWorkers(team, roles, context, admission, **how)
@@ -137,17 +137,19 @@ def run_on(
     engines: int = 0,
     ahead: int = 0,
     in_flight: str = "off",
+    buffer: str = "auto",
     beside_tail: bool = False,
     build: BuildWorker = build_worker,
     **changes: Any,
 ) -> Iterator[Run]:
     """A run whose workers are `count` threads in groups of `size` that share a model; 0: the embedded worker.
-    `engines`: as many more generate, and the others only train. `ahead`: by how many versions."""
+    `engines`: as many more generate, and the others only train. `ahead`: by how many versions. `in_flight`, `buffer`:
+    `cluster.weights_in_flight` and `weight_buffer`."""
     recipe = tiny_recipe(model, folder / "run", changes)
     run = build_run(recipe)
     if count:
         roles: dict[str, Any] = {"trainer_cpus": count, "engine_cpus": engines, "max_staleness": ahead}
-        roles["weights_in_flight"] = in_flight
+        roles |= {"weights_in_flight": in_flight, "weight_buffer": buffer}
         workers = roles if engines else {"cpus": count, "tensor_parallel": size}
         cluster = recipe.cluster.model_copy(update=workers)
         rollout = recipe.rollout.model_copy(update={"learn_beside_tail": beside_tail})
