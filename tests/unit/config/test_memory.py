@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from octetrl.config.memory import (
 )
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
+from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
 from tests.house.tree import REPO
 
@@ -258,6 +260,35 @@ def test_full_parameter_fp8_grpo_of_8b_fits_one_h200_at_8k() -> None:
     )
     assert estimate.total_bytes < 0.9 * h200
     assert estimate.kv_cache_tokens is not None and estimate.kv_cache_tokens > 64 * 8192
+
+
+ROUNDED = {"states": "8bit", "master": "stochastic_rounding"}
+OFFLOADED = {"gradients": "bfloat16", "optimizer": ROUNDED | {"offload": True}}
+
+
+@pytest.mark.parametrize(
+    ("preset", "trainer", "lora", "gigabytes"),
+    [
+        ("moonlight-16b-a3b", OFFLOADED, None, "measured"),
+        ("moonlight-16b-a3b", {"gradients": "bfloat16", "optimizer": ROUNDED}, None, 133.9),
+        ("moonlight-16b-a3b", {"optimizer": ROUNDED}, None, 165.8),
+        ("qwen3-30b-a3b", {}, {}, 69.6),
+        ("qwen3-30b-a3b", {}, {"experts": True}, 84.6),
+        ("qwen3-30b-a3b", OFFLOADED, None, 190.7),
+    ],
+)
+def test_mixtures_on_one_h200(preset: str, trainer: Any, lora: Any, gigabytes: float | str) -> None:
+    """Moonlight trains all its parameters there, with moments on the device or the host, and Qwen3-30B-A3B adapters."""
+    spec = spec_from_config(preset_config(preset))
+    trained = recipe(
+        model={"path": "m", "lora": lora}, trainer={"tokens_per_micro_batch": 16_384} | trainer, precision="fp8_full"
+    )
+    precisions = precision_policy(spec, trained.fp8).precisions()
+    found = estimate_memory(trained, spec, precisions, on_gpu=True, device_bytes=150 * 10**9).training_bytes
+    if isinstance(gigabytes, str):
+        result = json.loads((REPO / "benchmarks/results/step_moonlight-16b-a3b.json").read_text())
+        gigabytes = result["rows"][0]["memory/learn_peak_gb"]
+    assert found / 10**9 == pytest.approx(gigabytes, rel=0.005)
 
 
 def test_adapters_are_all_that_is_trained() -> None:

@@ -300,6 +300,17 @@ def test_policy_memory_and_adapters_follow_from_the_layout() -> None:
     assert sizes["FP8 copies"] == pytest.approx(2 * codes, rel=1e-3), "codes both ways; scales are 4 bytes of 16,384"
 
 
+def test_experts_start_as_wide_as_other_linears() -> None:
+    """By the width of their input, although all experts are one parameter."""
+    spec = spec_of(MixtureLayout(SIGMOID, 160, 96), hidden_size=144)
+    model = Decoder(spec, precision_policy(spec, Fp8Config()), "train")
+    model.random_init(0)
+    inputs = {"experts.gate_up_proj": 144, "experts.down_proj": 160, "shared_experts.down_proj": 96, "gate": 144}
+    for name, width in inputs.items():
+        found = model.get_parameter(f"layers.1.mlp.{name}.weight").float().std()
+        assert found.item() == pytest.approx(width**-0.5, rel=0.1), name
+
+
 def test_the_correction_bias_is_not_the_optimizers() -> None:
     spec = spec_of(MixtureLayout(SIGMOID, 48))
     model = Decoder(spec, precision_policy(spec, Fp8Config()), "train")

@@ -184,8 +184,18 @@ def test_experts_that_are_missing_or_doubled_and_other_scales_are_refused(tmp_pa
     assert "1 extra: model.layers.0.mlp.experts.gate_up_proj" in refused(**fused)
 
 
-def test_the_published_shape_is_its_config_again() -> None:
-    spec = spec_from_config(preset_config("qwen3-30b-a3b"))
+QWEN3_235B: dict[str, Any] = {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+
+
+@pytest.mark.parametrize(("changes", "parameters"), [({}, 30_532_122_624), (QWEN3_235B, 235_093_634_560)])
+def test_the_published_shapes_are_their_configs_again(changes: dict[str, Any], parameters: int) -> None:
+    spec = spec_from_config(preset_config("qwen3-30b-a3b") | changes)
+    assert spec.num_parameters == parameters
     assert spec_from_config(hf_config(spec)) == spec
 
 
