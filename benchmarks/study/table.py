@@ -75,9 +75,7 @@ def rows_of(lines: Sequence[Row]) -> list[Row]:
             found = values(arm, measure)
             if found:
                 mean = mean_of(list(found.values()))
-                row[measure] = mean.mean
-                if mean.count > 1:
-                    row[f"{measure.split('/')[0]}/{_error_name(measure)}"] = mean.error
+                row |= {measure: mean.mean, f"{measure.split('/')[0]}/{_error_name(measure)}": mean.error}
         for name in AVERAGED:
             if values(arm, name):
                 row[name] = statistics.fmean(values(arm, name).values())
@@ -144,17 +142,15 @@ def is_dirty(record: Row) -> bool:
 
 def document_table(name: str, record: Row) -> str:
     """The table for docs/study.md, with the marker that the tests of figures check."""
-    failed = [("failed", "failed")] if any(row["failed"] for row in record["rows"]) else []
-    shown = (SHOWN[0], *failed, *SHOWN[1:])
-    fields = " | ".join(["-", *(field for _, field in shown)])
+    fields = " | ".join(["-", *(field for _, field in SHOWN)])
     lines = [
         f"<!-- figures: benchmarks/results/study_{name}.json | {fields} -->",
-        "| arm | " + " | ".join(title for title, _ in shown) + " |",
-        "|---" * (len(shown) + 1) + "|",
+        "| arm | " + " | ".join(title for title, _ in SHOWN) + " |",
+        "|---" * (len(SHOWN) + 1) + "|",
     ]
     dagger = " †" if is_dirty(record) else ""
     for row in record["rows"]:
-        cells = [_cell(field, row) for _, field in shown]
+        cells = [_cell(field, row) for _, field in SHOWN]
         lines.append(f"| `{row['arm']}`{dagger} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -162,7 +158,7 @@ def document_table(name: str, record: Row) -> str:
 def _cell(field: str, row: Row) -> str:
     if row.get(field) is None:
         return ""
-    if field in ("seeds", "failed"):
+    if field == "seeds":
         return f"{row[field]}"
     return f"{row[field]:+.3f}" if field.startswith("difference") else f"{row[field]:.3f}"
 

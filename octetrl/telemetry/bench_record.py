@@ -23,7 +23,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -52,21 +51,14 @@ def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Row
 
 def provenance() -> dict[str, object]:
     """Where and by which files this process measures: the fields of a result from `commit` to `versions`."""
-    where = where_it_runs()
     return {
-        "commit": where["commit"],
+        "commit": _commit(),
         "source_digest": source_digest(),
         **_script_digest(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": where["machine"],
-        "versions": where["versions"],
+        "machine": _machine(),
+        "versions": dict(_versions("torch", "triton", "transformers")),
     }
-
-
-def where_it_runs() -> dict[str, object]:
-    """Commit, machine and versions of this process."""
-    versions = dict(_versions("torch", "triton", "transformers"))
-    return {"commit": _commit(), "machine": _machine(), "versions": versions}
 
 
 def _command() -> str:
@@ -107,11 +99,8 @@ def _versions(*packages: str) -> list[tuple[str, str]]:
 
 
 def _commit() -> str:
-    return os.environ.get("OCTETRL_COMMIT") or _commit_of_files()
-
-
-@cache
-def _commit_of_files() -> str:
+    if "OCTETRL_COMMIT" in os.environ:
+        return os.environ["OCTETRL_COMMIT"]
     if (ROOT / ".git").exists() and shutil.which("git") is not None:
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         said = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
