@@ -1,7 +1,8 @@
 """Whether new weights have a second buffer in the workers that generate (`cluster.weight_buffer`). No torch.
 
 With a second buffer, weights arrive while answers are generated. Its memory is missing in the KV cache. So `auto` takes
-it only if the KV cache of the largest batch still fits beside it. Otherwise weights arrive in place, in a pause.
+it only if the KV cache of the largest batch still fits beside it, or if it is small. Otherwise weights arrive in place,
+in a pause.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import Precisions, kv_bytes_per_token
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
+
+SMALL_SHARE = 0.1  # of the memory for the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ def choose_buffer(recipe: Recipe, *, weights: int, cache: int, free: int) -> Buf
     left = max(0, int((free - weights) * recipe.engine.kv_memory_fraction))
     if cache <= left:
         return BufferChoice(True, f"beside its {size} the KV cache of a whole batch, {_gigabytes(cache)}, fits")
+    if weights <= SMALL_SHARE * free:
+        return BufferChoice(True, f"its {size} are {weights / free:.1%} of the memory for the KV cache")
     why = f"beside a second buffer of {size} the KV cache has {_gigabytes(left)}, and a whole batch needs"
     return BufferChoice(False, f"{why} {_gigabytes(cache)}")
 
@@ -77,4 +82,4 @@ def _wide(recipe: Recipe) -> int:
 
 
 def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"

@@ -114,6 +114,8 @@ def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
     where, why = said(140)
     assert where == "new weights in a second buffer, while answers are generated"
     assert re.fullmatch(r"beside its 9.44 GB the KV cache of a whole batch, [\d.]+ GB, fits", why)
+    crowded = said(140, "engine.max_batch=1024", "rollout.prompts_per_step=512")
+    assert crowded[0] == where and crowded[1] == "its 9.44 GB are 6.8% of the memory for the KV cache"
     where, why = said(24)
     assert where == "new weights in a pause between two batches"
     assert re.fullmatch(

@@ -236,6 +236,7 @@ def test_a_second_buffer_is_allocated_before_the_cache_if_all_have_room(
                 assert sent == pytest.approx(sum(one.nbytes for one in own), rel=0.01), "what `octetrl check` says"
         run.workers.between_batches = between_batches
         assert run.workers.publish(0).metrics["publish/sent_gb"] > 0.0
+        assert (run.workers.pause_seconds > 0.0) == (not doubles), "with a second buffer they wait for `adopt`"
     assert stops == ([] if doubles else ["begins", "ends"]), "weights arrive in place only while no batch is generated"
 
 
