@@ -15,7 +15,8 @@ from octetrl.doctor.attribution import Attribution, Sides, attribute, mismatch_b
 from octetrl.doctor.examine import ExaminedWorker
 from octetrl.doctor.findings import examine, forward_logprobs
 from tests.e2e import tiny_run
-from tests.unit.doctor.test_examine import hook_one_ulp, subject
+from tests.unit.doctor import test_examine
+from tests.unit.doctor.test_examine import hook_one_ulp
 
 SMALL_EXPERTS = preset_config("tiny-moe") | tiny_run.SHAPE | {"num_experts": 4, "moe_intermediate_size": 32}
 del SMALL_EXPERTS["eos_token_id"]
@@ -24,6 +25,11 @@ del SMALL_EXPERTS["eos_token_id"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.make_model(tmp_path_factory.mktemp("doctor") / "model", tie_word_embeddings=False)
+
+
+def subject(model: Path, precision: str, **changes: Any) -> ExaminedWorker:
+    """A few tokens of each prompt: what is attributed are the log-probs of the answers."""
+    return test_examine.subject(model, precision, test_examine.SHORT, **changes)
 
 
 def attribution_of(one: ExaminedWorker) -> Attribution:

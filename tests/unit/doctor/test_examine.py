@@ -23,7 +23,7 @@ from tests.e2e import tiny_run
 
 SMALL = Examination(prompts=2, sequences=2, answer_tokens=6)
 PROMPT = "What is {} + 4 - 7 + 1 now?"  # a page of 16 tokens and a bit
-TASKS = [{"prompt": PROMPT.format(number), "answer": str(number - 2)} for number in range(20)]
+SHORT = "{} + 4"  # enough for a fault that shows at every token
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.make_model(tmp_path_factory.mktemp("doctor") / "model", tie_word_embeddings=False)
 
 
-def subject(model: Path, precision: str, **changes: Any) -> ExaminedWorker:
+def subject(model: Path, precision: str, prompt: str = PROMPT, **changes: Any) -> ExaminedWorker:
     """Prompts are short: every token of theirs is a forward of the engine's, and each examination takes all ways."""
     tasks = model.parent / "tasks.jsonl"
-    tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    given = [{"prompt": prompt.format(number), "answer": str(number - 2)} for number in range(20)]
+    tasks.write_text("".join(json.dumps(task) + "\n" for task in given))
     changes = {"precision": precision, **{name.replace("__", "."): value for name, value in changes.items()}}
     changes |= {"environment.dataset": str(tasks)}
     return ExaminedWorker(tiny_run.tiny_recipe(model, model.parent / "run", changes), SMALL)
@@ -109,7 +110,7 @@ def test_nothing_is_left_on_the_models(model: Path) -> None:
     ],
 )
 def test_one_ulp_in_a_module_is_named(model: Path, side: str, name: str, op: str) -> None:
-    one = subject(model, "bf16")
+    one = subject(model, "bf16", SHORT)
     decoder: Decoder = getattr(one.worker, f"{side}_model")
     hook_one_ulp(decoder.get_submodule(name))
     first = report_of(one).first
@@ -142,7 +143,7 @@ def test_an_attention_kernel_that_is_an_ulp_off(model: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("scale", "op"), [(1, "k as cached"), (3, "v as cached")])
 def test_a_wrong_scale_of_one_head_is_named(model: Path, scale: int, op: str) -> None:
-    one = subject(model, "fp8_full")
+    one = subject(model, "fp8_full", SHORT)
     scales = one.worker.kv_scales
     assert scales is not None
     wrong_LS = scales.scale_LS.clone()
@@ -155,7 +156,7 @@ def test_a_wrong_scale_of_one_head_is_named(model: Path, scale: int, op: str) ->
 
 
 def test_one_code_of_one_weight(model: Path) -> None:
-    one = subject(model, "fp8")
+    one = subject(model, "fp8", SHORT)
     linear: Any = one.worker.engine_model.get_submodule("layers.1.attention.o_proj")
     codes = linear.codes.clone()
     codes.view(torch.uint8)[5, 7] ^= 8
@@ -167,7 +168,7 @@ def test_one_code_of_one_weight(model: Path) -> None:
 
 
 def test_other_weights_of_the_lm_head(model: Path) -> None:
-    one = subject(model, "bf16")
+    one = subject(model, "bf16", SHORT)
     head: Any = one.worker.engine_model.lm_head
     weight = head.weight.detach().clone()
     weight[7] *= 2
@@ -178,9 +179,9 @@ def test_other_weights_of_the_lm_head(model: Path) -> None:
 
 
 def test_formats_that_differ_show_at_the_first_linear(model: Path) -> None:
-    first = report_of(subject(model, "fp8_rollout")).first
+    first = report_of(subject(model, "fp8_rollout", SHORT)).first
     assert first is not None and first.site == Site(0, "qkv_proj")
-    first = report_of(subject(model, "fp8_full", fp8__kv_replay=False)).first
+    first = report_of(subject(model, "fp8_full", SHORT, fp8__kv_replay=False)).first
     assert first is not None and first.site == Site(0, "k as cached")
 
 
