@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from octetrl.fp8.quantize import quantize_kv, quantize_kv_per_head
 from octetrl.kernels.attention import attention_reference
-from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile
 from octetrl.kernels.attention.attention_packed import (
     attention_packed,
-    attention_packed_backward_reference,
     attention_packed_forward,
-    attention_packed_forward_reference,
 )
-from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
-from octetrl.kernels.attention.kv_store import kv_replay
 from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, scales_of
-from tests.unit.kernels.attention_interpreted import mend_interpreter
 
 SCALE = 0.2
 
@@ -163,57 +152,3 @@ def test_a_k_that_fp8_would_ruin_stays_whole_beside_an_fp8_v():
         out = attention_packed(q, k, v, cu_seqlens_of(lengths), 90, SCALE, *scales, "calibrated", quantize_k)
         distances.append(relative_error(out, want))
     assert distances[0] > 0.2 and distances[1] < 0.04
-
-
-# ---------------------------------------------------------------- the Triton backward, interpreted
-
-INTERPRETED = {  # lengths, rows past them, kv_mode, quantize_k, head size, dq's and dkdv's queries and keys
-    "whole-tiles": ([1, 75, 32, 131], 9, "none", False, 16, (32, 16), (16, 32)),
-    "calibrated": ([1, 75, 32, 131], 0, "calibrated", True, 32, (16, 32), (32, 32)),
-    "dynamic-and-an-empty-sequence": ([1, 75, 0, 32, 131], 9, "dynamic", True, 16, (32, 16), (16, 32)),
-    "more-sequences-than-one-search": ([3] * 150 + [40], 5, "calibrated", False, 16, (32, 16), (16, 32)),
-}
-
-
-def interpreted_errors(lengths, rest, kv_mode, quantize_k, head_size, dq, dkdv):
-    """Distances of dQ, dK, dV from the reference, and how many values past the last sequence are not zero.
-
-    Whatever the rows past the last sequence hold must stay there, so they are NaN here.
-    """
-    heads = 1 if len(lengths) > 100 else 2  # of keys, and queries to each
-    q, k, v = random_qkv([*lengths, rest], heads, heads, head_size, torch.bfloat16)
-    kv = kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantize_k)
-    shape = (cu_seqlens_of(lengths), max(lengths), SCALE)
-    out, lse2 = attention_packed_forward_reference(q, kv, *shape)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-    wants = attention_packed_backward_reference(dout, q, kv, out, lse2, *shape)
-    used = sum(lengths)
-    q, k, v, dout = (x.clone() for x in (q, kv.k_TKD, kv.v_TKD, dout))
-    for x in (q, k, v, dout, out, lse2):
-        x[used:] = float("nan")
-    tiles = BackwardTiles(Tile(*dq, 4, 1), Tile(*dkdv, 4, 1))
-    kv = kv._replace(k_TKD=k, v_TKD=v)
-    got = attention_packed_backward_triton(dout, q, kv, out, lse2, *shape, tiles=tiles)
-    errors = [relative_error(g[:used], w[:used]) for g, w in zip(got, wants, strict=True)]
-    return [*errors, sum(int(g[used:].count_nonzero()) for g in got)]
-
-
-@pytest.fixture(scope="module")
-def errors_interpreted():
-    script = [sys.executable, "-m", "tests.unit.kernels.test_attention_packed"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
-@pytest.mark.parametrize("case", INTERPRETED)
-def test_the_triton_backward_walks_every_pack(errors_interpreted, case):
-    *errors, rest = errors_interpreted[case]
-    assert max(errors) < 1e-2 and rest == 0
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    mend_interpreter()
-    print(json.dumps({name: interpreted_errors(*case) for name, case in INTERPRETED.items()}))
