@@ -13,6 +13,8 @@ from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.kv_store import kv_store
 from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
 
+BORDERS = [*range(3), *range(14, 18), *range(62, 66), *range(126, 131), *range(254, 258), 299]  # of pages, of chunks
+
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
@@ -46,6 +48,25 @@ def run_paged(q, cache, lengths, chunks_of, window=None):
     return torch.cat(outs)
 
 
+def decode_rows(q, cache, lengths, positions, window=None):
+    """Rows of `q` at these positions of each sequence that has them, and their attention: all decoded in one batch."""
+    places = [(index, at) for index, length in enumerate(lengths) for at in positions if at < length]
+    sequences, contexts = torch.tensor([index for index, _ in places]), torch.tensor([at + 1 for _, at in places])
+    rows = cu_seqlens_of(lengths)[sequences] + contexts - 1
+    out = attention_paged(
+        q[rows],
+        cache.k,
+        cache.v,
+        cache.block_table[sequences],
+        cu_seqlens_of([1] * len(places)),
+        contexts.int(),
+        q.shape[-1] ** -0.5,
+        *cache.scales,
+        window=window,
+    )
+    return rows, out
+
+
 def random_chunks(length, generator):
     chunks = []
     while sum(chunks) < length:
@@ -69,7 +90,9 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, group, h
 
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n]))
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: random_chunks(n, generator)))
-    assert torch.equal(packed[:200], run_paged(q, cache, lengths, lambda n: [1] * n)[:200])
+    for positions in (BORDERS, [299]):
+        rows, decoded = decode_rows(q, cache, lengths, positions)
+        assert torch.equal(packed[rows], decoded)
 
 
 @pytest.mark.parametrize("window", [1, 100, 129, 290])
@@ -88,12 +111,8 @@ def test_a_window_has_equal_bits_wherever_the_first_chunk_begins(kv_mode, quanti
     generator = random.Random(window)
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n], window))
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: random_chunks(n, generator), window))
-    last = (cu_seqlens_of(lengths)[1:] - 1).long()
-    decoded = attention_paged(
-        q[last], cache.k, cache.v, cache.block_table, cu_seqlens_of([1] * 4), torch.tensor(lengths).int(), 96**-0.5,
-        *cache.scales, window=window,
-    )  # fmt: skip
-    assert torch.equal(decoded, packed[last])
+    rows, decoded = decode_rows(q, cache, lengths, BORDERS, window)
+    assert torch.equal(packed[rows], decoded)
 
 
 def test_a_row_does_not_depend_on_who_else_is_in_the_batch():
