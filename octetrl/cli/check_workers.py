@@ -45,11 +45,8 @@ def weight_buffer_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     model = recipe, plan.spec, plan.policy.precisions()
     weights, cache = sent_bytes(*model), batch_cache_bytes(*model)
     if device.num_bytes is None and cluster.weight_buffer == "auto":
-        yield (
-            "new weights",
-            "in a second buffer if the KV cache of a whole batch fits beside it, or if it is small; else in a pause",
-        )
-        yield "", f"the buffer takes {weights / GIB:.2f} GiB, that KV cache {cache / GIB:.2f} GiB"
+        yield "new weights", "in a second buffer if the GPU's memory allows it, else in a pause"
+        yield "", f"the buffer takes {weights / 1e9:.2f} GB, the KV cache of a whole batch {cache / 1e9:.2f} GB"
         return
     free = (device.num_bytes or 0) - held_bytes(*model) - (CUDA_CONTEXT if device.on_gpu else 0)
     choice = choose_buffer(recipe, weights=weights, cache=cache, free=free)

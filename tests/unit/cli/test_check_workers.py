@@ -115,7 +115,7 @@ def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
     assert where == "new weights in a second buffer, while answers are generated"
     assert re.fullmatch(r"beside its 9.44 GB the KV cache of a whole batch, [\d.]+ GB, fits", why)
     crowded = said(140, "engine.max_batch=1024", "rollout.prompts_per_step=512")
-    assert crowded[0] == where and crowded[1] == "its 9.44 GB are 6.8% of the memory for the KV cache"
+    assert crowded[0] == where and crowded[1] == "its 9.44 GB are 6.7% of the memory for the KV cache"
     where, why = said(24)
     assert where == "new weights in a pause between two batches"
     assert re.fullmatch(
@@ -128,4 +128,4 @@ def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
     cluster = unknown.recipe.cluster.model_copy(update={"max_staleness": 1})
     device = replace(unknown.device, num_bytes=None)
     found = replace(unknown, recipe=unknown.recipe.model_copy(update={"cluster": cluster}), device=device)
-    assert "if the KV cache of a whole batch fits beside it" in next(weight_buffer_lines(found))[1]
+    assert "if the GPU's memory allows it" in next(weight_buffer_lines(found))[1]
