@@ -36,6 +36,7 @@ from octetrl.telemetry.metrics import MISMATCH
 
 UNEQUAL = "mismatch/unequal_tokens"
 DECILES = 10
+NOTABLE_SATURATION = 1e-4  # share of K and V that is shown as more than 0.00%
 
 
 def mismatch_of(
@@ -183,7 +184,7 @@ def advice(metrics: Mapping[str, float]) -> str:
         )
     saturation = metrics.get("fp8/kv_saturation", 0.0)
     errors = [metrics[name] for name in _decile_names() if name in metrics]
-    if saturation > 0:
+    if saturation >= NOTABLE_SATURATION:
         return f"{saturation:.2%} of K and V were clamped: raise fp8.calibration_margin, or use fp8.kv_cache=int8."
     if len(errors) > 1 and errors[-1] - 1 > 2 * (errors[0] - 1):
         return (

@@ -83,10 +83,12 @@ def test_advice_follows_the_evidence() -> None:
     first, last = "mismatch/decile_0/token_mult_prob_error", "mismatch/decile_9/token_mult_prob_error"
     assert "fp8.kv_replay" in (gate.check(1, {MISMATCH: 1.1, first: 1.01, last: 1.2}) or "")
     assert "linears" in (gate.check(1, {MISMATCH: 1.1, first: 1.1, last: 1.1}) or "")
-    assert "calibration_margin" in (gate.check(1, {MISMATCH: 1.1, "fp8/kv_saturation": 0.02}) or "")
     stale = {MISMATCH: 1.1, "fp8/kv_saturation": 0.02, "rollout/on_policy_share": 0.25}
     assert "75% of the tokens were sampled by earlier weights" in (gate.check(1, stale) or "")
     assert "calibration_margin" in (gate.check(1, stale | {"rollout/on_policy_share": 1.0}) or "")
+    clamped = {MISMATCH: 1.1, "fp8/kv_saturation": 1e-4}
+    assert "0.01% of K and V were clamped: raise fp8.calibration_margin" in (gate.check(1, clamped) or "")
+    assert "look at the linears" in (gate.check(1, clamped | {"fp8/kv_saturation": 4e-5}) or "")
 
 
 def test_saturation_warning_names_share_limit_and_remedy() -> None:
