@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,13 +38,18 @@ Screen = tuple[str, list[tuple[str, str]]]  # a title, and rows of a label and a
 
 def leave_report(folder: Path, console: Console) -> None:
     """Writes the report if the run has finished a step. A report that can't be made is a warning: the run's results do
-    not depend on it."""
+    not depend on it. An earlier report then stays."""
     if not last_step(folder / METRICS_FILE):
         return
+    aside = folder / f".{REPORT}"
     try:
-        (folder / REPORT).write_text(report_page([read_run(folder)]), encoding="utf-8", errors=ESCAPE)
+        aside.write_text(report_page([read_run(folder)]), encoding="utf-8", errors=ESCAPE)
+        aside.replace(folder / REPORT)
     except (OSError, UserError, ValueError, TypeError, KeyError) as error:
         console.warn(f"no {REPORT} was written ({error}); `octetrl report {folder}` tries again")
+    finally:
+        with suppress(OSError):
+            aside.unlink()
 
 
 # ---------------------------------------------------------------- the beginning

@@ -66,6 +66,12 @@ def test_the_report_of_a_run_is_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     leave_report(tmp_path, Console("plain", 1))
     assert "na\u00efve\\ud800" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / ".report.html").symlink_to("/dev/full")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n')
+    report, console = (tmp_path / "report.html").read_bytes(), Console("plain", 1, err=(said := io.StringIO()))
+    leave_report(tmp_path, console)
+    assert "no report.html was written ([Errno 28]" in said.getvalue(), "the disk is full"
+    assert (tmp_path / "report.html").read_bytes() == report and not (tmp_path / ".report.html").is_symlink()
     assert run_command(["report", str(tmp_path), "--out", str(tmp_path / "again.html")]) == 0
     assert run_command(["report", str(tmp_path), "--out", "/proc/x.html"]) == 2
 
