@@ -18,7 +18,14 @@ from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
-from tests.unit.models.tiny_families import FAMILIES, decoder_of, hf_logits, hf_model, packed
+from tests.unit.models.tiny_families import (
+    FAMILIES,
+    assert_transformers_reads_it_as_we_do,
+    decoder_of,
+    hf_logits,
+    hf_model,
+    packed,
+)
 
 
 @pytest.fixture
@@ -99,10 +106,7 @@ def test_transformers_reads_an_fp8_export_as_we_do(name: str, tmp_path: Path) ->
     again = decoder_of(tmp_path / "fp8", dtype=torch.bfloat16)
     for (parameter, mine), read in zip(ours.named_parameters(), again.parameters(), strict=True):
         assert (mine - read).float().norm() <= 0.04 * mine.float().norm(), parameter
-    save_weights(again, tmp_path / "bf16")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).state_dict()
-    for tensor, value in load_file(tmp_path / "bf16/model.safetensors").items():
-        assert torch.equal(theirs[tensor], value), tensor
+    assert_transformers_reads_it_as_we_do(tmp_path / "fp8", again, tmp_path / "bf16")
 
 
 def test_an_fp8_export_of_ragged_blocks_is_refused(folder: Path, tmp_path: Path) -> None:

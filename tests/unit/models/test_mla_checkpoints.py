@@ -27,7 +27,14 @@ from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.families import hf_config, load_spec, prediction_layers, spec_from_config
 from octetrl.models.hf_weights import save_weights, save_weights_fp8
-from tests.unit.models.tiny_families import ROPE, SHAPE, decoder_of, hf_logits, packed
+from tests.unit.models.tiny_families import (
+    ROPE,
+    SHAPE,
+    assert_transformers_reads_it_as_we_do,
+    decoder_of,
+    hf_logits,
+    packed,
+)
 
 DEEPSEEK: dict[str, Any] = {key: value for key, value in SHAPE.items() if key != "head_dim"} | {
     "num_key_value_heads": 4,
@@ -113,11 +120,14 @@ WHOLE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_block_fp8_as_published_and_further_layers_are_read(tmp_path: Path) -> None:
     """Our export keeps kv_a and kv_b in BF16. DeepSeek has codes of them, and a layer that predicts a further token."""
     theirs("q_lora", **WHOLE).save_pretrained(tmp_path / "theirs")
     ours = decoder_of(tmp_path / "theirs", dtype=torch.bfloat16)
     save_weights_fp8(ours, tmp_path / "fp8")
+    read = decoder_of(tmp_path / "fp8", dtype=torch.bfloat16)
+    assert_transformers_reads_it_as_we_do(tmp_path / "fp8", read, tmp_path / "bf16")
     stored = load_file(tmp_path / "fp8/model.safetensors")
     module = "model.layers.1.self_attn."
     assert stored[f"{module}q_b_proj.weight"].dtype == torch.float8_e4m3fn

@@ -34,7 +34,14 @@ from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights, save_weights_fp8
-from tests.unit.models.tiny_families import ROPE, SHAPE, decoder_of, hf_logits, packed
+from tests.unit.models.tiny_families import (
+    ROPE,
+    SHAPE,
+    assert_transformers_reads_it_as_we_do,
+    decoder_of,
+    hf_logits,
+    packed,
+)
 
 QWEN3: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 DOTS: dict[str, Any] = {
@@ -104,6 +111,7 @@ def test_logits_are_those_of_transformers_and_exports_load_there(variant: str, t
 WHOLE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_key_value_heads": 4}
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("variant", ["renormalised", "groups, a dense layer"])
 def test_block_fp8_goes_out_and_comes_in_as_published(variant: str, tmp_path: Path) -> None:
     """Codes and scales by expert; the router stays as it is and is named as not converted."""
@@ -121,6 +129,7 @@ def test_block_fp8_goes_out_and_comes_in_as_published(variant: str, tmp_path: Pa
     for (name, mine), read in zip(ours.named_parameters(), again.parameters(), strict=True):
         assert (mine - read).float().norm() <= 0.04 * mine.float().norm(), name
         assert torch.equal(mine, read) == ("proj" not in name), name
+    assert_transformers_reads_it_as_we_do(tmp_path / "fp8", again, tmp_path / "bf16")
 
 
 def refusal(folder: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -22,7 +23,7 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
-from octetrl.models.hf_weights import load_weights
+from octetrl.models.hf_weights import load_weights, save_weights
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -91,3 +92,12 @@ def packed(lengths: list[int]) -> tuple[Tensor, Tensor, PackedContext]:
 def hf_logits(model: PreTrainedModel, token_ids_T: Tensor, lengths: list[int]) -> Tensor:
     """transformers' logits of each sequence run by itself, end to end."""
     return torch.cat([model(input_ids=ids[None]).logits[0] for ids in token_ids_T.split(lengths)])
+
+
+def assert_transformers_reads_it_as_we_do(folder: Path, ours: Decoder, scratch: Path) -> None:
+    """`folder` is a block-FP8 export and `ours` what we read from it; `scratch` gets its weights in BF16."""
+    save_weights(ours, scratch)
+    fp8, bf16 = (AutoModelForCausalLM.from_pretrained(one, dtype=torch.bfloat16) for one in (folder, scratch))
+    wanted = bf16.state_dict()
+    for name, value in fp8.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
