@@ -45,7 +45,7 @@ from octetrl.run.loop import train
 from octetrl.telemetry.bench_record import provenance
 from octetrl.telemetry.sinks import METRICS_FILE
 
-UNFINISHED = 3
+REFUSED, UNFINISHED = 2, 3  # exit codes
 START = "start"
 CHECKPOINT_EVERY = 15
 Line = dict[str, Any]
@@ -74,13 +74,24 @@ def quietly(folder: Path, seed: int) -> list[str]:
     ]
 
 
-def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> None:
-    """Train the seed's model by SFT and leave it at `starts/`, whole or not at all."""
-    table, folder = TABLES[name], state / "runs" / key(name, START, seed)
+def start_run(state: Path, name: str, seed: int) -> Path:
+    """Where the seed's model is made."""
+    return state / "runs" / key(name, START, seed)
+
+
+def start_recipe(state: Path, name: str, seed: int, changes: Sequence[str]) -> Recipe:
+    """The cold start's recipe; the caller's changes come last."""
+    table, folder = TABLES[name], start_run(state, name, seed)
     assert table.start is not None, "a pretrained model has no cold start"
     paths = [f"model.path={folder / 'random'}", f"algorithm.conversations={folder / 'examples.jsonl'}"]
     given = [*table.start_changes, *quietly(folder / "sft", seed), f"checkpoint.every={CHECKPOINT_EVERY * 4}", *paths]
-    recipe = load_recipe(shipped_path(table.start), [*given, *changes])
+    return load_recipe(shipped_path(table.start), [*given, *changes])
+
+
+def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> None:
+    """Train the seed's model by SFT and leave it at `starts/`, whole or not at all."""
+    table, folder = TABLES[name], start_run(state, name, seed)
+    recipe = start_recipe(state, name, seed, changes)
     resumes = has_checkpoint(recipe)
     if not resumes:
         shutil.rmtree(folder, ignore_errors=True)
@@ -246,4 +257,4 @@ if __name__ == "__main__":
         main()
     except UserError as error:
         print(f"benchmarks.study.job: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(REFUSED) from None

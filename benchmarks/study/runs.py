@@ -10,11 +10,12 @@ The clock: `WARNING_SECONDS` before the end of `--seconds` every job is asked to
 still runs at the end is killed, and loses at most the steps since its last checkpoint. No job is started that would not
 end in time, by the longest job of its kind so far, unless no call of this length could hold it. On a new machine the
 first jobs also compile the kernels and take several times as long; `--job-seconds` says what later jobs take. A job
-that fails `ATTEMPTS` times leaves a line that says so.
+that fails `ATTEMPTS` times leaves a line that says so. A job that refuses its input leaves none, and no job follows it.
 
 On a machine that is given up after each call, `--pack FOLDER` leaves there what the next call needs, in pieces of
 `--piece-mb` at most: all lines, then starts, then the runs that were cut off, as far as `--pack-mb` allows; what was
-left out is made or run again. `--unpack FOLDER` reads the pieces first. The state is in `--state`.
+left out is made or run again. `--unpack FOLDER` reads the pieces first. The state is in `--state`, which may have
+another path then.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.study.arms import ARMS, TABLES
-from benchmarks.study.job import START, UNFINISHED, key, line_path, start_folder, write_line
+from benchmarks.study.job import (
+    REFUSED,
+    START,
+    UNFINISHED,
+    arm_recipe,
+    key,
+    line_path,
+    start_folder,
+    start_recipe,
+    write_line,
+)
 from octetrl.config.errors import UserError
 from octetrl.telemetry.bench_record import provenance
 
@@ -42,6 +53,7 @@ WARNING_SECONDS = 25.0
 ATTEMPTS = 2
 POLL_SECONDS = 0.2
 PIECE = "state.tar.gz."
+PLACE = "place.json"  # the packed state's path, which its runs name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,7 @@ class Plan:
     guess: float  # seconds of an arm's job before one has ended
     expected: float | None = None  # seconds of an arm's job, whatever the earlier ones took
     attempts: dict[str, int] = field(default_factory=dict)
+    refusal: str | None = None  # of the first job that refused its input
 
     def is_complete(self, job: Job) -> bool:
         if job.arm == START:
@@ -78,7 +91,9 @@ class Plan:
         return line_path(self.state, job.table, job.arm, job.seed).exists()
 
     def ready(self, running: Sequence[Running]) -> Iterator[Job]:
-        """Jobs that may start, in order: not complete, not running, and their start is made."""
+        """Jobs that may start, in order: not complete, not running, and their start is made. None after a refusal."""
+        if self.refusal is not None:
+            return
         names = {one.job.name for one in running}
         for job in self.jobs:
             if job.name in names or self.is_complete(job) or self.attempts.get(job.name, 0) >= ATTEMPTS:
@@ -142,9 +157,12 @@ def ended(plan: Plan, one: Running, *, asked: bool) -> None:
     if code == UNFINISHED or asked:
         print(f"  cut off: {one.job.name}, the next call goes on with it", flush=True)
         return
-    tries = plan.attempts[one.job.name] = plan.attempts.get(one.job.name, 0) + 1
     log = (plan.state / "logs" / f"{one.job.name}.log").read_text(errors="replace").strip().splitlines()
     why = log[-1] if log else "it printed nothing"
+    if code == REFUSED:
+        plan.refusal = plan.refusal or f"{one.job.name} was refused: {why}"
+        return
+    tries = plan.attempts[one.job.name] = plan.attempts.get(one.job.name, 0) + 1
     print(f"  failed ({tries} of {ATTEMPTS}): {one.job.name}: {why}", flush=True)
     if tries >= ATTEMPTS and one.job.arm != START:
         job = one.job
@@ -196,7 +214,9 @@ def pack(state: Path, folder: Path, limit_mb: float, piece_mb: float) -> list[st
         *([path] for path in _visible(state / "runs")),
     ]
     left_out, used, buffer = list[str](), 0, io.BytesIO()
+    write_line(state / PLACE, {"state": str(state)})
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+        archive.add(state / PLACE, PLACE)
         for number, group in enumerate(groups):
             size = sum(file.stat().st_size for path in group for file in (path, *path.rglob("*")) if file.is_file())
             if number and used + size > limit_mb * 2**20:
@@ -228,15 +248,24 @@ def unpack(folder: Path, state: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     with tarfile.open(fileobj=io.BytesIO(b"".join(piece.read_bytes() for piece in pieces)), mode="r:gz") as archive:
         archive.extractall(aside, filter="data")
+    place = aside / PLACE
+    packed_from = json.loads(place.read_text())["state"] if place.exists() else str(state)
     for name in ("lines", "before", "starts", "runs"):
         for path in _visible(aside / name):
             target = state / name / path.name
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
+                _name_place(path, packed_from, str(state))
                 path.rename(target)
     if (aside / "seconds.json").exists() and not (state / "seconds.json").exists():
         (aside / "seconds.json").rename(state / "seconds.json")
     shutil.rmtree(aside)
+
+
+def _name_place(unpacked: Path, old: str, new: str) -> None:
+    """Put the state's new path into the recipes of unpacked runs: a run resumes with the paths that it began with."""
+    for recipe in unpacked.rglob("config.yaml") if old != new else ():
+        recipe.write_text(recipe.read_text().replace(f"{old}/", f"{new}/"))
 
 
 def chosen_arms(table: str, asked: str | None) -> tuple[str, ...]:
@@ -247,6 +276,15 @@ def chosen_arms(table: str, asked: str | None) -> tuple[str, ...]:
         if arm not in ARMS:
             raise UserError(f"--arms: '{arm}' is no arm of the study; give all, or some of {', '.join(ARMS)}")
     return arms
+
+
+def refuse_changes(arguments: argparse.Namespace, chosen: Sequence[str]) -> None:
+    """UserError: a recipe of the table does not take the changes."""
+    state, table = arguments.state, arguments.table
+    if TABLES[table].start is not None:
+        start_recipe(state, table, 0, arguments.start_change)
+    for arm in chosen:
+        arm_recipe(state, table, arm, 0, arguments.model, arguments.change)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -275,7 +313,9 @@ def main(words: Sequence[str] | None = None) -> int:
     table = TABLES[arguments.table]
     if table.start is None and arguments.model is None:
         raise UserError(f"--model: table '{arguments.table}' needs the folder of a pretrained model")
-    jobs = jobs_of(arguments.table, chosen_arms(arguments.table, arguments.arms), seeds)
+    chosen = chosen_arms(arguments.table, arguments.arms)
+    jobs = jobs_of(arguments.table, chosen, seeds)
+    refuse_changes(arguments, chosen)
     plan = Plan(arguments.state, jobs, table.job_seconds, arguments.job_seconds)
     try:
         run_jobs(plan, arguments)
@@ -285,6 +325,8 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"packed into {arguments.pack}; left out: {', '.join(left_out) or 'nothing'}")
     left = [job.name for job in jobs if not plan.is_complete(job)]
     print(f"{len(jobs) - len(left)} of {len(jobs)} jobs complete; left: {', '.join(left[:6]) or 'none'}")
+    if plan.refusal is not None:
+        raise UserError(f"{plan.refusal}; the other jobs were not started")
     return 0
 
 

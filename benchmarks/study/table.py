@@ -75,7 +75,9 @@ def rows_of(lines: Sequence[Row]) -> list[Row]:
             found = values(arm, measure)
             if found:
                 mean = mean_of(list(found.values()))
-                row |= {measure: mean.mean, f"{measure.split('/')[0]}/{_error_name(measure)}": mean.error}
+                row[measure] = mean.mean
+                if mean.count > 1:
+                    row[f"{measure.split('/')[0]}/{_error_name(measure)}"] = mean.error
         for name in AVERAGED:
             if values(arm, name):
                 row[name] = statistics.fmean(values(arm, name).values())
@@ -142,15 +144,17 @@ def is_dirty(record: Row) -> bool:
 
 def document_table(name: str, record: Row) -> str:
     """The table for docs/study.md, with the marker that the tests of figures check."""
-    fields = " | ".join(["-", *(field for _, field in SHOWN)])
+    failed = [("failed", "failed")] if any(row["failed"] for row in record["rows"]) else []
+    shown = (SHOWN[0], *failed, *SHOWN[1:])
+    fields = " | ".join(["-", *(field for _, field in shown)])
     lines = [
         f"<!-- figures: benchmarks/results/study_{name}.json | {fields} -->",
-        "| arm | " + " | ".join(title for title, _ in SHOWN) + " |",
-        "|---" * (len(SHOWN) + 1) + "|",
+        "| arm | " + " | ".join(title for title, _ in shown) + " |",
+        "|---" * (len(shown) + 1) + "|",
     ]
     dagger = " †" if is_dirty(record) else ""
     for row in record["rows"]:
-        cells = [_cell(field, row) for _, field in SHOWN]
+        cells = [_cell(field, row) for _, field in shown]
         lines.append(f"| `{row['arm']}`{dagger} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -158,7 +162,7 @@ def document_table(name: str, record: Row) -> str:
 def _cell(field: str, row: Row) -> str:
     if row.get(field) is None:
         return ""
-    if field == "seeds":
+    if field in ("seeds", "failed"):
         return f"{row[field]}"
     return f"{row[field]:+.3f}" if field.startswith("difference") else f"{row[field]:.3f}"
 

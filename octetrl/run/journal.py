@@ -11,8 +11,8 @@ from octetrl.config.several_environments import section_name
 from octetrl.records import RolloutGroup, Task
 from octetrl.telemetry.environment_metrics import by_environment, environment_metrics
 from octetrl.telemetry.failures import Failures
-from octetrl.telemetry.put_back import PUT_BACK, PutBackFile
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, RolloutFiles, rollout_metrics
+from octetrl.telemetry.step_lines import PUT_BACK, StepLines
 
 STEP, EVALUATION = "rollouts", "evaluation"
 
@@ -26,7 +26,7 @@ class Journal:
         self,
         files: RolloutFiles | None = None,
         evaluations: RolloutFiles | None = None,
-        put_back: PutBackFile | None = None,
+        put_back: StepLines | None = None,
         *,
         environments: Collection[str] = (),
         right_from: float = 1.0,
@@ -48,7 +48,7 @@ class Journal:
             evaluates = recipe.evaluation.every > 0 or evaluations.is_dir()
             files = RolloutFiles(run_folder / ROLLOUTS, resumed_step)
             held_out = RolloutFiles(evaluations, resumed_step) if evaluates else None
-            put_back = PutBackFile(run_folder / PUT_BACK, resumed_step)
+            put_back = StepLines(run_folder / PUT_BACK, resumed_step)
         right_from = recipe.evaluation.right_from
         return cls(files, held_out, put_back, environments=tuple(recipe.environments), right_from=right_from)
 
@@ -65,7 +65,7 @@ class Journal:
         if self._files is not None:
             self._files.write(self._step, groups)
         if self._put_back is not None and put_back:
-            self._put_back.write(self._step, [task.id for task in put_back])
+            self._put_back.write(self._step, task_ids=[task.id for task in put_back])
         of_each = environment_metrics(groups, self._environments, self._right_from)
         self.metrics = rollout_metrics(groups) | of_each | dict(counts or {})
         self.samples[STEP] = groups

@@ -150,6 +150,7 @@ def _run_steps(
             for warning in health:
                 if warning is not None:
                     run.console.warn(warning)
+            sinks.write_warnings(step, run.console.take_warnings())
             with checkpoints.saved_if_failed(run, step):
                 run.journal.check_failures(recipe)
                 empty.check(step, metrics)

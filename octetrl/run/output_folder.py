@@ -1,7 +1,7 @@
 """The run folder: locks it for one run, and cleans up after a refused run.
 
     config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  evaluations/  checkpoints/  put_back.jsonl  lock
-    report.html  logs/  events.out.tfevents.*
+    warnings.jsonl  report.html  logs/  events.out.tfevents.*
 
 A lock of the operating system prevents two live runs in one folder; it ends with the process. The resolved recipe in
 `config.yaml` and the run's id (`run_identity.py`) prevent a mix of two different runs. A new run starts only in a
@@ -39,6 +39,7 @@ from octetrl.run.run_identity import (
     refuse_foreign_checkpoints,
     write_run_id,
 )
+from octetrl.telemetry.bench_record import where_it_runs
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.trainer import checkpoint
@@ -78,7 +79,7 @@ class OutputFolder:
         with self._writing():
             try:
                 if self.run_id is not None:
-                    write_run_id(self.path, self.run_id)
+                    write_run_id(self.path, self.run_id, where_it_runs())
                 record_changes(self.path, self._last_step(), self._changes)
                 self._changes = []  # a restart of the workers keeps the folder again
                 with aside.open("w", encoding="utf-8") as file:

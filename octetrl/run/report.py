@@ -21,7 +21,7 @@ from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.given import is_given
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.report_data import BETWEEN, PHASES, RunRecord, idle_tail, read_run
+from octetrl.telemetry.report_data import BETWEEN, PHASES, RunRecord, idle_tail, read_run, results
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import duration
@@ -147,7 +147,7 @@ def _millions(number: int) -> str:
 def last_screen(folder: Path, recipe: Recipe) -> Screen:
     """What came out, where it is, where the time went, and what to type next."""
     run = read_run(folder)
-    rows = [*_result(run), ("time", _seconds_by_phase(run)), ("beside tail", idle_tail(run) or ""), *_where(folder)]
+    rows = [*results(run), ("time", _seconds_by_phase(run)), ("beside tail", idle_tail(run) or ""), *_where(folder)]
     rows.append(("report", str(folder / REPORT)))
     next_label = "next"
     for command, what in _commands(folder, recipe):
@@ -157,20 +157,6 @@ def last_screen(folder: Path, recipe: Recipe) -> Screen:
     return f"done: {len(run.rows)} step{'s' * (len(run.rows) != 1)} in {spent}", [
         (one, text) for one, text in rows if text
     ]
-
-
-def _result(run: RunRecord) -> Iterator[tuple[str, str]]:
-    evaluations = run.series("eval/accuracy")
-    best = max(evaluations, key=lambda one: one[2], default=None)
-    if best is not None:
-        step, _, accuracy = evaluations[-1]
-        last = "" if best[0] == step else f"; the last: {accuracy:.3f} at step {step}"
-        yield "best", f"held-out accuracy {best[2]:.3f} at step {best[0]}{last}"
-    for name, label in (("reward/mean", "reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
-        values = run.values(name)
-        if values:
-            yield label, f"{values[0]:.3f} in the first step, {values[-1]:.3f} in the last"
-            return
 
 
 def _seconds_by_phase(run: RunRecord) -> str:

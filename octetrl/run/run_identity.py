@@ -1,6 +1,7 @@
 """Which run a folder and its checkpoints belong to.
 
-A run gets a random id when it starts. `run.json` in its folder and the manifest of each checkpoint contain it. Only
+A run gets a random id when it starts. `run.json` in its folder and the manifest of each checkpoint contain it.
+`run.json` also says where the run was started or resumed last: commit, machine, versions. Only
 checkpoints of the folder's own run are resumed from, exported or pruned. Runs and checkpoints that are older than ids
 have none. A folder without `run.json` belongs to the run of its checkpoints, if they all belong to one run.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from octetrl.config.errors import UserError
@@ -41,12 +42,12 @@ def read_run_id(run_folder: Path) -> str | None:
     return run_id
 
 
-def write_run_id(run_folder: Path, run_id: str) -> None:
-    """Writes a temporary file and renames it, so that a kill leaves the whole file or none."""
+def write_run_id(run_folder: Path, run_id: str, where: Mapping[str, object]) -> None:
+    """`where`: where it runs. Writes a temporary file and renames it, so that a kill leaves the whole file or none."""
     aside = run_folder / f"{RUN_FILE}.partial"
     try:
         with aside.open("w", encoding="utf-8") as file:
-            json.dump({"run": run_id}, file)
+            json.dump({"run": run_id, **where}, file)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(run_folder / RUN_FILE)

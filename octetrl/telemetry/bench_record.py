@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -51,14 +52,21 @@ def write_result(bench: str, name: str, rows: Rows, folder: Path, **further: Row
 
 def provenance() -> dict[str, object]:
     """Where and by which files this process measures: the fields of a result from `commit` to `versions`."""
+    where = where_it_runs()
     return {
-        "commit": _commit(),
+        "commit": where["commit"],
         "source_digest": source_digest(),
         **_script_digest(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": _machine(),
-        "versions": dict(_versions("torch", "triton", "transformers")),
+        "machine": where["machine"],
+        "versions": where["versions"],
     }
+
+
+def where_it_runs() -> dict[str, object]:
+    """Commit, machine and versions of this process."""
+    versions = dict(_versions("torch", "triton", "transformers"))
+    return {"commit": _commit(), "machine": _machine(), "versions": versions}
 
 
 def _command() -> str:
@@ -99,8 +107,11 @@ def _versions(*packages: str) -> list[tuple[str, str]]:
 
 
 def _commit() -> str:
-    if "OCTETRL_COMMIT" in os.environ:
-        return os.environ["OCTETRL_COMMIT"]
+    return os.environ.get("OCTETRL_COMMIT") or _commit_of_files()
+
+
+@cache
+def _commit_of_files() -> str:
     if (ROOT / ".git").exists() and shutil.which("git") is not None:
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         said = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()

@@ -16,7 +16,7 @@ WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 POINTS = 250  # of a line; more are thinned out
 HOVERED = 40  # points with a tooltip
-DOTS = 30  # points of a line that shows them
+DOTS = 30  # points of the longest line of a chart that shows them
 
 
 class Line(NamedTuple):
@@ -37,6 +37,7 @@ def line_chart(lines: Sequence[Line], x_name: str) -> str:
     ys = [y for line in shown for values in (line.y, line.low, line.high) for y in values]
     across, down = _scale(min(xs), max(xs)), _scale(min(ys), max(ys))
     parts = [_axes(across, down, x_name)]
+    has_dots = max(len(line.x) for line in shown) <= DOTS
     for line in shown:
         place = [(_x(x, across), _y(y, down)) for x, y in zip(line.x, line.y, strict=True)]
         if line.low:
@@ -44,7 +45,7 @@ def line_chart(lines: Sequence[Line], x_name: str) -> str:
             edge += [(_x(x, across), _y(y, down)) for x, y in zip(line.x, line.low, strict=True)][::-1]
             parts.append(f'<polygon class="band run-{line.colour}" points="{_points(edge)}"/>')
         parts.append(f'<polyline class="line run-{line.colour}" points="{_points(place)}"/>')
-        if len(place) <= DOTS:
+        if has_dots:
             parts += (f'<circle class="dot run-{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in place)
         stride = -(-len(place) // HOVERED)
         for (x, y), at, value in list(zip(place, line.x, line.y, strict=True))[::stride]:

@@ -5,7 +5,8 @@
     quiet                 only warnings
 
 `auto` is live on a terminal and plain elsewhere. Warnings go to stderr in every mode, so they are visible even if
-stdout is a pipe. The console only shows metrics. It computes and stores none. Phases may run in several threads.
+stdout is a pipe; the run takes them for its folder (`take_warnings`). The console only shows metrics. It computes and
+stores none. Phases may run in several threads.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Console:
         self._is_ascii = not self._out.encoding.lower().startswith("utf")
         self._quiet = mode == "quiet"
         self._total_steps = total_steps
+        self._warnings: list[str] = []  # that nobody took yet
         self.workers: Callable[[], Sequence[str]] | None = None  # a line for each of several workers
         self._phases: dict[int, Phase] = {}  # that run now, by thread
         self._took: dict[str, float] = {}  # seconds of each phase, the last time
@@ -271,11 +273,17 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Show one line that a person should act on."""
+        self._warnings.append(text)
         text = escaped(f"warning: {text}")
         above = (
             self._out if self._live is not None and self._err.is_terminal else self._err
         )  # or it would be drawn over
         above.print(text, style="yellow", markup=False)
+
+    def take_warnings(self) -> list[str]:
+        """The warnings since the last call."""
+        taken, self._warnings = self._warnings, []
+        return taken
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Show a table, such as the result of a run or of the demo. It is shown in every mode."""

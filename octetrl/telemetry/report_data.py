@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,13 @@ from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
 from octetrl.telemetry.sinks import METRICS_FILE
+from octetrl.telemetry.step_lines import WARNINGS
 
 PHASES = ("time/rollout", "time/reward", "time/train", "time/calibrate", "time/publish")
 _AGE = re.compile(r"mismatch/age_(\d{1,9})/tokens")
+RUN_FILE = "run.json"
+_OF_STEP = re.compile(r"^step \d+: ")
+_NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?%?")
 ENOUGH = 4  # steps, for a difference with an interval
 BETWEEN = ("time/evaluate", "time/checkpoint")  # not in time/step
 _SETTINGS = (
@@ -35,12 +39,15 @@ _OF_ROLLOUTS = ("tasks", "dataset", "reward", "prompts a step", "answers a promp
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `rows`: its metrics by name, one mapping a step, in the order of steps. `unread`: damaged lines."""
+    """One run. `rows`: its metrics by name, one mapping a step, in the order of steps. `unread`: damaged lines.
+    `warnings`: what its console warned of, with the step. `where`: of its run.json."""
 
     folder: Path
     recipe: Mapping[str, Any]
     rows: Sequence[Mapping[str, float | None]]
     unread: int = 0
+    warnings: Sequence[tuple[int, str]] = ()
+    where: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -99,7 +106,10 @@ class RunRecord:
         stored = {"none": dtype, "int8": "8-bit integers"}.get(cache, f"FP8, {cache}")
         shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
         shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
-        return shown
+        versions = self.where.get("versions")
+        known = versions.items() if isinstance(versions, Mapping) else ()
+        shown += [(label, str(self.where[label])) for label in ("machine", "commit") if label in self.where]
+        return shown + [("versions", ", ".join(f"{package} {number}" for package, number in known))] * bool(known)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -126,7 +136,24 @@ def read_run(folder: Path) -> RunRecord:
         known = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)) if recipe.is_file() else {}
     except (UserError, UnicodeDecodeError):
         known = {}
-    return RunRecord(folder, known if isinstance(known, dict) else {}, rows, unread)
+    raised = [
+        (line["step"], line["text"])
+        for line in _objects(folder / WARNINGS)
+        if isinstance(line.get("step"), int) and isinstance(line.get("text"), str)
+    ]
+    where = next(_objects(folder / RUN_FILE), {})
+    return RunRecord(folder, known if isinstance(known, dict) else {}, rows, unread, raised, where)
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file that has one a line; what is damaged is left out."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            yield found
 
 
 OF_THE_END = ("rollout/truncated_share", "reward/zero_variance_fraction")  # of no interest once they are low
@@ -178,6 +205,33 @@ def findings(run: RunRecord) -> list[str]:
             most = f", at most {max(run.values(name)):.2g}" if name == "fp8/kv_saturation" else ""
             found.append(f"{says} ({name}, {where}{most})")
     return [*found, *filter(None, [idle_tail(run)])]
+
+
+def raised_warnings(run: RunRecord) -> list[str]:
+    """What the run warned of. Warnings that differ in numbers only are one, with the text of the first."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for step, text in run.warnings:
+        text = _OF_STEP.sub("", text)
+        found.setdefault(_NUMBER.sub("#", text), []).append((step, text))
+    return [
+        f"{same[0][1]} (after step {same[0][0]}{f', {len(same)} times until step {same[-1][0]}' * (len(same) > 1)})"
+        for same in found.values()
+    ]
+
+
+def results(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """What came out: the best and the last evaluation, and reward or loss of the first and the last step."""
+    evaluations = run.series("eval/accuracy")
+    best = max(evaluations, key=lambda one: one[2], default=None)
+    if best is not None:
+        step, _, accuracy = evaluations[-1]
+        last = "" if best[0] == step else f"; the last: {accuracy:.3f} at step {step}"
+        yield "best", f"held-out accuracy {best[2]:.3f} at step {best[0]}{last}"
+    for name, label in (("reward/mean", "mean reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
+        values = run.values(name)
+        if values:
+            yield label, f"{values[0]:.3f} in the first step, {values[-1]:.3f} in the last"
+            return
 
 
 def idle_tail(run: RunRecord) -> str | None:

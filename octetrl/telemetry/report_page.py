@@ -26,6 +26,8 @@ from octetrl.telemetry.report_data import (
     mismatch_by_age,
     mismatch_by_length,
     paired_difference,
+    raised_warnings,
+    results,
 )
 from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
@@ -86,8 +88,9 @@ def terminal_report(runs: Sequence[RunRecord]) -> Iterator[str]:
             if len(values) > 0:
                 told = f"{shown_number(values[0])} → {shown_number(values[-1])}"
                 yield f"  {name:<20} {sparkline(values):<32}  {told}"
-        for line in findings(run):
-            yield from textwrap.wrap(f"look: {line}", 98, initial_indent="  ", subsequent_indent="        ")
+        lines = [*(f"look: {line}" for line in findings(run)), *(f"warned: {one}" for one in raised_warnings(run))]
+        for line in lines:
+            yield from textwrap.wrap(line, 98, initial_indent="  ", subsequent_indent="        ")
     for name in ("eval/accuracy", "reward/mean"):
         for other in runs[1:]:
             found = paired_difference(runs[0], other, name)
@@ -111,7 +114,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], further: str = 
 
 
 def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
-    settings: list[Mapping[str, str]] = [dict(run.settings) for run in runs]
+    settings: list[Mapping[str, str]] = [{**dict(results(run)), **dict(run.settings)} for run in runs]
     labels = list(dict.fromkeys(label for one in settings for label in one))
     rows = [[label, *(one.get(label, "–") for one in settings)] for label in labels]
     rows.append(["folder", *(str(run.folder) for run in runs)])
@@ -120,12 +123,14 @@ def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _look_at(runs: Sequence[RunRecord]) -> Iterator[str]:
-    found = [(run, line) for run in runs for line in findings(run)]
-    if found:
+    for title, lines_of in (("What to look at", findings), ("Warnings of the run", raised_warnings)):
         lines = "".join(
-            f"<li>{escape(f'{run.name}: ' if len(runs) > 1 else '')}{escape(line)}</li>" for run, line in found
+            f"<li>{escape(f'{run.name}: ' if len(runs) > 1 else '')}{escape(line)}</li>"
+            for run in runs
+            for line in lines_of(run)
         )
-        yield f'<h2>What to look at</h2><div class="card look"><ul>{lines}</ul></div>'
+        if lines:
+            yield f'<h2>{title}</h2><div class="card look"><ul>{lines}</ul></div>'
 
 
 def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -138,7 +143,7 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
                 rows.append([name, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", interval, str(found.tasks)])
     if rows:
         yield "<h2>Differences at the same steps, over the last half</h2>" + _table(
-            ["", "", "mean", "95% interval", "steps"], rows
+            ["", "", "mean", "95% interval", "steps"], rows, " differences"
         )
         says = (
             "The intervals are a bootstrap over steps. Steps of a run depend on one another, so they are too narrow."

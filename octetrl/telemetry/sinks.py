@@ -1,4 +1,5 @@
-"""Write a step's metrics: always to `metrics.jsonl`, and to TensorBoard and wandb if the recipe asks for it.
+"""Write a step's metrics: always to `metrics.jsonl`, and to TensorBoard and wandb if the recipe asks for it. Write
+warnings to `warnings.jsonl`.
 
 `metrics.jsonl` has one JSON object per step, `{"step": 3, "loss": ..., ...}`, with sorted names. Floats are written so
 that reading gives the same bits. Values that are not finite are written as null. A line is on the disk when `write`
@@ -16,13 +17,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import escaped
 from octetrl.telemetry.rollouts import not_written
+from octetrl.telemetry.step_lines import WARNINGS, StepLines
 
 if TYPE_CHECKING:
     from octetrl.config.schema import LoggingConfig
@@ -178,8 +180,8 @@ class Wandb:
 class Sinks:
     """All sinks of a run, written and closed together. Use it as a context manager."""
 
-    def __init__(self, *sinks: Sink) -> None:
-        self._sinks = sinks
+    def __init__(self, warnings: StepLines, *sinks: Sink) -> None:
+        self._warnings, self._sinks = warnings, sinks
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:
@@ -190,6 +192,11 @@ class Sinks:
         for sink in self._sinks:
             if isinstance(sink, TensorBoard) and markdown:
                 sink.write_text(step, name, markdown)
+
+    def write_warnings(self, step: int, texts: Iterable[str]) -> None:
+        """What the console warned of until the end of this step, for the report."""
+        for text in texts:
+            self._warnings.write(step, text=text)
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -211,4 +218,4 @@ def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], r
     sinks: list[Sink] = [MetricsFile(folder / METRICS_FILE, resumed_step)]
     if config.tensorboard:
         sinks.append(TensorBoard(folder, resumed_step, recipe))
-    return Sinks(*sinks, *([wandb] if wandb else []))
+    return Sinks(StepLines(folder / WARNINGS, resumed_step), *sinks, *([wandb] if wandb else []))

@@ -10,6 +10,7 @@ import pytest
 from octetrl.cli.main import run_command
 from octetrl.config.errors import RunFailed
 from octetrl.config.load import dump_recipe
+from octetrl.telemetry.report_data import raised_warnings, read_run
 from tests.e2e.tiny_rewards import NOTES
 from tests.e2e.tiny_run import read_lines, run, tiny_recipe
 
@@ -34,6 +35,11 @@ def test_every_reward_equal_is_no_missing_reward(model: Path, tmp_path: Path) ->
     assert text.startswith("3 steps in a row have no trained token (failures.max_empty_steps)")
     assert "the rewards are equal within every group (8 of 8 rollouts have a reward, on average 0.5)" in text
     assert [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    left = read_run(tmp_path / "run")
+    assert [step for step, _ in left.warnings] == [1, 2, 3] and left.where["commit"] and left.where["machine"]
+    (raised,) = raised_warnings(left)
+    assert raised.startswith("no update, because the rewards are equal within every group")
+    assert raised.endswith("(after step 1, 3 times until step 3)")
 
 
 def test_a_score_that_hangs_is_not_waited_for_once_per_rollout(

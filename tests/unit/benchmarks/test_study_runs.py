@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from itertools import pairwise
@@ -36,9 +37,10 @@ SMALL = [
 ]
 FAKE = """
 import json, pathlib, signal, sys, time
-state, name, steps, fails = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fails"
-if fails:
-    sys.exit("it broke")
+state, name, steps, what = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+if what != "runs":
+    print("it broke")
+    sys.exit(1 if what == "fails" else 2)
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append(1))
 done = state / "runs" / name
@@ -58,11 +60,11 @@ line = {"table": name.split("-")[0], "arm": sys.argv[5], "seed": int(sys.argv[6]
 """
 
 
-def fake_jobs(monkeypatch: pytest.MonkeyPatch, steps: int, broken: str = "") -> None:
+def fake_jobs(monkeypatch: pytest.MonkeyPatch, steps: int, broken: str = "", ends: str = "fails") -> None:
     """Jobs that only count, 8 steps in a call."""
 
     def command(one: runs.Job, arguments: Any) -> list[str]:
-        what = "fails" if one.arm == broken else "runs"
+        what = ends if one.arm == broken else "runs"
         return [sys.executable, "-c", FAKE, str(arguments.state), one.name, str(steps), what, one.arm, str(one.seed)]
 
     monkeypatch.setattr(runs, "command_of", command)
@@ -124,6 +126,20 @@ def test_a_job_that_always_fails_has_a_line_that_says_so(tmp_path: Path, monkeyp
     assert found["smollm2-sums-bf16-0"]["status"] == "complete"
 
 
+def test_a_job_that_refuses_its_input_leaves_no_line_and_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_jobs(monkeypatch, steps=1, broken="bf16", ends="refuses")
+    words = f"smollm2-sums --model m --arms bf16,fp8 --seeds 2 --jobs 1 --seconds 20 --state {tmp_path}".split()
+    with pytest.raises(UserError, match="smollm2-sums-bf16-0 was refused: it broke; the other jobs were not started"):
+        runs.main(words)
+    assert not (tmp_path / "lines").exists() and len(list((tmp_path / "logs").iterdir())) == 1
+    for change in ("--change", "--start-change"):
+        with pytest.raises(UserError, match="-1 is out of range"):
+            runs.main(["tiny-sums", "--state", str(tmp_path / "new"), change, "trainer.optimizer.lr=-1"])
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_state_travels_in_pieces(tmp_path: Path) -> None:
     state, other = tmp_path / "state", tmp_path / "other"
     job.write_line(state / "lines" / "a.json", {"seed": 1})
@@ -141,18 +157,22 @@ def test_the_state_travels_in_pieces(tmp_path: Path) -> None:
         runs.unpack(tmp_path / "nothing", other)
 
 
-def test_a_resumed_job_has_the_same_line(tmp_path: Path) -> None:
+def test_a_resumed_job_has_the_same_line_in_another_folder_too(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     lines = []
     for name in ("whole", "cut"):
         state = tmp_path / name
         start = job.start_folder(state, "tiny-sums", 0)
         start.parent.mkdir(parents=True)
-        start.symlink_to(model)
+        shutil.copytree(model, start)
         if name == "cut":
             recipe = job.arm_recipe(state, "tiny-sums", "fp8_full", 0, None, [*SMALL, "steps=2"])
             train(recipe)
             assert job.has_checkpoint(recipe) and job.steps_done(recipe) == 2
+            runs.pack(state, tmp_path / "packed", limit_mb=50, piece_mb=15)
+            shutil.rmtree(state)
+            state = tmp_path / "moved"
+            runs.unpack(tmp_path / "packed", state)
         job.main([str(state), "tiny-sums", "fp8_full", "0", *SMALL])
         (path,) = (state / "lines").iterdir()
         lines.append(json.loads(path.read_text()))
@@ -242,6 +262,10 @@ def test_the_table_counts_failures_and_passes_the_check_of_figures(tmp_path: Pat
     assert "old" not in text and text.endswith("End.\n") and "`fp8_full`" in text
     (shown,) = tables(text)
     check_table(shown, record["rows"])
+    assert "| arm | seeds | failed |" in text and "| `fp8_full` | 4 | 1 |" in text
+    (one, _) = table.rows_of([line_of("bf16", 0, 0.8), line_of("fp8", 0, 0.7)])
+    assert one["end/accuracy"] == 0.8 and "end/error" not in one, "one seed has no standard error"
+    assert "| seeds | start |" in table.document_table("tiny-sums", {**record, "rows": [{**plain}]})
     assert (tmp_path / "study_tiny-sums.svg").read_text().count("<polyline") == 5 + 4 + 2
     with pytest.raises(UserError, match="no lines"):
         table.put_table("", "tiny-sums", "")

@@ -36,7 +36,7 @@ from octetrl.rollout.overdraw import Race, _lost
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import train
 from octetrl.run.resume import Cursor
-from octetrl.telemetry.put_back import PUT_BACK, PutBackFile
+from octetrl.telemetry.step_lines import PUT_BACK, StepLines
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.unit.workers.many.thread_team import run_on, steps_of
 
@@ -326,16 +326,16 @@ def test_a_resumed_run_puts_back_the_same(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_and_odd_names_are_no_surprise(tmp_path: Path) -> None:
-    file = PutBackFile(tmp_path / PUT_BACK)
+    file = StepLines(tmp_path / PUT_BACK)
     assert not file.path.exists()
-    file.write(1, ["a\nb", "\udc80"])
-    assert PutBackFile(file.path, 1).path.read_text().count("\n") == 1
+    file.write(1, task_ids=["a\nb", "\udc80"])
+    assert StepLines(file.path, 1).path.read_text().count("\n") == 1
     for step in ('"1"', "null", "[1]", "1.5", "{}"):  # lines of something else
         with file.path.open("a") as lines:
             lines.write(f'{{"step": {step}, "task_ids": []}}\n')
     with file.path.open("a") as lines:
         lines.write('{"step": 1, "task_ids": []}')  # its end was not written
-    text = PutBackFile(file.path, 1).path.read_text()
+    text = StepLines(file.path, 1).path.read_text()
     assert text.count("\n") == 1 and text.endswith("\n")
 
 

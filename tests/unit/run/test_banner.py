@@ -51,7 +51,7 @@ def test_the_last_screen_has_the_best_evaluation_times_and_commands(tmp_path: Pa
     found = dict(row for row in rows if row[0])
     assert title == "done: 3 steps in 12 s"
     assert found["best"] == "held-out accuracy 0.500 at step 2; the last: 0.250 at step 3"
-    assert found["reward"] == "0.100 in the first step, 0.200 in the last"
+    assert found["mean reward"] == "0.100 in the first step, 0.200 in the last"
     assert found["time"] == "train 9.0 s, rollout 3.0 s"
     assert found["weights"] == f"{folder / 'checkpoints/step_000003'} (step 3)"
     assert found["report"] == str(folder / "report.html")

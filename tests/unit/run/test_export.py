@@ -74,7 +74,7 @@ def test_a_run_exports_its_own_newest_not_an_older_runs(run: Path, tmp_path: Pat
         checkpoint.save(run / CHECKPOINTS, step, {}, write_more=lambda f: save_weights(model(seed=5), f), run_id="old")
     with pytest.raises(UserError, match="checkpoints of 2 runs"):
         export_run(str(run), str(tmp_path / "out"))
-    write_run_id(run, "new")
+    write_run_id(run, "new", {})
     checkpoint.save(run / CHECKPOINTS, 3, {}, write_more=lambda f: save_weights(model(seed=3), f), run_id="new")
     export_run(str(run), str(tmp_path / "out"))
     assert same(weights_of(tmp_path / "out"), model(seed=3))

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octetrl.config.errors import UserError
+from octetrl.config.schema import LoggingConfig
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
-from octetrl.telemetry.report_data import findings, mismatch_by_age, paired_difference, read_run
+from octetrl.telemetry.report_data import findings, mismatch_by_age, paired_difference, raised_warnings, read_run
 from octetrl.telemetry.report_page import report_page, terminal_report
+from octetrl.telemetry.sinks import open_sinks
 from tests.unit.telemetry.sampled_rows import write_run
 
 
@@ -164,6 +167,29 @@ def test_findings_name_the_steps(tmp_path: Path) -> None:
     assert findings(learnt) == [], "in the end the answers are short enough"
 
 
+def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    bare = report_page([read_run(folder)])
+    assert "<td>machine</td>" not in bare and "Warnings of the run" not in bare
+    where = {"run": "ab", "commit": "c0ffee1", "machine": "NVIDIA H200", "versions": {"torch": "2.11", "triton": "3.6"}}
+    (folder / "run.json").write_text(json.dumps(where))
+    with open_sinks(folder, LoggingConfig(tensorboard=False), {}, resumed_step=12) as sinks:
+        sinks.write_warnings(2, [f"0.{number}% of <K> were clamped; raise it" for number in (11, 2)])
+        sinks.write_warnings(9, ["3.5% of <K> were clamped; raise it", "another"])
+    (folder / "warnings.jsonl").open("a").write('[]\n{"step": 3')
+    run = read_run(folder)
+    page = report_page([run])
+    for label, text in (("machine", "NVIDIA H200"), ("commit", "c0ffee1"), ("versions", "torch 2.11, triton 3.6")):
+        assert f"<td>{label}</td><td>{text}</td>" in page
+    assert "<td>best</td><td>held-out accuracy 0.600 at step 12</td>" in page
+    assert "<td>mean reward</td><td>0.100 in the first step, 1.200 in the last</td>" in page
+    raised = ["0.11% of <K> were clamped; raise it (after step 2, 3 times until step 9)", "another (after step 9)"]
+    assert raised_warnings(run) == raised and f"<li>{escape(raised[0])}</li><li>{raised[1]}</li>" in page
+    assert f"  warned: {raised[0]}" in list(terminal_report([run]))
+    with open_sinks(folder, LoggingConfig(tensorboard=False), {}, resumed_step=5):
+        assert len(read_run(folder).warnings) == 2, "a resumed run raises the later ones again"
+
+
 def test_learning_beside_a_tail_that_never_was_is_said(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", **{"train/beside_tail_share": 0.0})
     assert findings(read_run(folder)) == [], "it was not asked for"
@@ -201,6 +227,8 @@ def test_a_point_lies_where_its_value_is() -> None:
     assert (x0, x2) == (LEFT, WIDTH - 8) and x1 == pytest.approx((x0 + x2) / 2, abs=0.2)
     assert y0 > y1 > y2 and (y0 - y1) / (y0 - y2) == pytest.approx(0.25, abs=0.01) and y0 <= HEIGHT
     assert line_chart([Line("flat", 0, [1, 2], [3.0, 3.0])], "step").count("<polyline") == 1
+    assert svg.count('class="dot') == 3, "a chart of few points shows all of them, one with a long line none"
+    assert "dot" not in line_chart([Line("s", 0, [0, 9], [0, 1]), Line("l", 1, range(31), [0.5] * 31)], "step")
     bars = stacked_chart(["a", "b"], [[1.0, 3.0], [2.0, 2.0]], [1, 2], "step")
     heights = [float(height) for height in re.findall(r'height="([\d.]+)"', bars)]
     assert heights[1] == pytest.approx(3 * heights[0], rel=0.01) and heights[2] == pytest.approx(heights[3], rel=0.01)

@@ -1,7 +1,10 @@
-"""A run's `put_back.jsonl`: the tasks whose groups a step left out because they were the slowest (`rollout.overdraw`).
+"""A run's files that have a line only for some steps. Without such steps there is no file.
 
-One line for each step that left some out: {"step": 3, "task_ids": [...]}. The next step draws them again. A resumed run
-first removes the lines after its checkpoint's step. Without such steps there is no file.
+    put_back.jsonl   {"step": 3, "task_ids": [...]}   tasks whose groups were the slowest (`rollout.overdraw`); the next
+                                                      step draws them again
+    warnings.jsonl   {"step": 3, "text": "..."}       what the console warned of; the report shows it
+
+A resumed run first removes the lines after its checkpoint's step.
 """
 
 from __future__ import annotations
@@ -9,17 +12,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from octetrl.config.text import ESCAPE
 from octetrl.telemetry.rollouts import not_written
 
-PUT_BACK = "put_back.jsonl"
+PUT_BACK, WARNINGS = "put_back.jsonl", "warnings.jsonl"
 
 
-class PutBackFile:
-    """resumed_step: step of the checkpoint that the run resumes from, 0 for a new run."""
+class StepLines:
+    """Appends lines to such a file. resumed_step: step of the checkpoint that the run resumes from, 0 for a new run."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path
@@ -30,9 +32,9 @@ class PutBackFile:
             aside.write_bytes(b"".join(kept))
             aside.replace(path)
 
-    def write(self, step: int, task_ids: Sequence[str]) -> None:
+    def write(self, step: int, **fields: object) -> None:
         """Append a step's line and sync it to the disk. Raises UserError if it can't be written."""
-        line = json.dumps({"step": step, "task_ids": list(task_ids)}, ensure_ascii=False)
+        line = json.dumps({"step": step, **fields}, ensure_ascii=False)
         try:
             with self.path.open("a", encoding="utf-8", errors=ESCAPE) as file:
                 file.write(line + "\n")
@@ -43,7 +45,7 @@ class PutBackFile:
 
 
 def _step_of(line: bytes) -> float:
-    """Infinite for a line that is not of this file, which is then left out: the checkpoint has the tasks themselves."""
+    """Infinite for a line that is not of this file, which is then left out: a resumed run does not read it."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
