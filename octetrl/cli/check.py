@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
-from octetrl.cli.check_backend import backend_lines, backend_problems_here
+from octetrl.cli.check_backend import backend_lines, backend_memory_lines, backend_problems_here
 from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
 from octetrl.cli.check_device import Device, find_device, missing_fp8, missing_gpu
 from octetrl.cli.check_environments import environment_lines
@@ -127,7 +127,8 @@ def _plan(
         print_lines("model", _model(recipe, spec))
         print_lines("precision", chain(_precision(recipe, spec, policy, device), backend_lines(recipe)))
         plan = MemoryPlan.of(recipe, largest_part(recipe, spec), policy, device)
-        print_lines("memory", chain(memory_lines(plan), worker_memory_lines(plan), weight_buffer_lines(plan)))
+        lines = memory_lines(plan), backend_memory_lines(plan), worker_memory_lines(plan), weight_buffer_lines(plan)
+        print_lines("memory", chain(*lines))
         return problems, plan.problem(lambda changes: _is_allowed(name, overrides, changes))
     except UserError as error:
         return [*problems, str(error)], None

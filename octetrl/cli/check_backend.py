@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octetrl.cli.check_device import Device
+from octetrl.cli.check_memory import MemoryPlan, size
 from octetrl.config.objective_settings import CorrectionSettings
 from octetrl.config.schema import Recipe
-from octetrl.config.vllm import VLLM_VERSION, why_no_vllm
+from octetrl.config.vllm import RESERVE, VLLM_VERSION, vllm_weight_bytes, why_no_vllm
+from octetrl.config.weight_buffer import sent_bytes
 
 
 def backend_problems_here(recipe: Recipe, device: Device) -> list[str]:
@@ -20,12 +22,37 @@ def backend_problems_here(recipe: Recipe, device: Device) -> list[str]:
     return [] if why is None else [why]
 
 
+def backend_memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    """What vLLM needs on a worker that only generates, whose parts are not those of the memory section."""
+    recipe, precisions = plan.recipe, plan.policy.precisions()
+    if recipe.engine.backend != "vllm" or recipe.cluster.roles is None:
+        return
+    sent = sent_bytes(recipe, plan.spec, precisions)
+    own = vllm_weight_bytes(plan.spec, precisions.fp8_rollout) + RESERVE
+    share = f"{recipe.engine.kv_memory_fraction:.0%} of the rest for its KV cache"
+    if recipe.engine.kv_cache_tokens is not None:
+        share = f"and a KV cache of {recipe.engine.kv_cache_tokens:,} tokens"
+    yield (
+        "a worker that generates",
+        f"{size(sent)} of weights from the trainers, {size(own)} for vLLM, {share}",
+    )
+
+
+def _where(recipe: Recipe) -> str:
+    cluster = recipe.cluster
+    if cluster.roles is not None:
+        return f"on each of the {cluster.roles[1]} workers that generate"
+    return "in the trainer's process" if cluster.num_workers == 1 else f"on each of the {cluster.num_workers} workers"
+
+
 def backend_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What the recipe's backend is and does; nothing for our own engine."""
     if recipe.engine.backend != "vllm":
         return
-    yield "rollout backend", f"vLLM {VLLM_VERSION}, in the trainer's process, with weights of its own"
+    yield "rollout backend", f"vLLM {VLLM_VERSION}, {_where(recipe)}, with weights of its own"
     yield "log-probs", "of the sampled tokens, after the temperature; those of the trainer differ, see numerics"
+    if (recipe.cluster.roles or (0, recipe.cluster.num_workers))[1] > 1:
+        yield "", "a request has the same seed on every worker; vLLM's sums, and so a token, may depend on the batch"
     yield "parity", "not promised; `octetrl doctor RECIPE --backend vllm` measures the difference"
     if recipe.fp8.kv_cache == "calibrated":
         yield "KV scales", "one for K and one for V of each layer: the largest of the heads' scales; Q's is 1"

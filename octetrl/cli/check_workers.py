@@ -44,7 +44,7 @@ def weight_buffer_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
         return
     model = recipe, plan.spec, plan.policy.precisions()
     weights, cache = sent_bytes(*model), batch_cache_bytes(*model)
-    if device.num_bytes is None and cluster.weight_buffer == "auto":
+    if device.num_bytes is None and cluster.weight_buffer == "auto" and recipe.engine.backend != "vllm":
         yield "new weights", "in a second buffer if the GPU's memory allows it, else in a pause"
         yield "", f"the buffer takes {weights / 1e9:.2f} GB, the KV cache of a whole batch {cache / 1e9:.2f} GB"
         return

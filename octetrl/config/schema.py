@@ -146,8 +146,8 @@ class RolloutConfig(Section):
 
 class EngineConfig(Section):
     backend: Literal["octetrl", "vllm", "openai"] = "octetrl"
-    """What generates. octetrl: this project's engine. vllm: vLLM on the same GPU, with the trainer's codes and scales;
-    equal log-probs are not promised. openai: a server by its address (`openai`), only for `octetrl eval`. See
+    """What generates. octetrl: this project's engine. vllm: vLLM on each worker's GPU, with the trainer's codes and
+    scales; equal log-probs are not promised. openai: a server by its address (`openai`), only for `octetrl eval`. See
     docs/engines.md."""
     page_size: Literal[16, 32, 64, 128] = 128
     """Number of tokens in one page of the KV cache. Siblings share whole pages of their prompt."""

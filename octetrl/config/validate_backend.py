@@ -46,13 +46,22 @@ def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
     cluster, fp8 = recipe.cluster, recipe.fp8
     own = "or engine.backend: octetrl"
     rules = (
-        (cluster.device == "cpu" or cluster.on_cpus, "cluster.device", "needs an NVIDIA GPU; run there,"),
+        (cluster.device == "cpu" or cluster.on_cpus, _cpu_field(recipe), "needs NVIDIA GPUs; run there,"),
         (
-            cluster.uses_ray,
-            "cluster.gpus",
-            "runs in the trainer's process, on one GPU so far; leave the workers out,",
+            cluster.tensor_parallel > 1,
+            "cluster.tensor_parallel",
+            "has a whole model on each worker's GPU; set it to 1,",
         ),
-        (cluster.tensor_parallel > 1, "cluster.tensor_parallel", "has whole weights so far; set it to 1,"),
+        (
+            cluster.weights_in_flight != "off",
+            "cluster.weights_in_flight",
+            "cannot change weights while it generates; set it to off,",
+        ),
+        (
+            cluster.workers_per_gpu > 1 and recipe.engine.kv_cache_tokens is None,
+            "cluster.workers_per_gpu",
+            "sizes its cache by a GPU of its own; give engine.kv_cache_tokens, or set it to 1,",
+        ),
         (recipe.algorithm.learns_from != "rollouts", "algorithm.name", "would generate nothing; leave it out,"),
         (recipe.engine.speculation.name != "none", "engine.speculation.name", "has no n-gram drafts here; use none,"),
         (recipe.engine.prefix_cache == "keep", "engine.prefix_cache", "drops its prefixes; use drop_on_publish,"),
@@ -75,6 +84,13 @@ def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
     for is_wrong, field, text in rules:
         if is_wrong:
             yield Problem((field, FIELD), f"{field}: engine.backend: vllm {text} {own}")
+
+
+def _cpu_field(recipe: Recipe) -> str:
+    """The field that asks for workers on the CPU."""
+    if recipe.cluster.cpus is not None:
+        return "cluster.cpus"
+    return "cluster.device" if recipe.cluster.trainer_cpus is None else "cluster.trainer_cpus"
 
 
 def backend_spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:

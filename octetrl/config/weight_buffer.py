@@ -2,7 +2,8 @@
 
 With a second buffer, weights arrive while answers are generated. Its memory is missing in the KV cache. So `auto` takes
 it only if the KV cache of the largest batch still fits beside it, or if it is small. Otherwise weights arrive in place,
-in a pause.
+in a pause. The cache of vLLM has its size before anything is known of other workers, so `auto` always leaves room for
+the buffer there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def choose_buffer(recipe: Recipe, *, weights: int, cache: int, free: int) -> Buf
         return BufferChoice(True, f"cluster.weight_buffer: double, {size}")
     if setting == "single":
         return BufferChoice(False, "cluster.weight_buffer: single")
+    if recipe.engine.backend == "vllm":
+        return BufferChoice(True, f"vLLM's KV cache leaves {size} for it; with single the cache gets them")
     left = max(0, int((free - weights) * recipe.engine.kv_memory_fraction))
     if cache <= left:
         return BufferChoice(True, f"beside its {size} the KV cache of a whole batch, {_gigabytes(cache)}, fits")

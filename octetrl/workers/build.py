@@ -77,6 +77,7 @@ def build_worker(
         device=device,
         spans=spans,
         trains=trains and role != "generates",
+        draws=role != "trains",
         peers=peers,
         loaders=loaders,
     )

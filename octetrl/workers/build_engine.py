@@ -16,6 +16,8 @@ from octetrl.config.memory import estimate_memory
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
+from octetrl.config.weight_buffer import sent_bytes
+from octetrl.config.worker_memory import on_each_worker
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.engine import Engine
 from octetrl.fp8.policy import PrecisionPolicy
@@ -33,12 +35,16 @@ def build_engine(
     tokenizer: Tokenizer,
     device: torch.device,
     trains: bool,
+    rank: int = 0,
 ) -> RolloutBackend:
-    """The backend of one worker. `model`: our engine's, filled by its worker. `trains`: a trainer shares the device."""
+    """The backend of one worker. `model`: our engine's, filled by its worker. `trains`: a trainer shares the device.
+    `rank`: of the worker, among those that generate."""
     if recipe.engine.backend == "openai":
         raise UserError("engine.backend: openai is for octetrl eval without a run or model; use octetrl or vllm here")
     if recipe.engine.backend == "vllm":
-        return build_vllm(recipe, model.spec, policy=policy, tokenizer=tokenizer, device=device, trains=trains)
+        return build_vllm(
+            recipe, model.spec, policy=policy, tokenizer=tokenizer, device=device, trains=trains, rank=rank
+        )
     return Engine(
         model,
         spec=model.spec,
@@ -59,14 +65,16 @@ def build_vllm(
     tokenizer: Tokenizer,
     device: torch.device,
     trains: bool,
+    rank: int = 0,
 ) -> VllmBackend:
-    """vLLM beside a trainer. Raises UserError without a GPU, without vLLM, or without room for both."""
+    """vLLM beside a trainer, or beside the weights that other workers send. Raises UserError without a GPU, without
+    vLLM, or without room for both."""
     if device.type != "cuda":
         raise UserError("engine.backend: vllm needs an NVIDIA GPU; use engine.backend: octetrl on a CPU")
     config, context = recipe.engine, recipe.model.context_length
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
-    taken = total - torch.cuda.mem_get_info(device)[0] + _of_training(recipe, spec, policy, trains)
+    taken = total - torch.cuda.mem_get_info(device)[0] + _allocated_later(recipe, spec, policy, trains)
     tokens = cache_tokens(config, taken, spec, policy, total)
     weights = vllm_weight_bytes(spec, policy.precisions().fp8_rollout)
     check_room(tokens, context, taken + weights + RESERVE, total)
@@ -80,14 +88,23 @@ def build_vllm(
             context_length=context,
             cache_bytes=pages * config.page_size * cache_bytes_per_token(spec, policy),
         )
-        vllm = start_vllm(arguments)
+        vllm = start_vllm(arguments, rank)
     return VllmBackend(vllm, spec=spec, policy=policy, tokenizer=tokenizer, config=config, context_length=context)
 
 
-def _of_training(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, trains: bool) -> int:
-    """Bytes that training will allocate and keep while rollouts are drawn."""
+def with_own_engine(recipe: Recipe) -> Recipe:
+    """For a worker that generates nothing: our engine holds the trainer's tensors, and another one needs its own."""
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "octetrl"})})
+
+
+def _allocated_later(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, trains: bool) -> int:
+    """Bytes that the worker will allocate and keep while rollouts are drawn: a trainer's, or for weights that are sent
+    while it generates."""
+    precisions, cluster = policy.precisions(), recipe.cluster
     if not trains:
-        return 0
-    estimate = estimate_memory(recipe, spec, policy.precisions(), on_gpu=True, device_bytes=None)
+        doubles = cluster.max_staleness > 0 and cluster.weight_buffer != "single"
+        return sent_bytes(recipe, spec, precisions) if doubles else 0
+    estimate = estimate_memory(recipe, spec, precisions, on_gpu=True, device_bytes=None)
+    estimate = on_each_worker(recipe, estimate, None)
     kept = sum(part.num_bytes for part in estimate.parts if part.name in LATER)
     return kept + (0 if recipe.engine.release_for_training else estimate.bytes_when("training"))

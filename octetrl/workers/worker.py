@@ -50,7 +50,7 @@ from octetrl.trainer.state_files import Content
 from octetrl.trainer.state_writer import StateWriter
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
-from octetrl.workers.build_engine import build_engine
+from octetrl.workers.build_engine import build_engine, with_own_engine
 from octetrl.workers.checkpoint_state import load_state, saved_earlier_scales, saved_scales, state_files
 from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.models import LoadWeights, ModelBuilder
@@ -60,8 +60,9 @@ from octetrl.workers.peak_memory import peak_memory
 class Worker:
     """Built once. `load_weights` fills the trainer's model (and the reference's); the engine's shares its tensors.
 
-    `trains` false makes no optimizer state: for evaluation and generation. `peers`: the other workers of the run, with
-    which it trains one model; all call `train`, `calibrate` and `load` together. `loaders`: those that load together.
+    `trains` false makes no optimizer state: for evaluation and generation. `draws` false: others generate, and our
+    engine only reads back what is published. `peers`: the other workers of the run, with which it trains one model; all
+    call `train`, `calibrate` and `load` together. `loaders`: those that load together.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class Worker:
         device: torch.device,
         spans: Spans,
         trains: bool = True,
+        draws: bool = True,
         peers: Peers = ALONE,
         loaders: Peers | None = None,
     ) -> None:
         self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
-        models = ModelBuilder(recipe, spec, policy, device, load_weights, loaders or peers, trains)
+        generating = recipe if draws else with_own_engine(recipe)
+        models = ModelBuilder(generating, spec, policy, device, load_weights, loaders or peers, trains)
         self.peers, self.loaded = peers, models.count
         self.trainer_model = models.trainer_model()
         self.engine_model = models.engine_model(self.trainer_model)
@@ -98,7 +101,13 @@ class Worker:
             peers=peers,
         )
         self.engine: RolloutBackend = build_engine(
-            recipe, self.engine_model, policy=policy, tokenizer=tokenizer, device=device, trains=trains
+            generating,
+            self.engine_model,
+            policy=policy,
+            tokenizer=tokenizer,
+            device=device,
+            trains=trains,
+            rank=(loaders or peers).share.rank,
         )
         self.kv_scales: KVScales | None = None
         self.earlier_scales: dict[int, KVScales] = {}  # by policy version, where batches are drawn ahead
@@ -184,7 +193,7 @@ class Worker:
 
     def path_metrics(self) -> dict[str, float]:
         """Which kernels this worker takes; nothing on a CPU."""
-        draws = self.recipe.algorithm.learns_from == "rollouts" and self.engine_model is not self.trainer_model
+        draws = self.recipe.algorithm.learns_from == "rollouts" and self.recipe.engine.backend == "octetrl"
         return path_metrics(trained=self.trainer_model, generating=self.engine_model if draws else None)
 
     def memory_metrics(self) -> dict[str, float]:

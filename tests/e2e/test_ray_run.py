@@ -24,6 +24,7 @@ from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig, DeadlineConfig
 from octetrl.config.errors import UserError
 from octetrl.models.weight_files import SINGLE
+from octetrl.records import Completion
 from octetrl.run import loop
 from octetrl.run.build import Run, build_run
 from octetrl.run.export import export_run
@@ -35,6 +36,7 @@ from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
 from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.grid import WIDE
+from tests.unit.backends.vllm_workers import build_worker_with_double
 from tests.unit.workers.many.thread_team import run_on, steps_of, unspread
 
 TWO: dict[str, Any] = {"cluster.device": "auto", "cluster.cpus": 2, "cluster.cpu_threads": 1}
@@ -190,6 +192,27 @@ def test_a_worker_that_stalls_ends_the_step_and_is_named(
     finally:
         live.close()
     wait_for(lambda: not Path("/proc", str(stopped)).exists())
+
+
+def test_two_workers_with_a_vllm_each(running: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is a double, which the workers' processes import."""
+    monkeypatch.setattr("octetrl.workers.many.build.build_worker", build_worker_with_double)
+    monkeypatch.setattr("octetrl.config.validate_backend.BLOCK", 1)  # the tiny model has fewer rows
+    model = make_model(tmp_path / "model", tie_word_embeddings=False)
+    recipe = tiny_recipe(model, tmp_path / "run", JOINED | {"engine.max_batch": 4})
+    run = build_run(recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "vllm"})}))
+    try:
+        (groups,), (line,) = steps_of(run, 1)
+        assert line["publish/policy_version"] == 1.0 and "mismatch/unequal_tokens" not in line
+        answers = [turn.completion for group in groups for one in group.rollouts for turn in one.turns]
+        assert len({one.token_ids for one in answers}) > len(answers) // 2
+        assert all(logprob == -0.25 * (token % 16) - 0.125 for one in answers for token, logprob in said(one))
+    finally:
+        run.close()
+
+
+def said(answer: Completion) -> Iterator[tuple[int, float]]:
+    return zip(answer.token_ids, answer.logprobs, strict=True)
 
 
 def test_generate_draws_on_two_workers_what_one_draws(

@@ -21,6 +21,14 @@ def test_a_short_run(precision: str) -> None:
     assert done.returncode == 0 and f"{precision}: passed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("kind", "precision"), [("both", "bf16"), ("roles", "bf16"), ("both", "fp8_full")])
+def test_two_workers_on_one_gpu(kind: str, precision: str) -> None:
+    command = [sys.executable, "-m", "tests.gpu.vllm_two_workers", kind, precision]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=880)
+    assert done.returncode == 0 and f"{kind}, {precision}: passed" in done.stdout, done.stdout + done.stderr[-4000:]
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
 def test_the_doctor_says_where_the_differences_begin(precision: str) -> None:

@@ -54,11 +54,19 @@ class StartedVllm:
         return self.make_prompt(token_ids)
 
 
-def prepare_environment(*, in_process: bool = True) -> None:
-    """Sets what vLLM reads from the environment. Before vLLM is imported. `in_process`: its core too runs here."""
+def prepare_environment(*, in_process: bool = True, rank: int = 0) -> None:
+    """Sets what vLLM reads from the environment. Before vLLM is imported. `in_process`: its core too runs here.
+
+    `rank`: of the worker. All but the first keep their compiled graphs in a folder of their own, because vLLM writes
+    their list without a lock, in a folder that would be the same for all.
+    """
     os.environ.update(FORCED | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))})
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if rank:
+        caches = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+        folder = os.environ.get("VLLM_CACHE_ROOT", os.path.join(caches, "vllm"))
+        os.environ["VLLM_CACHE_ROOT"] = os.path.join(folder, f"worker_{rank}")
 
 
 def write_model(config: Mapping[str, Any], folder: Path) -> Path:
@@ -67,12 +75,13 @@ def write_model(config: Mapping[str, Any], folder: Path) -> Path:
     return folder
 
 
-def start_vllm(settings: Mapping[str, Any]) -> Started:
-    """An engine with these `EngineArgs`. Raises UserError without vLLM, and for what vLLM refuses."""
+def start_vllm(settings: Mapping[str, Any], rank: int = 0) -> Started:
+    """An engine with these `EngineArgs`. `rank`: of several workers'. Raises UserError without vLLM, and for what vLLM
+    refuses."""
     why = why_no_vllm()
     if why is not None:
         raise UserError(why)
-    prepare_environment()
+    prepare_environment(rank=rank)
     from vllm import EngineArgs, SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind

@@ -57,7 +57,8 @@ class VllmWeights:
 
     @torch.inference_mode()
     def digest(self, model: Any, weights: WeightSet, *, covers_all: bool = False) -> str:
-        """Compares every byte with `weights`, as last put in. The same digest as our own engine's."""
+        """Compares every byte with `weights`, as last put in. The same digest as our own engine's: with `covers_all` it
+        covers the BF16 weights whose codes were made here, too."""
         version, held = weights.policy_version, dict(model.named_parameters())
         compared: list[tuple[str, Tensor]] = []
         read: list[Tensor] = []
@@ -74,7 +75,12 @@ class VllmWeights:
         for name, one in others.items():
             compared.append((name, _equal(held[vllm_name(name)][: one.shape[0]], one)))
         if covers_all:
-            read += [held[vllm_name(name)][: one.shape[0]] for name, one in others.items()]
+            made = {f"{name}.weight" for name in self._fp8 if name not in weights.codes}
+            for name, one in weights.tensors.items():
+                if name in others:
+                    read.append(held[vllm_name(name)][: one.shape[0]])
+                elif name in made:
+                    read.append(one)
         for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
             if not equal:
                 raise RuntimeError(f"publish: vLLM's '{name}' differs from the trainer's at policy version {version}")

@@ -21,10 +21,11 @@ from octetrl.backends.vllm.session import sibling_seed
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, Fp8Config
 from octetrl.engine.logit_options import LogitOptions
-from octetrl.engine.weights import weight_set, weights_digest
+from octetrl.engine.weights import put_weights, share_weights, weight_set, weights_digest
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
 from tests.parity.sides import PRECISIONS, Sides
 from tests.unit.backends.setting import SPEC, Letters, Setting, request
 from tests.unit.backends.vllm_double import VllmDouble, tensors_of
@@ -61,6 +62,11 @@ def test_a_rollout_in_fp8_alone_gets_the_codes_of_our_quantiser() -> None:
     fp8 = Sides(SPEC, "fp8")
     assert all(torch.equal(one, ours[name]) for name, one in fp8.trainer_model.named_parameters())
     assert adapter.weights_digest() == weights_digest(fp8.engine_model, weight_set(fp8.trainer_model, 0))
+    own = Decoder(SPEC, policy, "rollout", dtype=torch.bfloat16, device="meta", backend="emulated")
+    share_weights(own, trained)
+    put_weights(own, weight_set(trained, 0))
+    expected = weights_digest(own, weight_set(trained, 0), covers_all=True)
+    assert adapter.weights_digest(covers_all=True) == expected, "of workers that only train, which have our engine"
 
     with torch.no_grad():
         trained.layers[1].mlp.down_proj.weight[5, 7] = math.nan  # type: ignore[union-attr]

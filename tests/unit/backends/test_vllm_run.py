@@ -1,62 +1,75 @@
-"""Training steps whose rollouts come from vLLM's adapter over a double: conversations, sleep, publish, evaluation.
+"""Training steps whose rollouts come from vLLM's adapter over a double, on one worker and on several.
 
-The double's log-probs are no model's, so nothing is learnt and mismatch is large.
+The double's log-probs are no model's, so nothing is learnt and mismatch is large. Its tokens follow from the seeds
+alone, so every number of workers draws the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from octetrl.backends.vllm.backend import VllmBackend
-from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
-from octetrl.fp8.policy import PrecisionPolicy
-from octetrl.models.decoder import Decoder
-from octetrl.run.build import build_run
+from octetrl.engine.engine import Engine
+from octetrl.records import RolloutGroup
+from octetrl.run.build import Run, build_run
 from octetrl.run.evaluate import evaluate
+from octetrl.workers.many.workers import WorkersDiffer
 from octetrl.workers.worker import Worker
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model, tiny_recipe
-from tests.unit.backends.vllm_double import VllmDouble, tensors_of
-from tests.unit.workers.many.thread_team import steps_of
+from tests.unit.backends.vllm_workers import CountingDouble, build_double
+from tests.unit.workers.many.thread_team import run_on, steps_of
+
+CASES: dict[str, dict[str, Any]] = {"answers": {}, "turns": TALK, "fp8 rollout": {"precision": "fp8_rollout"}}
+SPREAD = {"trainer.tokens_per_micro_batch": 64, "rollout.prompts_per_step": 4, "engine.max_batch": 4}
 
 
-class AwakeDouble(VllmDouble):
-    """Counts how often it slept."""
-
-    sleeps = 0
-
-    def sleep(self, level: int = 1) -> None:
-        self.sleeps += 1
-        super().sleep(level)
-
-
-@pytest.fixture
-def doubles(monkeypatch: pytest.MonkeyPatch) -> list[AwakeDouble]:
-    """The doubles of the workers that are built. A worker on the CPU sleeps while it trains, as one on a GPU does."""
-    built: list[AwakeDouble] = []
-
-    def build(recipe: Recipe, spec: ModelSpec, *, policy: PrecisionPolicy, tokenizer: Any, **_: Any) -> VllmBackend:
-        shapes = Decoder(spec, policy, "train", device="meta", backend="emulated")
-        ours = {name: one.detach() for name, one in shapes.named_parameters()}
-        context = recipe.model.context_length
-        how = {"vocab_size": spec.vocab_size, "num_pages": 256, "max_model_len": context}
-        built.append(AwakeDouble(tensors_of(spec, policy, ours), **how))
-        settings: dict[str, Any] = {"config": recipe.engine, "context_length": context, "tokenizer": tokenizer}
-        return VllmBackend(built[-1], spec=spec, policy=policy, **settings)
-
-    monkeypatch.setattr("octetrl.workers.build_engine.build_vllm", build)
+@pytest.fixture(autouse=True)
+def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers on the CPU sleep while they train, as those on a GPU do."""
+    monkeypatch.setattr("octetrl.workers.build_engine.build_vllm", build_double)
     monkeypatch.setattr("octetrl.config.validate_backend.BLOCK", 1)  # the tiny model has fewer rows
     monkeypatch.setattr(Worker, "free_cache", lambda worker: worker.engine.sleep())
-    return built
 
 
-@pytest.mark.parametrize("changes", [{}, TALK, {"precision": "fp8_rollout"}], ids=["answers", "turns", "fp8 rollout"])
-def test_steps_and_an_evaluation(changes: dict[str, Any], doubles: list[AwakeDouble], tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", tie_word_embeddings=False)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model", tie_word_embeddings=False)
+
+
+def double_of(worker: Worker) -> CountingDouble:
+    double = worker.engine._vllm.engine  # type: ignore[attr-defined]
+    assert isinstance(double, CountingDouble)
+    return double
+
+
+def tokens(groups: tuple[RolloutGroup, ...]) -> list[tuple[int, ...]]:
+    return [turn.completion.token_ids for group in groups for one in group.rollouts for turn in one.turns]
+
+
+def versions(groups: tuple[RolloutGroup, ...]) -> set[int]:
+    return {turn.completion.policy_version for group in groups for one in group.rollouts for turn in one.turns}
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tuple[RolloutGroup, ...]]]:
+    """What two steps of one worker draw, by the case."""
+
+    @cache
+    def drawn(case: str) -> list[tuple[RolloutGroup, ...]]:
+        with run_on(0, model, tmp_path_factory.mktemp("alone"), backend="vllm", **(SPREAD | CASES[case])) as run:
+            return steps_of(run, 2)[0]
+
+    return drawn
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_steps_and_an_evaluation(changes: dict[str, Any], model: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(model, tmp_path / "run", {"steps": 3, **changes})
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "vllm"})})
     run = build_run(recipe)
@@ -65,10 +78,10 @@ def test_steps_and_an_evaluation(changes: dict[str, Any], doubles: list[AwakeDou
         report = evaluate(run)
     finally:
         run.close()
-    (double,) = doubles
+    double = double_of(run.workers.worker)  # type: ignore[attr-defined]
     for step, groups in enumerate(drawn):
         turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
-        assert {turn.completion.policy_version for turn in turns} == {step}
+        assert versions(groups) == {step}
         assert len({turn.completion.token_ids for turn in turns}) > len(turns) // 2, "siblings have seeds of their own"
         if changes is TALK:
             assert any(len(rollout.turns) > 1 for group in groups for rollout in group.rollouts)
@@ -77,3 +90,73 @@ def test_steps_and_an_evaluation(changes: dict[str, Any], doubles: list[AwakeDou
     assert not double.requests and double.sleeps >= 3, "as it starts, and for each update"
     held = {t.completion.policy_version for g in report.groups for r in g.rollouts for t in r.turns}
     assert held == {2}
+
+
+def workers_of(run: Run) -> list[Worker]:
+    return [hosted._policy for hosted in run.workers._team.workers]  # type: ignore[attr-defined]
+
+
+def drawing_of(run: Run) -> set[int]:
+    return {worker for worker, verb in run.workers._team.begun if verb == "submit"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("case", ["answers", "turns"])
+def test_several_workers_draw_what_one_draws(
+    case: str, alone: Callable[[str], list[tuple[RolloutGroup, ...]]], model: Path, tmp_path: Path
+) -> None:
+    expected = alone(case)
+    with run_on(2, model, tmp_path, backend="vllm", **(SPREAD | CASES[case])) as run:
+        drawn, lines = steps_of(run, 2)
+        assert drawn == expected and drawing_of(run) == {0, 1}
+        assert [versions(groups) for groups in drawn] == [{0}, {1}]
+        assert lines[-1]["publish/policy_version"] == 2.0
+        assert run.workers.last_session.completions == len(tokens(drawn[-1])), "of both workers"  # type: ignore[attr-defined]
+        for worker in workers_of(run):
+            assert double_of(worker).sleeps >= 3 and not double_of(worker).requests
+        held = workers_of(run)[1].engine
+        held.weights_digest = lambda **_: "0" * 64  # type: ignore[method-assign]
+        with pytest.raises(WorkersDiffer, match="worker 0 and worker 1 hold different weights"):
+            run.workers.publish(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ahead"),
+    [({}, 0), (CASES["fp8 rollout"], 0), ({"precision": "bf16"}, 1)],
+    ids=["fp8", "fp8 rollout", "bf16, one step ahead"],
+)
+def test_workers_that_only_generate(
+    changes: dict[str, Any],
+    ahead: int,
+    alone: Callable[[str], list[tuple[RolloutGroup, ...]]],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The digest of their vLLM is that of the trainers, which have our engine and no vLLM."""
+    expected = [tokens(groups) for groups in alone("answers")]
+    reported = lambda *, trained, generating: {"rollout/fused": 1.0} if generating is not None else {}  # noqa: E731
+    monkeypatch.setattr("octetrl.workers.worker.path_metrics", reported)
+    with run_on(1, model, tmp_path, engines=2, ahead=ahead, backend="vllm", **(SPREAD | changes)) as run:
+        drawn, lines = steps_of(run, 2)
+        assert [tokens(groups) for groups in drawn] == expected
+        assert [versions(groups) for groups in drawn] == ([{0}, {0}] if ahead else [{0}, {1}])
+        trainer, *others = workers_of(run)
+        assert isinstance(trainer.engine, Engine) and drawing_of(run) == {1, 2}
+        assert all("mismatch/unequal_tokens" not in line for line in lines), "no equality is expected of vLLM"
+        assert [double_of(worker).sleeps for worker in others] == [1, 1], "as they start, and never for an update"
+        assert run.workers.path_metrics() == {}, "no worker generates with our kernels"
+
+
+def test_what_a_workers_vllm_holds_is_compared_with_what_was_sent(model: Path, tmp_path: Path) -> None:
+    with run_on(1, model, tmp_path, engines=2, backend="vllm", precision="bf16") as run:
+        receiver = run.workers._team.workers[2]._receiver  # type: ignore[attr-defined]
+        receive = receiver.receive
+
+        def receive_with_a_fault() -> None:
+            receive()
+            held = next(receiver._worker.trainer_model.parameters()).detach()
+            held.view(torch.uint8).flatten()[0] ^= 1
+
+        receiver.receive = receive_with_a_fault
+        with pytest.raises(WorkersDiffer, match="publish: worker 2 holds other weights than were sent to it"):
+            run.workers.publish(0)

@@ -26,6 +26,7 @@ from octetrl.backends.vllm.start import start_vllm, write_model
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, Recipe
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
+from octetrl.config.weight_buffer import sent_bytes
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config
@@ -126,6 +127,21 @@ def test_weights_keep_their_scales_and_the_core_runs_in_this_process(
     assert found["VLLM_USE_DEEP_GEMM_E8M0"] == "0" and found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert found["VLLM_LOGGING_LEVEL"] == "DEBUG", "the user's"
     assert found["VLLM_DEEP_GEMM_WARMUP"] == "skip" and found["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
+@pytest.mark.parametrize("given", [None, "/given"])
+def test_workers_have_folders_of_compiled_graphs_of_their_own(
+    given: str | None, installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM writes their list without a lock."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_CACHE_ROOT", given)
+    start_vllm(arguments_of("bf16", tmp_path))
+    assert installed.environment.get("VLLM_CACHE_ROOT") == given, "of one worker it is vLLM's"
+    start_vllm(arguments_of("bf16", tmp_path), 2)
+    assert installed.environment["VLLM_CACHE_ROOT"] == f"{given or '/caches/vllm'}/worker_2"
 
 
 def test_a_sibling_asks_for_its_new_tokens_and_their_log_probs(installed: Installed, tmp_path: Path) -> None:
@@ -238,7 +254,21 @@ def test_a_backend_is_started_with_the_model_and_the_room_that_is_left(
     assert block_pool_of(given._vllm.engine).num_gpu_blocks == 2048 // 16 + 1, "one is never used"
     # what a trainer will allocate later is taken off
     built(vllm_recipe(), precision, trains=True)
-    assert installed.arguments.kv_cache_memory_bytes < arguments.kv_cache_memory_bytes
+    beside_trainer = installed.arguments.kv_cache_memory_bytes
+    assert beside_trainer < arguments.kv_cache_memory_bytes
+    # of several trainers each owns a part of the states
+    built(vllm_recipe(("cluster.gpus", 4)), precision, trains=True)
+    assert beside_trainer < installed.arguments.kv_cache_memory_bytes < arguments.kv_cache_memory_bytes
+    # weights that wait beside those that generate
+    roles = (("cluster.trainer_gpus", 1), ("cluster.engine_gpus", 1))
+    for none_waits in ([], [("cluster.max_staleness", 1), ("cluster.weight_buffer", "single")]):
+        built(vllm_recipe(*roles, *none_waits), precision)
+        assert installed.arguments.kv_cache_memory_bytes == arguments.kv_cache_memory_bytes
+    ahead = vllm_recipe(*roles, ("cluster.max_staleness", 1))
+    built(ahead, precision)
+    waiting = (arguments.kv_cache_memory_bytes - installed.arguments.kv_cache_memory_bytes) / 0.85
+    sent = sent_bytes(ahead, SPEC, policy.precisions())
+    assert waiting == pytest.approx(sent, abs=3 * 16 * cache_bytes_per_token(SPEC, policy))
 
 
 def test_a_worker_without_a_gpu_or_without_room_is_refused(

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
-from octetrl.cli.check_backend import backend_lines, backend_problems_here
+from octetrl.cli.check_backend import backend_lines, backend_memory_lines, backend_problems_here
 from octetrl.cli.check_device import Device
+from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.check_server import server_lines
+from octetrl.cli.check_workers import weight_buffer_lines
 from octetrl.config.memory import estimate_memory
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import build_recipe
 from octetrl.config.validate_backend import backend_spec_problems, without_effect
 from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
+from octetrl.config.weight_buffer import choose_buffer, sent_bytes
 from octetrl.fp8.parity import refused_gate, why_not_equal
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
@@ -29,9 +32,8 @@ GPU, CPU = Device("H200", True, 140 << 30), Device("CPU", False, 1 << 34)
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("cluster.device", "cpu", "cluster.device: engine.backend: vllm needs an NVIDIA GPU"),
-        ("cluster.gpus", 2, "cluster.gpus: engine.backend: vllm runs in the trainer's process, on one GPU so far"),
-        ("cluster.address", "auto", "cluster.gpus: engine.backend: vllm runs in the trainer's process"),
+        ("cluster.device", "cpu", "cluster.device: engine.backend: vllm needs NVIDIA GPUs"),
+        ("cluster.cpus", 2, "cluster.cpus: engine.backend: vllm needs NVIDIA GPUs"),
         ("engine.speculation.name", "ngram", "engine.speculation.name: engine.backend: vllm has no n-gram drafts"),
         ("engine.prefix_cache", "keep", "engine.prefix_cache: engine.backend: vllm drops its prefixes"),
         ("model.lora", {}, "model.lora: engine.backend: vllm gets no adapters so far"),
@@ -138,9 +140,66 @@ def test_check_says_what_remains() -> None:
     assert lines["gate"].endswith("warns above 1.03, stops above 1.2")
     assert "largest of the heads' scales" in lines["KV scales"]
     assert lines["parity"].startswith("not promised; `octetrl doctor RECIPE --backend vllm`")
+    assert lines["rollout backend"].endswith("in the trainer's process, with weights of its own")
     bare = dict(backend_lines(recipe_with(VLLM, ("algorithm.corrections", []))))
     assert "not corrected" in bare["corrections"] and "KV scales" not in bare
     assert list(backend_lines(recipe_with(FULL))) == []
+
+
+ROLES = (("cluster.trainer_gpus", 2), ("cluster.engine_gpus", 6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([("cluster.gpus", 2), ("cluster.tensor_parallel", 2)], "cluster.tensor_parallel: engine.backend: vllm has a"),
+        (
+            [*ROLES, ("cluster.max_staleness", 1), ("cluster.weights_in_flight", "recompute_cache")],
+            "cluster.weights_in_flight: engine.backend: vllm cannot change weights while it generates; set it to off",
+        ),
+        ([("cluster.workers_per_gpu", 2)], "cluster.workers_per_gpu: engine.backend: vllm sizes its cache by a GPU of"),
+        ([("cluster.trainer_cpus", 1), ("cluster.engine_cpus", 1)], "cluster.trainer_cpus: engine.backend: vllm needs"),
+    ],
+)
+def test_what_several_workers_cannot_do(changes: list[tuple[str, Any]], expected: str) -> None:
+    assert expected in problem_of(VLLM, *changes)
+    recipe_with(*changes)
+
+
+def test_check_says_what_several_workers_need() -> None:
+    spec = spec_from_config(preset_config("qwen3-8b"))
+
+    def shown(*changes: tuple[str, Any]) -> tuple[str, dict[str, str], dict[str, int]]:
+        recipe = recipe_with(VLLM, FULL, *changes)
+        plan = MemoryPlan.of(recipe, spec, precision_policy(spec, recipe.fp8), GPU)
+        lines = list(backend_lines(recipe))
+        parts = {part.name: part.num_bytes for part in plan.of_worker(recipe).parts}
+        return str(lines), dict(backend_memory_lines(plan)), parts
+
+    alone, several = shown(), shown(("cluster.gpus", 4), ("cluster.address", "auto"))
+    assert "on each of the 4 workers" in several[0] and "has the same seed on every worker" in several[0]
+    assert several[2]["vLLM"] == alone[2]["vLLM"] and several[2]["optimizer"] < alone[2]["optimizer"] // 3
+    assert not alone[1] and not several[1] and "seed" not in alone[0]
+    said, memory, _ = shown(*ROLES)
+    (line,) = memory.values()
+    assert "on each of the 6 workers that generate" in said and line.endswith("85% of the rest for its KV cache")
+    full = recipe_with(FULL)
+    sent = sent_bytes(full, spec, precision_policy(spec, full.fp8).precisions())
+    assert line.startswith(f"{sent / (1 << 30):.2f} GiB of weights from the trainers, ")
+    (sized,) = shown(*ROLES, ("engine.kv_cache_tokens", 4096))[1].values()
+    assert sized.endswith("and a KV cache of 4,096 tokens")
+
+
+def test_vllms_cache_leaves_room_for_new_weights() -> None:
+    """It has its size before the workers meet, so what is free then decides nothing."""
+    ahead = (*ROLES, ("cluster.max_staleness", 1))
+    for backend, setting, doubles in (("vllm", "auto", True), ("vllm", "single", False), ("octetrl", "auto", False)):
+        recipe = recipe_with(*ahead, ("engine.backend", backend), ("cluster.weight_buffer", setting))
+        assert choose_buffer(recipe, weights=8, cache=8, free=0).doubles == doubles
+    spec = spec_from_config(preset_config("qwen3-8b"))
+    recipe = recipe_with(*ahead, VLLM)
+    plan = MemoryPlan.of(recipe, spec, precision_policy(spec, recipe.fp8), Device("a GPU", True, None))
+    assert dict(weight_buffer_lines(plan))["new weights"] == "in a second buffer, while answers are generated"
 
 
 def test_vllm_absent_or_another_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,13 +139,16 @@ def run_on(
     in_flight: str = "off",
     buffer: str = "auto",
     beside_tail: bool = False,
+    backend: str = "octetrl",
     build: BuildWorker = build_worker,
     **changes: Any,
 ) -> Iterator[Run]:
     """A run whose workers are `count` threads in groups of `size` that share a model; 0: the embedded worker.
     `engines`: as many more generate, and the others only train. `ahead`: by how many versions. `in_flight`, `buffer`:
-    `cluster.weights_in_flight` and `weight_buffer`."""
+    `cluster.weights_in_flight` and `weight_buffer`. `backend`: what generates, also one that a recipe for the CPU may
+    not name."""
     recipe = tiny_recipe(model, folder / "run", changes)
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": backend})})
     run = build_run(recipe)
     if count:
         roles: dict[str, Any] = {"trainer_cpus": count, "engine_cpus": engines, "max_staleness": ahead}

@@ -1,0 +1,41 @@
+"""Workers whose vLLM is a double, on the CPU: in this process, in threads, and in processes of Ray that import this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octetrl.backends.vllm.backend import VllmBackend
+from octetrl.config.schema import Recipe
+from octetrl.config.spec import ModelSpec
+from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.models.decoder import Decoder
+from octetrl.workers import build_engine
+from octetrl.workers.build import BuiltWorker, build_worker
+from tests.unit.backends.vllm_double import VllmDouble, tensors_of
+
+
+class CountingDouble(VllmDouble):
+    """Counts how often it slept."""
+
+    sleeps = 0
+
+    def sleep(self, level: int = 1) -> None:
+        self.sleeps += 1
+        super().sleep(level)
+
+
+def build_double(recipe: Recipe, spec: ModelSpec, *, policy: PrecisionPolicy, tokenizer: Any, **_: Any) -> VllmBackend:
+    """In place of `build_vllm` of workers/build_engine.py."""
+    shapes = Decoder(spec, policy, "train", device="meta", backend="emulated")
+    ours = {name: one.detach() for name, one in shapes.named_parameters()}
+    context = recipe.model.context_length
+    how = {"vocab_size": spec.vocab_size, "num_pages": 256, "max_model_len": context}
+    double = CountingDouble(tensors_of(spec, policy, ours), **how)
+    settings: dict[str, Any] = {"config": recipe.engine, "context_length": context, "tokenizer": tokenizer}
+    return VllmBackend(double, spec=spec, policy=policy, **settings)
+
+
+def build_worker_with_double(*arguments: Any, **settings: Any) -> BuiltWorker:
+    """In place of `build_worker`, in a process of its own."""
+    build_engine.build_vllm = build_double  # type: ignore[assignment]
+    return build_worker(*arguments, **settings)
