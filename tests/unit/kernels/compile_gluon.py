@@ -97,12 +97,16 @@ def latent_attention() -> None:
 
 
 def gemm() -> None:
-    from octetrl.kernels.gemm import fp8_gemm_gluon
+    from octetrl.kernels.gemm import few_rows_gluon, fp8_gemm_gluon
 
     fp8_gemm_gluon._multiprocessors = lambda device: 132  # type: ignore[assignment]
     x = SimpleNamespace(codes=zeros(256, 512, dtype=E4M3), scale=zeros(4 * 256, dtype=FLOAT))
     w = SimpleNamespace(codes=zeros(512, 512, dtype=E4M3), scale=zeros(4, 4, dtype=FLOAT))
     fp8_gemm_gluon.fp8_gemm_gluon(x, w, 256, 128, 128, 5)  # type: ignore[arg-type]
+    few = SimpleNamespace(codes=x.codes[:9], scale=x.scale)
+    few_rows_gluon.few_rows_fp8(few, w, 12, few_rows_gluon.FewRows(32, 16, 2, 4, swap=True))  # type: ignore[arg-type]
+    few_rows_gluon.few_rows_fp8(few, w, 12, few_rows_gluon.FewRows(32, 64, 4, 2))  # type: ignore[arg-type]
+    few_rows_gluon.few_rows_bf16(zeros(9, 512), zeros(512, 512), few_rows_gluon.FewRows(32, 16, 2, 4, True, True))
 
 
 if __name__ == "__main__":
