@@ -1,4 +1,6 @@
-"""Linears of 1 to 64 rows in Gluon: y[M, N] = x[M, K] w[N, K]^T, FP8 with block scales or BF16. Not in use.
+"""Linears of 1 to 64 rows in Gluon: y[M, N] = x[M, K] w[N, K]^T, FP8 with block scales or BF16.
+
+The engine does not select this kernel yet. `benchmarks/kernels/few_rows.py` and `tests/gpu/test_few_rows.py` call it.
 
 fp8_gemm.py and bf16_gemm.py have the formulas. K is added in the same order as there, in one accumulator, so the bits
 are the same. The time of such a GEMM is that of reading w, and a short one is bound by latency: the kernel keeps many
@@ -158,7 +160,9 @@ def _few_rows_gluon_kernel(
             a = long_ring.index(slot * PANELS + i)._reinterpret(w_desc.dtype, [LONG_SIDE, WIDTH], flat)
             b = short_ring.index(slot * PANELS + i).permute((1, 0))
             if FP8:
-                products = products + (warpgroup_mma(a, b, zero, use_acc=False, is_async=True),)  # noqa: RUF005
+                products = products + (  # type: ignore[assignment]  # noqa: RUF005
+                    warpgroup_mma(a, b, zero, use_acc=False, is_async=True),
+                )
             else:
                 acc = warpgroup_mma(a, b, acc, is_async=True)
         if FP8:
@@ -186,7 +190,7 @@ def _launch(
     width, fp8 = 128 // size, scales[0] is not None
     y_MN = torch.empty(m, n, dtype=torch.bfloat16, device=x_MK.device)
     if k % width:
-        raise ValueError(f"few_rows: K = {k} is not a multiple of {width}")
+        raise ValueError(f"few_rows: K = {k}, must be a multiple of {width}")
     if m > config.tokens:
         raise ValueError(f"few_rows: {m} rows do not fit in {config}")
     if (config.w_rows if config.swap else config.tokens) > 64:
@@ -224,4 +228,6 @@ def few_rows_bf16(x_MK: Tensor, w_NK: Tensor, config: FewRows) -> Tensor:
 
     Raises ValueError for a config that cannot take them.
     """
+    assert x_MK.shape[1] == w_NK.shape[1], f"few_rows: {tuple(x_MK.shape)} by {tuple(w_NK.shape)}"
+    assert x_MK.is_contiguous() and w_NK.is_contiguous(), "few_rows: operands must be contiguous"
     return _launch(config, x_MK, w_NK, (None, None), 0)
