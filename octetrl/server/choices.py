@@ -97,7 +97,7 @@ class Choice:
         calls: tuple[ToolCall, ...] = (),
     ) -> ChoicePiece:
         new = text[self._shown :]
-        self._shown = len(text)
+        self._shown = max(self._shown, len(text))  # less of the text before a tool call may be sure than was shown
         is_first, self._begun = not self._begun, True
         details = drawn.details or EventDetails()
         return ChoicePiece(
@@ -114,4 +114,5 @@ class Choice:
 
 def _begins(text: str, string: str) -> int:
     """Return the length of the longest end of `text` with which `string` begins."""
-    return next((length for length in range(len(string), 0, -1) if text.endswith(string[:length])), 0)
+    longest = min(len(text), len(string) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(string[:length])), 0)

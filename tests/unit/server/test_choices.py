@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octetrl.engine.stopping import Stopping, decoder_of
@@ -65,11 +65,13 @@ def whole_and_pieces(
     st.lists(st.sampled_from(["ab", "b🦊", "é\n", "{", "</t", "aa"]), max_size=2, unique=True),
     st.sampled_from([None, "hermes", "llama3_json"]),
 )  # fmt: skip
+@example(b"<<|python_tag|>", [], "llama3_json")  # the first "<" is shown, and then might begin the call
 def test_pieces_add_up_to_the_whole(said: bytes, stops: list[str], family: Family | None) -> None:
     said = bytes(byte for byte in said if byte)
     whole, pieces = whole_and_pieces(said, tuple(stops), family)
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert [piece.is_first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert (pieces[-1].finish_reason, pieces[-1].calls) == (whole.finish_reason, whole.calls)
     assert sum((piece.offsets for piece in pieces), ()) == whole.offsets
     assert sum((piece.token_ids for piece in pieces), ()) == whole.token_ids
