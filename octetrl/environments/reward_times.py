@@ -74,8 +74,7 @@ class Patience:
         self._ended = self._timed_out = 0
 
     def ended(self, *, timed_out: bool) -> None:
-        if self._ended == self._timed_out:
-            self._timed_out += timed_out
+        self._timed_out += timed_out
         self._ended += 1
 
     @property

@@ -107,7 +107,7 @@ def test_reports_stand_side_by_side_with_their_difference() -> None:
         "+0.0000 [-0.793, +0.793]",
     ]
     assert cells["mean length"] == ["2", "4", "2"]
-    named_alike = {"runs/a": report(1.0), "old/a/": report(1.0), "/": report(1.0), "http://host/a": report(1.0)}
+    named_alike = {"runs/a": report(1.0), "old/a/": report(1.0), "/": report(1.0), "http://host/b": report(1.0)}
     assert [str(column.header) for column in report_table(named_alike, {}).columns[1:]] == list(named_alike)
 
 

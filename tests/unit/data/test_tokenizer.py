@@ -107,6 +107,9 @@ def test_a_prefix_that_aborts_the_tokenizers_library(folder: Path) -> None:
     assert "continuing_subword_prefix is not supported" in refusal(folder)
     file.write_text(json.dumps(content).replace('"BPE"', '"WordPiece"'))
     assert check_tokenizer_files(folder) == folder, "every WordPiece has one"
+    content["model"]["continuing_subword_prefix"] = ""
+    file.write_text(json.dumps(content))
+    assert check_tokenizer_files(folder) == folder
 
 
 def test_a_config_that_transformers_can_not_read_is_named_with_its_key(folder: Path) -> None:

@@ -108,6 +108,8 @@ def test_an_environment_that_always_fails_is_told_once() -> None:
         ({"a": 0.01, "b": 1.0, "c": 1.0}, 20, 0, []),
         ({"a": 0.01, "b": 0.02, "c": 1.0}, 4, 0, ["a", "b"]),
         ({"a": 0.01, "b": 0.02, "c": 1.0}, 4, 3, []),
+        ({"a": 1.0, "b": 99.0}, 1, 0, ["a"]),
+        ({"a": 1.0, "b": 7.0}, 1, 0, []),
     ],
 )
 def test_a_weight_that_gives_no_task_is_told(

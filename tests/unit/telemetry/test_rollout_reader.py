@@ -37,6 +37,8 @@ def test_a_task_drawn_twice_in_a_row_is_two_groups(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     groups = select(file, Filter(), None).groups
     assert [(group.step, group.place, group.rewards) for group in groups] == [(7, 0, [1.0, 0.0]), (7, 1, [0.5, 0.5])]
+    file.write_text("".join(json.dumps(line(name, 1, 0.0)) + "\n" for name in "ab"))  # as grep leaves them
+    assert [group.rewards for group in select(file, Filter(), None).groups] == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize(
