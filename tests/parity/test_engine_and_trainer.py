@@ -21,8 +21,8 @@ ALL = [(family, precision) for family in TINY for precision in PRECISIONS]
 TELLING = pytest.mark.parametrize(  # linears and cache both differ between these; one family has them all
     ("family", "precision"), [case for case in ALL if case[0] == "qwen3" or case[1] in ("bf16", "fp8_full")]
 )
-PAGES = ("small_pages", "small_chunks", "prefix_hit", "next_turn", "preempted")
-BATCHES = ("one_by_one", "odd_chunks", "small_batches", "preempted")
+PAGES = ("small_chunks", "next_turn", "preempted")  # written, found and computed again; all of them are small
+BATCHES = ("one_by_one", "preempted")
 SITUATIONS = pytest.mark.parametrize(
     ("situation", "family", "precision"),
     [
@@ -37,11 +37,12 @@ SITUATIONS = pytest.mark.parametrize(
 
 @lru_cache
 def drawn(family: str, precision: str) -> tuple[Sides, list[GenerationRequest], Answers]:
-    """Some requests, and what an engine left alone answers."""
+    """Some requests, and what an engine left alone answers. Four siblings fill three pages of 16 each, and the cache of
+    `preempted` has eleven."""
     draw = random.Random(f"{family} {precision}")
     sides = Sides(TINY[family], precision)
-    asked = random_requests(draw, sides.spec, 1, prompts=(1, 10), answers=(40, 44), siblings=(4, 4), temperature=0.9)
-    asked += random_requests(draw, sides.spec, 2, prompts=(1, LONGEST - 24), answers=(6, 24), temperature=0.9)
+    asked = random_requests(draw, sides.spec, 1, prompts=(10, 12), answers=(24, 24), siblings=(4, 4), temperature=0.9)
+    asked += random_requests(draw, sides.spec, 2, prompts=(1, LONGEST - 24), answers=(6, 12), temperature=0.9)
     asked += random_requests(draw, sides.spec, 1, prompts=(120, 126), answers=(18, 20), temperature=0.9)
     return sides, asked, sides.engine().generate(asked)
 
