@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks import algorithms
 from benchmarks.curves import panels
+from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.schema import Recipe
 from octetrl.run import demo
+from tests.e2e import tiny_run
+
+SUMS = EnvironmentConfig(**tiny_run.RECIPE["environment"] | {"eval_size": 2})
 
 
 def test_a_small_run_and_its_continuation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +25,13 @@ def test_a_small_run_and_its_continuation(tmp_path: Path, monkeypatch: pytest.Mo
         sizes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4"]
         return [*quietly(), *sizes, "environment.eval_size=2", "mismatch.fail_above=null"]
 
-    quietly = algorithms.quietly
+    def of_a_file(*arguments: Any) -> Recipe:
+        """The cold start's sums are reasoning_gym's; a process that imports it costs more than a run."""
+        return recipe_of(*arguments).model_copy(update={"environment": SUMS})
+
+    quietly, recipe_of = algorithms.quietly, algorithms.recipe_of
     monkeypatch.setattr(algorithms, "quietly", small)
+    monkeypatch.setattr(algorithms, "recipe_of", of_a_file)
     monkeypatch.setattr(demo, "NUM_EXAMPLES", 200)
     monkeypatch.setattr(algorithms, "NUM_PAIRS", 4)
     words = ["--steps", "1", "--sft-steps", "1", "--folder", str(tmp_path / "runs"), "--out", str(tmp_path)]
