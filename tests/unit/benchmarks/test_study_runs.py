@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy
 import pytest
-import reasoning_gym
 
 from benchmarks.study import arms, job, pairs, probe, runs, table
 from benchmarks.study.arms import ARMS, TABLES
@@ -280,6 +279,8 @@ def test_jobs_of_different_trees_are_marked() -> None:
 
 @pytest.mark.parametrize("name", probe.CANDIDATES)
 def test_candidates_are_tasks_whose_answers_are_numbers(name: str) -> None:
+    import reasoning_gym  # only now: two seconds in each process that collects tests
+
     dataset, parameters = probe.CANDIDATES[name]
     for entry in reasoning_gym.create_dataset(dataset, size=4, seed=0, **parameters):
         assert float(entry["answer"]) == float(entry["answer"])

@@ -19,6 +19,11 @@ from tests.unit.kernels.fused_row_cases import distance, interpreted, normal  # 
 
 EPS = 1e-6
 TOKENS = 11
+CASES = [  # every pair of a shape, a cache, and few or many tokens
+    (*shape, *cache.values, (number + which) % 2 == 0)
+    for number, cache in enumerate(CACHES)
+    for which, shape in enumerate([(6, 3, 32, True), (9, 5, 64, False)])
+]
 
 
 def _pages(
@@ -69,9 +74,7 @@ def test_is_the_chain(kv_mode: str, quantize_k: bool, norm: bool) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:.* encountered in divide")
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), [(6, 3, 32, True), (9, 5, 64, False)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm", "kv_mode", "quantize_k", "many"), CASES)
 def test_kernel_is_near_the_reference(
     heads: int,
     kv_heads: int,
