@@ -132,7 +132,8 @@ def test_a_job_that_refuses_its_input_leaves_no_line_and_ends_the_study(
     words = f"smollm2-sums --model m --arms bf16,fp8 --seeds 2 --jobs 1 --seconds 20 --state {tmp_path}".split()
     with pytest.raises(UserError, match="smollm2-sums-bf16-0 was refused: it broke; the other jobs were not started"):
         runs.main(words)
-    assert not (tmp_path / "lines").exists() and len(list((tmp_path / "logs").iterdir())) == 1
+    assert not (tmp_path / "lines").exists()
+    assert [path.read_text() for path in (tmp_path / "logs").iterdir()] == ["it broke\n"], "no job began after it"
     for change in ("--change", "--start-change"):
         with pytest.raises(UserError, match="-1 is out of range"):
             runs.main(["tiny-sums", "--state", str(tmp_path / "new"), change, "trainer.optimizer.lr=-1"])
