@@ -26,6 +26,7 @@ NEEDS = {
     "verifiers": "verifiers with its classic interface: pip install 'octetrl[verifiers]'",
     "lm-eval": "lm-eval, the judge of the server: setup/outside_packages.sh runs its tests",
     "ray": "Ray: runs on several workers",
+    "real-model": "a pretrained model's folder, which setup/smollm2.sh makes",
     "two-gpus": "two GPUs of one machine: workers on GPUs of their own",
 }
 _MARK = "not run: "

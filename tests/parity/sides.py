@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.layers.weight_memory import filling
 from octetrl.models.decoder import Decoder
+from octetrl.models.hf_weights import load_weights
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
@@ -76,12 +78,17 @@ class Sides:
         numerics: Numerics = "parity",
         calibrate_on: Sequence[Sequence[int]] | None = None,
         lora: LoraConfig | None = None,
+        folder: Path | None = None,
     ) -> None:
+        """folder: a Hugging Face folder whose weights are taken; None: random ones of the seed."""
         self.spec, self.device = spec, torch.device(device)
         self.policy = precision_policy(spec, PRECISIONS[precision], numerics)
         backend = choose_backend(device)
         self.trainer_model = Decoder(spec, self.policy, "train", device=device, backend=backend, lora=lora)
-        draw_weights(self.trainer_model, seed)
+        if folder is None:
+            draw_weights(self.trainer_model, seed)
+        else:
+            load_weights(self.trainer_model, folder)
         if lora is not None:
             self.trainer_model.train_adapters_alone()
         self.engine_model = Decoder(spec, self.policy, "rollout", device="meta", backend=backend, lora=lora)
