@@ -1,7 +1,7 @@
 """Parity of a pretrained model, whose activations have the outliers and attention sinks that random weights lack.
 
-    bash setup/smollm2.sh models/SmolLM2-135M-Instruct
-    OCTETRL_MODEL=FOLDER python -m pytest -m gpu tests/gpu/test_real_model.py    # another folder
+bash setup/smollm2.sh models/SmolLM2-135M-Instruct
+OCTETRL_MODEL=FOLDER python -m pytest -m gpu tests/gpu/test_real_model.py    # another folder
 """
 
 from __future__ import annotations

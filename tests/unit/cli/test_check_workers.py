@@ -105,9 +105,10 @@ def test_an_address_where_nothing_answers_is_a_warning() -> None:
 def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
     """Two copies of 9.44 GB of weights, and the KV cache of 256 answers, fit on a GPU or do not."""
 
-    def said(gib: float, *words: str) -> list[str]:
-        ahead = ("cluster.trainer_gpus=1", "cluster.engine_gpus=1", "cluster.max_staleness=1", "engine.max_batch=256")
-        on = plan(recipe, "qwen3-8b", gib, *NARROW, *ahead, "rollout.prompts_per_step=64", *words)
+    def said(gib: float, *words: str, engines: int = 1) -> list[str]:
+        ahead = ("cluster.trainer_gpus=1", f"cluster.engine_gpus={engines}", "cluster.max_staleness=1")
+        batch = ("engine.max_batch=256", "rollout.prompts_per_step=64")
+        on = plan(recipe, "qwen3-8b", gib, *NARROW, *ahead, *batch, *words)
         return [f"{name} {value}".strip() for name, value in weight_buffer_lines(on)]
 
     assert list(weight_buffer_lines(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=2"))) == []
@@ -118,9 +119,12 @@ def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
     assert crowded[0] == where and crowded[1] == "its 9.44 GB are 6.7% of the memory for the KV cache"
     where, why = said(24)
     assert where == "new weights in a pause between two batches"
-    assert re.fullmatch(
-        r"beside a second buffer of 9.44 GB the KV cache has [\d.]+ GB, and a whole batch needs [\d.]+ GB", why
-    )
+    # 0.85 of 24 GiB less two copies of the weights and 0.6 GB; 256 answers of 2,048 tokens with 73,728 bytes each
+    buffer = "beside a second buffer of 9.44 GB the KV cache has 5.35 GB, and a whole batch needs"
+    assert why == f"{buffer} 38.7 GB"
+    odd = ("rollout.prompts_per_step=31", "rollout.group_size=7")
+    assert said(24, *odd, engines=2)[1] == f"{buffer} 16.5 GB", "109 of 217 answers"
+    assert said(24, "engine.kv_cache_tokens=100000")[1] == f"{buffer} 7.37 GB"
     assert said(24, "cluster.weights_in_flight=recompute_cache")[0] == "new weights in a pause between two forwards"
     assert "second buffer" in said(24, "cluster.weight_buffer=double")[0]
     assert said(140, "cluster.weight_buffer=single")[1] == "cluster.weight_buffer: single"
