@@ -77,7 +77,8 @@ def test_lines_are_counted_by_need_and_reason(monkeypatch: pytest.MonkeyPatch) -
 def test_ci_asks_for_what_there_is() -> None:
     scripts = (REPO / ".ci/run").read_text() + (REPO / "setup/outside_packages.sh").read_text()
     asked = re.findall(r"OCTETRL_REQUIRE\+?=([\w,-]+)", scripts)
-    assert {name for names in asked for name in names.strip(",").split(",")} == NEEDS.keys() - {"gpu", "two-gpus"}
+    of_gpus = {"gpu", "two-gpus", "real-model"}
+    assert {name for names in asked for name in names.strip(",").split(",")} == NEEDS.keys() - of_gpus
 
 
 @pytest.mark.parametrize(
