@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from octetrl.engine.engine import Engine
 from octetrl.records import RolloutGroup
@@ -23,7 +22,7 @@ from octetrl.workers.worker import Worker
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.unit.backends.vllm_workers import CountingDouble, build_double
-from tests.unit.workers.many.thread_team import run_on, steps_of
+from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of
 
 CASES: dict[str, dict[str, Any]] = {"answers": {}, "turns": TALK, "fp8 rollout": {"precision": "fp8_rollout"}}
 SPREAD = {"trainer.tokens_per_micro_batch": 64, "rollout.prompts_per_step": 4, "engine.max_batch": 4}
@@ -149,14 +148,4 @@ def test_workers_that_only_generate(
 
 def test_what_a_workers_vllm_holds_is_compared_with_what_was_sent(model: Path, tmp_path: Path) -> None:
     with run_on(1, model, tmp_path, engines=2, backend="vllm", precision="bf16") as run:
-        receiver = run.workers._team.workers[2]._receiver  # type: ignore[attr-defined]
-        receive = receiver.receive
-
-        def receive_with_a_fault() -> None:
-            receive()
-            held = next(receiver._worker.trainer_model.parameters()).detach()
-            held.view(torch.uint8).flatten()[0] ^= 1
-
-        receiver.receive = receive_with_a_fault
-        with pytest.raises(WorkersDiffer, match="publish: worker 2 holds other weights than were sent to it"):
-            run.workers.publish(0)
+        assert_a_wrong_worker_is_named(run)

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from octetrl.models.weight_files import SINGLE
-from octetrl.workers.many.workers import WorkersDiffer
 from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import run_on, steps_of
+from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of
 
 SENT = "publish/sent_gb"  # what only such a run has, beside its times
 
@@ -52,14 +50,4 @@ def test_separate_workers_change_no_bit(
 
 def test_a_worker_that_holds_other_weights_than_were_sent_is_named(model: Path, tmp_path: Path) -> None:
     with run_on(1, model, tmp_path, engines=2, precision="bf16") as run:
-        receiver = run.workers._team.workers[2]._receiver
-        receive = receiver.receive
-
-        def receive_with_a_fault() -> None:
-            receive()
-            held = next(receiver._worker.trainer_model.parameters()).detach()
-            held.view(torch.uint8).flatten()[0] ^= 1
-
-        receiver.receive = receive_with_a_fault
-        with pytest.raises(WorkersDiffer, match="publish: worker 2 holds other weights than were sent to it"):
-            run.workers.publish(0)
+        assert_a_wrong_worker_is_named(run)

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
@@ -30,7 +33,7 @@ from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.status import StatusReport
 from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.many.team import Call
-from octetrl.workers.many.workers import ManyWorkers, TeamContext
+from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer
 from octetrl.workers.model_shape import model_spec
 from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import timeless, tiny_recipe
@@ -183,3 +186,18 @@ def steps_of(run: Run, steps: int) -> tuple[list[tuple[RolloutGroup, ...]], list
 def unspread(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines without what the clock says, and without how the work was spread over workers."""
     return [{name: line[name] for name in line if name not in SPREAD} for line in timeless(lines)]
+
+
+def assert_a_wrong_worker_is_named(run: Run) -> None:
+    """Of one trainer and two workers that generate, the last gets one byte that was not sent."""
+    receiver = run.workers._team.workers[2]._receiver  # type: ignore[attr-defined]
+    receive = receiver.receive
+
+    def receive_with_a_fault() -> None:
+        receive()
+        held = next(receiver._worker.trainer_model.parameters()).detach()
+        held.view(torch.uint8).flatten()[0] ^= 1
+
+    receiver.receive = receive_with_a_fault
+    with pytest.raises(WorkersDiffer, match="publish: worker 2 holds other weights than were sent to it"):
+        run.workers.publish(0)
