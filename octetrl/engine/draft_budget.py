@@ -7,8 +7,9 @@
 
 Drafts are made while they give more tokens a second than forwards without them. Both are measured, for each size of
 batch: first some forwards without drafts, then a trial with drafts. If the trial gains too little, the next one comes
-after `FIRST_PAUSE` forwards, and each time twice as many. While drafts are made, the measurement without them is
-repeated from time to time.
+after `FIRST_PAUSE` forwards, and each time twice as many. A trial in which no draft is right ends after fewer forwards
+the more sequences there are (`MISSES`). While drafts are made, the measurement without them is repeated from time to
+time.
 
 Only the number of forwards depends on this, and no token (speculation.py). B sequences, K drafts of one at most.
 """
@@ -26,6 +27,7 @@ SLOWER = 0.003  # a forward's time for each further row, where nothing was measu
 SAMPLES = 9  # forwards whose median counts
 REFERENCES = 5  # forwards without drafts before a trial
 TRIAL, WINDOW = 6, 24  # forwards with drafts before the first judgement, and those of later ones
+MISSES = 12  # times that a sequence got no token from its drafts, all in a row, after which a trial ends at once
 FIRST_PAUSE, LONGEST_PAUSE = 128, 4096  # forwards without drafts after a trial that gained too little
 MOST_TIMES = 4  # a forward with drafts counts at most as so many without: something else took longer
 REFERENCE_AGE = 512  # forwards with drafts after which those without are measured again
@@ -147,7 +149,7 @@ class DraftSwitch:
             return
         self._recent.append((min(seconds, MOST_TIMES * _median(plain)), tokens))
         self._age += 1
-        if len(self._recent) < TRIAL:
+        if len(self._recent) < TRIAL and not self._missed_all(size):
             return
         with_drafts = sum(tokens for _, tokens in self._recent) / sum(seconds for seconds, _ in self._recent)
         if with_drafts * _median(plain) < self._least:
@@ -159,6 +161,10 @@ class DraftSwitch:
             self._plain.pop(size, None)
             self._recent.clear()
             self._age = 0
+
+    def _missed_all(self, size: int) -> bool:
+        """Whether the trial has missed so often that it would end no other way."""
+        return len(self._recent) * size >= MISSES and all(tokens <= 1 for _, tokens in self._recent)
 
     def _meet(self, size: int) -> None:
         if size != self._size:

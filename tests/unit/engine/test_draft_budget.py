@@ -89,15 +89,15 @@ def test_times_between_and_beyond_what_was_measured() -> None:
     assert times.seconds(np.array([64]))[0] > 6.0
 
 
-def losses(with_drafts: float, tokens: float, forwards: int) -> tuple[float, int]:
+def losses(with_drafts: float, tokens: float, forwards: int, size: int = 1) -> tuple[float, int]:
     """Time for each token, relative to never drafting, and forwards with drafts. Plain ones take 1 s."""
     switch, spent, made, num_drafted = DraftSwitch(0.02), 0.0, 0.0, 0
     for _ in range(forwards):
-        if switch.is_on(8):
-            switch.count_drafted(8, with_drafts, tokens)
+        if switch.is_on(size):
+            switch.count_drafted(size, with_drafts, tokens)
             spent, made, num_drafted = spent + with_drafts, made + tokens, num_drafted + 1
         else:
-            switch.count_plain(8, 1.0)
+            switch.count_plain(size, 1.0)
             spent, made = spent + 1, made + 1
     return spent / made, num_drafted
 
@@ -107,6 +107,14 @@ def test_drafts_that_do_not_pay_cost_less_than_two_percent() -> None:
     assert slower < 1.01 and 2 * TRIAL <= num_drafted <= 4 * TRIAL
     assert losses(1.25, 1.0, REFERENCES + TRIAL + FIRST_PAUSE)[0] < 1.02
     assert losses(1.5, 1.6, 5000)[0] < 0.95
+
+
+@pytest.mark.parametrize(("size", "with_drafts", "trial"), [(1, 1.18, TRIAL), (8, 1.5, 2), (64, 3.0, 1)])
+def test_a_trial_without_a_right_draft_ends_early(size: int, with_drafts: float, trial: int) -> None:
+    """In a short answer, too, drafts cost less than two percent."""
+    assert losses(with_drafts, 1.0, 256, size)[0] < 1 / 0.98
+    assert losses(with_drafts, 1.0, REFERENCES + FIRST_PAUSE, size)[1] == trial
+    assert losses(with_drafts, 1.01, REFERENCES + FIRST_PAUSE, size)[1] == TRIAL
 
 
 def test_drafts_that_pay_are_made_and_compared_from_time_to_time() -> None:
