@@ -103,14 +103,17 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_saved_batches_make_the_run_that_nobody_killed(
-    model: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = CHANGES | {"cluster.max_staleness": 1, "cluster.max_restarts": 3, "checkpoint.batches_ahead": "saved"}
+    changes["logging.console"] = "plain"
     folder = tmp_path / "run"
     team = struck((TRAINER, "train", 2), (ENGINE, "receive_weights", 3), (TRAINER, "write_state", 0))
     run_with(team, recipe_tree(model, folder, changes), monkeypatch)
     assert next(team.strikes, None) is None  # all of them struck
     assert_same(folder, whole)
+    starts = capsys.readouterr().out.split("new weights arrive in a second buffer: ")
+    assert len(starts) == 1 + 4 and "step 1" not in starts[0], "each start names the buffer, before its first step"
 
 
 @pytest.mark.parametrize("how", ["saved", "drawn_again"])
