@@ -80,6 +80,14 @@ class GenerationRequest:
     """Tokens and log-probs that its only sibling has sampled on another worker, where it stopped; it continues here."""
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierAnswer:
+    """What the model said to a prompt in an earlier step. Drafts are made from it; no result depends on it."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: Sequence[int]  # an array takes a tenth of a tuple's memory
+
+
 class FinishReason(StrEnum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_new_tokens or the context limit

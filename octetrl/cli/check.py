@@ -279,6 +279,8 @@ def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterat
     if speculation.name != "none" and recipe.algorithm.learns_from == "rollouts":
         most = f"up to {speculation.max_draft_tokens} drafts a sequence while at most {speculation.max_sequences} run"
         yield "speculation", f"{speculation.name}, {most}; answers keep their bits"
+        if not recipe.logging.rollouts:
+            yield "", "logging.rollouts is false, so a resumed run makes no drafts from the answers of earlier steps"
         if device.on_gpu and why_no_fixed_order(recipe, policy, "rollout") is not None:
             yield (
                 "warning",

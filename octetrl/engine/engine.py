@@ -33,7 +33,7 @@ from octetrl.engine.kv_cache import (
 )
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
-from octetrl.engine.ngram_drafts import draft_source_of
+from octetrl.engine.ngram_drafts import NGramDrafts, draft_source_of
 from octetrl.engine.session import Session
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
@@ -41,7 +41,7 @@ from octetrl.engine.whole_answers import whole_answers
 from octetrl.fp8.kv_scales import KVScales, same_bits
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
-from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
+from octetrl.records import Completion, EarlierAnswer, GenerationRequest, OnCompletions, OnProgress, WeightSet
 
 LAG = 2  # forwards launched beyond the one whose results are read, on a GPU
 OPEN_CACHE_BYTES = 1 << 28  # size of a session's cache on a CPU if neither recipe nor requests set it
@@ -139,6 +139,11 @@ class Engine:
         """Drops all cached prefixes: the next call prefills every prompt."""
         if self._blocks is not None:
             self._blocks.forget()
+
+    def remember(self, answers: Sequence[EarlierAnswer]) -> None:
+        """Makes drafts from answers of earlier steps too, oldest first. Without n-gram drafts it does nothing."""
+        if isinstance(self.draft_source, NGramDrafts):
+            self.draft_source.remember(answers)
 
     def set_kv_scales(self, scales: KVScales) -> None:
         """Copies the scales of a calibrated cache to where the kernels read them. Raises ValueError for bad scales."""

@@ -7,7 +7,9 @@ one forward late. A hash that collides gives a wrong draft, and a wrong
 draft changes no token (speculation.py).
 
 Ended answers are kept by prompt, as arrays; this costs nothing while a batch is large. A prompt's tables are built when
-its first running answer asks for a draft, and dropped when its last one ends.
+its first running answer asks for a draft, and dropped when its last one ends. A new session sorts the answers of the
+last one by request and sibling. A resumed run gives them back in that order (`remember`), so its drafts are those of a
+run that was never stopped.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.speculation import DraftSource
+from octetrl.records import EarlierAnswer
 
 INDEXED_TOKENS = 1 << 15  # of a prompt's kept answers, the latest first
 TEXT = 1 << 32
@@ -28,6 +32,15 @@ BULK = 64  # tokens from which arrays are faster
 MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 Prompt = tuple[int, ...]
+Place = tuple[int, int, int]  # number of the session, of the request in it, of the sibling
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An ended answer."""
+
+    place: Place
+    token_ids: np.ndarray
 
 
 @dataclass(slots=True)
@@ -45,15 +58,27 @@ class NGramDrafts:
     def __init__(self, config: SpeculationConfig) -> None:
         self._lengths = tuple(sorted(set(config.ngrams), reverse=True))
         self._memory = config.memory_tokens
-        self._answers: OrderedDict[Prompt, list[np.ndarray]] = OrderedDict()  # the prompt answered last is the last
+        self._answers: OrderedDict[Prompt, list[_Kept]] = OrderedDict()  # the prompt answered last is the last
         self._kept = 0  # tokens of all answers and of their prompts
+        self._session = 0  # its number
         self._texts: dict[Prompt, _Texts] = {}
         self._unindexed: list[tuple[_Texts, int, int]] = []  # texts, number of one, where it was extended
 
     def reset(self) -> None:
-        """Drops the tables. Ended answers stay."""
+        """Drops the tables. Ended answers stay, in an order that does not depend on when they ended."""
         self._texts.clear()
         self._unindexed.clear()
+        prompts = takewhile(lambda one: self._answers[one][-1].place[0] == self._session, reversed(self._answers))
+        for prompt in sorted(prompts, key=lambda one: max(kept.place for kept in self._answers[one])):
+            self._answers[prompt].sort(key=lambda kept: kept.place)
+            self._answers.move_to_end(prompt)
+        self._session += 1
+
+    def remember(self, answers: Iterable[EarlierAnswer]) -> None:
+        """Keeps answers of earlier sessions, oldest first."""
+        for number, answer in enumerate(answers):
+            self._keep(answer.prompt_token_ids, answer.token_ids, (number, 0))
+        self._session += 1
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
         """Adds the next tokens of a running answer."""
@@ -106,19 +131,19 @@ class NGramDrafts:
             del texts.growing[sequence.sibling]
             if not texts.growing:
                 del self._texts[prompt]
-        self._keep(prompt, sequence.token_ids[sequence.prompt_length :])
+        self._keep(prompt, sequence.token_ids[sequence.prompt_length :], (sequence.group.index, sequence.sibling))
 
-    def _keep(self, prompt: Prompt, answer: Sequence[int]) -> None:
+    def _keep(self, prompt: Prompt, answer: Sequence[int], place: tuple[int, int]) -> None:
         if prompt in self._answers:
             self._answers.move_to_end(prompt)
         else:
             self._answers[prompt] = []
             self._kept += len(prompt)
-        self._answers[prompt].append(np.array(answer, dtype=np.int32))
+        self._answers[prompt].append(_Kept((self._session, *place), np.array(answer, dtype=np.int32)))
         self._kept += len(answer)
         while self._kept > self._memory and self._answers:
             oldest, answers = next(iter(self._answers.items()))
-            self._kept -= len(answers.pop(0))
+            self._kept -= len(answers.pop(0).token_ids)
             if not answers:
                 del self._answers[oldest]
                 self._kept -= len(oldest)
@@ -127,11 +152,11 @@ class NGramDrafts:
         texts = _Texts(places=[{} for _ in self._lengths])
         room = INDEXED_TOKENS
         answers: list[np.ndarray] = []
-        for answer in reversed(self._answers.get(prompt, [])):
-            room -= len(answer)
+        for kept in reversed(self._answers.get(prompt, [])):
+            room -= len(kept.token_ids)
             if room < 0:
                 break
-            answers.append(answer)
+            answers.append(kept.token_ids)
         tail = list(prompt[-self._lengths[0] :])
         for text in (list(prompt), *(tail + answer.tolist() for answer in reversed(answers))):
             texts.texts.append(text)

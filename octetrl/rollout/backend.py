@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from octetrl.records import (
     Completion,
+    EarlierAnswer,
     GenerationProgress,
     GenerationRequest,
     OnCompletions,
@@ -94,6 +95,14 @@ class TellsAnswers(Protocol):
     def answers_so_far(self) -> Mapping[tuple[str, int], tuple[Sequence[int], Sequence[float]]]:
         """Tokens and log-probs so far of each unfinished answer, by request and sibling. Both are empty for one that
         has not begun."""
+
+
+@runtime_checkable
+class RemembersAnswers(Protocol):
+    """A backend that makes drafts from answers of earlier steps (`engine.speculation`)."""
+
+    def remember(self, answers: Sequence[EarlierAnswer], /) -> None:
+        """Answers that it did not sample itself since it was built, oldest first."""
 
 
 class MeasuredSession(RolloutSession, Protocol):

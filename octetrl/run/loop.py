@@ -24,6 +24,7 @@ from octetrl.run.beside_tail import beside_tail_of
 from octetrl.run.build import Run, build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.device import generators_put_back
+from octetrl.run.earlier_answers import remember_answers
 from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
@@ -96,6 +97,7 @@ def _train(
             restore(run, last)
             rest = "; no step is left to do" if start == recipe.steps else ""
             run.console.note(f"resumed after step {start} from {checkpoints.folder}{rest}")
+            remember_answers(run, folder.path, start)
         elif resume:
             run.console.note("no checkpoint is there yet: the run begins again at step 1")
         if last is None and optimizer_of is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.json_file import parse_json
-from octetrl.records import RolloutStatus
+from octetrl.records import EarlierAnswer, RolloutStatus
 
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 MODEL = "model"
@@ -129,6 +130,16 @@ class SampledRow:
                 parts.append(Utterance("environment", turn["reply"], slice(end, end)))
             begin = end
         return parts
+
+    @property
+    def answers(self) -> Iterator[EarlierAnswer]:
+        """What the model said in each turn, with the prompt that it had."""
+        begin = 0
+        for turn in self.line.get("turns") or ({**self.line, "num_tokens": len(self.token_ids)},):
+            end = begin + turn["num_tokens"]
+            if prompt := turn.get("prompt_token_ids"):
+                yield EarlierAnswer(tuple(prompt), array("i", self.token_ids[begin:end]))
+            begin = end
 
     def _one_a_token(self, key: str) -> Sequence[float]:
         values = self.line.get(key) or ()
@@ -259,6 +270,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e308
 
 
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 31
+
+
 def _is_turn(turn: Any) -> bool:
     """Whether a turn has the keys that `SampledRow.said` reads."""
     return (
@@ -266,6 +281,7 @@ def _is_turn(turn: Any) -> bool:
         and isinstance(turn.get("num_tokens"), int)
         and isinstance(turn.get("text"), str)
         and isinstance(turn.get("reply"), str | None)
+        and _each(_is_token)(turn.get("prompt_token_ids"))
         and _each(lambda one: isinstance(one, dict) and _texts(one, "role", "text"))(turn.get("replies", []))
     )
 
@@ -291,7 +307,8 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
     "status": lambda value: isinstance(value, str),
     "text": lambda value: isinstance(value, str),
     "reward": lambda value: value is None or _is_number(value),
-    "token_ids": _each(lambda one: isinstance(one, int)),
+    "prompt_token_ids": _each(_is_token),
+    "token_ids": _each(_is_token),
     "logprobs": _each(_is_number),
     "trainer_logprobs": _each(_is_number),
     "policy_versions": _each(lambda one: isinstance(one, list) and len(one) == 2 and all(map(_is_number, one))),

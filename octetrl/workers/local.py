@@ -12,6 +12,7 @@ from pathlib import Path
 from octetrl.environments.score import Score
 from octetrl.records import (
     Completion,
+    EarlierAnswer,
     GenerationRequest,
     OnCompletions,
     PackedBatch,
@@ -24,6 +25,7 @@ from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
+from octetrl.workers.own_engine import remember
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.session_sum import SessionSum
@@ -116,6 +118,9 @@ class LocalWorkers(LocalLearningWorkers):
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         assert self._scorer is not None, "the recipe has no environment.reward_model"
         return self._scorer.score(completions)
+
+    def remember(self, answers: Sequence[EarlierAnswer]) -> None:
+        remember(self._policy, answers)
 
     def forget_prefixes(self) -> None:
         self._policy.forget_prefixes()

@@ -1,4 +1,4 @@
-"""What this project's engine offers beyond `RolloutBackend` (rollout/backend.py): its KV scales and all metrics.
+"""What this project's engine offers beyond `RolloutBackend` (rollout/backend.py): its KV scales, all metrics, drafts.
 
 The doctor compares it op by op with the trainer, and `bench step` reads its capacity. They work with this engine alone;
 everything else goes through the protocol.
@@ -6,8 +6,12 @@ everything else goes through the protocol.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from octetrl.config.errors import UserError
 from octetrl.engine.engine import Engine
+from octetrl.records import EarlierAnswer
+from octetrl.rollout.backend import RemembersAnswers
 from octetrl.workers.worker import Worker
 
 
@@ -19,3 +23,9 @@ def own_engine(worker: Worker) -> Engine:
             " OctetRL's own engine; run them without another backend"
         )
     return worker.engine
+
+
+def remember(worker: Worker, answers: Sequence[EarlierAnswer]) -> None:
+    """Gives answers of earlier steps to a worker's engine, for its drafts. Another backend makes none from them."""
+    if isinstance(worker.engine, RemembersAnswers):
+        worker.engine.remember(answers)

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from octetrl.environments.score import Score
-from octetrl.records import Completion, GenerationRequest, OnCompletions, PackedBatch, PolicyUpdate, Published, Task
+from octetrl.records import (
+    Completion,
+    EarlierAnswer,
+    GenerationRequest,
+    OnCompletions,
+    PackedBatch,
+    PolicyUpdate,
+    Published,
+    Task,
+)
 from octetrl.rollout.backend import RolloutSession
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -97,6 +106,10 @@ class Workers(LearningWorkers, Protocol):
 
     def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]:
         """The score of each (task, completion text) by `environment.reward_model`, in their order."""
+
+    def remember(self, answers: Sequence[EarlierAnswer], /) -> None:
+        """Gives answers of earlier steps, oldest first, to engines that make drafts from them. Other backends ignore
+        them."""
 
     def forget_prefixes(self) -> None:
         """The next request prefills its whole prompt, whatever was generated before."""

@@ -25,7 +25,7 @@ import torch
 from octetrl.config.weight_buffer import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
-from octetrl.records import GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
+from octetrl.records import EarlierAnswer, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
 from octetrl.rollout.backend import GenerationMetrics
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
@@ -41,6 +41,7 @@ from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, Work
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.many.worker_log import last_lines, print_into
+from octetrl.workers.own_engine import remember
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.streamed import StreamedUpdate
 from octetrl.workers.training_progress import counted
@@ -284,6 +285,9 @@ class HostedWorker:
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self._compute("load", lambda: self._worker.load(saved, policy_version))
         self.times()  # what loading took is no step's
+
+    def remember(self, answers: Sequence[EarlierAnswer]) -> None:
+        self._compute("load", partial(remember, self._policy, answers))
 
     def forget_prefixes(self) -> None:
         self._compute("rollout", lambda: self._policy.forget_prefixes())

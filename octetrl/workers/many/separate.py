@@ -19,7 +19,16 @@ from pathlib import Path
 from octetrl.config.weight_buffer import BufferChoice
 from octetrl.engine.admission import Admission
 from octetrl.environments.score import Score
-from octetrl.records import Completion, GenerationRequest, OnCompletions, PackedBatch, PolicyUpdate, Published, Task
+from octetrl.records import (
+    Completion,
+    EarlierAnswer,
+    GenerationRequest,
+    OnCompletions,
+    PackedBatch,
+    PolicyUpdate,
+    Published,
+    Task,
+)
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
@@ -166,6 +175,9 @@ class SeparateWorkers:
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         return self._engine_workers.score(completions)
+
+    def remember(self, answers: Sequence[EarlierAnswer]) -> None:
+        self._engine_workers.remember(answers)
 
     def forget_prefixes(self) -> None:
         self._engine_workers.forget_prefixes()

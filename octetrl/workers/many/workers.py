@@ -24,6 +24,7 @@ from octetrl.environments.score import Score
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import (
     Completion,
+    EarlierAnswer,
     GenerationRequest,
     OnCompletions,
     OnProgress,
@@ -256,6 +257,10 @@ class ManyWorkers(ManyLearningWorkers):
         bounds = [len(completions) * part // self._team.size for part in range(self._team.size + 1)]
         parts = [(list(completions[start:end]),) for start, end in pairwise(bounds)]
         return [score for part in self._team.ask_each("score", "score", parts) for score in part]
+
+    def remember(self, answers: Sequence[EarlierAnswer]) -> None:
+        """Each worker gets all answers, because any worker may sample the next one to the same prompt."""
+        self._team.ask("load", "remember", answers)
 
     def forget_prefixes(self) -> None:
         self._team.ask("rollout", "forget_prefixes")

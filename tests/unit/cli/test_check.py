@@ -54,7 +54,8 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 
 def test_it_shows_essentials_parameters_precision_and_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = check(capsys, "fp8.bf16_last_layers=1", "fp8.ignore=['*.o_proj']")
+    settings = ("engine.speculation.name=ngram", "logging.rollouts=false")
+    code, out, err = check(capsys, "fp8.bf16_last_layers=1", "fp8.ignore=['*.o_proj']", *settings)
     assert (code, err) == (0, "")
     for shown in (
         "grpo, 32 prompts x 8 siblings a step",
@@ -64,6 +65,7 @@ def test_it_shows_essentials_parameters_precision_and_memory(folder: Path, capsy
         "attention.o_proj bf16 bf16",
         "K fp8, V fp8, calibrated scales (fused), replayed in training",
         "KV cache 0.25 GiB 524,288 tokens of 512 bytes",
+        "logging.rollouts is false, so a resumed run makes no drafts from the answers of earlier steps",
         "no problems",
     ):
         assert shown in out

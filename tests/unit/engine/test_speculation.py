@@ -26,7 +26,7 @@ from octetrl.engine.request import RunningSequence, Step
 from octetrl.engine.transcript import Batch
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.models.decoder import Decoder
-from octetrl.records import Completion, GenerationRequest, SessionEvent
+from octetrl.records import Completion, EarlierAnswer, GenerationRequest, SessionEvent
 from tests.unit.engine.tiny_engine import SCALES, SPEC, Graphs, policy_of, request, tiny_engine
 
 ASKED = [
@@ -297,7 +297,7 @@ class Said(SimpleNamespace):
 
     def __init__(self, prompt: Sequence[int], sibling: int = 0) -> None:
         asked = SimpleNamespace(prompt_token_ids=tuple(prompt))
-        super().__init__(group=SimpleNamespace(request=asked), sibling=sibling, token_ids=list(prompt))
+        super().__init__(group=SimpleNamespace(request=asked, index=0), sibling=sibling, token_ids=list(prompt))
 
     __hash__ = object.__hash__
 
@@ -346,6 +346,20 @@ def test_answers_are_kept_for_the_same_prompt_up_to_a_bound() -> None:
         assert list(source.propose(again, 5)) == kept, "the prompt that was answered first is dropped"
 
 
+def test_the_order_of_kept_answers_does_not_depend_on_when_they_ended() -> None:
+    ended, resumed, said = ngrams(), ngrams(), [(7, 8, n) for n in (20, 21, 22)]
+    for sibling in (2, 0, 1):
+        answer = Said([1, 2], sibling)
+        answer.token_ids += said[sibling]
+        ended.end(answer)
+    ended.reset()
+    resumed.remember([EarlierAnswer((1, 2), one) for one in said])
+    for source in (ended, resumed):
+        again = Said([1, 2])
+        again.say(source, 7, 8)
+        assert source.propose(again, 1) == [22]
+
+
 def test_bulk_and_single_tokens_have_one_index() -> None:
     draw = random.Random(0)
     said = [draw.randrange(6) for _ in range(400)]
@@ -372,4 +386,9 @@ def test_ngrams_of_an_engine_over_several_calls() -> None:
     second = engine.metrics.drafts
     assert second.accepted > 70 > first.accepted and second.accepted > 0.7 * second.drafted
     assert engine.rollout_metrics()["rollout/forwards_saved"] == pytest.approx(second.saved)
+    resumed = speculative()
+    said = zip(asked, expected, strict=True)
+    resumed.remember([EarlierAnswer(one.prompt_token_ids, each.token_ids) for one, group in said for each in group])
+    assert resumed.generate(asked) == expected
+    assert resumed.metrics is not None and resumed.metrics.drafts == second
     assert "rollout/drafted_tokens" not in tiny_engine().rollout_metrics()

@@ -24,6 +24,7 @@ from octetrl.fp8.backends import choose_backend
 from octetrl.models.decoder import Decoder
 from octetrl.records import (
     Completion,
+    EarlierAnswer,
     GenerationProgress,
     GenerationRequest,
     OnCompletions,
@@ -35,7 +36,7 @@ from octetrl.records import (
 from octetrl.rollout.backend import BackendSession, GenerationMetrics
 from octetrl.trainer.packing import pack
 from octetrl.workers.build import BuiltWorker, build_worker
-from octetrl.workers.own_engine import own_engine
+from octetrl.workers.own_engine import own_engine, remember
 from octetrl.workers.worker import Worker
 from tests.e2e.live_server import live_server
 from tests.e2e.tiny_run import make_model
@@ -172,6 +173,7 @@ def step_of(worker: Worker) -> tuple[list[list[Completion]], str, list[list[Comp
     """What the worker draws, the digest after an update, and what it draws then."""
     worker.calibrate([request.prompt_token_ids for request in ASKED])
     drawn = worker.generate(ASKED)
+    remember(worker, [EarlierAnswer((1, 2), (3,))])  # a backend without drafts ignores it
     samples = [rewarded(sample) for sample in samples_of(ASKED, drawn)]
     update = worker.train(pack(samples, worker.layout, "token"))
     assert update.metrics["mismatch/unequal_tokens"] == 0

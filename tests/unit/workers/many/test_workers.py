@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from octetrl.config.errors import UserError
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.records import GenerationRequest, SamplingParams, SessionEvent
+from octetrl.records import EarlierAnswer, GenerationRequest, SamplingParams, SessionEvent
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
 from octetrl.trainer.shared_weights import SharedWeights
@@ -52,6 +53,16 @@ def test_any_number_of_workers_draws_the_same_and_measures_the_same(
                 assert mine == pytest.approx(line, rel=1e-4, abs=1e-7)
                 assert mine["mismatch/max_abs_diff"] == 0.0
             assert {worker for worker, verb in team.begun if verb == "submit"} == set(range(count))
+
+
+@pytest.mark.parametrize("engines", [0, 2], ids=["all", "separate"])
+def test_every_worker_that_generates_remembers_earlier_answers(engines: int, model: Path, tmp_path: Path) -> None:
+    drafts: dict[str, Any] = {"engine.speculation": {"name": "ngram"}, "engine.max_batch": 8, "precision": "bf16"}
+    with run_on(2 if not engines else 1, model, tmp_path, engines=engines, **drafts) as run:
+        run.rollout_workers.remember([EarlierAnswer((1, 2), array("i", [3, 4])), EarlierAnswer((1, 2), (5,))])
+        for worker in run.workers._team.workers[-2:]:
+            kept = worker._policy.engine.draft_source._answers
+            assert [answer.token_ids.tolist() for answer in kept[1, 2]] == [[3, 4], [5]]
 
 
 def test_a_request_that_cannot_be_served_and_one_that_is_cancelled(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Gives the answers of a resumed run's earlier steps to its workers, for their drafts (`engine.speculation`).
+
+They are read from the run's `rollouts/` and `evaluations/`, the newest files first, until `memory_tokens` are found.
+What cannot be read is named and left out: without drafts a rollout takes longer, and its tokens are the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octetrl.config.errors import UserError
+from octetrl.records import EarlierAnswer
+from octetrl.run.build import Run
+from octetrl.telemetry.rollout_reader import Filter, matching_rows
+from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
+
+SHOWN_STEPS = 3  # in the line about missing files
+
+
+def remember_answers(run: Run, folder: Path, step: int) -> None:
+    """Gives the workers the answers up to `step` of the run in `folder`. A run without drafts reads nothing."""
+    speculation = run.config.engine.speculation
+    if speculation.name == "none" or run.conversations is not None or not speculation.memory_tokens:
+        return
+    room, missing = speculation.memory_tokens, list[int]()
+    newest: list[list[EarlierAnswer]] = []
+    for number in range(step, 0, -1):
+        paths = [folder / of / f"step_{number:06d}.jsonl" for of in (EVALUATIONS, ROLLOUTS)]  # the evaluation is newer
+        if not paths[1].is_file():
+            missing.append(number)
+        for path in filter(Path.is_file, paths):
+            newest.append(_answers(run, path))
+            room -= sum(len(one.prompt_token_ids) + len(one.token_ids) for one in newest[-1])
+        if room <= 0:
+            break
+    if missing:
+        shown = ", ".join(map(str, missing[:SHOWN_STEPS])) + (" and others" if len(missing) > SHOWN_STEPS else "")
+        run.console.warn(f"{folder / ROLLOUTS} has no rollouts of step {shown}: no drafts are made from their answers")
+    run.rollout_workers.remember([answer for answers in reversed(newest) for answer in answers])
+
+
+def _answers(run: Run, path: Path) -> list[EarlierAnswer]:
+    try:
+        return [answer for *_, row in matching_rows(path, Filter()) for answer in row.answers]
+    except UserError as error:
+        run.console.warn(f"{error}; no drafts are made from its answers")
+        return []
