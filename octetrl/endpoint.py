@@ -10,11 +10,14 @@ retried, and a redirect is not followed: the key stays with the server it is for
 EndpointError: one line without the key.
 
 The HTTP client is httpx (extra `judge`) and not the openai package: only one kind of POST is needed, and
-huggingface_hub installs httpx anyway. httpx's client is thread-safe, and so is this class.
+huggingface_hub installs httpx anyway. It limits each read by itself, and a server may send a byte a second. A deadline
+for the whole request therefore needs its asynchronous client. One thread of the process runs all requests; the callers
+wait for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -22,7 +25,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -34,6 +39,7 @@ _MAY_PASS = (408, 409, 429)
 _NOT_IMPLEMENTED = 501
 _LONGEST_WAIT = 60.0  # seconds
 _LONGEST_CONNECT = 20.0  # seconds, until a connection is open
+_CONNECT_SHARE = 0.9  # of the time for a request, so that a server that is not reached is known as one
 _LARGEST = 256 << 20  # bytes of an answer, decompressed
 _LEAST_KEY = 8  # characters; a shorter key stands for none (EMPTY), and an answer may hold it by chance
 _SHOWN = 300
@@ -94,8 +100,9 @@ class Endpoint:
         self._key = _key_of(config.api_key_variable)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        timeout = httpx.Timeout(config.timeout_seconds, connect=min(_LONGEST_CONNECT, config.timeout_seconds))
-        self._client = httpx.Client(headers=headers, timeout=timeout, limits=limits)
+        connect = min(_LONGEST_CONNECT, _CONNECT_SHARE * config.timeout_seconds)
+        self._client = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=connect), limits=limits)
+        self._in_flight: set[Future[Any]] = set()
         self._turn = threading.BoundedSemaphore(config.concurrency)
         self._chance = random.Random()  # a separate generator, so that the run's generators do not advance
         self._closed = threading.Event()
@@ -132,7 +139,9 @@ class Endpoint:
     def close(self) -> None:
         """Close the connections. Requests that wait for a retry fail."""
         self._closed.set()
-        self._client.close()
+        for request in list(self._in_flight):
+            request.cancel()
+        asyncio.run_coroutine_threadsafe(self._client.aclose(), _requests()).result()
 
     def _try(
         self, url: str, body: dict[str, Any] | None
@@ -142,14 +151,14 @@ class Endpoint:
         began, httpx = time.monotonic(), self._httpx
         try:
             response, text = self._exchange(url, body)
-        except httpx.TimeoutException as failure:
+        except (TimeoutError, httpx.TimeoutException) as failure:
             said = f"{url}: no answer in {time.monotonic() - began:.1f} s"
             reached = not isinstance(failure, httpx.ConnectTimeout)
             return None, EndpointError(said, timed_out=True, reached=reached), 0.0
         except (httpx.DecodingError, httpx.InvalidURL, UnicodeError) as failure:  # UnicodeError: of the host's name
             reached = isinstance(failure, httpx.DecodingError)
             return None, self._error(f"{url}: {type(failure).__name__}: {failure}", reached=reached), None
-        except (httpx.HTTPError, RuntimeError) as failure:  # RuntimeError: the client was closed meanwhile
+        except (httpx.HTTPError, RuntimeError, CancelledError) as failure:  # the last two: it was closed meanwhile
             reached = isinstance(failure, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError)
             return None, self._error(f"{url}: {type(failure).__name__}: {failure}", reached=reached), 0.0
         status = response.status_code
@@ -165,21 +174,30 @@ class Endpoint:
         return None, error, _seconds(response.headers.get("retry-after")) if may_pass else None
 
     def _exchange(self, url: str, body: dict[str, Any] | None) -> tuple[Any, str]:
-        """Send one request and read its answer. httpx limits each read, so the time of all reads is limited here.
-        Returns httpx's response and its text."""
-        ends = time.monotonic() + self._config.timeout_seconds
-        sent: dict[str, Any] = {} if body is None else {"content": json.dumps(body), "headers": _JSON}
+        """Send one request and read its answer. Returns httpx's response and its text."""
+        content = None if body is None else json.dumps(body)
+        request = asyncio.run_coroutine_threadsafe(self._send(url, content), _requests())
+        self._in_flight.add(request)
+        try:
+            if self._closed.is_set():  # after `close` cancelled the others
+                request.cancel()
+            response, text = request.result()
+            return response, text.decode("utf-8-sig", errors="replace")
+        finally:
+            self._in_flight.discard(request)
+
+    async def _send(self, url: str, content: str | None) -> tuple[Any, bytes]:
+        sent: dict[str, Any] = {} if content is None else {"content": content, "headers": _JSON}
         parts: list[bytes] = []
         size = 0
-        with self._client.stream("GET" if body is None else "POST", url, **sent) as response:
-            for part in response.iter_bytes():
-                parts.append(part)
-                size += len(part)
-                if time.monotonic() > ends:
-                    raise self._httpx.ReadTimeout("", request=response.request)
-                if size > _LARGEST:
-                    raise self._httpx.DecodingError(f"the answer has more than {_LARGEST >> 20} MiB")
-        return response, b"".join(parts).decode("utf-8-sig", errors="replace")
+        async with asyncio.timeout(self._config.timeout_seconds):
+            async with self._client.stream("GET" if content is None else "POST", url, **sent) as response:
+                async for part in response.aiter_bytes():
+                    parts.append(part)
+                    size += len(part)
+                    if size > _LARGEST:
+                        raise self._httpx.DecodingError(f"the answer has more than {_LARGEST >> 20} MiB")
+        return response, b"".join(parts)
 
     def _object(self, text: str) -> dict[str, Any]:
         """The JSON object in `text`. Raises ValueError; a message never quotes an answer that holds the key."""
@@ -214,6 +232,17 @@ class Endpoint:
         """The beginning of a server's text. The key is masked before it is cut, so that no part of it stays."""
         masked = " ".join(self._masked(text).split())
         return masked if len(masked) <= _SHOWN else f"{masked[:_SHOWN]}..."
+
+
+@cache
+def _requests() -> asyncio.AbstractEventLoop:
+    """The loop of the process's requests, which a thread runs from now on."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=_requests.cache_clear)  # a forked process has no such thread
 
 
 class Waits:

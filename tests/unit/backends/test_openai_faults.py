@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,3 +105,16 @@ def test_the_idle_share_is_of_the_time_without_requests(monkeypatch: pytest.Monk
     tally.unfinished(0)
     found = tally.metrics()
     assert (found.seconds, found.idle_share, found.batch_occupancy) == (8.0, 5 / 8, 3 / 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "headers"),
+    [(" " * 4800 + "{}", {"X-Drips": "yes"}), ("{}", {"X-Drips-First": "HTTP/1.0 200 OK\r\nX: " + "a" * 1200})],
+    ids=["text", "headers"],
+)
+def test_the_time_limit_is_for_the_whole_answer(text: str, headers: dict[str, str]) -> None:
+    with judge_double((200, text, headers)) as double:  # 60 s
+        began = time.monotonic()
+        found = one(texts(double.url, timeout_seconds=0.4, retries=0), asked())
+        seconds = time.monotonic() - began
+    assert found.detail is not None and re.search(r"no answer in \d", found.detail) and seconds < 40.0

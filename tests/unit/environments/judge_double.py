@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-DRIP = 4  # bytes at a time, 20 times a second, of an answer with the header X-Drips
+DRIP = (
+    4  # bytes at a time, 20 times a second, of an answer with the header X-Drips, or before one that has X-Drips-First
+)
 
 
 @dataclass
@@ -50,6 +52,9 @@ def judge_double(*answers: Any) -> Iterator[Double]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, text, headers = double.answer(self.path, body, dict(self.headers))
+            for byte in headers.get("X-Drips-First", ""):  # in place of the status line
+                self.wfile.write(byte.encode())
+                time.sleep(0.05)
             self.send_response(status)
             for name, value in {"Content-Length": str(len(text.encode())), **headers}.items():
                 self.send_header(name, value)
