@@ -23,6 +23,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import JsonObject, read_json
+from octetrl.config.made_first import way_to_make
 from octetrl.config.spec import (
     MOST_HEADS,
     MOST_LAYERS,
@@ -110,11 +111,10 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
 
 
 def _way_to(folder: Path) -> str:
-    """What to do about a folder that does not exist. `octetrl demo` writes the first model of the demo's recipes."""
-    if folder.parts[:2] == ("runs", "demo"):
-        first = "run `octetrl demo` first"
-        by_the_demo = folder.parts[2:] in (("model",), ("sft", "export"))
-        return first if by_the_demo else f"{first}, then the command in the recipe's comment"
+    """What to do about a folder that does not exist."""
+    known = way_to_make(folder)
+    if known is not None:
+        return known
     way = "give a Hugging Face folder with config.json"
     in_models = folder.parent == Path("models")  # as the other shipped recipes and the README name it
     return f"{way}; `hf download OWNER/{folder.name} --local-dir {folder}` fetches one" if in_models else way

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from octetrl.config.errors import UserError, nearest, nearest_file, runs_in
 from octetrl.config.hub_name import hub_dataset
+from octetrl.config.made_first import way_to_make
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.config.validate_environment import FILES
@@ -88,7 +89,8 @@ def missing_files(recipe: Recipe) -> Iterator[str]:
 
 def _missing_file(field: str, path: str) -> Iterator[str]:
     if hub_dataset(path) is None and not Path(path).exists():
-        yield f"{field}: no file '{path}'; give a JSONL or Parquet file, or a folder{nearest_file(Path(path))}"
+        way = way_to_make(path) or f"give a JSONL or Parquet file, or a folder{nearest_file(Path(path))}"
+        yield f"{field}: no file '{path}'; {way}"
 
 
 def refuse_held(folder: Path) -> None:

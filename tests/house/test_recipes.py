@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from octetrl.config.load import PRECISIONS, dump_recipe, load_recipe
+from octetrl.config.made_first import way_to_make
 from octetrl.config.presets import preset_config
 from octetrl.config.validate import validate_with_spec
 from octetrl.models.families import spec_from_config
@@ -32,6 +34,10 @@ def test_it_validates_as_it_stands_and_survives_being_written(path: Path, tmp_pa
     recipe = load_recipe(path)
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "config.yaml") == recipe
+    texts = " ".join(one.read_text().replace("\n# ", " ") for one in (*RECIPES, *BASES))
+    for made in re.findall(r"(?:path|teacher|conversations): (runs/\S+)", dump_recipe(recipe)):
+        commands = re.findall("`(.+?)`", way_to_make(made) or "")
+        assert commands and all(command in texts for command in commands), f"{made}: made_first.py and the comment"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name)

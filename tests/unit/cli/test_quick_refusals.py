@@ -55,6 +55,7 @@ COMMANDS = [
     (["export", "model", "--to", "file/x"], "--to: cannot write in 'file/x' (Not a directory); choose another folder"),
     (["bench", "step", "--out", "file/x/y"], "--out: cannot create the folder 'file/x/y' ('"),
     (["train", "demo_grpo"], "run `octetrl demo` first"),
+    (["train", "demo_tools_sft", "model.path=model"], "no file 'runs/tools/conversations.jsonl'; run `python -m "),
     (["train", "demo_grpo", "output_dir=file/run"], "output_dir: cannot write in 'file/run' (Not a directory)"),
     (["train", "demo_grpo", "output_dir=held"], "output_dir: 'held' already holds a run; continue it with --resume"),
 ]

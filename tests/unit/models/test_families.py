@@ -198,7 +198,7 @@ def test_folders_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"demo/sft/export' does not exist; run `octetrl demo` first$"):
         load_spec("runs/demo/sft/export")
-    with pytest.raises(UserError, match=r"first, then the command in the recipe's comment$"):
+    with pytest.raises(UserError, match=r"first, then, in a checkout, `python -m examples.upcycle \S+ runs/demo/moe`$"):
         load_spec("runs/demo/moe")
     with pytest.raises(UserError, match=r"`hf download OWNER/Qwen3-8B --local-dir models/Qwen3-8B` fetches one$"):
         load_spec("models/Qwen3-8B")
