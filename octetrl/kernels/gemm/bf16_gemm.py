@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.kernels.gemm.fp8_gemm import Config, gemm_table
+from octetrl.kernels.gemm.fp8_gemm import Config, gemm_table, run_few_rows_bf16
+from octetrl.kernels.gluon import COMPILER_ERRORS, gave_up, give_up
 
 SMALLEST_UNSPLIT = 512  # rows; with this many or more, cuBLAS was never observed to split K
 PLAIN = {  # keyed by the largest M that an entry covers, for an M beyond a weight's entries
@@ -47,6 +48,8 @@ def straight_config(m: int, n: int, k: int) -> Config | None:
     if found is None or m >= SMALLEST_UNSPLIT:
         return None
     entries = {largest: Config(**found[str(largest)]) for largest in sorted(map(int, found))}
+    if all(config.kernel == "few_rows" for config in entries.values()):  # faster, though cuBLAS splits nothing
+        return next((config for largest, config in entries.items() if m <= largest), None)
     return next(config for largest, config in (entries | PLAIN).items() if m <= largest)
 
 
@@ -63,7 +66,17 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     if not x_MK.is_cuda:
         return bf16_gemm_reference(x_MK, w_NK)
     config = straight_config(x_MK.shape[0], *w_NK.shape)
-    return F.linear(x_MK, w_NK) if config is None else bf16_gemm_triton(x_MK, w_NK, config)
+    if config is None:
+        return F.linear(x_MK, w_NK)
+    if config.kernel != "few_rows":
+        return bf16_gemm_triton(x_MK, w_NK, config)
+    name = f"bf16_gemm, {config}"
+    if not gave_up(name):
+        try:
+            return run_few_rows_bf16(config, x_MK, w_NK)
+        except COMPILER_ERRORS as error:
+            give_up(name, error)
+    return bf16_gemm_triton(x_MK, w_NK, plain_config(x_MK.shape[0]))
 
 
 def bf16_gemm_straight(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

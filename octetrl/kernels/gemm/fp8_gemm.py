@@ -9,6 +9,7 @@ depends on (N, K, M) and comes from `fp8_gemm_table.json`, which `benchmarks/ker
     triton       one tile per program. Codes come by TMA. Scales are loaded in the loop, so Triton stages them through
                  shared memory with the tiles
     gluon        fp8_gemm_gluon.py: persistent programs, one warp loads, one or two warpgroups multiply
+    few_rows     few_rows_gluon.py, for at most 64 rows: `tile_m` is its tokens, `tile_n` its w_rows, `group` its panels
     scaled_mm    cuBLAS, from M = 32 on. Below it cuBLAS may add in another order
 
 An entry covers every M from its own down to the next smaller entry. A shape that is not in the table uses plain Triton
@@ -45,6 +46,7 @@ from octetrl.kernels.gluon import COMPILER_ERRORS, gave_up, give_up
 
 gluon_launcher: Callable[..., Tensor] | None
 try:
+    from octetrl.kernels.gemm.few_rows_gluon import FewRows, few_rows_bf16, few_rows_fp8
     from octetrl.kernels.gemm.fp8_gemm_gluon import fp8_gemm_gluon as gluon_launcher
 except ImportError as error:  # Gluon is an experimental part of Triton, and its names change
     gluon_launcher, _no_gluon = None, error
@@ -53,11 +55,13 @@ TABLE = Path(__file__).with_name("fp8_gemm_table.json")
 LARGEST_WITHOUT_ENTRY = 256  # rows; beyond this, a shape that is not in the table uses cuBLAS
 SMALLEST_SCALED_MM = 32
 TMA_BYTES = 16  # rows of codes start at multiples of it
+IN_GLUON = ("gluon", "few_rows")
 SCALES_OF_16_BYTES = 4  # Gluon loads x's scales by TMA, whose lines start at multiples of 16 bytes
 
 
 class Config(NamedTuple):
-    """One way to run a GEMM. `kernel`: triton, gluon or scaled_mm; straight in BF16. scaled_mm uses no other field."""
+    """One way to run a GEMM. `kernel`: triton, gluon, few_rows or scaled_mm; in BF16 straight or few_rows. scaled_mm
+    uses no other field."""
 
     kernel: str
     tile_m: int = 0
@@ -66,7 +70,7 @@ class Config(NamedTuple):
     warps: int = 4  # gluon: 4 per consumer; tile_m sets the number of consumers
     tile_k: int = 128  # FP8: always one block of scales
     group: int = 1  # tiles along M that are computed before the next tile along N
-    swap: bool = False  # triton only
+    swap: bool = False  # triton and few_rows
 
     def as_json(self) -> dict[str, object]:
         """The fields that differ from the default, `kernel` first."""
@@ -121,7 +125,20 @@ def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
         return fp8_gemm_triton(x, w, config)
     if gluon_launcher is None:
         raise _no_gluon
+    if config.kernel == "few_rows":
+        return few_rows_fp8(x, w, check_operands(x, w), _variant(config))
     return gluon_launcher(x, w, check_operands(x, w), config.tile_m, config.tile_n, config.stages, config.group)
+
+
+def run_few_rows_bf16(config: Config, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """The BF16 product of bf16_gemm.py with exactly this config. Raises what its compiler raises."""
+    if gluon_launcher is None:
+        raise _no_gluon
+    return few_rows_bf16(x_MK, w_NK, _variant(config))
+
+
+def _variant(config: Config) -> FewRows:
+    return FewRows(config.tile_n, config.tile_m, config.stages, config.group, config.swap)
 
 
 def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
@@ -139,7 +156,7 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
     config = choose_config(m, n, k)
     if config.kernel == "gluon" and m % SCALES_OF_16_BYTES:
         config = plain_config(m)
-    if config.kernel != "gluon":
+    if config.kernel not in IN_GLUON:
         return run_config(config, x, w)
     if not gave_up(config):
         try:

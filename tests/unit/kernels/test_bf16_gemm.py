@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from octetrl.fp8.relative_error import relative_error
+from octetrl.kernels.gemm import bf16_gemm as bf16_module
 from octetrl.kernels.gemm.bf16_gemm import (
     bf16_gemm,
     bf16_gemm_reference,
@@ -72,4 +73,19 @@ def test_every_entry_serves_small_batches() -> None:
         n, k = map(int, shape.split("x"))
         for m in (1, 16, 100, 300, 511):
             config = straight_config(m, n, k)
-            assert config is not None and config.kernel == "straight" and config.tile_k in (32, 64, 128)
+            if config is None:  # cuBLAS, where it does not split K
+                assert {entry["kernel"] for entry in gemm_table()["bf16"][shape].values()} == {"few_rows"}
+            else:
+                assert config.kernel == "few_rows" or config.tile_k in (32, 64, 128)
+
+
+def test_few_rows_alone_leave_the_others_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Config("few_rows", 8, 32, 4, group=4, swap=True)
+    straight = Config("straight", 64, 64, 4, tile_k=64)
+    table = {"512x1024": {"8": few.as_json()}, "256x1024": {"8": few.as_json(), "256": straight.as_json()}}
+    straight_config.cache_clear()
+    monkeypatch.setattr(bf16_module, "gemm_table", lambda: {"fp8": {}, "bf16": table})
+    alone, beside = ([straight_config(m, n, 1024) for m in (1, 8, 9, 300, 512)] for n in (512, 256))
+    straight_config.cache_clear()
+    assert alone == [few, few, None, None, None]
+    assert beside == [few, few, straight, plain_config(300), None]
