@@ -30,11 +30,12 @@ def can_run(kernel: str, *tensors: Tensor) -> bool:
     """Whether `kernel` may be tried on these tensors: on Hopper, aligned, and not given up before."""
     if gave_up(kernel) or not all(x.is_cuda and x.data_ptr() % ALIGNMENT == 0 for x in tensors):
         return False
-    return _is_hopper(tensors[0].device)
+    return is_hopper(tensors[0].device)
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Whether the GPU is of compute capability 9."""
     return torch.cuda.get_device_capability(device)[0] == 9
 
 

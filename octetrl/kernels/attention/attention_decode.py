@@ -62,6 +62,7 @@ from octetrl.kernels.attention.attention_order import (
 )
 from octetrl.kernels.attention.decode_layout import DecodeTile, KeySplit
 from octetrl.kernels.attention.kv_store import by_key
+from octetrl.kernels.early import let_next_start, lets_next_start
 from octetrl.kernels.quantize.quantize_activation import block_scale, e4m3_byte, magnitude_bits
 
 COUNTED = 64  # a program counts the chunks of at least so many sequences, so most batch sizes share one kernel
@@ -296,9 +297,10 @@ def _attention_merge_kernel(
     m_ptr, l_ptr, o_ptr, out_ptr, out_scale_ptr, contexts_ptr, v_scale_ptr, max_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     AHEAD: tl.constexpr, V_MODE: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Output of one sequence and head from its chunks; `AHEAD` chunks are loaded at a time."""
+    let_next_start(EARLY)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     num_keys = tl.load(contexts_ptr + sequence)
@@ -381,8 +383,8 @@ def attention_decode_triton(
         )  # fmt: skip
     if num_sequences > 0 and split is not None:
         _attention_merge_kernel[(num_heads, num_sequences)](
-            m_BSH, l_BSH, o_BSHD, out_BHD, out_scale_HB, context_lens_B, v_scale, max_chunks,
-            AHEAD=min(AHEAD, triton.next_power_of_2(max_chunks)), QUANTIZE=quantize, **shape,
+            m_BSH, l_BSH, o_BSHD, out_BHD, out_scale_HB, context_lens_B, v_scale, max_chunks, QUANTIZE=quantize,
+            AHEAD=min(AHEAD, triton.next_power_of_2(max_chunks)), EARLY=lets_next_start(q_BHD), **shape,
         )  # fmt: skip
     if out_scale_HB is None:
         return out_BHD

@@ -58,10 +58,10 @@ def plain_config(m: int) -> Config:
     return next((config for largest, config in PLAIN.items() if m <= largest), LARGE)
 
 
-def bf16_gemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+def bf16_gemm(x_MK: Tensor, w_NK: Tensor, *, early: bool = False) -> Tensor:
     """y[M, N] in BF16, with the bits that `F.linear` gives the same rows in a large batch. No gradient.
 
-    Both operands are BF16 and, on a GPU, contiguous.
+    Both operands are BF16 and, on a GPU, contiguous. `early`: that of `fp8_gemm`.
     """
     if not x_MK.is_cuda:
         return bf16_gemm_reference(x_MK, w_NK)
@@ -73,7 +73,7 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     name = f"bf16_gemm, {config}"
     if not gave_up(name):
         try:
-            return run_few_rows_bf16(config, x_MK, w_NK)
+            return run_few_rows_bf16(config, x_MK, w_NK, early)
         except COMPILER_ERRORS as error:
             give_up(name, error)
     return bf16_gemm_triton(x_MK, w_NK, plain_config(x_MK.shape[0]))

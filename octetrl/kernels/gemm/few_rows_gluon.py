@@ -1,7 +1,5 @@
 """Linears of 1 to 64 rows in Gluon: y[M, N] = x[M, K] w[N, K]^T, FP8 with block scales or BF16.
 
-The engine does not select this kernel yet. `benchmarks/kernels/few_rows.py` and `tests/gpu/test_few_rows.py` call it.
-
 fp8_gemm.py and bf16_gemm.py have the formulas. K is added in the same order as there, in one accumulator, so the bits
 are the same. The time of such a GEMM is that of reading w, and a short one is bound by latency: the kernel keeps many
 bytes in flight on every multiprocessor, and does little between two blocks of K.
@@ -229,5 +227,6 @@ def few_rows_bf16(x_MK: Tensor, w_NK: Tensor, config: FewRows) -> Tensor:
     Raises ValueError for a config that cannot take them.
     """
     assert x_MK.shape[1] == w_NK.shape[1], f"few_rows: {tuple(x_MK.shape)} by {tuple(w_NK.shape)}"
+    assert x_MK.dtype == w_NK.dtype == torch.bfloat16, f"few_rows: {x_MK.dtype} by {w_NK.dtype}"
     assert x_MK.is_contiguous() and w_NK.is_contiguous(), "few_rows: operands must be contiguous"
     return _launch(config, x_MK, w_NK, (None, None), 0)

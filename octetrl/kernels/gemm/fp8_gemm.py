@@ -117,8 +117,8 @@ def plain_config(m: int) -> Config:
     return next((config for largest, config in PLAIN.items() if m <= largest), SCALED_MM)
 
 
-def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
-    """The GEMM with exactly this config. Raises what its compiler raises."""
+def run_config(config: Config, x: Quantized, w: Quantized, early: bool = False) -> Tensor:
+    """The GEMM with exactly this config. Raises what its compiler raises. `early`: that of `fp8_gemm`."""
     if config.kernel == "scaled_mm":
         return fp8_gemm_nt(x, w, "scaled_mm")
     if config.kernel == "triton":
@@ -126,27 +126,28 @@ def run_config(config: Config, x: Quantized, w: Quantized) -> Tensor:
     if gluon_launcher is None:
         raise _no_gluon
     if config.kernel == "few_rows":
-        return few_rows_fp8(x, w, check_operands(x, w), _variant(config))
+        return few_rows_fp8(x, w, check_operands(x, w), _variant(config, early))
     return gluon_launcher(x, w, check_operands(x, w), config.tile_m, config.tile_n, config.stages, config.group)
 
 
-def run_few_rows_bf16(config: Config, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+def run_few_rows_bf16(config: Config, x_MK: Tensor, w_NK: Tensor, early: bool = False) -> Tensor:
     """The BF16 product of bf16_gemm.py with exactly this config. Raises what its compiler raises."""
     if gluon_launcher is None:
         raise _no_gluon
-    return few_rows_bf16(x_MK, w_NK, _variant(config))
+    return few_rows_bf16(x_MK, w_NK, _variant(config, early))
 
 
-def _variant(config: Config) -> FewRows:
-    return FewRows(config.tile_n, config.tile_m, config.stages, config.group, config.swap)
+def _variant(config: Config, early: bool) -> FewRows:
+    return FewRows(config.tile_n, config.tile_m, config.stages, config.group, config.swap, early)
 
 
-def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
+def fp8_gemm(x: Quantized, w: Quantized, *, early: bool = False) -> Tensor:
     """y[M, N] = x[M, K] w[N, K]^T in BF16. x: scale [M, ceil(K/128)] with strides (1, M); w: scale [ceil(N/128),
     ceil(K/128)], contiguous.
 
     The bits equal `fp8_gemm_nt(x, w, "scaled_mm")`, in less time at the sizes of decoding. A CPU runs the exact
-    emulation.
+    emulation. `early`: the kernel in front does not write w, so a kernel for few rows may start before it ends
+    (kernels/early.py).
     """
     if not x.codes.is_cuda:
         return fp8_gemm_reference(x, w)
@@ -160,7 +161,7 @@ def fp8_gemm(x: Quantized, w: Quantized) -> Tensor:
         return run_config(config, x, w)
     if not gave_up(config):
         try:
-            return run_config(config, x, w)
+            return run_config(config, x, w, early)
         except COMPILER_ERRORS as error:
             give_up(config, error, f"fp8_gemm, {config}")
     return run_config(plain_config(m), x, w)

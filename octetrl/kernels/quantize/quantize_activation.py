@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
+from octetrl.kernels.early import let_next_start, lets_next_start
 
 _ROWS = 32
 
@@ -72,8 +73,10 @@ def scale_rows(num_rows):
 
 @triton.jit
 def _quantize_activation_kernel(
-    x_ptr, code_ptr, scale_ptr, M, K, row_stride, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, code_ptr, scale_ptr, M, K, row_stride, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    let_next_start(EARLY)
     block = tl.program_id(1)
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_C = block * BLOCK + tl.arange(0, BLOCK)
@@ -105,7 +108,8 @@ def quantize_activation_triton(x_MK: Tensor, power_of_two: bool = False) -> Quan
     if rows:
         _quantize_activation_kernel[(triton.cdiv(rows, _ROWS), blocks)](
             x_MK, codes, scale, rows, columns, x_MK.stride(0),
-            POWER_OF_TWO=power_of_two, ROWS=_ROWS, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+            POWER_OF_TWO=power_of_two, ROWS=_ROWS, BLOCK=BLOCK, EARLY=lets_next_start(x_MK), num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return Quantized(codes.view(E4M3), scale)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
+from octetrl.kernels.early import let_next_start, lets_next_start
 from octetrl.kernels.quantize.quantize_activation import block_scale, e4m3_byte, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.rows.rms_norm import PROGRAM_ELEMENTS, rms_norm_reference
 
@@ -55,8 +56,9 @@ def _store_codes(
 def _add_rms_norm_kernel(
     delta_ptr, residual_ptr, weight_ptr, y_ptr, code_ptr, scale_ptr, num_rows, stride_delta, stride_residual, eps,
     SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
     row_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column_C = tl.arange(0, BLOCK_C)
     inside_RC = (row_R < num_rows)[:, None] & (column_C < SIZE)[None, :]
@@ -103,7 +105,8 @@ def add_rms_norm_triton(
             delta_TE, residual_TE, weight_E, y_TE, codes, scale, rows,
             0 if delta_TE is None else delta_TE.stride(0), residual_TE.stride(0), eps,
             SIZE=size, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK=min(BLOCK, block_c), ADD=delta_TE is not None,
-            QUANTIZE=quantize, POWER_OF_TWO=power_of_two, num_warps=8 if block_c > 1024 else 4,
+            QUANTIZE=quantize, POWER_OF_TWO=power_of_two, EARLY=lets_next_start(residual_TE),
+            num_warps=8 if block_c > 1024 else 4,
             **({"enable_fp_fusion": False} if residual_TE.is_cuda else {}),
         )  # fmt: skip
     if y_TE is not None:

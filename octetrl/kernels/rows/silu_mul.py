@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
+from octetrl.kernels.early import let_next_start, lets_next_start
 from octetrl.kernels.instructions import sigmoid
 
 BLOCK_F = 1024
@@ -29,7 +30,10 @@ PIECE_ELEMENTS = 1 << 16  # of the rows that the CPU form processes at a time, s
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, y_ptr, SIZE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK_F: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr, y_ptr, SIZE: tl.constexpr, ON_GPU: tl.constexpr, BLOCK_F: tl.constexpr, EARLY: tl.constexpr
+):
+    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside_F = column_F < SIZE
@@ -70,7 +74,7 @@ def silu_mul_triton(gate_up_T2F: Tensor) -> Tensor:
     options = {"enable_fp_fusion": False} if on_gpu else {}
     if num_tokens:
         _silu_mul_kernel[_grid(num_tokens, size)](
-            gate_up_T2F, y_TF, SIZE=size, ON_GPU=on_gpu, BLOCK_F=BLOCK_F, **options
+            gate_up_T2F, y_TF, SIZE=size, ON_GPU=on_gpu, BLOCK_F=BLOCK_F, EARLY=lets_next_start(gate_up_T2F), **options
         )
     return y_TF
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
+from octetrl.kernels.early import let_next_start, lets_next_start
 from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
 from octetrl.kernels.quantize.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.rows.silu_mul import silu_mul_reference
@@ -30,8 +31,9 @@ TILES = {4096: 8, 2048: 4, 1024: 4}  # columns of a program: warps; the widest t
 def _silu_mul_quantize_kernel(
     gate_up_ptr, code_ptr, scale_ptr, num_tokens,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    ON_GPU: tl.constexpr,
+    ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     block_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column_NC = block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -55,7 +57,8 @@ def silu_mul_quantize_triton(gate_up_T2F: Tensor, power_of_two: bool = False) ->
     if num_tokens:
         _silu_mul_quantize_kernel[(num_tokens, triton.cdiv(size, columns))](
             gate_up_T2F, codes, scale, num_tokens, SIZE=size, BLOCKS=columns // BLOCK, BLOCK=BLOCK,
-            POWER_OF_TWO=power_of_two, ON_GPU=gate_up_T2F.is_cuda, num_warps=TILES[columns],
+            POWER_OF_TWO=power_of_two, ON_GPU=gate_up_T2F.is_cuda, EARLY=lets_next_start(gate_up_T2F),
+            num_warps=TILES[columns],
             **({"enable_fp_fusion": False} if gate_up_T2F.is_cuda else {}),
         )  # fmt: skip
     return Quantized(codes.view(E4M3), scale)

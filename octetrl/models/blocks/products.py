@@ -51,17 +51,17 @@ def wants_codes(linear: Projection | None) -> tuple[bool, bool]:
     return quantize, isinstance(linear, Float8Linear) and linear.power_of_two
 
 
-def base_product(linear: Projection, x: Operand) -> Tensor:
-    """y [T, N] without the adapter. An FP8 linear quantises a tensor."""
+def base_product(linear: Projection, x: Operand, *, early: bool = False) -> Tensor:
+    """y [T, N] without the adapter. An FP8 linear quantises a tensor. `early`: that of `fp8_gemm`."""
     if isinstance(linear, Float8Linear):
         linear.check_codes()
         codes = x if isinstance(x, Quantized) else quantize_activation(x, linear.power_of_two)
-        y_TN = fp8_gemm(codes, linear.forward_operand())
+        y_TN = fp8_gemm(codes, linear.forward_operand(), early=early and linear.has_codes)
     else:
         assert isinstance(x, Tensor)
         if linear.fast:
             return F.linear(x, linear.weight, linear.bias)
-        y_TN = bf16_gemm(x, linear.weight)
+        y_TN = bf16_gemm(x, linear.weight, early=early)
     return y_TN if linear.bias is None else y_TN + linear.bias
 
 
@@ -77,8 +77,8 @@ def add_norm(
 
 
 def project(linear: Projection, x: Operand) -> Tensor:
-    """y [T, N], no gradient."""
-    y_TN = base_product(linear, x)
+    """y [T, N], no gradient. Weights are written between forwards only, so no kernel in front writes them."""
+    y_TN = base_product(linear, x, early=True)
     if linear.lora is not None:
         assert isinstance(x, Tensor)
         add_branch(linear.lora, y_TN, lora_down(linear.lora, x))
