@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -156,7 +157,8 @@ class VllmBackend(OneSession[VllmMetrics]):
         if self._has_weights or self._has_cache:
             if not (self._has_weights and self._has_cache):
                 self._wake_memory("weights" if self._has_cache else "kv_cache")  # vLLM sleeps as a whole
-            self._vllm.engine.sleep(level=SLEEP_LEVEL)
+            with _one_reading_of_free_memory():
+                self._vllm.engine.sleep(level=SLEEP_LEVEL)
             self._has_weights = self._has_cache = False
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
@@ -234,6 +236,18 @@ class VllmBackend(OneSession[VllmMetrics]):
         """The result of `function` on vLLM's model."""
         (result,) = self._vllm.engine.apply_model(function)
         return result
+
+
+@contextmanager
+def _one_reading_of_free_memory() -> Iterator[None]:
+    """vLLM's sleep asserts, after it freed its memory, that the device has no less free than before. That is false if
+    another process of the GPU allocated meanwhile, and vLLM would then never wake. So it reads free memory once."""
+    read = torch.accelerator.get_memory_info
+    torch.accelerator.get_memory_info = lru_cache(read)
+    try:
+        yield
+    finally:
+        torch.accelerator.get_memory_info = read
 
 
 @torch.inference_mode()

@@ -198,6 +198,24 @@ def test_a_sleep_half_awake_is_a_whole_one(fp8_full: Setting) -> None:
     assert first.policy_version == 1
 
 
+def test_another_process_may_allocate_while_vllm_falls_asleep(
+    fp8_full: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter([3, 2, 1])
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (next(left), 4))
+    sleep = fp8_full.double.sleep
+
+    def asserting(level: int) -> None:  # as vLLM's worker
+        before = torch.accelerator.get_memory_info()[0]
+        sleep(level)
+        assert torch.accelerator.get_memory_info()[0] - before >= 0, "Memory usage increased after sleeping."
+
+    monkeypatch.setattr(fp8_full.double, "sleep", asserting)
+    fp8_full.adapter.generate([request("a")])
+    fp8_full.adapter.sleep()
+    assert fp8_full.double.awake == set() and torch.accelerator.get_memory_info() == (2, 4), "for others as before"
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
 def test_weights_that_changed_while_vllm_slept_are_not_taken_for_the_old_ones(precision: str) -> None:
     setting = Setting(precision)

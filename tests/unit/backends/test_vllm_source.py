@@ -139,3 +139,8 @@ def test_scheduling_resumes_when_all_memory_is_awake() -> None:
     """The adapter wakes weights and cache one after the other, and never says that it may go on."""
     text = ast.unparse(class_of("vllm.v1.engine.core", "EngineCore"))
     assert "if not self.model_executor.is_sleeping:\n            self.resume_scheduler()" in text
+
+
+def test_a_sleep_reads_free_memory_where_the_adapter_holds_it() -> None:
+    text = ast.unparse(class_of("vllm.v1.worker.gpu_worker", "Worker"))
+    assert text.count("torch.accelerator.get_memory_info()") >= 2 and "Memory usage increased after sleeping." in text
