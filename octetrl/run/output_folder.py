@@ -32,7 +32,6 @@ from octetrl.run.allowed_changes import Change, changes_between, record_changes,
 from octetrl.run.early import RECIPE_FILE, refuse_held
 from octetrl.run.run_identity import (
     CHECKPOINTS,
-    RUN_FILE,
     new_run_id,
     read_run_id,
     records_in,
@@ -41,7 +40,7 @@ from octetrl.run.run_identity import (
 )
 from octetrl.telemetry.bench_record import where_it_runs
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
-from octetrl.telemetry.sinks import METRICS_FILE, last_step
+from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, last_step
 from octetrl.trainer import checkpoint
 from octetrl.workers.model_shape import model_spec
 

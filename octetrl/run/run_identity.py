@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from octetrl.config.errors import UserError
+from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.trainer import checkpoint
 
-RUN_FILE, CHECKPOINTS = "run.json", "checkpoints"
+CHECKPOINTS = "checkpoints"
 # What a run leaves, besides its recipe.
-RECORDS = ("metrics.jsonl", "rollouts", "evaluations", CHECKPOINTS, "events.out.tfevents.*")
+RECORDS = (METRICS_FILE, "rollouts", "evaluations", CHECKPOINTS, "events.out.tfevents.*")
 _SHOWN = 3
 
 

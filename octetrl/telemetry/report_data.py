@@ -15,12 +15,11 @@ from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
-from octetrl.telemetry.sinks import METRICS_FILE
+from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.telemetry.step_lines import WARNINGS
 
 PHASES = ("time/rollout", "time/reward", "time/train", "time/calibrate", "time/publish")
 _AGE = re.compile(r"mismatch/age_(\d{1,9})/tokens")
-RUN_FILE = "run.json"
 _OF_STEP = re.compile(r"^step \d+: ")
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?%?")
 ENOUGH = 4  # steps, for a difference with an interval

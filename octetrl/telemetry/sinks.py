@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octetrl.config.schema import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"  # which run the folder belongs to, and where it ran
 
 
 class Sink(Protocol):
