@@ -8,8 +8,8 @@
 Every arm (a K and a seed) is `octetrl train` with the recipe, on workers that only train and workers that only generate
 (`--cpus` or `--gpus`: how many of each). With `--jobs 1` the arms run one after another, so that their times can be
 compared; a seed's arms follow each other, and every second seed runs them in reverse order. With more, arms run side by
-side, and only accuracies by step can be compared. Only K, the seed, the number of steps, the evaluation interval and
-what is written to the disk differ from the recipe.
+side and share a GPU: accuracies by step can be compared, and times at most between arms that ran together. Only K, the
+seed, the number of steps, the evaluation interval and what is written to the disk differ from the recipe.
 
 `--state FOLDER` keeps the arms' run folders. The same command then continues: an arm that ended is not run again, an
 arm that was stopped or failed is resumed from its last checkpoint. `--seconds` stops the sweep; the result has the arms
@@ -19,7 +19,8 @@ that ended. Leaves `benchmarks/results/staleness_NAME.json`, and `--curve FILE` 
             steps up to this one, without evaluations), eval/accuracy (only where evaluated), reward/mean,
             rollout/staleness, rollout/on_policy_share, time/step, time/wait_for_batch, time/wait_for_weights,
             time/publish_pause
-    arms    one per arm: precision, workload, staleness, in_flight, jobs, seed, steps, seconds, eval/accuracy (the last)
+    arms    one per arm: precision, workload, staleness, in_flight, jobs, seed, steps, seconds, eval/accuracy (last),
+            equal_time/seconds (those of the arm that ended first), equal_time/accuracy (interpolated for that time)
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -113,7 +115,7 @@ class Arm:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
     def stop(self) -> None:
-        """Ask for the run's end; it saves a checkpoint."""
+        """Ask for the run's end; it saves a checkpoint. A run that has its last step by then has ended."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
@@ -121,6 +123,7 @@ class Arm:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        self.process = None
 
     def rows(self, arguments: argparse.Namespace) -> list[Row]:
         loaded = load_recipe(recipe_file(arguments), changes_of(arguments, self.staleness, self.seed, self.folder))
@@ -181,10 +184,30 @@ def arm_of(rows: Sequence[Row]) -> Row:
     return {name: rows[0][name] for name in names} | {"steps": len(rows), "seconds": rows[-1]["seconds"], **last}
 
 
+def accuracy_at(seconds: float, rows: Sequence[Row]) -> float | None:
+    """Held-out accuracy of an arm after so many seconds of its steps, on the lines between its evaluations. None: the
+    time lies before the first evaluation or after the last."""
+    points = [(float(str(row["seconds"])), float(str(row["eval/accuracy"]))) for row in rows if "eval/accuracy" in row]
+    for (before, low), (after, high) in pairwise(points):
+        if before <= seconds <= after:
+            return low + (high - low) * (seconds - before) / (after - before)
+    return None
+
+
+def with_equal_time(ended: Sequence[Sequence[Row]]) -> list[Row]:
+    """The arms' rows, with their accuracies at the time at which the first of them had ended."""
+    arms = [arm_of(own) for own in ended]
+    shortest = min(float(str(arm["seconds"])) for arm in arms)
+    for arm, own in zip(arms, ended, strict=True):
+        accuracy = accuracy_at(shortest, own)
+        arm |= {} if accuracy is None else {"equal_time/seconds": shortest, "equal_time/accuracy": round(accuracy, 4)}
+    return arms
+
+
 def show(arms: Sequence[Row], rows: Sequence[Row]) -> None:
     """The means over seeds, by K."""
     table = Table(title="Means over seeds")
-    for heading in ("K", "arms", "s", "age of a token", "on-policy share", "last accuracy"):
+    for heading in ("K", "arms", "s", "age of a token", "on-policy share", "last accuracy", "at equal time"):
         table.add_column(heading)
 
     def mean(name: str, among: Sequence[Row]) -> str:
@@ -201,6 +224,7 @@ def show(arms: Sequence[Row], rows: Sequence[Row]) -> None:
             mean("rollout/staleness", steps),
             mean("rollout/on_policy_share", steps),
             mean("eval/accuracy", own),
+            mean("equal_time/accuracy", own),
         )
     Console().print(table)
 
@@ -248,7 +272,7 @@ def main() -> None:
     if not ended:
         why = failed[0] if failed else f"no arm ended in {arguments.seconds:g} s"
         raise UserError(f"{why}; run it again with the same --state to go on")
-    rows, ends = [row for own in ended for row in own], [arm_of(own) for own in ended]
+    rows, ends = [row for own in ended for row in own], with_equal_time(ended)
     show(ends, rows)
     if arguments.curve is not None:
         arguments.curve.write_text(curve_of(ended))

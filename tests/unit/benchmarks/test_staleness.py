@@ -134,6 +134,35 @@ def test_a_sweep_whose_time_is_over_stops_its_runs_and_writes_what_ended(
     assert begun[0] == ("0_0", True) and 0 < len(found["arms"]) < 6
 
 
+def test_an_arm_that_takes_its_last_step_while_it_is_stopped_has_ended(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(run: Trains, _: int) -> None:
+        while run.poll() is None:
+            pass
+
+    monkeypatch.setattr(Trains, "send_signal", finish)
+    clock = iter(range(1000))
+    monkeypatch.setattr(staleness.time, "monotonic", lambda: float(next(clock)))
+    found = sweep(tmp_path, monkeypatch, "--seconds", "2")
+    assert begun == [("0_0", False)] and [one["steps"] for one in found["arms"]] == [STEPS]
+
+
+def test_accuracy_at_equal_time_lies_between_two_evaluations() -> None:
+    def arm(seconds: float) -> list[staleness.Row]:
+        names = ("precision", "workload", "staleness", "in_flight", "jobs", "seed")
+        rows: list[staleness.Row] = []
+        for step in range(1, 5):
+            accuracy = {"eval/accuracy": step / 10} if step % 2 == 0 else {}
+            rows.append(dict.fromkeys(names, 0) | {"step": step, "seconds": seconds * step} | accuracy)
+        return rows
+
+    assert staleness.accuracy_at(2.5, arm(1.0)) == pytest.approx(0.25)
+    assert staleness.accuracy_at(1.5, arm(1.0)) is None and staleness.accuracy_at(4.5, arm(1.0)) is None
+    fast, slow = staleness.with_equal_time([arm(2.0), arm(3.2)])
+    assert (fast["equal_time/seconds"], fast["equal_time/accuracy"], slow["equal_time/accuracy"]) == (8.0, 0.4, 0.25)
+
+
 def test_a_wrong_recipe_is_refused_before_a_run_begins(
     begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
