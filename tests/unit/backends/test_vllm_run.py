@@ -17,6 +17,7 @@ from octetrl.engine.engine import Engine
 from octetrl.records import RolloutGroup
 from octetrl.run.build import Run, build_run
 from octetrl.run.evaluate import evaluate
+from octetrl.run.loop import one_step
 from octetrl.workers.many.workers import WorkersDiffer
 from octetrl.workers.worker import Worker
 from tests.e2e.test_turns import TALK
@@ -99,6 +100,19 @@ def drawing_of(run: Run) -> set[int]:
     return {worker for worker, verb in run.workers._team.begun if verb == "submit"}  # type: ignore[attr-defined]
 
 
+def assert_a_failure_of_one_vllm_ends_the_run(run: Run, double: CountingDouble) -> None:
+    """Its step in a rollout, and its copy of the weights in a publish."""
+
+    def dies(*_: Any) -> Any:
+        raise RuntimeError("vLLM's core has died")
+
+    for part, work in (("step", lambda: one_step(run, 3)), ("apply_model", lambda: run.workers.publish(3))):
+        setattr(double, part, dies)
+        with pytest.raises(RuntimeError, match="vLLM's core has died"):
+            work()
+        delattr(double, part)
+
+
 @pytest.mark.parametrize("case", ["answers", "turns"])
 def test_several_workers_draw_what_one_draws(
     case: str, alone: Callable[[str], list[tuple[RolloutGroup, ...]]], model: Path, tmp_path: Path
@@ -110,8 +124,14 @@ def test_several_workers_draw_what_one_draws(
         assert [versions(groups) for groups in drawn] == [{0}, {1}]
         assert lines[-1]["publish/policy_version"] == 2.0
         assert run.workers.last_session.completions == len(tokens(drawn[-1])), "of both workers"  # type: ignore[attr-defined]
+        doubles = [double_of(worker) for worker in workers_of(run)]
+        assert all(double.sleeps >= 3 and not double.requests for double in doubles)
         for worker in workers_of(run):
-            assert double_of(worker).sleeps >= 3 and not double_of(worker).requests
+            worker.engine.wake()
+        scales, others = (dict(double.model.named_buffers()) for double in doubles)
+        assert scales and all(float(one) == float(others[name]) for name, one in scales.items())
+        assert all(float(one) != 1.0 for name, one in scales.items() if "q_scale" not in name), "calibrated, in each"
+        assert_a_failure_of_one_vllm_ends_the_run(run, doubles[1])
         held = workers_of(run)[1].engine
         held.weights_digest = lambda **_: "0" * 64  # type: ignore[method-assign]
         with pytest.raises(WorkersDiffer, match="worker 0 and worker 1 hold different weights"):
