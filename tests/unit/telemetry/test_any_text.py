@@ -112,8 +112,8 @@ def test_what_goes_to_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(json.loads(request.content)["messages"][0]["content"])
         return httpx.Response(200, json={"choices": [{"message": {"content": "Score: 1"}}]})
 
-    client = httpx.Client
-    monkeypatch.setattr(httpx, "Client", lambda **options: client(transport=httpx.MockTransport(answer)))
+    client = httpx.AsyncClient
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **options: client(transport=httpx.MockTransport(answer)))
     config = JudgeConfig(base_url="http://judge/v1", model="m", api_key_variable=None, template="{completion} Score?")
     (score,) = Judge(config).score([(Task("1", "p"), HALF)])
     assert score.status is RolloutStatus.SCORED, score.detail
