@@ -19,7 +19,7 @@ from rich.console import Console
 
 from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
 from octetrl.cli.loading import loading_pytorch
-from octetrl.cli.out_file import refuse_file, writes
+from octetrl.cli.out_file import refuse_file, whole_file
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError, nearest_file, refuse_empty, runs_in
 from octetrl.config.load import load_recipe
@@ -170,8 +170,8 @@ def write_json(
             for target, found in compared.items()
         ],
     }
-    with writes("--out", path):
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with whole_file("--out", path) as file:
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _environments(recipe: Recipe) -> dict[str, Any]:

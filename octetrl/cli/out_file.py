@@ -44,3 +44,22 @@ def writes(option: str, path: Path, kind: str = "file") -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{option}: cannot write '{path}' ({error.strerror or error}); give another {kind}") from error
+
+
+@contextmanager
+def whole_file(option: str, path: Path) -> Iterator[Path]:
+    """Where to write what replaces the file at `path`. If that fails, as on a full disk, `path` stays as it is.
+
+    What is not a file (/dev/stdout), or lies in a folder that takes no new file, is written in place."""
+    real = Path(os.path.realpath(path))
+    in_place = (real.exists() and not real.is_file()) or not os.access(real.parent, os.W_OK | os.X_OK)
+    aside = real if in_place else real.with_name(f".{os.getpid()}.partial")
+    with writes(option, path):
+        try:
+            yield aside
+            if not in_place:
+                aside.replace(real)
+        except BaseException:
+            if not in_place:
+                aside.unlink(missing_ok=True)
+            raise

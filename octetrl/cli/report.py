@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from octetrl.cli.out_file import refuse_file, writes
+from octetrl.cli.out_file import refuse_file, whole_file
 from octetrl.config.errors import UserError, refuse_empty
 from octetrl.config.text import ESCAPE
 
@@ -33,6 +33,6 @@ def report(
     path = Path(runs[0]) / "report.html" if out is None else out
     refuse_file("--out", path, "report.html")
     page = report_page(records)
-    with writes("--out", path):
-        path.write_text(page, encoding="utf-8", errors=ESCAPE)
+    with whole_file("--out", path) as file:
+        file.write_text(page, encoding="utf-8", errors=ESCAPE)
     typer.echo(f"wrote {path}")

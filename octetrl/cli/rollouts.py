@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octetrl.cli.out_file import refuse_file, writes
+from octetrl.cli.out_file import refuse_file, whole_file
 from octetrl.config.errors import UserError, nearest, refuse_empty
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, select
@@ -115,8 +115,8 @@ def _write_page(run: str, source: str, wanted: Filter, limit: int, path: Path, t
             if tokens:
                 raise
             without = f", tokens unmarked ({error})"
-    with writes("--html", path):
-        write_page(path, Path(run).resolve().name, selection, wanted, pieces)
+    with whole_file("--html", path) as file:
+        write_page(file, Path(run).resolve().name, selection, wanted, pieces)
     typer.echo(f"wrote {path}: {len(selection.groups):,} of {selection.found:,} groups{without}")
 
 

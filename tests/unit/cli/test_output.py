@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 import sys
@@ -15,6 +16,8 @@ from rich.console import Console
 from octetrl.cli.eval_table import report_table
 from octetrl.cli.generate_answers import completions_text
 from octetrl.cli.main import run_command
+from octetrl.cli.out_file import whole_file
+from octetrl.config.errors import UserError
 from octetrl.records import (
     Completion,
     FinishReason,
@@ -192,3 +195,20 @@ def test_export_says_what_it_wrote(
         assert capsys.readouterr().out == f"wrote out of runs/x {asked}\n"
     assert run_command(["export", "runs/x", "--to", "out", "--adapter", "--fp8"]) == 2
     assert "leave out --adapter" in capsys.readouterr().err
+
+
+def test_a_file_stays_as_it_was_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    """As on a disk that is full: the result of an earlier evaluation is not lost."""
+    old, link = tmp_path / "eval.json", tmp_path / "link.json"
+    old.write_text("old")
+    link.symlink_to(old)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(UserError, match=r"cannot write .*No space left"), whole_file("--out", link) as file:
+        file.write_text("half")
+        raise full
+    assert old.read_text() == "old" and sorted(tmp_path.iterdir()) == [old, link]
+    with whole_file("--out", link) as file:
+        file.write_text("new")
+    assert old.read_text() == "new" and sorted(tmp_path.iterdir()) == [old, link] and link.is_symlink()
+    with whole_file("--out", Path("/dev/null")) as file:
+        assert file == Path("/dev/null")
