@@ -5,7 +5,8 @@
 Without --tune: the present table's kernels beside `scaled_mm` and BF16 `F.linear`. With it every candidate is held to
 the bits that the same rows have in a large batch, those that differ are dropped, and the fastest goes into
 `fp8_gemm_table.json`: in place, or in the folder that the environment variable OUT names. A BF16 weight gets entries
-only if F.linear's rows change with the batch, which is cuBLAS splitting K.
+for all sizes if F.linear's rows change with the batch, which is cuBLAS splitting K. Otherwise it gets those of the
+kernel for few rows, up to the first size where F.linear is faster. That kernel starts early, as in a rollout.
 
 Times are medians over replays of a CUDA graph that walks through copies of the weight, more than 220 MB of them, so
 that none is found in L2. The floor of a time is that of its bytes at 4.3 TB/s, or of its operations at 1.5 PFLOP/s
@@ -32,12 +33,15 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernels.clock import quick_median_us
+from benchmarks.kernels.few_rows import variants
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.config.presets import PRESETS, preset_config
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.early import MOST_ROWS
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm, bf16_gemm_triton, straight_config
+from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT, FewRows
 from octetrl.kernels.gemm.fp8_gemm import (
     SCALED_MM,
     SMALLEST_SCALED_MM,
@@ -47,6 +51,7 @@ from octetrl.kernels.gemm.fp8_gemm import (
     fp8_gemm,
     gemm_table,
     run_config,
+    run_few_rows_bf16,
 )
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
@@ -65,6 +70,12 @@ Row = dict[str, object]
 triton, gluon, straight = (partial(Config, kernel) for kernel in ("triton", "gluon", "straight"))
 
 
+def few_rows_candidates(m: int) -> list[Config]:
+    """For both precisions. None beyond the kernel's 64 rows."""
+    found = variants(m, programmatic=False) if m <= MOST_ROWS else []
+    return [Config("few_rows", one.tokens, one.w_rows, one.stages, group=one.panels, swap=one.swap) for one in found]
+
+
 def fp8_candidates(m: int) -> list[Config]:
     """Tiles m x n and stages. One row of tiles as long as M allows; few columns where N is small; deep rings."""
     if m <= 64:
@@ -72,7 +83,8 @@ def fp8_candidates(m: int) -> list[Config]:
         sizes = ((64, 4), (64, 6), (64, 10), (128, 3), (128, 5))
         swapped = [triton(tile, columns, stages, swap=True) for columns, stages in sizes]
         plain = [triton(64, 64, 4), triton(64, 64, 6), triton(64, 32, 8), triton(64, 128, 4)]
-        ours = [*swapped, *plain, gluon(64, 32, 12), gluon(64, 32, 18), gluon(64, 64, 8), gluon(64, 64, 12)]
+        rings = [gluon(64, 32, 12), gluon(64, 32, 18), gluon(64, 64, 8), gluon(64, 64, 12)]
+        ours = [*swapped, *plain, *rings, *few_rows_candidates(m)]
     elif m <= 128:
         plain = [triton(128, 64, 3), triton(128, 64, 4), triton(128, 32, 6), triton(64, 128, 4, group=2)]
         rings = [gluon(128, 32, 10), gluon(128, 64, 6), gluon(128, 64, 8), gluon(128, 128, 6), gluon(64, 64, 12)]
@@ -88,7 +100,8 @@ def bf16_candidates(m: int) -> list[Config]:
     if m <= 64:
         tiles = [straight(64, 32, stages, tile_k=128) for stages in (4, 6, 8)]
         tiles += [straight(64, 32, 10, tile_k=64), straight(64, 64, 4, tile_k=128), straight(64, 64, 8, tile_k=64)]
-        return tiles + [straight(16, 32, stages, tile_k=128) for stages in (5, 8) if m <= 16]
+        tiles += [straight(16, 32, stages, tile_k=128) for stages in (5, 8) if m <= 16]
+        return [*tiles, *few_rows_candidates(m)]
     wide = [straight(128, 64, 4, tile_k=64), straight(128, 64, 6, tile_k=64), straight(128, 64, 3, tile_k=128)]
     wide += [straight(128, 32, 8, tile_k=64), straight(128, 32, 5, tile_k=128), straight(64, 64, 6, tile_k=64)]
     return [*wide, straight(128, 128, 4, tile_k=64, warps=8)]
@@ -120,6 +133,11 @@ def compile_config(config: Config) -> str | None:
         if config.kernel == "straight":
             values = torch.zeros(256, 512, dtype=torch.bfloat16, device=DEVICE)
             bf16_gemm_triton(values, values, config)
+        elif config.kernel == "few_rows":
+            values = torch.zeros(config.tile_m, 512, dtype=torch.bfloat16, device=DEVICE)
+            w_NK = torch.zeros(256, 512, dtype=torch.bfloat16, device=DEVICE)
+            run_few_rows_bf16(config, values, w_NK, early=True)
+            run_config(config, quantize_activation(values), quantize_weight(w_NK), early=True)
         elif config != SCALED_MM:
             codes = torch.zeros(256, 512, dtype=torch.float8_e4m3fn, device=DEVICE)
             scale_KM, w_scale = torch.ones(4, 256, device=DEVICE), torch.ones(2, 4, device=DEVICE)
@@ -202,9 +220,9 @@ def tune_fp8(weight: Weight, sizes: Sequence[int], usable: set[Config]) -> dict[
         x = weight.x_fp8(m)
 
         def run(config: Config, copy: int, x: Quantized = x) -> Tensor:
-            return run_config(config, x, weight.fp8[copy])
+            return run_config(config, x, weight.fp8[copy], early=True)
 
-        candidates = [config for config in fp8_candidates(m) if config in usable and may_run(config, weight.k)]
+        candidates = [config for config in fp8_candidates(m) if config in usable and may_run(config, weight.k, "fp8")]
         best = fastest(candidates, run, len(weight.fp8), weight.large_fp8[:m])
         if best is not None:
             entries[m] = best[0]
@@ -212,28 +230,45 @@ def tune_fp8(weight: Weight, sizes: Sequence[int], usable: set[Config]) -> dict[
     return written(entries)
 
 
-def may_run(config: Config, k: int) -> bool:
+def may_run(config: Config, k: int, precision: str) -> bool:
+    """Whether the kernel takes this K; the one for few rows keeps all scales of FP8 in shared memory."""
+    if config.kernel == "few_rows":
+        variant, fp8 = (
+            FewRows(config.tile_n, config.tile_m, config.stages, config.group, config.swap),
+            precision == "fp8",
+        )
+        return k % (128 if fp8 else 64) == 0 and variant.shared_bytes(k, fp8) <= SHARED_LIMIT
     return config.kernel != "gluon" or k % 256 == 0
 
 
 def tune_bf16(weight: Weight, sizes: Sequence[int], usable: set[Config]) -> dict[str, object]:
-    """Entries only for a weight of which F.linear's rows change with the batch."""
+    """Entries for all sizes if F.linear's rows change with the batch, else of the kernel for few rows where it is
+    faster than F.linear: `straight_config` gives a weight with such entries alone to F.linear beyond the last."""
     w_NK = weight.bf16[0]
     split = [m for m in sizes if not torch.equal(F.linear(weight.x_MK[:m], w_NK), weight.large_bf16[:m])]
     print(f"     bf16 {weight.shape}: F.linear changes bits at M = {split or 'none'}", flush=True)
     entries: dict[int, Config] = {}
-    for m in sizes if split else ():
+    for m in sizes:
         x_MK = weight.x_MK[:m]
 
         def run(config: Config, copy: int, x_MK: Tensor = x_MK) -> Tensor:
+            if config.kernel == "few_rows":
+                return run_few_rows_bf16(config, x_MK, weight.bf16[copy], early=True)
             return bf16_gemm_triton(x_MK, weight.bf16[copy], config)
 
-        candidates = [config for config in bf16_candidates(m) if config in usable]
+        found = bf16_candidates(m) if split else few_rows_candidates(m)
+        candidates = [config for config in found if config in usable and may_run(config, weight.k, "bf16")]
         best = fastest(candidates, run, len(weight.bf16), weight.large_bf16[:m])
+        if not split and (best is None or best[1] >= linear_us(weight, x_MK)):
+            break
         if best is not None:
             entries[m] = best[0]
             print(f"     bf16 {weight.shape} M={m}: {best[1]:.1f} us, {best[0].as_json()}", flush=True)
     return written(entries)
+
+
+def linear_us(weight: Weight, x_MK: Tensor) -> float:
+    return quick_median_us([partial(F.linear, x_MK, w_NK) for w_NK in weight.bf16])
 
 
 def written(entries: dict[int, Config]) -> dict[str, object]:
@@ -288,9 +323,7 @@ def measured(weight: Weight, sizes: Sequence[int]) -> list[Row]:
         rows.append(weight.row("fp8_gemm", m, quick_median_us([partial(fp8_gemm, x, w) for w in weight.fp8]), label))
         us = quick_median_us([partial(fp8_gemm_nt, x, w, "scaled_mm") for w in weight.fp8])
         rows.append(weight.row("scaled_mm", m, us, "cuBLAS"))
-        rows.append(
-            weight.row("F.linear", m, quick_median_us([partial(F.linear, x_MK, w) for w in weight.bf16]), "cuBLAS")
-        )
+        rows.append(weight.row("F.linear", m, linear_us(weight, x_MK), "cuBLAS"))
         if straight_one is not None:
             label = " ".join(str(value) for value in straight_one.as_json().values())
             rows.append(

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 from octetrl.engine.engine import Engine
 from octetrl.engine.stopping import decoder_of
-from octetrl.server.endpoints import Served
 from octetrl.server.engine_thread import EngineThread
 from octetrl.server.intake import Intake
 from octetrl.server.meters import Meters
@@ -25,7 +24,9 @@ NAME = "tiny"
 @contextmanager
 def served_engine(engine: Engine, *, api_key: str | None = None) -> Iterator[str]:
     """The address of the server, with /v1."""
-    from octetrl.server.app import make_app  # only now: where Starlette is missing, the import below says so first
+    # only now: where Starlette is missing, official_client says so
+    from octetrl.server.app import make_app
+    from octetrl.server.endpoints import Served
 
     intake = Intake(EngineThread(engine.session), capacity=64)
     decode = decoder_of(Letters())

@@ -17,7 +17,6 @@ from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
 from octetrl.records import Completion, FinishReason
 from octetrl.rollout.backend import KnowsLengths, RolloutBackend
-from tests.unit.backends.served_engine import NAME, served_engine
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters, Setting, drain, request
 
 
@@ -28,7 +27,9 @@ def setting() -> Setting:
 
 @pytest.fixture(scope="module")
 def server(setting: Setting) -> Iterator[OpenaiBackend]:
-    """A client of a server with the weights of `setting`."""
+    """A client of a server with the weights of `setting`. Only its tests need the packages of `octetrl serve`."""
+    from tests.unit.backends.served_engine import NAME, served_engine
+
     with served_engine(Setting("fp8_full").own) as url:
         config = OpenaiConfig(base_url=url, model=NAME, retries=0, timeout_seconds=60.0, concurrency=3)
         backend = OpenaiBackend.of_tokens(config, spec=SPEC, tokenizer=Letters(), context_length=CONTEXT_LENGTH)

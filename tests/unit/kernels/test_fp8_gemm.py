@@ -15,7 +15,7 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from benchmarks.kernels.gemm import table_text
+from benchmarks.kernels.gemm import bf16_candidates, fp8_candidates, may_run, table_text
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error
@@ -103,6 +103,20 @@ def test_every_entry_can_run() -> None:
             else:
                 assert config == SCALED_MM
         assert all(entry == Config(**entry).as_json() for entry in entries.values())
+
+
+def test_choosing_again_can_choose_every_entry_for_few_rows() -> None:
+    """Of this kernel: what is not a candidate, `--tune` would drop from the table."""
+    for precision, candidates in (("fp8", fp8_candidates), ("bf16", bf16_candidates)):
+        for shape, entries in module.gemm_table()[precision].items():
+            for m, config in ((int(m), Config(**entry)) for m, entry in entries.items()):
+                if config.kernel == "few_rows":
+                    assert config in candidates(m) and may_run(config, int(shape.split("x")[1]), precision), (shape, m)
+        assert {config.tile_m for config in candidates(33) if config.kernel == "few_rows"} == {64}
+        assert not [config for config in candidates(65) if config.kernel == "few_rows"]
+    largest = Config("few_rows", 64, 64, 3, group=4, swap=True)
+    assert may_run(largest, 12288, "fp8") and not may_run(largest, 20480, "fp8") and may_run(largest, 20480, "bf16")
+    assert not may_run(largest, 4160, "fp8") and may_run(largest, 4160, "bf16"), "a panel: 128 codes or 64 numbers"
 
 
 def test_an_entry_serves_the_sizes_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
