@@ -4,7 +4,9 @@
 
 Reads the lines of complete jobs (runs.py). Writes `benchmarks/results/study_TABLE.json` with a row an arm and every
 line, `docs/pictures/study_TABLE.svg` with a panel an arm, and the table between `<!-- study: TABLE -->` and
-`<!-- study: end -->` of the document, if it has these. `--render` reads the result file instead of the lines.
+`<!-- study: end -->` of the document, if it has these. `--render` reads the result file instead of the lines. `--name`
+names the result of lines that do not belong beside those of the table. `--join RESULT` adds the lines of a result, if
+every seed that both have shows equal starts: an arm of it has the same rewards and accuracies in both.
 
 Accuracies are means over seeds with their standard errors, of complete runs; failed ones are counted. A difference is
 that to `bf16`, seed by seed (pairs.py). `start` is the model before training in the arm's own formats.
@@ -26,13 +28,14 @@ from rich.table import Table
 from benchmarks.curves import Curve, panels
 from benchmarks.record import RESULTS, write_result
 from benchmarks.study.arms import ARMS, TABLES
-from benchmarks.study.pairs import Difference, mean_of, paired
+from benchmarks.study.pairs import FEWEST, Difference, mean_of, paired
 from octetrl.config.errors import UserError
 from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
 
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = "bf16"
 MEASURES = ("start/accuracy", "end/accuracy", "end/accuracy_bf16")
+REPEATED = ("start/accuracy_bf16", "rewards", "curve", "end/accuracy")  # equal in two runs from one start
 AVERAGED = ("mismatch/gen_kl", "fp8/kv_saturation", "seconds")
 Row = dict[str, Any]
 SHOWN = (
@@ -55,6 +58,23 @@ def read_lines(state: Path, table: str) -> list[Row]:
         raise UserError(f"--state: '{state}' holds no line of table '{table}'; run `benchmarks.study.runs {table}`")
     order = list(ARMS)
     return sorted(found, key=lambda line: (order.index(line["arm"]), line["seed"]))
+
+
+def joined(lines: Sequence[Row], result: Path) -> list[Row]:
+    """The result's lines and those of `lines` that it lacks. UserError: for a seed that both have, no arm proves that
+    both began with the same model."""
+    record = json.loads(result.read_text())
+    head = {name: value for name, value in record.items() if name not in ("rows", "lines")}
+    earlier: list[Row] = [{"from": head} | line for line in record["lines"]]
+    held = {(line["arm"], line["seed"]): line for line in earlier}
+    new = {(line["arm"], line["seed"]): line for line in lines}
+    for seed in sorted({seed for _, seed in held} & {seed for _, seed in new}):
+        both = [key for key in held.keys() & new.keys() if key[1] == seed]
+        if not both or any(held[key].get(name) != new[key].get(name) for key in both for name in REPEATED):
+            why = f"{both[0][0]} learns otherwise there" if both else "they have no arm in common"
+            raise UserError(f"--join: '{result}' may have other starts in seed {seed}: {why}; keep the results apart")
+    order = list(ARMS)
+    return sorted((new | held).values(), key=lambda line: (order.index(line["arm"]), line["seed"]))
 
 
 def rows_of(lines: Sequence[Row]) -> list[Row]:
@@ -84,6 +104,11 @@ def rows_of(lines: Sequence[Row]) -> list[Row]:
         if arm != REFERENCE:
             for measure, name in (("end/accuracy", "difference"), ("end/accuracy_bf16", "difference_bf16")):
                 row |= _fields(name, paired(values(arm, measure), values(REFERENCE, measure)))
+            few = row["seeds"] < FEWEST
+            ends = values(arm, "end/accuracy"), values(REFERENCE, "end/accuracy")
+            row |= {
+                f"difference/seed_{one}": ends[0][one] - ends[1][one] for one in ends[0].keys() & ends[1].keys() if few
+            }
             row |= _fields(
                 "start_difference", paired(values(arm, "start/accuracy"), values(REFERENCE, "start/accuracy"))
             )
@@ -108,18 +133,20 @@ def where_measured(lines: Sequence[Row]) -> Row:
     """The head of the result: where the jobs ran, not this process. Jobs of different trees are marked dirty."""
     heads = [line["from"] for line in lines]
     trees = {(head["commit"], head["source_digest"], head.get("benchmarks_digest")) for head in heads}
+    commits = {commit for tree, _, _ in trees for commit in tree.removesuffix("-dirty").split(", ")}
     found = dict(heads[-1])
     found["date"] = max(head["date"] for head in heads)
     found["machine"] = ", ".join(sorted({head["machine"] for head in heads}))
     if len(trees) > 1:
-        found["commit"] = ", ".join(sorted({commit for commit, _, _ in trees})) + "-dirty"
+        found["commit"] = ", ".join(sorted(commits)) + "-dirty"
     return found
 
 
 def save(name: str, lines: Sequence[Row], folder: Path) -> Path:
     kept = [{field: value for field, value in line.items() if field != "from"} for line in lines]
     path = write_result("study", name, rows_of(lines), folder, lines=kept)
-    record = json.loads(path.read_text()) | where_measured(lines)
+    where = {field: value for field, value in where_measured(lines).items() if field not in ("bench", "command")}
+    record = json.loads(path.read_text()) | where
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 
@@ -190,6 +217,8 @@ def show(name: str, rows: Sequence[Row]) -> None:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("--name", help="of the result; default: the table's")
+    parser.add_argument("--join", type=Path, help="a result file with lines of the same starts")
     parser.add_argument("--state", type=Path, default=Path("runs/study"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--pictures", type=Path, default=DOCS / "pictures")
@@ -198,19 +227,21 @@ def main(words: Sequence[str] | None = None) -> None:
         "--render", action="store_true", help="from the runs in the result file, whose rows are renewed"
     )
     arguments = parser.parse_args(words)
-    path = arguments.out / f"study_{arguments.table}.json"
+    name = arguments.name or arguments.table
+    path = arguments.out / f"study_{name}.json"
     if not arguments.render:
-        path = save(arguments.table, read_lines(arguments.state, arguments.table), arguments.out)
+        lines = read_lines(arguments.state, arguments.table)
+        path = save(name, lines if arguments.join is None else joined(lines, arguments.join), arguments.out)
         print(f"wrote {path}")
     record = json.loads(path.read_text())
     if arguments.render:
         record["rows"] = rows_of(record["lines"])
         path.write_text(json.dumps(record, indent=1) + "\n")
-    show(arguments.table, record["rows"])
+    show(name, record["rows"])
     arguments.pictures.mkdir(parents=True, exist_ok=True)
-    (arguments.pictures / f"study_{arguments.table}.svg").write_text(picture(record["lines"]))
+    (arguments.pictures / f"study_{name}.svg").write_text(picture(record["lines"]))
     if arguments.document is not None:
-        text = put_table(arguments.document.read_text(), arguments.table, document_table(arguments.table, record))
+        text = put_table(arguments.document.read_text(), name, document_table(name, record))
         arguments.document.write_text(text)
 
 

@@ -278,6 +278,20 @@ def test_jobs_of_different_trees_are_marked() -> None:
     assert table.where_measured(lines)["commit"].endswith("-dirty")
 
 
+def test_lines_join_a_result_whose_starts_are_equal(tmp_path: Path) -> None:
+    path = table.save("x", [line_of("bf16", 0, 0.8), line_of("fp8", 0, 0.7)], tmp_path)
+    new = [line_of("bf16", 0, 0.8), line_of("bf16_kv_int8", 0, 0.6), line_of("bf16", 1, 0.9)]
+    both = table.joined(new, path)
+    assert [(line["arm"], line["seed"]) for line in both] == [
+        *(("bf16", 0), ("bf16", 1), ("fp8", 0), ("bf16_kv_int8", 0))
+    ]
+    assert table.where_measured(both)["commit"] == "abc"
+    assert table.rows_of(both)[2]["difference/seed_0"] == pytest.approx(-0.2)
+    for others, why in ((new[1:2], "no arm in common"), ([line_of("bf16", 0, 0.81)], "bf16 learns otherwise")):
+        with pytest.raises(UserError, match=f"other starts in seed 0: .*{why}"):
+            table.joined(others, path)
+
+
 @pytest.mark.parametrize("name", probe.CANDIDATES)
 def test_candidates_are_tasks_whose_answers_are_numbers(name: str) -> None:
     import reasoning_gym  # only now: two seconds in each process that collects tests
