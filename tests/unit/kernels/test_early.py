@@ -30,8 +30,13 @@ def test_the_hint_is_given_over_few_rows_on_hopper(
 def test_only_products_of_the_rollout_start_early(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer writes weights and their codes right in front of a product."""
     asked: list[bool] = []
-    for name in ("bf16_gemm", "fp8_gemm"):
-        monkeypatch.setattr(products, name, lambda x, w, *, early=False: asked.append(early) or torch.zeros(4, 128))
+
+    def gemm(x: object, w: object, *, early: bool = False) -> torch.Tensor:
+        asked.append(early)
+        return torch.zeros(4, 128)
+
+    monkeypatch.setattr(products, "bf16_gemm", gemm)
+    monkeypatch.setattr(products, "fp8_gemm", gemm)
     linear = kind(128, 128, dtype=torch.bfloat16)
     torch.nn.init.ones_(linear.weight)
     x_TC = torch.zeros(4, 128, dtype=torch.bfloat16)
