@@ -235,14 +235,23 @@ class Endpoint:
 
 
 @cache
-def _requests() -> asyncio.AbstractEventLoop:
-    """The loop of the process's requests, which a thread runs from now on."""
+def _begun() -> asyncio.AbstractEventLoop:
+    """A loop that a thread runs from now on."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
     return loop
 
 
-os.register_at_fork(after_in_child=_requests.cache_clear)  # a forked process has no such thread
+_begins = threading.Lock()  # `cache` lets callers that come together begin several loops, and a client works in one
+
+
+def _requests() -> asyncio.AbstractEventLoop:
+    """The loop of the process's requests."""
+    with _begins:
+        return _begun()
+
+
+os.register_at_fork(after_in_child=_begun.cache_clear)  # a forked process has no such thread
 
 
 class Waits:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from octetrl import endpoint
 from octetrl.backends.openai import metrics
 from octetrl.backends.openai.answers import sibling_seed
 from octetrl.backends.openai.session import GIVES_UP
@@ -118,3 +121,15 @@ def test_the_time_limit_is_for_the_whole_answer(text: str, headers: dict[str, st
         found = one(texts(double.url, timeout_seconds=0.4, retries=0), asked())
         seconds = time.monotonic() - began
     assert found.detail is not None and re.search(r"no answer in \d", found.detail) and seconds < 40.0
+
+
+def test_callers_that_come_together_share_one_loop() -> None:
+    together = threading.Barrier(8)
+
+    def ask(_: int) -> Any:
+        together.wait()
+        return endpoint._requests()
+
+    endpoint._begun.cache_clear()
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(ask, range(8)))) == 1
