@@ -153,8 +153,8 @@ def test_accuracy_at_equal_time_lies_between_two_evaluations() -> None:
         names = ("precision", "workload", "staleness", "in_flight", "jobs", "seed")
         rows: list[staleness.Row] = []
         for step in range(1, 5):
-            accuracy = {"eval/accuracy": step / 10} if step % 2 == 0 else {}
-            rows.append(dict.fromkeys(names, 0) | {"step": step, "seconds": seconds * step} | accuracy)
+            accuracy: staleness.Row = {"eval/accuracy": step / 10} if step % 2 == 0 else {}
+            rows.append(dict.fromkeys(names, 0) | {"step": step, "seconds": seconds * step, **accuracy})
         return rows
 
     assert staleness.accuracy_at(2.5, arm(1.0)) == pytest.approx(0.25)
