@@ -24,13 +24,16 @@ def remember_answers(run: Run, folder: Path, step: int) -> None:
         return
     room, missing = speculation.memory_tokens, list[int]()
     newest: list[list[EarlierAnswer]] = []
+    prompts = set[tuple[int, ...]]()  # the memory holds each once
     for number in range(step, 0, -1):
         paths = [folder / of / f"step_{number:06d}.jsonl" for of in (EVALUATIONS, ROLLOUTS)]  # the evaluation is newer
         if not paths[1].is_file():
             missing.append(number)
         for path in filter(Path.is_file, paths):
             newest.append(_answers(run, path))
-            room -= sum(len(one.prompt_token_ids) + len(one.token_ids) for one in newest[-1])
+            for one in newest[-1]:
+                room -= len(one.token_ids) + (0 if one.prompt_token_ids in prompts else len(one.prompt_token_ids))
+                prompts.add(one.prompt_token_ids)
         if room <= 0:
             break
     if missing:
