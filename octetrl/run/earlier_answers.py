@@ -1,7 +1,8 @@
 """Gives the answers of a resumed run's earlier steps to its workers, for their drafts (`engine.speculation`).
 
 They are read from the run's `rollouts/` and `evaluations/`, the newest files first, until `memory_tokens` are found.
-What cannot be read is named and left out: without drafts a rollout takes longer, and its tokens are the same.
+What cannot be read, or has a token that the model does not know, is named and left out: without drafts a rollout takes
+longer, and its tokens are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from octetrl.records import EarlierAnswer
 from octetrl.run.build import Run
 from octetrl.telemetry.rollout_reader import Filter, matching_rows
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
+from octetrl.workers.model_shape import model_spec
 
 SHOWN_STEPS = 3  # in the line about missing files
 
@@ -25,12 +27,13 @@ def remember_answers(run: Run, folder: Path, step: int) -> None:
     room, missing = speculation.memory_tokens, list[int]()
     newest: list[list[EarlierAnswer]] = []
     prompts = set[tuple[int, ...]]()  # the memory holds each once
+    vocab_size = model_spec(run.config).vocab_size
     for number in range(step, 0, -1):
         paths = [folder / of / f"step_{number:06d}.jsonl" for of in (EVALUATIONS, ROLLOUTS)]  # the evaluation is newer
         if not paths[1].is_file():
             missing.append(number)
         for path in filter(Path.is_file, paths):
-            newest.append(_answers(run, path))
+            newest.append(_answers(run, path, vocab_size))
             for one in newest[-1]:
                 room -= len(one.token_ids) + (0 if one.prompt_token_ids in prompts else len(one.prompt_token_ids))
                 prompts.add(one.prompt_token_ids)
@@ -42,9 +45,15 @@ def remember_answers(run: Run, folder: Path, step: int) -> None:
     run.rollout_workers.remember([answer for answers in reversed(newest) for answer in answers])
 
 
-def _answers(run: Run, path: Path) -> list[EarlierAnswer]:
+def _answers(run: Run, path: Path, vocab_size: int) -> list[EarlierAnswer]:
     try:
-        return [answer for *_, row in matching_rows(path, Filter()) for answer in row.answers]
+        answers = [answer for *_, row in matching_rows(path, Filter()) for answer in row.answers]
     except UserError as error:
         run.console.warn(f"{error}; no drafts are made from its answers")
         return []
+    largest = max((token for one in answers for token in (*one.prompt_token_ids, *one.token_ids)), default=0)
+    if largest < vocab_size:
+        return answers
+    known = f"the model's tokens are 0 to {vocab_size - 1}"
+    run.console.warn(f"{path} has the token {largest}, and {known}; no drafts are made from its answers")
+    return []

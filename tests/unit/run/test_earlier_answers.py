@@ -1,4 +1,4 @@
-"""How many earlier answers a resumed run reads for its drafts."""
+"""Which earlier answers a resumed run reads for its drafts."""
 
 from __future__ import annotations
 
@@ -7,38 +7,65 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.ngram_drafts import NGramDrafts
+from octetrl.run import earlier_answers
 from octetrl.run.build import Run
 from octetrl.run.earlier_answers import remember_answers
 
 STEPS, SIBLINGS = 8, 16
 
 
-def row(step: int, sibling: int) -> dict[str, Any]:
+def row(step: int, sibling: int, token: int = 7) -> dict[str, Any]:
     """A long prompt and a short answer."""
-    said = {"text": "", "token_ids": [7] * 5, "logprobs": [0.0] * 5, "prompt_token_ids": [step] * 100}
+    said = {"text": "", "token_ids": [token] * 5, "logprobs": [0.0] * 5, "prompt_token_ids": [step] * 100}
     return {"task_id": str(step), "prompt": "", "sibling": sibling, "status": "completed", "reward": 0.0, **said}
 
 
-def test_a_resumed_run_keeps_what_a_run_that_was_never_stopped_keeps(tmp_path: Path) -> None:
-    """The memory has room for four of eight steps: a prompt counts once and not with each of its siblings."""
-    config = SpeculationConfig(name="ngram", memory_tokens=4 * (100 + SIBLINGS * 5))
+class Resumed:
+    """A run that keeps what it is given, with a model of 10 tokens."""
+
+    def __init__(self, memory_tokens: int) -> None:
+        self.speculation = SpeculationConfig(name="ngram", memory_tokens=memory_tokens)
+        self.drafts, self.steps, self.warnings = NGramDrafts(self.speculation), list[int](), list[str]()
+        self.conversations, self.console, self.rollout_workers = None, SimpleNamespace(warn=self.warnings.append), self
+        self.config = SimpleNamespace(engine=SimpleNamespace(speculation=self.speculation))
+
+    def remember(self, answers: list[Any]) -> None:
+        self.steps += [answer.prompt_token_ids[0] for answer in answers]
+        self.drafts.remember(answers)
+
+
+def resume(folder: Path, monkeypatch: pytest.MonkeyPatch, memory_tokens: int) -> Resumed:
+    monkeypatch.setattr(earlier_answers, "model_spec", lambda config: SimpleNamespace(vocab_size=10))
+    run = Resumed(memory_tokens)
+    remember_answers(cast(Run, run), folder, STEPS)
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "rollouts").mkdir()
     for step in range(1, STEPS + 1):
         lines = [json.dumps(row(step, sibling)) + "\n" for sibling in range(SIBLINGS)]
         (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text("".join(lines))
-    memory, warnings, given = NGramDrafts(config), list[str](), list[int]()
+    return tmp_path
 
-    def remember(answers: list[Any]) -> None:
-        given.extend(answer.prompt_token_ids[0] for answer in answers)
-        memory.remember(answers)
 
-    parts = {"console": SimpleNamespace(warn=warnings.append), "rollout_workers": SimpleNamespace(remember=remember)}
-    run = SimpleNamespace(
-        config=SimpleNamespace(engine=SimpleNamespace(speculation=config)), conversations=None, **parts
-    )
-    remember_answers(cast(Run, run), tmp_path, STEPS)
-    assert given == [step for step in (5, 6, 7, 8) for _ in range(SIBLINGS)], "the newest, and no file more than needed"
-    assert sum(map(len, memory._answers.values())) == 4 * SIBLINGS
-    assert not warnings
+def test_it_keeps_what_a_run_that_was_never_stopped_keeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory has room for four of eight steps: a prompt counts once and not with each of its siblings."""
+    run = resume(folder, monkeypatch, memory_tokens=4 * (100 + SIBLINGS * 5))
+    assert run.steps == [step for step in (5, 6, 7, 8) for _ in range(SIBLINGS)], "the newest, and no file too many"
+    assert sum(map(len, run.drafts._answers.values())) == 4 * SIBLINGS
+    assert not run.warnings
+
+
+def test_a_token_beyond_the_vocabulary_is_never_a_draft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "rollouts/step_000008.jsonl").write_text(json.dumps(row(8, 0, token=10)) + "\n")
+    run = resume(folder, monkeypatch, memory_tokens=10**6)
+    assert set(run.steps) == set(range(1, STEPS))
+    assert [line.split("; ")[0] for line in run.warnings] == [
+        f"{folder / 'rollouts/step_000008.jsonl'} has the token 10, and the model's tokens are 0 to 9"
+    ]
