@@ -51,9 +51,10 @@ def _answers(run: Run, path: Path, vocab_size: int) -> list[EarlierAnswer]:
     except UserError as error:
         run.console.warn(f"{error}; no drafts are made from its answers")
         return []
-    largest = max((token for one in answers for token in (*one.prompt_token_ids, *one.token_ids)), default=0)
-    if largest < vocab_size:
+    tokens = {token for one in answers for token in (*one.prompt_token_ids, *one.token_ids)}
+    unknown = [token for token in tokens if not 0 <= token < vocab_size]
+    if not unknown:
         return answers
     known = f"the model's tokens are 0 to {vocab_size - 1}"
-    run.console.warn(f"{path} has the token {largest}, and {known}; no drafts are made from its answers")
+    run.console.warn(f"{path} has the token {max(unknown)}, and {known}; no drafts are made from its answers")
     return []

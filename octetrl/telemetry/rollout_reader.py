@@ -271,7 +271,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value < 1 << 31
+    return isinstance(value, int) and -1 <= value < 1 << 31  # -1: a server that gives no ids
 
 
 def _is_turn(turn: Any) -> bool:
