@@ -251,7 +251,13 @@ def _requests() -> asyncio.AbstractEventLoop:
         return _begun()
 
 
-os.register_at_fork(after_in_child=_begun.cache_clear)  # a forked process has no such thread
+def _forked() -> None:
+    """A forked process has no such thread."""
+    _begun.cache_clear()
+    _begins.release()
+
+
+os.register_at_fork(before=_begins.acquire, after_in_parent=_begins.release, after_in_child=_forked)
 
 
 class Waits:

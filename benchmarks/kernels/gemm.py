@@ -41,13 +41,14 @@ from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.early import MOST_ROWS
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm, bf16_gemm_triton, straight_config
-from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT, FewRows
+from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT
 from octetrl.kernels.gemm.fp8_gemm import (
     SCALED_MM,
     SMALLEST_SCALED_MM,
     TABLE,
     Config,
     choose_config,
+    few_rows_variant,
     fp8_gemm,
     gemm_table,
     run_config,
@@ -233,11 +234,8 @@ def tune_fp8(weight: Weight, sizes: Sequence[int], usable: set[Config]) -> dict[
 def may_run(config: Config, k: int, precision: str) -> bool:
     """Whether the kernel takes this K; the one for few rows keeps all scales of FP8 in shared memory."""
     if config.kernel == "few_rows":
-        variant, fp8 = (
-            FewRows(config.tile_n, config.tile_m, config.stages, config.group, config.swap),
-            precision == "fp8",
-        )
-        return k % (128 if fp8 else 64) == 0 and variant.shared_bytes(k, fp8) <= SHARED_LIMIT
+        fp8 = precision == "fp8"
+        return k % (128 if fp8 else 64) == 0 and few_rows_variant(config).shared_bytes(k, fp8) <= SHARED_LIMIT
     return config.kernel != "gluon" or k % 256 == 0
 
 

@@ -106,9 +106,8 @@ def rows_of(lines: Sequence[Row]) -> list[Row]:
                 row |= _fields(name, paired(values(arm, measure), values(REFERENCE, measure)))
             few = row["seeds"] < FEWEST
             ends = values(arm, "end/accuracy"), values(REFERENCE, "end/accuracy")
-            row |= {
-                f"difference/seed_{one}": ends[0][one] - ends[1][one] for one in ends[0].keys() & ends[1].keys() if few
-            }
+            both = ends[0].keys() & ends[1].keys() if few else ()
+            row |= {f"difference/seed_{one}": ends[0][one] - ends[1][one] for one in both}
             row |= _fields(
                 "start_difference", paired(values(arm, "start/accuracy"), values(REFERENCE, "start/accuracy"))
             )

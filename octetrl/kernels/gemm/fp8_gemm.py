@@ -126,7 +126,7 @@ def run_config(config: Config, x: Quantized, w: Quantized, early: bool = False) 
     if gluon_launcher is None:
         raise _no_gluon
     if config.kernel == "few_rows":
-        return few_rows_fp8(x, w, check_operands(x, w), _variant(config, early))
+        return few_rows_fp8(x, w, check_operands(x, w), few_rows_variant(config, early))
     return gluon_launcher(x, w, check_operands(x, w), config.tile_m, config.tile_n, config.stages, config.group)
 
 
@@ -134,10 +134,11 @@ def run_few_rows_bf16(config: Config, x_MK: Tensor, w_NK: Tensor, early: bool = 
     """The BF16 product of bf16_gemm.py with exactly this config. Raises what its compiler raises."""
     if gluon_launcher is None:
         raise _no_gluon
-    return few_rows_bf16(x_MK, w_NK, _variant(config, early))
+    return few_rows_bf16(x_MK, w_NK, few_rows_variant(config, early))
 
 
-def _variant(config: Config, early: bool) -> FewRows:
+def few_rows_variant(config: Config, early: bool = False) -> FewRows:
+    """The kernel's own form of such a config."""
     return FewRows(config.tile_n, config.tile_m, config.stages, config.group, config.swap, early)
 
 

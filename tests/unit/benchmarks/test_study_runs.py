@@ -282,9 +282,8 @@ def test_lines_join_a_result_whose_starts_are_equal(tmp_path: Path) -> None:
     path = table.save("x", [line_of("bf16", 0, 0.8), line_of("fp8", 0, 0.7)], tmp_path)
     new = [line_of("bf16", 0, 0.8), line_of("bf16_kv_int8", 0, 0.6), line_of("bf16", 1, 0.9)]
     both = table.joined(new, path)
-    assert [(line["arm"], line["seed"]) for line in both] == [
-        *(("bf16", 0), ("bf16", 1), ("fp8", 0), ("bf16_kv_int8", 0))
-    ]
+    found = [(line["arm"], line["seed"]) for line in both]
+    assert found == [("bf16", 0), ("bf16", 1), ("fp8", 0), ("bf16_kv_int8", 0)]
     assert table.where_measured(both)["commit"] == "abc"
     assert table.rows_of(both)[2]["difference/seed_0"] == pytest.approx(-0.2)
     for others, why in ((new[1:2], "no arm in common"), ([line_of("bf16", 0, 0.81)], "bf16 learns otherwise")):

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-DRIP = (
-    4  # bytes at a time, 20 times a second, of an answer with the header X-Drips, or before one that has X-Drips-First
-)
+# Bytes at a time, 20 times a second, of an answer with X-Drips. The text of X-Drips-First comes byte by byte.
+DRIP = 4
 
 
 @dataclass

@@ -21,7 +21,7 @@ from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quant
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels import gluon
 from octetrl.kernels.gemm import fp8_gemm as module
-from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT, FewRows
+from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT
 from octetrl.kernels.gemm.fp8_gemm import SCALED_MM, Config, choose_config, fp8_gemm, fp8_gemm_triton
 from octetrl.kernels.gemm.fp8_gemm_gluon import RING_LIMIT, ring_bytes
 from octetrl.workers.kernel_paths import FallbackWatch, path_metrics
@@ -98,8 +98,8 @@ def test_every_entry_can_run() -> None:
             elif config.kernel == "gluon":
                 assert k % 256 == 0 and ring_bytes(config.tile_m, config.tile_n, config.stages) <= RING_LIMIT, config
             elif config.kernel == "few_rows":
-                variant = FewRows(config.tile_n, config.tile_m, config.stages, config.group, config.swap)
-                assert 128 % config.tile_n == 0 and variant.shared_bytes(k, fp8=True) <= SHARED_LIMIT, config
+                needed = module.few_rows_variant(config).shared_bytes(k, fp8=True)
+                assert 128 % config.tile_n == 0 and needed <= SHARED_LIMIT, config
             else:
                 assert config == SCALED_MM
         assert all(entry == Config(**entry).as_json() for entry in entries.values())
