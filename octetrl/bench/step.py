@@ -45,6 +45,7 @@ from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import (
     EngineConfig,
     Fp8Config,
+    LoraConfig,
     ModelConfig,
     Numerics,
     Recipe,
@@ -98,6 +99,7 @@ class StepBench:
     seed: int = 0
     numerics: tuple[Numerics, ...] = ("parity",)
     learn_beside_tail: bool = False  # on several workers (beside_tail.py)
+    lora: LoraConfig | None = None  # only adapters are trained; their A and B are random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +187,9 @@ def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
     """The recipe of a run with this workload."""
     longest = bench.workload.longest
     siblings = len(bench.workload.siblings)
+    context = max(16, longest.prompt + longest.answer)
     return Recipe(
-        model=ModelConfig(path="random", init="random", context_length=max(16, longest.prompt + longest.answer)),
+        model=ModelConfig(path="random", init="random", context_length=context, lora=bench.lora),
         fp8=Fp8Config(**PRECISIONS[precision]),
         numerics=numerics,
         rollout=RolloutConfig(

@@ -66,6 +66,8 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
     for phase, seconds in phases.items():
         row[f"time/{phase}"] = seconds
         row[f"step/{phase}_share"] = seconds / total
+    if bench.lora is not None:
+        row |= {"step/lora_rank": bench.lora.rank, "step/lora_experts": bench.lora.experts}
     paces = [step.pace for step in steps if step.pace is not None]
     if paces:
         row["learn/before_s"] = statistics.median(pace.before for pace in paces)

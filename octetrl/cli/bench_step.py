@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from octetrl.bench.workload import (
+    DIGITS,
     LengthRange,
     Shape,
     Workload,
@@ -63,6 +64,9 @@ from octetrl.cli.bench_options import (
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
+from octetrl.config.schema import LoraConfig
+from octetrl.config.validate_experts import expert_problems
+from octetrl.config.validate_training_memory import training_memory_problems
 from octetrl.telemetry.metrics import MISMATCH
 
 if TYPE_CHECKING:
@@ -72,6 +76,7 @@ if TYPE_CHECKING:
 ON_GPU, ON_CPU = (64, 8, 512, "2048-4096", 16_384), (2, 2, 8, "4-12", 64)  # prompts, group, prompt, answers, tokens
 MEAN_OF = {ON_GPU: 2048, ON_CPU: 8}  # tokens of an answer, of log-normal lengths
 MODES = "fused,off,exact"  # of calibration
+MOST_RANK = 1024  # of a recipe's adapters
 COLUMNS = {  # key of a row: heading, format
     "time/step": ("step\ns", ",.2f"),
     "step/step_speedup_over_bf16": ("to\nbf16", ".2f"),
@@ -133,6 +138,13 @@ Calibration = Annotated[
         " off: no new scales. none: compare nothing. Default: all, on one worker.",
     ),
 ]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RANK[:experts]",
+        help="Train only adapters of this rank; :experts: on each expert of a mixture as well.",
+    ),
+]
 CalibrationBatches = Annotated[int, typer.Option(min=1, help="Number of micro-batches for measuring calibration.")]
 
 
@@ -162,6 +174,7 @@ def step(
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.85,
     numerics: NumericsList = "parity",
+    lora: Lora = None,
     layers: Layers = None,
     out: Out = None,
     name: Name = None,
@@ -176,7 +189,7 @@ def step(
     learn_beside_tail: BesideTail = False,
 ) -> None:
     """Measure a whole GRPO step under several precisions: produce, learn, publish, and the cost of calibration."""
-    alone = _embedded_alone(learn_share, calibration)
+    alone = _embedded_alone(learn_share, calibration, lora)
     cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, sums)
@@ -204,12 +217,35 @@ def step(
         seed=seed,
         numerics=chosen_numerics,
         learn_beside_tail=learn_beside_tail,
+        lora=_lora_of(lora),
     )
     _measure(plan, folder, result_suffix(name, chosen_numerics), cluster, workers)
 
 
-def _embedded_alone(learn_share: float, calibration: str | None) -> dict[str, bool]:
-    return {"--learn-share": learn_share < 1.0, "--calibration": calibration not in (None, "none")}
+def _embedded_alone(learn_share: float, calibration: str | None, lora: str | None) -> dict[str, bool]:
+    compares = calibration not in (None, "none")
+    return {"--learn-share": learn_share < 1.0, "--calibration": compares, "--lora": lora is not None}
+
+
+def _lora_of(text: str | None) -> LoraConfig | None:
+    if text is None:
+        return None
+    rank, colon, experts = text.partition(":")
+    is_number = rank.isascii() and rank.isdecimal() and len(rank) <= DIGITS
+    if not is_number or not 1 <= int(rank) <= MOST_RANK or (colon and experts != "experts"):
+        raise UserError(f"--lora: '{text[:20]}' is no rank; give 1 to {MOST_RANK:,}, or for example 16:experts")
+    return LoraConfig(rank=int(rank), experts=bool(colon))
+
+
+def _check_lora(plan: StepBench) -> None:
+    """Raise UserError if a run would refuse these adapters."""
+    from octetrl.bench.step import step_recipe
+
+    for precision in plan.precisions if plan.lora is not None else ():
+        recipe = step_recipe(plan, precision, "parity")
+        for problem in (*training_memory_problems(recipe), *expert_problems(recipe, plan.model.spec)):
+            if any(field.startswith("model.lora") for field in problem.fields):
+                raise UserError(f"--lora: {problem.text}")
 
 
 def _modes_of(calibration: str | None) -> tuple[str, ...]:
@@ -262,6 +298,7 @@ def _measure(plan: StepBench, folder: Path, suffix: str, cluster: ClusterConfig 
     from octetrl.telemetry.bench_record import write_result
 
     check_checkpointing(plan.trainer, plan.model)
+    _check_lora(plan)
     check_memory(plan)
     make_folder(folder)  # now, so that minutes of measuring are not lost
     turns = measure(plan, _say)

@@ -29,7 +29,7 @@ from octetrl.bench.step_rows import calibration_rows, rows_of
 from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_options import with_layers
 from octetrl.config.errors import UserError
-from octetrl.config.schema import Numerics, OptimizerConfig, TrainerConfig
+from octetrl.config.schema import LoraConfig, Numerics, OptimizerConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
 from octetrl.telemetry.metrics import MISMATCH
@@ -128,6 +128,17 @@ def test_phases_are_no_more_than_the_step() -> None:
         shares.append(step.total / (time.perf_counter() - began))
     assert max(shares) <= 1.0, "nothing is counted twice: quantising is publishing, not learning"
     assert max(shares) > 0.2  # a busy machine may stop one of them anywhere
+
+
+def test_with_adapters_nothing_else_is_trained() -> None:
+    plan = replace(bench("fp8_full"), lora=LoraConfig(rank=8))
+    (turn,) = measure(plan)
+    assert turn.steps[0].max_abs_diff == 0.0 and turn.steps[0].compared_tokens > 0
+    assert rows_of(plan, [turn])[0]["step/lora_rank"] == 8
+    trained = [
+        name for name, one in build_bench_worker(plan, "fp8_full").trainer_model.named_parameters() if one.requires_grad
+    ]
+    assert trained and all(".lora." in name for name in trained)
 
 
 class Memory:

@@ -211,6 +211,11 @@ WRONG = [
     ),
     ("step", ["--cpus", "2", "--weight-codes", "remade"], "--weight-codes: remade needs whole weights"),
     ("step", ["--learn-share", "0"], "--learn-share"),
+    ("step", ["--lora", "8:expert"], "--lora: '8:expert' is no rank; give 1 to 1,024, or for example 16:experts"),
+    ("step", ["--lora", "0"], "--lora: '0' is no rank"),
+    ("step", ["--lora", "8:experts"], "--lora: model.lora.experts: this model has no experts"),
+    ("step", ["--lora", "8", "--weight-codes", "remade", "--precision", "fp8"], "so they cannot be 'remade'; use kept"),
+    ("step", ["--cpus", "2", "--lora", "8"], "--lora: it is for the embedded worker alone"),
     (
         "step",
         ["--model", "."],
