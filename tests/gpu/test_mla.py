@@ -19,6 +19,7 @@ from octetrl.kernels.attention.latent_backward import LatentGradients, latent_ba
 from octetrl.kernels.attention.latent_decode import latent_decode
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.attention.latent_paged import latent_paged
+from octetrl.kernels.attention.latent_prepare import latent_prepare_separate, latent_prepare_triton
 from octetrl.kernels.attention.latent_rows import latent_rows
 from octetrl.kernels.attention.latent_store import latent_replay, latent_replay_reference
 from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm
@@ -60,6 +61,32 @@ MODELS: dict[str, ModelSpec] = {
 
 def on_gpu(case: Latents) -> Latents:
     return Latents(*(x.cuda() if isinstance(x, Tensor) else x for x in case))
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 7, 256, 2048])
+def test_one_kernel_before_attention_has_the_bytes_of_four(tokens: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    q_THR = draw(tokens, HEADS, SIZES.nope + ROTARY).bfloat16()[..., SIZES.nope :]
+    kv_a_TX, weight_C = (3 * draw(tokens, LATENT + ROTARY)).bfloat16(), draw(LATENT).bfloat16()
+    angle_TP = draw(tokens, ROTARY // 2)
+    pages = tokens // 64 + 2
+    slot_T = torch.randperm(pages * 64, device="cuda", generator=generator)[:tokens]
+    slot_T[tokens // 2] = -1
+    results = []
+    for prepare in (latent_prepare_triton, latent_prepare_separate):
+        codes = torch.zeros(pages, 64, LATENT, dtype=torch.uint8 if dtype == E4M3 else dtype, device="cuda").view(dtype)
+        keys = torch.zeros(pages, 64, ROTARY, dtype=torch.bfloat16, device="cuda")
+        scale = torch.ones(pages, 1, 64, device="cuda") if dtype == E4M3 else None
+        angles = angle_TP.cos(), angle_TP.sin()
+        turned_THR = prepare(q_THR, kv_a_TX, weight_C, 1e-6, angles, True, codes, keys, slot_T, scale)
+        results.append((turned_THR, codes, keys, *(() if scale is None else (scale,))))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @DTYPES

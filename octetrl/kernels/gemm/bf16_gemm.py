@@ -6,7 +6,8 @@ that case this kernel runs. It is a plain loop over K, and its bits equal cuBLAS
 
 `fp8_gemm_table.json` lists these weights under "bf16", as found by `benchmarks/kernels/gemm.py`. A weight of a shape
 that was not measured uses this kernel until y has two tiles per multiprocessor. Beyond that, cuBLAS has no reason to
-split K. All other products use `F.linear`.
+split K. All other products use `F.linear`. Under "straight" are the fastest tiles of such weights, of mixtures and of
+latent attention; a decode step has few tiles of them.
 
 The caller adds a bias after the product is rounded. cuBLAS would add it before rounding, so the two would differ.
 
@@ -15,7 +16,9 @@ No gradient: use it under `no_grad`. M rows, N columns, K depth of the GEMM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,22 +42,34 @@ ENOUGH_TILES = 264  # of 128 x 128 in y: two for each multiprocessor of an H100 
 @cache
 def straight_config(m: int, n: int, k: int) -> Config | None:
     """The kernel's config for M rows by a weight [N, K], or None if `F.linear` has the right bits."""
-    splitting, all_measured = gemm_table()["bf16"], gemm_table()["fp8"]
+    splitting, all_measured = gemm_table()["bf16"], gemm_table()["fp8"].keys() - gemm_table()["straight"].keys()
     if k % 8:
         return None
-    if f"{n}x{k}" not in splitting | all_measured:
-        return plain_config(m) if triton.cdiv(m, 128) * triton.cdiv(n, 128) < ENOUGH_TILES else None
+    if f"{n}x{k}" not in splitting and f"{n}x{k}" not in all_measured:
+        return fastest_config(m, n, k) if triton.cdiv(m, 128) * triton.cdiv(n, 128) < ENOUGH_TILES else None
     found = splitting.get(f"{n}x{k}")
     if found is None or m >= SMALLEST_UNSPLIT:
         return None
-    entries = {largest: Config(**found[str(largest)]) for largest in sorted(map(int, found))}
+    entries = _entries(found)
     if all(config.kernel == "few_rows" for config in entries.values()):  # faster, though cuBLAS splits nothing
         return next((config for largest, config in entries.items() if m <= largest), None)
     return next(config for largest, config in (entries | PLAIN).items() if m <= largest)
 
 
+@cache
+def fastest_config(m: int, n: int, k: int) -> Config:
+    """The config for M rows by a weight [N, K] that does not use `F.linear`."""
+    entries = _entries(gemm_table()["straight"].get(f"{n}x{k}", {}))
+    return next((config for largest, config in entries.items() if m <= largest), plain_config(m))
+
+
+def _entries(found: Mapping[str, Mapping[str, Any]]) -> dict[int, Config]:
+    """A weight's configs in the table, by ascending M."""
+    return {largest: Config(**found[str(largest)]) for largest in sorted(map(int, found))}
+
+
 def plain_config(m: int) -> Config:
-    """The config for M rows by any weight."""
+    """The config for M rows by a weight that is not in the table."""
     return next((config for largest, config in PLAIN.items() if m <= largest), LARGE)
 
 
@@ -93,7 +108,7 @@ def bf16_gemm_straight(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None
     missing = -x_MK.shape[1] % 8
     if missing:
         x_MK, w_NK = F.pad(x_MK, (0, missing)), F.pad(w_NK, (0, missing))
-    return bf16_gemm_triton(x_MK, w_NK, plain_config(x_MK.shape[0]), out_dtype)
+    return bf16_gemm_triton(x_MK, w_NK, fastest_config(x_MK.shape[0], *w_NK.shape), out_dtype)
 
 
 def bf16_gemm_reference(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

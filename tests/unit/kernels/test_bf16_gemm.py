@@ -12,6 +12,7 @@ from octetrl.kernels.gemm.bf16_gemm import (
     bf16_gemm,
     bf16_gemm_reference,
     bf16_gemm_triton,
+    fastest_config,
     plain_config,
     straight_config,
 )
@@ -84,8 +85,20 @@ def test_few_rows_alone_leave_the_others_to_cublas(monkeypatch: pytest.MonkeyPat
     straight = Config("straight", 64, 64, 4, tile_k=64)
     table = {"512x1024": {"8": few.as_json()}, "256x1024": {"8": few.as_json(), "256": straight.as_json()}}
     straight_config.cache_clear()
-    monkeypatch.setattr(bf16_module, "gemm_table", lambda: {"fp8": {}, "bf16": table})
+    monkeypatch.setattr(bf16_module, "gemm_table", lambda: {"fp8": {}, "bf16": table, "straight": {}})
     alone, beside = ([straight_config(m, n, 1024) for m in (1, 8, 9, 300, 512)] for n in (512, 256))
     straight_config.cache_clear()
     assert alone == [few, few, None, None, None]
     assert beside == [few, few, straight, plain_config(300), None]
+
+
+def test_chosen_tiles_do_not_change_which_products_go_straight() -> None:
+    for shape in gemm_table()["straight"]:
+        n, k = map(int, shape.split("x"))
+        enough = next(m for m in range(1, 40_000, 128) if -(-m // 128) * -(-n // 128) >= 264)
+        assert straight_config(enough, n, k) is None
+        for m in (1, 100, 256, 600, enough - 1):
+            config = fastest_config(m, n, k)
+            assert config.kernel == "straight"
+            assert m >= enough or straight_config(m, n, k) == config
+            assert m <= 256 or config == plain_config(m)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from octetrl.config.rope import RopeScaling, YarnScaling
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.latent_paged import latent_paged
+from octetrl.kernels.attention.latent_prepare import latent_prepare
 from octetrl.kernels.attention.latent_store import latent_replay, latent_store, latent_values
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.context import CachedPages, Context, PackedContext, PagedContext
@@ -105,11 +106,12 @@ class LatentAttention(Block):
                 )
             )
         else:
-            attended = self.attend_paged(operands, context)
+            self.store(operands, context)
+            attended = self.attend_paged(operands.q_THN, operands.q_THR, context)
             of_cache = None
         out_TE: Tensor = self.o_proj(attended.out_TV)
         if self.probe is not None:
-            self.probe_all(projected, operands, of_cache or self.read_back(context), attended, out_TE)
+            self.probe_all(projected, operands.q_THR, of_cache or self.read_back(context), attended, out_TE)
         return out_TE
 
     def project(self, x_TE: Tensor, multiply: Multiply) -> Projected:
@@ -136,11 +138,34 @@ class LatentAttention(Block):
         """The latents after the cache's quantiser. No gradient."""
         return latent_replay(latent_TC.detach(), self.treatments(context)[0].mode)
 
-    def attend_paged(self, operands: Operands, context: PagedContext) -> Attended:
-        """Write latents and keys to their pages, and attend over the pages. No gradient."""
-        q_THN, q_THR, latent_TC, key_TR = operands
+    def store(self, operands: Operands, context: PagedContext) -> None:
+        """Write latents and keys to their pages."""
         latent, key = context.layers[self.layer].tensors
-        latent_store(latent_TC, key_TR, latent.pages, key.pages, context.slot_mapping_T, latent.token_scale)
+        slots_T = context.slot_mapping_T
+        latent_store(operands.latent_TC, operands.key_TR, latent.pages, key.pages, slots_T, latent.token_scale)
+
+    def prepare_paged(self, projected: Projected, rotary: Rotary, context: PagedContext) -> tuple[Tensor, Tensor]:
+        """`split` and `store` in one kernel: a query's parts without and with rotation. No gradient."""
+        q_THX = projected.q_TX.view(len(projected.q_TX), self.num_heads, -1)
+        q_THN, q_THR = q_THX.split((self.sizes.nope, self.rope_size), 2)
+        latent, key = context.layers[self.layer].tensors
+        norm = self.kv_a_layernorm
+        return q_THN, latent_prepare(
+            q_THR,
+            projected.kv_a_TX,
+            norm.weight,
+            norm.eps,
+            rotary,
+            self.interleaved,
+            latent.pages,
+            key.pages,
+            context.slot_mapping_T,
+            latent.token_scale,
+        )
+
+    def attend_paged(self, q_THN: Tensor, q_THR: Tensor, context: PagedContext) -> Attended:
+        """Attend over the pages, which have this forward's tokens. No gradient."""
+        latent, key = context.layers[self.layer].tensors
         q_latent_THC = absorb(q_THN, self.kv_b_proj.weight, self.sizes)
         o_THC = latent_paged(
             q_latent_THC,
@@ -165,7 +190,7 @@ class LatentAttention(Block):
     def probe_all(
         self,
         projected: Projected,
-        operands: Operands,
+        q_THR: Tensor,
         of_cache: tuple[Tensor, Tensor],
         attended: Attended,
         out_TE: Tensor | None,
@@ -176,7 +201,7 @@ class LatentAttention(Block):
             self.probe(self.layer, "q_a_proj", projected.q_a_TA)
         self.probe(self.layer, "q_proj", projected.q_TX)
         self.probe(self.layer, "kv_a_proj", projected.kv_a_TX)
-        self.probe(self.layer, "rotated q", operands.q_THR)
+        self.probe(self.layer, "rotated q", q_THR)
         self.probe(self.layer, "absorbed q", attended.q_latent_THC)
         self.probe(self.layer, "latent as cached", of_cache[0])
         self.probe(self.layer, "rotary key as cached", of_cache[1])

@@ -1,4 +1,5 @@
-"""Latent attention's fused form for rollout on a GPU: the definition's ops with the products of the fused forms.
+"""Latent attention's fused form for rollout on a GPU: the definition's ops with the products of the fused forms,
+and one kernel between projections and attention.
 
 T tokens, E hidden size.
 """
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 def rollout(mla: LatentAttention, x: Operand, inputs: RolloutInputs) -> Tensor:
     assert isinstance(x, Tensor), "several ops read the norm's result, so it is not quantised"
     projected = mla.project(x, project)
-    operands = mla.split(projected, inputs.angles)
-    attended = mla.attend_paged(operands, inputs.context)
+    q_THN, q_THR = mla.prepare_paged(projected, inputs.angles, inputs.context)
+    attended = mla.attend_paged(q_THN, q_THR, inputs.context)
     out_TE = project(mla.o_proj, attended.out_TV)
     if mla.probe is not None:
-        mla.probe_all(projected, operands, mla.read_back(inputs.context), attended, out_TE)
+        mla.probe_all(projected, q_THR, mla.read_back(inputs.context), attended, out_TE)
     return out_TE

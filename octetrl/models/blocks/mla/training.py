@@ -57,7 +57,7 @@ def begin(
             )
         costly = attended.out_TV
         if mla.probe is not None:
-            mla.probe_all(projected, operands, (value_TC, key_TR), attended, None)
+            mla.probe_all(projected, operands.q_THR, (value_TC, key_TR), attended, None)
     return SavedLatentAttention(n_TE=n_TE, projected=projected, inputs=inputs, costly=costly)
 
 
