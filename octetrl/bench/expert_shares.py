@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from octetrl.config.blocks import StackedLinearLayout
 from octetrl.config.errors import UserError
 from octetrl.config.spec import ModelSpec
 
@@ -28,7 +27,7 @@ def expert_shares(experts: int, chosen: int, exponent: float) -> tuple[float, ..
 
 def check_skew(exponent: float, model: str, spec: ModelSpec) -> None:
     """Raise UserError if the model has no experts to skew."""
-    if exponent and not any(isinstance(linear, StackedLinearLayout) for _, linear in spec.linears()):
+    if exponent and not spec.has_experts:
         raise UserError(
             f"--router-skew: {model} is a dense model and has no router; give a mixture of experts, such as"
             " qwen3-30b-a3b, or leave it out"

@@ -42,6 +42,7 @@ from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import EngineConfig, Fp8Config, Numerics, TrainerConfig
+from octetrl.config.spec import PREFILL_CHUNK
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import cache_format
@@ -70,7 +71,7 @@ class Bench:
     seed: int = 0
     numerics: tuple[Numerics, ...] = ("parity",)
     kv_cache_tokens: int | None = None  # instead of `kv_fraction` of the free memory
-    prefill_chunk: int = EngineConfig().prefill_chunk
+    prefill_chunk: int | None = None  # the model's
     router_skew: float = 0.0  # Zipf's exponent (router_skew.py)
     speculation: SpeculationConfig | None = None  # drafts take the places of `max_batch` that completions leave
 
@@ -105,7 +106,7 @@ class Turn:
     numerics: Numerics = "parity"
     weights: Literal["drawn", "files"] = "drawn"
     cached_kernels: tuple[int, int] = (0, 0)  # in Triton's cache, before and after
-    prefill_chunk: int = EngineConfig().prefill_chunk
+    prefill_chunk: int = PREFILL_CHUNK
     router_skew: float = 0.0
     balance: Balance | None = None
 
@@ -153,7 +154,7 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
         numerics=numerics,
         weights="drawn" if bench.model.folder is None else "files",
         cached_kernels=(kernels_before, cached_kernels()),
-        prefill_chunk=bench.prefill_chunk,
+        prefill_chunk=bench.prefill_chunk or bench.model.spec.prefill_chunk,
         router_skew=bench.router_skew,
         balance=arm.balance,
     )

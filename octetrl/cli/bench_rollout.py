@@ -45,7 +45,6 @@ from octetrl.cli.bench_options import (
 )
 from octetrl.cli.bench_vllm import OURS, WARMUP_TOKENS, Backend, Warmup, backends_of, measure_backends
 from octetrl.config.errors import UserError
-from octetrl.config.schema import EngineConfig
 from octetrl.config.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
@@ -234,7 +233,7 @@ def rollout(
         seed=seed,
         numerics=modes,
         router_skew=router_skew,
-        prefill_chunk=prefill_chunk or EngineConfig().prefill_chunk,
+        prefill_chunk=prefill_chunk,
     )
     make_folder(folder)  # now, so that minutes of measuring are not lost
     if backends != (OURS,):

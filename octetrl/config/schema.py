@@ -165,8 +165,9 @@ class EngineConfig(Section):
     """On a GPU: free the cache's memory for training, and allocate it again for the next rollout."""
     max_batch: int = Field(default=256, ge=1, le=65_536)
     """Largest number of sequences decoded together."""
-    prefill_chunk: int = Field(default=2048, ge=16, le=1 << 24)
-    """Largest number of prompt tokens in one forward. A longer prompt is prefilled in chunks."""
+    prefill_chunk: int | None = Field(default=None, ge=16, le=1 << 24)
+    """Largest number of prompt tokens in one forward. A longer prompt is prefilled in chunks. None: 2,048, and 16,384
+    for a mixture of experts, because each chunk reads all experts."""
     speculation: SpeculationConfig = SpeculationConfig()
     openai: OpenaiConfig | None = None
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from octetrl.config.blocks import PLACES, CachedTensor, LayerBlocks, LinearLayout, VectorLayout
+from octetrl.config.blocks import PLACES, CachedTensor, LayerBlocks, LinearLayout, StackedLinearLayout, VectorLayout
 from octetrl.config.rope import RopeScaling
 from octetrl.config.tensor_cut import WHOLE_MODEL, TensorCut
+
+PREFILL_CHUNK = 2048  # tokens of a forward; a mixture's has eight times as many
 
 # Larger than any model's sizes. A config with larger ones is damaged and would use all memory before it fails.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
@@ -102,6 +104,16 @@ class ModelSpec:
             for place, block in zip(PLACES, self.blocks_of(layer), strict=True):
                 for linear in block.linears(self):
                     yield f"layers.{layer}.{place.name}.{linear.name}", linear
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(linear, StackedLinearLayout) for _, linear in self.linears())
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens of a prefill forward if the recipe says nothing. Every forward of a mixture reads all its experts, so
+        theirs are fewer and larger."""
+        return PREFILL_CHUNK * 8 if self.has_experts else PREFILL_CHUNK
 
     def without_gradient(self) -> Iterator[str]:
         """Yield the full names of the parameters that the optimizer does not update."""

@@ -20,8 +20,7 @@ ONLY_BFLOAT16 = (
 def expert_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     router = recipe.trainer.router
     given = [name for name, value in router if value]
-    has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in spec.linears())
-    if given and not has_experts:
+    if given and not spec.has_experts:
         text = f"trainer.router.{given[0]}: this model has no experts; remove the section trainer.router"
         yield Problem((f"trainer.router.{given[0]}",), text)
     elif router.bias_rate and not any(spec.without_gradient()):
@@ -37,7 +36,7 @@ def expert_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             " model.lora freezes and an adapter's file does not hold; remove one of the two"
         )
         yield Problem(("trainer.router.bias_rate", "model.lora"), text)
-    if lora is not None and lora.experts and not has_experts:
+    if lora is not None and lora.experts and not spec.has_experts:
         yield Problem(("model.lora.experts",), "model.lora.experts: this model has no experts; set it to false")
     elif lora is not None and lora.experts and lora.rank % 8:
         multiple = -(-lora.rank // 8) * 8

@@ -232,7 +232,8 @@ class ExaminedWorker:
     def passes(self, sequences: DrawnSequences) -> list[Pass]:
         """All passes. The first is the reference for the others."""
         recipe, worker = self.recipe, self.worker
-        limits = EngineLimits(recipe.engine.page_size, recipe.engine.prefill_chunk, recipe.engine.max_batch)
+        chunk = recipe.engine.prefill_chunk or self.spec.prefill_chunk
+        limits = EngineLimits(recipe.engine.page_size, chunk, recipe.engine.max_batch)
         held = own_engine(worker).kv_scales
         scale_LS = None if held is None else held.scale_LS
         trainer = partial(trainer_tap, worker.trainer_model, KEPT[recipe.trainer.activation_checkpointing])

@@ -75,6 +75,7 @@ class Engine:
         self.policy_version = 0
         self.metrics: EngineMetrics | None = None  # of the last `generate` or session
         self._config, self._policy, self._digest = config, policy, policy.digest
+        self._prefill_chunk = config.prefill_chunk or spec.prefill_chunk
         self._model = model
         self._weights: WeightSet | None = None  # the last put in
         self._page = cache_format(spec, policy, dtype, config.page_size)
@@ -231,6 +232,7 @@ class Engine:
             runner=self._runner,
             admission=self._admission,
             config=self._config,
+            prefill_chunk=self._prefill_chunk,
             decode=self._decode,
             stamp=(self.policy_version, self._digest),
             lag=self._lag,

@@ -62,6 +62,7 @@ class Session:
         runner: ModelRunner,
         admission: Admission,
         config: EngineConfig,
+        prefill_chunk: int,
         decode: Decode,
         stamp: tuple[int, str],
         lag: int,
@@ -76,7 +77,7 @@ class Session:
         self._scheduler = Scheduler(
             blocks,
             max_batch=config.max_batch,
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=prefill_chunk,
             keeps_prefixes=config.prefix_cache != "off",
         )
         self._transcript = Transcript(config.max_batch, admission.context_length, admission.eos_token_ids)

@@ -48,12 +48,11 @@ class LayerBuilder:
         """UserError: a GPU has no kernels for such a model."""
         assert (self.group.rank, self.group.size) == (self.spec.tensor.rank, self.spec.tensor.size), "another part"
         emulated = self.backend == "emulated" and self.policy.uses_fp8(self.side)
-        has_experts = any(isinstance(linear, StackedLinearLayout) for _, linear in self.spec.linears())
         on_gpu = torch.device(self.device).type == "cuda"
         why_not = self.spec.refused_on_gpu()
         if on_gpu and why_not is not None:
             raise UserError(why_not)
-        if on_gpu and has_experts and (emulated or self.dtype != torch.bfloat16):
+        if on_gpu and self.spec.has_experts and (emulated or self.dtype != torch.bfloat16):
             raise UserError(ONLY_BFLOAT16)
 
     def blocks(self, index: int) -> tuple[Block, Block]:

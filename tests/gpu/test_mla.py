@@ -19,10 +19,10 @@ from octetrl.kernels.attention.latent_backward import LatentGradients, latent_ba
 from octetrl.kernels.attention.latent_decode import latent_decode
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.attention.latent_paged import latent_paged
-from octetrl.kernels.attention.latent_prepare import latent_prepare_separate, latent_prepare_triton
+from octetrl.kernels.attention.latent_prepare import latent_prepare_reference, latent_prepare_triton
 from octetrl.kernels.attention.latent_rows import latent_rows
 from octetrl.kernels.attention.latent_store import latent_replay, latent_replay_reference
-from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm
+from octetrl.kernels.gemm.grouped_bf16_gemm import NARROW, Part, grouped_bf16_gemm
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME
 from octetrl.kernels.gemm.head_gemm import can_run, head_gemm, head_gemm_triton
 from octetrl.kernels.gluon import fallbacks
@@ -78,7 +78,7 @@ def test_one_kernel_before_attention_has_the_bytes_of_four(tokens: int, dtype: t
     slot_T = torch.randperm(pages * 64, device="cuda", generator=generator)[:tokens]
     slot_T[tokens // 2] = -1
     results = []
-    for prepare in (latent_prepare_triton, latent_prepare_separate):
+    for prepare in (latent_prepare_triton, latent_prepare_reference):
         codes = torch.zeros(pages, 64, LATENT, dtype=torch.uint8 if dtype == E4M3 else dtype, device="cuda").view(dtype)
         keys = torch.zeros(pages, 64, ROTARY, dtype=torch.bfloat16, device="cuda")
         scale = torch.ones(pages, 1, 64, device="cuda") if dtype == E4M3 else None
@@ -234,7 +234,7 @@ def test_products_of_heads_read_views_and_have_the_bits_of_grouped_ones(tokens: 
         found_THN = head_gemm(x_THK, kv_b, turned=turned, part=part)
         assert found_THN.is_contiguous()
         assert torch.equal(found_THN.transpose(0, 1).flatten(0, 1), want_PN)
-        for tile in (FEW, SOME, MANY):
+        for tile in (FEW, SOME, MANY, NARROW):
             assert torch.equal(head_gemm_triton(x_THK, kv_b, turned=turned, part=part, tile=tile), found_THN), tile
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
-from octetrl.config.spec import ModelSpec
+from octetrl.config.spec import PREFILL_CHUNK, ModelSpec
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.fp8.policy import PrecisionPolicy
 
@@ -58,7 +58,7 @@ def engine_arguments(
         "dtype": "bfloat16",
         "max_model_len": context_length,
         "max_num_seqs": config.max_batch,
-        "max_num_batched_tokens": max(config.prefill_chunk, config.max_batch),
+        "max_num_batched_tokens": max(config.prefill_chunk or PREFILL_CHUNK, config.max_batch),
         "block_size": config.page_size,
         "enable_prefix_caching": config.prefix_cache != "off",
         "kv_cache_dtype": {"none": "auto", "calibrated": "fp8_e4m3"}[policy.kv_mode],  # no scales of tokens

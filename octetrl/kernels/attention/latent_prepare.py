@@ -117,7 +117,7 @@ def latent_prepare_triton(
     return out_THR
 
 
-def latent_prepare_separate(
+def latent_prepare_reference(
     q_THR: Tensor,
     kv_a_TX: Tensor,
     weight_C: Tensor,
@@ -155,6 +155,6 @@ def latent_prepare(
     and sin [T, P], float32. Pages, slots and `token_scale` as in `latent_store`.
     """
     fused = q_THR.is_cuda and can_fuse(weight_C.numel())
-    return (latent_prepare_triton if fused else latent_prepare_separate)(
+    return (latent_prepare_triton if fused else latent_prepare_reference)(
         q_THR, kv_a_TX, weight_C, eps, angles, interleaved, latent_pages, key_pages, slot_mapping_T, token_scale
     )

@@ -29,7 +29,8 @@ from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile, choose_
 
 DEPTH = 64  # of a tile
 BF16_MANY = Tile(128, 256, 4)  # instead of MANY, for wide matrices
-STAGES = {FEW: 5, SOME: 4, MANY: 3, BF16_MANY: 4}
+NARROW = Tile(64, 32, 5)  # for few rows of few columns, which would have too few programs
+STAGES = {FEW: 5, SOME: 4, MANY: 3, BF16_MANY: 4, NARROW: 5}
 
 
 class WgradTile(NamedTuple):

@@ -22,8 +22,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference
-from octetrl.kernels.gemm.grouped_bf16_gemm import DEPTH, STAGES, WHOLE, Part, straight_tile
-from octetrl.kernels.gemm.grouped_fp8_gemm import Tile, choose_tile
+from octetrl.kernels.gemm.grouped_bf16_gemm import DEPTH, NARROW, STAGES, WHOLE, Part, straight_tile
+from octetrl.kernels.gemm.grouped_fp8_gemm import SOME, Tile, choose_tile
 
 ALIGNED = 8  # elements of BF16 in TMA's 16 bytes
 
@@ -63,6 +63,13 @@ def _side_by_side(x_THK: Tensor) -> bool:
     return depth % DEPTH == 0 and of_head >= depth and (tokens == 1 or of_token >= heads * of_head)
 
 
+def choose_head_tile(tokens: int, columns: int) -> Tile:
+    """By measurements of latent attention's two products (docs/log.md). No bit depends on it."""
+    if 16 < tokens <= 256 and columns <= 128:
+        return NARROW
+    return SOME if 16 < tokens <= 128 else choose_tile(tokens, 1)
+
+
 def head_gemm_triton(
     x_THK: Tensor, w: Tensor, *, turned: bool = False, part: Part = WHOLE, tile: Tile | None = None
 ) -> Tensor:
@@ -73,7 +80,7 @@ def head_gemm_triton(
     columns = width if turned else len(used)
     assert w.shape[0] == heads * step and depth == (len(used) if turned else width), f"head_gemm: {tuple(w.shape)}"
     assert w.is_contiguous() and can_run(x_THK, w), f"head_gemm: strides {x_THK.stride()}, {w.stride()}"
-    tile = choose_tile(heads * tokens, heads) if tile is None else tile
+    tile = choose_head_tile(tokens, columns) if tile is None else tile
     y_THN = torch.empty(tokens, heads, columns, dtype=torch.bfloat16, device=x_THK.device)
     if tokens == 0:
         return y_THN

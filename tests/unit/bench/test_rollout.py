@@ -28,7 +28,6 @@ from octetrl.bench.workload import (
 )
 from octetrl.cli.bench_options import with_layers
 from octetrl.config.errors import UserError
-from octetrl.config.schema import EngineConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.telemetry.bench_record import write_result
@@ -229,8 +228,8 @@ def test_precisions_alternate_and_leave_no_cache_behind() -> None:
 
 def test_the_engine_takes_prompts_in_the_chunks_that_were_asked_for() -> None:
     arm = build_arm(replace(bench("bf16"), prefill_chunk=16), "bf16", SMALL)
-    assert arm.engine._config.prefill_chunk == 16
-    assert build_arm(bench("bf16"), "bf16", SMALL).engine._config.prefill_chunk == EngineConfig().prefill_chunk
+    assert arm.engine._prefill_chunk == 16
+    assert build_arm(bench("bf16"), "bf16", SMALL).engine._prefill_chunk == 2048
 
 
 def test_the_engine_reads_weights_in_their_format() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm_triton
+from octetrl.kernels.gemm.grouped_bf16_gemm import NARROW, Part, grouped_bf16_gemm_triton
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile
 from octetrl.kernels.gemm.head_gemm import can_run, head_gemm, head_gemm_triton
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
@@ -43,7 +43,7 @@ def test_each_head_is_multiplied_by_its_own_rows() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("tile", [FEW, SOME, MANY])
+@pytest.mark.parametrize("tile", [FEW, SOME, MANY, NARROW])
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_the_kernel_has_the_bits_of_the_grouped_one(tokens: int, tile: Tile) -> None:
     q_THN, o_THC, kv_b = operands(tokens)
