@@ -40,7 +40,7 @@ class RowGroups(NamedTuple):
     token_P: Tensor  # int64: the token of each row
     row_TS: Tensor  # int64: a token's rows, in the order of its experts
     first_X1: Tensor  # int32: rows of expert e are first[e] to first[e + 1]
-    owner_O3: Tensor | None = None  # of tiles, for few rows: see sort_by_expert.py
+    owner_O3: Tensor  # int32: the rows of each tile, see sort_by_expert.py
 
     @property
     def load_X(self) -> Tensor:

@@ -105,7 +105,7 @@ def test_grouped_products_have_the_bits_of_single_ones(name: str) -> None:
         assert torch.equal(grouped_bf16_gemm_triton(x_PK, w_NK, first_X1, tile), found), tile
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 63, 256])
+@pytest.mark.parametrize("tokens", [1, 8, 63, 256, 512, 3000])
 def test_tiles_with_owners_have_the_bits_of_those_that_search(tokens: int) -> None:
     """Also if the last experts have all rows, or the first ones."""
     experts = 128
@@ -113,7 +113,6 @@ def test_tiles_with_owners_have_the_bits_of_those_that_search(tokens: int) -> No
     for liked in (0, 20, -20):
         liking_TX = torch.rand(tokens, experts, device="cuda") + torch.linspace(liked, 0, experts, device="cuda")
         groups = group_rows(liking_TX.topk(8).indices.sort(1).values, experts)
-        assert groups.owner_O3 is not None
         x8 = quantize_activation(random_matrix(8 * tokens, 512, 1))
         want = grouped_fp8_gemm(x8, w8, groups.first_X1)
         for _ in range(2):
@@ -178,8 +177,7 @@ def test_slots_are_sorted_as_by_the_stable_sort(tokens: int) -> None:
         skewed_TX = torch.rand(tokens, experts, device="cuda") + torch.linspace(0.5, 0, experts, device="cuda")
         expert_TS = skewed_TX.topk(slots).indices.sort(1).values
         found, want = sort_by_expert(expert_TS, experts), sort_by_expert_reference(expert_TS, experts)
-        pairs = [pair for pair in zip(found, want, strict=True) if pair != (None, None)]
-        assert all(torch.equal(one, other) for one, other in pairs), (experts, slots)
+        assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True)), (experts, slots)
 
 
 def test_the_sum_of_experts_has_the_references_bits() -> None:

@@ -7,8 +7,9 @@ the expert has. Rows are sorted by expert; `first_X1` says where each expert's b
 follows from the number of rows and experts alone: ceil(P / tile) + X tiles are enough for any distribution, and those
 that are not needed return at once. Nothing is read by the host, so the launch can be captured.
 
-For few rows an expert, `sort_by_expert` says which tile has which rows, and a program reads three numbers in place of
-searching `first_X1` (one layer of Qwen3-30B-A3B at 256 tokens on an H200: 165 microseconds instead of 196).
+`sort_by_expert` says which tile has which rows, and a program reads three numbers in place of searching `first_X1` (one
+layer of Qwen3-30B-A3B at 256 tokens on an H200: 165 microseconds instead of 196). Without the search a program of 64
+rows also needs 160 registers instead of 192: three fit into a multiprocessor.
 
 `turned` multiplies by the transposed codes, for dgrad: dx[P, K] = dy[P, N] w_e[N, K] with codes [K, X N].
 
@@ -28,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.rows.sort_by_expert import OWNED_ROWS
+from octetrl.kernels.rows.sort_by_expert import OWNED_ROWS, rows_of_tiles
 
 
 class Tile(NamedTuple):
@@ -43,7 +44,7 @@ class Tile(NamedTuple):
 FEW, SOME, MANY = Tile(16, 64, 6, swap=True), Tile(64, 64, 4), Tile(128, 128, 3)
 FP8_MANY = Tile(64, 128, 4)  # for codes, instead of SOME and MANY (docs/log.md)
 
-OWNED = Tile(OWNED_ROWS, 128, 4, swap=True)  # if `owner_O3` is given
+OWNED = {rows: Tile(rows, 128, 3, swap=rows < 64) for rows in OWNED_ROWS}  # if `owner_O3` is given
 
 
 def choose_tile(rows: int, experts: int) -> Tile:
@@ -115,7 +116,8 @@ def grouped_fp8_gemm_triton(
     turned: bool = False,
     owner_O3: Tensor | None = None,
 ) -> Tensor:
-    """The launcher. N and K multiples of 128. x.scale with strides (1, room). `owner_O3`: only without `tile`."""
+    """The launcher. N and K multiples of 128. x.scale with strides (1, room). `owner_O3`: of tiles of
+    `tile.rows` rows, without `tile` as `sort_by_expert` gives it."""
     rows, depth = x.codes.shape
     experts = first_X1.numel() - 1
     columns = w.codes.shape[0] if turned else w.codes.shape[0] // experts
@@ -123,9 +125,8 @@ def grouped_fp8_gemm_triton(
     assert w.codes.shape[1] == (experts * depth if turned else depth), f"grouped_fp8_gemm: {tuple(w.codes.shape)}"
     assert x.codes.is_contiguous() and w.codes.is_contiguous(), "grouped_fp8_gemm: codes must be contiguous"
     assert rows <= 1 or x.scale.stride(0) == 1, f"grouped_fp8_gemm: x.scale has strides {x.scale.stride()}"
-    if owner_O3 is not None:
-        assert tile is None, "grouped_fp8_gemm: owners are of tiles of one size"
-        tile = OWNED
+    if tile is None and owner_O3 is not None:
+        tile = OWNED[rows_of_tiles(rows, experts)]
     if tile is None:
         tile = FEW if choose_tile(rows, experts) == FEW else FP8_MANY
     y_PN = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)

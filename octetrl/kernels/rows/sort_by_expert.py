@@ -4,13 +4,12 @@
     row[t, s] = first[e] + number of earlier slots with the same expert e = expert[t, s]
     token[row[t, s]] = t
 
-For few rows an expert it also says which tiles of `OWNED_ROWS` rows the experts' products are computed by. Tiles of
-expert e begin at
+It also says which tiles of R rows (`rows_of_tiles`) the experts' products are computed by. Tiles of expert e begin at
 
-    start[e] = min(first[e], first[e] // OWNED_ROWS + e)
+    start[e] = min(first[e], first[e] // R + e)
 
-and not all of them need have rows. An expert with n rows has room for at least ceil(n / OWNED_ROWS) tiles before the
-next one's. Its start depends on its first row alone, so the program that counts its rows knows its tiles too.
+and not all of them need have rows. An expert with n rows has room for at least ceil(n / R) tiles before the next one's.
+Its start depends on its first row alone, so a program that knows an expert's rows knows its tiles too.
 
 Slots are counted token by token, so an expert's rows are in the order of their tokens, as a stable sort has them. The
 numbers are integers and nothing is atomic: every slot and every row is written once, with one possible value.
@@ -24,7 +23,7 @@ block adds the counts of all blocks before it, then places its slots, some at a 
 The same by torch (`sort_by_expert_reference`) took eleven launches and 45 microseconds for 2,048 slots on an H200.
 Grids follow from shapes alone and the host reads nothing, so all of it can be captured.
 
-T tokens, S experts a token, P = T S slots or rows, X experts, B blocks of slots, O tiles.
+T tokens, S experts a token, P = T S slots or rows, X experts, B blocks of slots, O tiles of R rows.
 """
 
 from __future__ import annotations
@@ -36,31 +35,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-OWNED_ROWS = 16  # of a tile of `owner_O3`
+OWNED_ROWS = (16, 32, 64)  # of a tile of `owner_O3`
 ONE_TILE = 8192  # slots that a program reads at once
 BLOCK = 1024  # slots of a block, if there are more
 STEP = 64  # slots that a program counts at a time
 BLOCKS_READ = 32  # blocks whose counts it adds at a time
+TILES_WRITTEN = tl.constexpr(64)  # tiles of an expert that it writes at a time
 
 
 class SortedSlots(NamedTuple):
     token_P: Tensor  # int64: the token of each row
     row_TS: Tensor  # int64: the row of each slot
     first_X1: Tensor  # int32: rows of expert e are first[e] to first[e + 1]
-    owner_O3: Tensor | None = None  # int32: a tile's expert (X: none), first row, and the end of its expert's rows
+    owner_O3: Tensor  # int32: a tile's expert (X: none), first row, and the end of its expert's rows
+
+
+def rows_of_tiles(num_slots: int, num_experts: int) -> int:
+    """R: the fewest rows that most experts fit into, with room for a third more than their mean. Follows from shapes
+    alone, and no bit of a product depends on it."""
+    return next((rows for rows in OWNED_ROWS if 4 * num_slots <= 3 * rows * num_experts), OWNED_ROWS[-1])
 
 
 def number_of_tiles(num_slots: int, num_experts: int) -> int:
-    """O; 0 if experts have more rows than a tile on average, and thus tiles of another size."""
-    if num_slots > min(ONE_TILE, OWNED_ROWS * num_experts):
-        return 0
-    return min(num_slots, num_slots // OWNED_ROWS + num_experts)
+    """O"""
+    return min(num_slots, num_slots // rows_of_tiles(num_slots, num_experts) + num_experts)
+
+
+@triton.jit
+def _write_owners(owner_ptr, expert, first, end, num_experts, ROWS: tl.constexpr):
+    """The tiles of one expert, whose rows are `first` to `end`."""
+    start = tl.minimum(first, first // ROWS + expert)
+    stop = tl.minimum(end, end // ROWS + expert + 1)
+    for step in range(start, stop, TILES_WRITTEN):
+        tile_O = step + tl.arange(0, TILES_WRITTEN)
+        row_O = first + (tile_O - start) * ROWS
+        has_rows_O = row_O < end
+        owner_ptrs = owner_ptr + tile_O * 3
+        tl.store(owner_ptrs, tl.where(has_rows_O, expert, num_experts), mask=tile_O < stop)
+        tl.store(owner_ptrs + 1, tl.where(has_rows_O, row_O, 0), mask=tile_O < stop)
+        tl.store(owner_ptrs + 2, tl.where(has_rows_O, end, 0), mask=tile_O < stop)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _sort_by_expert_kernel(
     expert_ptr, token_ptr, row_ptr, first_ptr, owner_ptr, num_slots,
-    SLOTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """All rows of one expert."""
     expert = tl.program_id(0)
@@ -74,17 +93,8 @@ def _sort_by_expert_kernel(
     tl.store(first_ptr + expert, first)
     if expert == tl.num_programs(0) - 1:
         tl.store(first_ptr + expert + 1, num_slots)
-    if BLOCK_O > 0:
-        end = first + tl.sum(is_it_P.to(tl.int32), 0)
-        start = tl.minimum(first, first // ROWS + expert)
-        tile_O = tl.arange(0, BLOCK_O)
-        row_O = first + tile_O * ROWS
-        is_mine_O = start + tile_O < tl.minimum(end, end // ROWS + expert + 1)
-        has_rows_O = row_O < end
-        owner_ptrs = owner_ptr + (start + tile_O) * 3
-        tl.store(owner_ptrs, tl.where(has_rows_O, expert, tl.num_programs(0)), mask=is_mine_O)
-        tl.store(owner_ptrs + 1, tl.where(has_rows_O, row_O, 0), mask=is_mine_O)
-        tl.store(owner_ptrs + 2, tl.where(has_rows_O, end, 0), mask=is_mine_O)
+    end = first + tl.sum(is_it_P.to(tl.int32), 0)
+    _write_owners(owner_ptr, expert, first, end, tl.num_programs(0), ROWS)
 
 
 @triton.jit
@@ -110,11 +120,11 @@ def _count_experts_kernel(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _place_slots_kernel(
-    expert_ptr, count_ptr, token_ptr, row_ptr, first_ptr, num_slots,
+    expert_ptr, count_ptr, token_ptr, row_ptr, first_ptr, owner_ptr, num_slots,
     EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    BLOCKS_READ: tl.constexpr,
+    BLOCKS_READ: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one block's slots."""
+    """The rows of one block's slots, and the tiles of some experts."""
     block, num_blocks = tl.program_id(0), tl.num_programs(0)
     expert_X = tl.arange(0, BLOCK_X)
     total_X = tl.zeros([BLOCK_X], tl.int32)
@@ -129,6 +139,10 @@ def _place_slots_kernel(
     if block == 0:
         tl.store(first_ptr + expert_X, first_X, mask=expert_X < EXPERTS)
         tl.store(first_ptr + EXPERTS, num_slots)
+    for expert in range(block, EXPERTS, num_blocks):
+        first = tl.sum(tl.where(expert_X == expert, first_X, 0), 0)
+        end = first + tl.sum(tl.where(expert_X == expert, total_X, 0), 0)
+        _write_owners(owner_ptr, expert, first, end, EXPERTS, ROWS)
     next_X = first_X + before_X
     for start in range(0, BLOCK, STEP):
         slot_P = block * BLOCK + start + tl.arange(0, STEP)
@@ -148,15 +162,13 @@ def sort_by_expert_triton(expert_TS: Tensor, num_experts: int) -> SortedSlots:
     token_P = torch.empty(num_slots, dtype=torch.int64, device=device)
     row_TS = torch.empty(tokens, slots, dtype=torch.int64, device=device)
     first_X1 = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    owner_O3 = torch.empty(number_of_tiles(num_slots, num_experts), 3, dtype=torch.int32, device=device)
+    rows = rows_of_tiles(num_slots, num_experts)
     options = {"enable_fp_fusion": False} if expert_TS.is_cuda else {}
     if num_slots <= ONE_TILE:
         block_p = max(16, triton.next_power_of_2(num_slots))
-        tiles, owner_O3 = number_of_tiles(num_slots, num_experts), None
-        if tiles:
-            owner_O3 = torch.empty(tiles, 3, dtype=torch.int32, device=device)
         _sort_by_expert_kernel[(num_experts,)](
-            expert_TS, token_P, row_TS, first_X1, owner_O3, num_slots, SLOTS=slots, BLOCK_P=block_p,
-            BLOCK_O=triton.next_power_of_2(tiles) if tiles else 0, ROWS=OWNED_ROWS,
+            expert_TS, token_P, row_TS, first_X1, owner_O3, num_slots, SLOTS=slots, BLOCK_P=block_p, ROWS=rows,
             num_warps=8 if block_p > 1024 else 4, **options,
         )  # fmt: skip
         return SortedSlots(token_P, row_TS, first_X1, owner_O3)
@@ -165,10 +177,10 @@ def sort_by_expert_triton(expert_TS: Tensor, num_experts: int) -> SortedSlots:
     shape = {"EXPERTS": num_experts, "BLOCK_X": triton.next_power_of_2(num_experts), "BLOCK": BLOCK, "STEP": STEP}
     _count_experts_kernel[(blocks,)](expert_TS, count_BX, num_slots, num_warps=8, **shape, **options)
     _place_slots_kernel[(blocks,)](
-        expert_TS, count_BX, token_P, row_TS, first_X1, num_slots, SLOTS=slots, BLOCKS_READ=BLOCKS_READ, num_warps=8,
-        **shape, **options,
+        expert_TS, count_BX, token_P, row_TS, first_X1, owner_O3, num_slots, SLOTS=slots, BLOCKS_READ=BLOCKS_READ,
+        ROWS=rows, num_warps=8, **shape, **options,
     )  # fmt: skip
-    return SortedSlots(token_P, row_TS, first_X1)
+    return SortedSlots(token_P, row_TS, first_X1, owner_O3)
 
 
 def sort_by_expert_reference(expert_TS: Tensor, num_experts: int) -> SortedSlots:
@@ -178,19 +190,18 @@ def sort_by_expert_reference(expert_TS: Tensor, num_experts: int) -> SortedSlots
     row_P = torch.empty_like(order_P)
     row_P[order_P] = torch.arange(order_P.numel(), device=order_P.device)
     first_X1 = torch.searchsorted(sorted_P, torch.arange(num_experts + 1, device=order_P.device))
-    owner_O3 = owners_of_tiles(first_X1.int(), number_of_tiles(order_P.numel(), num_experts))
+    owner_O3 = owners_of_tiles(first_X1.int(), order_P.numel())
     return SortedSlots(order_P // slots, row_P.view(-1, slots), first_X1.int(), owner_O3)
 
 
-def owners_of_tiles(first_X1: Tensor, tiles: int) -> Tensor | None:
+def owners_of_tiles(first_X1: Tensor, num_slots: int) -> Tensor:
     """`owner_O3` of `SortedSlots`, by torch."""
-    if not tiles:
-        return None
+    tiles, rows = number_of_tiles(num_slots, len(first_X1) - 1), rows_of_tiles(num_slots, len(first_X1) - 1)
     number_X1 = torch.arange(len(first_X1), device=first_X1.device)
-    start_X1 = torch.minimum(first_X1, first_X1 // OWNED_ROWS + number_X1)
+    start_X1 = torch.minimum(first_X1, first_X1 // rows + number_X1)
     tile_O = torch.arange(tiles, device=first_X1.device)
     expert_O = torch.searchsorted(start_X1[1:].contiguous(), tile_O, right=True)
-    row_O = first_X1[expert_O] + (tile_O - start_X1[expert_O]) * OWNED_ROWS
+    row_O = first_X1[expert_O] + (tile_O - start_X1[expert_O]) * rows
     end_O = first_X1[expert_O + 1]
     none_3 = torch.tensor([len(first_X1) - 1, 0, 0], device=first_X1.device)
     owner_O3 = torch.stack((expert_O, row_O, end_O), 1)

@@ -19,7 +19,7 @@ from octetrl.kernels.gemm.grouped_fp8_gemm import (
     grouped_fp8_gemm,
     grouped_fp8_gemm_triton,
 )
-from octetrl.kernels.rows.sort_by_expert import OWNED_ROWS, owners_of_tiles
+from octetrl.kernels.rows.sort_by_expert import owners_of_tiles, rows_of_tiles
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import LOADS, first_rows
 
@@ -63,11 +63,11 @@ def test_the_kernel_is_near_the_reference(load: tuple[int, ...], tile: Tile) -> 
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_tiles_with_owners_compute_the_same_rows() -> None:
-    load = LOADS["ragged"]
+@pytest.mark.parametrize(("rows", "load"), [(16, (5, 0, 1, 17, 30)), (32, LOADS["ragged"]), (64, (30, 66))])
+def test_tiles_with_owners_compute_the_same_rows(rows: int, load: tuple[int, ...]) -> None:
     x, w = operands(load, K)
-    room = min(sum(load), sum(load) // OWNED_ROWS + len(load))
-    owner_O3 = owners_of_tiles(first_rows(load), room)
+    assert rows_of_tiles(sum(load), len(load)) == rows
+    owner_O3 = owners_of_tiles(first_rows(load), sum(load))
     want_PN = grouped_fp8_gemm_triton(x, w, first_rows(load))
     assert torch.equal(grouped_fp8_gemm_triton(x, w, first_rows(load), owner_O3=owner_O3), want_PN)
 

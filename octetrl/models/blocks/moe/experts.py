@@ -149,7 +149,8 @@ def _dgrad(linear: Projection, dy_PN: Tensor, groups: RowGroups) -> Tensor:
         with part("quantize"):
             dy = ACTIVATION_QUANTIZERS[linear.backend](dy_PN, linear.power_of_two)
         with part("gemm_dgrad"):
-            return grouped_fp8_gemm(dy, linear.dgrad_operand(), groups.first_X1, turned=True)
+            weights = linear.dgrad_operand()
+            return grouped_fp8_gemm(dy, weights, groups.first_X1, turned=True, owner_O3=groups.owner_O3)
     assert linear.weight is not None
     with part("gemm_dgrad"):
         return grouped_bf16_gemm(dy_PN, linear.weight.detach(), groups.first_X1, turned=True)
