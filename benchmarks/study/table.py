@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.curves import Curve, panels
 from benchmarks.record import RESULTS, write_result
 from benchmarks.study.arms import ARMS, TABLES
-from benchmarks.study.pairs import FEWEST, Difference, mean_of, paired
+from benchmarks.study.pairs import Difference, mean_of, paired
 from octetrl.config.errors import UserError
 from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
 
@@ -104,10 +104,9 @@ def rows_of(lines: Sequence[Row]) -> list[Row]:
         if arm != REFERENCE:
             for measure, name in (("end/accuracy", "difference"), ("end/accuracy_bf16", "difference_bf16")):
                 row |= _fields(name, paired(values(arm, measure), values(REFERENCE, measure)))
-            few = row["seeds"] < FEWEST
-            ends = values(arm, "end/accuracy"), values(REFERENCE, "end/accuracy")
-            both = ends[0].keys() & ends[1].keys() if few else ()
-            row |= {f"difference/seed_{one}": ends[0][one] - ends[1][one] for one in both}
+            own_ends, ends = values(arm, "end/accuracy"), values(REFERENCE, "end/accuracy")
+            both = sorted(own_ends.keys() & ends.keys())
+            row |= {f"difference/seed_{one}": own_ends[one] - ends[one] for one in both}
             row |= _fields(
                 "start_difference", paired(values(arm, "start/accuracy"), values(REFERENCE, "start/accuracy"))
             )

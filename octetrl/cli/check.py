@@ -28,6 +28,7 @@ from octetrl.cli.check_server import check_server
 from octetrl.cli.check_workers import weight_buffer_lines, worker_memory_lines
 from octetrl.cli.fitting import Change
 from octetrl.config.algorithm import DistillConfig
+from octetrl.config.blocks import StackedLinearLayout
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
@@ -222,7 +223,12 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
 
 def _model(recipe: Recipe, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{spec.num_parameters:,} ({'tied' if spec.tied_embeddings else 'untied'} embeddings)"
-    yield "shape", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, MLP {spec.intermediate_size}"
+    experts = [first for layer in range(spec.num_layers) if (first := _experts(spec, layer)) is not None]
+    dense = f", MLP {spec.intermediate_size}" * (len(experts) < spec.num_layers)
+    yield "shape", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}{dense}"
+    if experts:
+        one, where = experts[0], f"in {len(experts)} of {spec.num_layers} layers"
+        yield "experts", f"{one.count} of width {one.parts[0].rows} {where}, {one.per_token} for each token"
     if spec.calibrates:
         yield "heads", f"{spec.num_heads} query, {spec.num_kv_heads} KV, of {spec.head_size}"
     else:
@@ -236,6 +242,12 @@ def _model(recipe: Recipe, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     weights = describe_published_codes(recipe, spec)
     if weights is not None:
         yield "weights", weights
+
+
+def _experts(spec: ModelSpec, layer: int) -> StackedLinearLayout | None:
+    """The first stacked linear of a layer's experts; None: its MLP is dense."""
+    linears = spec.blocks_of(layer).mlp.linears(spec)
+    return next((linear for linear in linears if isinstance(linear, StackedLinearLayout)), None)
 
 
 def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,21 @@ def export(
     _refuse_target(to)
     from octetrl.run.export import export_run
 
-    typer.echo(f"wrote {export_run(run, to, adapter=adapter, fp8=fp8)}")
+    written = export_run(run, to, adapter=adapter, fp8=fp8)
+    typer.echo(f"wrote {written}")
+    _warn_of_experts(written)
+
+
+def _warn_of_experts(written: Path) -> None:
+    """Warn of an adapter that PEFT loads without an error, but with new adapters of experts, which change nothing."""
+    from octetrl.models.peft_adapters import is_adapter, read_adapter_config
+
+    if is_adapter(written) and read_adapter_config(written).lora.experts:
+        typer.echo(
+            "warning: PEFT with transformers 5 leaves out the adapters of experts, without an error; for other programs"
+            " export the merged model, without --adapter",
+            err=True,
+        )
 
 
 def _refuse_target(to: str) -> None:

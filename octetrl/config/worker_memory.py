@@ -22,15 +22,16 @@ PARTLY_OWNED = {"weights": "FP8 linears", "critic": "what an update changes"}
 def on_each_worker(recipe: Recipe, estimate: MemoryEstimate, available: int | None) -> MemoryEstimate:
     """The estimate for each worker of `recipe`.
 
-    `estimate`: of one worker that has the same part of the model. `available`: the device's memory. A KV cache that
-    takes a share of the free memory is larger by what the others own; with None it has no size.
+    `estimate`: of one worker that has the same part of the model. `available`: the device's memory. On a GPU a KV cache
+    that takes a share of the free memory is larger by what the others own; with None it has no size.
     """
     engine, owners = recipe.engine, recipe.cluster.num_groups
     if owners == 1:
         return estimate
     parts = [_share(part, owners) for part in estimate.parts if part.name != "KV cache"]
     tokens = estimate.kv_cache_tokens
-    if tokens is not None and engine.kv_cache_tokens is None and available is not None:
+    shares = engine.kv_cache_tokens is None and not recipe.cluster.on_cpus
+    if shares and tokens is not None and available is not None:
         free = available - sum(part.num_bytes for part in parts if part.when != "training")
         tokens = int(max(free, 0) * engine.kv_memory_fraction) // max(1, estimate.kv_bytes_per_token)
     if tokens:

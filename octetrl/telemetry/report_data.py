@@ -171,7 +171,7 @@ def findings(run: RunRecord) -> list[str]:
             0.0,
             "log-probs of engine and trainer differ; `octetrl doctor RECIPE` finds the op",
         ),
-        (MISMATCH, 1.05, "engine and trainer disagree by more than 5%; see docs/fp8.md"),
+        (MISMATCH, 1.05, _disagreement(run)),
         (
             "fp8/kv_saturation",
             _at(run.recipe, "fp8.saturation_warn") or 0.0,
@@ -204,6 +204,16 @@ def findings(run: RunRecord) -> list[str]:
             most = f", at most {max(run.values(name)):.2g}" if name == "fp8/kv_saturation" else ""
             found.append(f"{says} ({name}, {where}{most})")
     return [*found, *filter(None, [idle_tail(run)])]
+
+
+def _disagreement(run: RunRecord) -> str:
+    """What a large mismatch means: with tokens of earlier weights it contains the policy's change."""
+    if any(share < 1 for share in run.values("rollout/on_policy_share")):
+        return (
+            "log-probs of sampling and training differ by more than 5%, and tokens of earlier weights are among them;"
+            " lower cluster.max_staleness or the learning rate"
+        )
+    return "engine and trainer disagree by more than 5%; see docs/fp8.md"
 
 
 def raised_warnings(run: RunRecord) -> list[str]:

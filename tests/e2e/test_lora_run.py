@@ -226,7 +226,9 @@ def test_exported_it_is_merged_and_stands_alone(adapted: Finished, model: Path, 
     assert of(lines, "mismatch/max_abs_diff") == [0.0]
 
 
-def test_exported_as_it_is_it_is_a_peft_folder(adapted: Finished, model: Path, tmp_path: Path) -> None:
+def test_exported_as_it_is_it_is_a_peft_folder(
+    adapted: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = adapted("bf16")
     assert run_command(["export", str(folder), "--to", str(tmp_path / "out"), "--adapter"]) == 0
     assert set(path.name for path in (tmp_path / "out").iterdir()) >= FILES | {"tokenizer_config.json"}
@@ -235,6 +237,14 @@ def test_exported_as_it_is_it_is_a_peft_folder(adapted: Finished, model: Path, t
     assert not (tmp_path / "out" / "optimizer.safetensors").exists()
     with pytest.raises(UserError, match="exists and is not empty"):
         export_run(str(folder), str(tmp_path / "out"))
+    assert "PEFT" not in capsys.readouterr().err
+    of_experts = tmp_path / "experts"
+    shutil.copytree(folder / "checkpoints" / "step_000004", of_experts)
+    (of_experts / "manifest.json").unlink()
+    config = of_experts / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"octetrl_experts": True}))
+    assert run_command(["export", str(of_experts), "--to", str(tmp_path / "new"), "--adapter"]) == 0
+    assert "PEFT with transformers 5 leaves out the adapters of experts" in capsys.readouterr().err
 
 
 def test_an_adapter_without_its_base_is_not_exported(adapted: Finished, tmp_path: Path) -> None:

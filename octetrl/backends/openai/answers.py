@@ -207,6 +207,8 @@ def failure_of(error: EndpointError, config: OpenaiConfig) -> Exception:
         return UserError(f"{SECTION}: the server refuses access ({text}); {remedy}")
     if status == 404:
         known = f"it has no model '{config.model}', or no such path; correct {SECTION}.model or {SECTION}.base_url"
+        if config.answers == "tokens":
+            known += f", or set {SECTION}.answers=text for a server that has chat completions only"
         return UserError(f"{SECTION}.model: {known} ({text})")
     if status in _REFUSES_ALL:
         if any(word in error.body.lower() for word in _TOO_LONG):

@@ -253,6 +253,14 @@ def test_what_no_request_is_spared_ends_the_run(answer: Any, expected: str) -> N
     with judge_double(answer) as double, pytest.raises(UserError, match=expected) as error:
         one(texts(double.url), asked())
     assert "\n" not in str(error.value) and len(double.asked) == 1
+    assert "answers=text" not in str(error.value), "it asks for texts"
+
+
+def test_a_server_with_chat_completions_only_is_to_be_asked_for_texts() -> None:
+    with judge_double((404, "no such path", {})) as double:
+        double.models = {"data": [{"id": "m"}]}
+        with pytest.raises(UserError, match=r"or set engine\.openai\.answers=text for a server"):
+            one(tokens(double.url), GenerationRequest("t", (1, 2), SamplingParams(8)))
 
 
 CUT = {"Content-Length": "4096", "Connection": "close"}

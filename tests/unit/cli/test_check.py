@@ -259,6 +259,7 @@ def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(
     code, out, err = check(capsys, "precision=fp8_full")
     assert "4 of 48 with latent attention; all share latent of 64, rotary key of 16" in out
     assert "latent fp8, rotary key bf16, dynamic scales" in out and "of 400 bytes" in out
+    assert "8 of width 256 in 3 of 4 layers, 2 for each token" in out and "hidden 128, MLP 512" in out
     assert code == 0, err
     code, _, err = check(capsys, "model.lora={}", "trainer.router.bias_rate=0.01")
     assert code == 2 and "trainer.router.bias_rate: 0.01 would move" in err and "which model.lora freezes" in err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.check_cluster import worker_lines
+from octetrl.cli.check_device import Device
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_workers import weight_buffer_lines, worker_memory_lines
 from octetrl.config.memory import MemoryEstimate
@@ -43,6 +44,13 @@ def test_each_worker_has_its_rows_and_everything_else(recipe: Path, gradients: s
     assert {name: size for name, size in each.items() if name not in shared} == {
         name: size for name, size in whole.items() if name not in shared
     }
+
+
+def test_workers_on_the_cpu_have_the_cache_of_one(recipe: Path) -> None:
+    cpu = Device("CPU", False, 64 * 2**30, is_here=False)
+    on = replace(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.cpus=4"), device=cpu)
+    whole, each = parts(on.estimate(on.recipe)), parts(on.of_worker(on.recipe))
+    assert each["KV cache"] == whole["KV cache"] and each["optimizer"] < whole["optimizer"]
 
 
 def test_without_fp8_training_every_worker_has_all_weights(recipe: Path) -> None:

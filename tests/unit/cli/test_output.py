@@ -188,7 +188,7 @@ def test_export_says_what_it_wrote(
         monkeypatch,
         "octetrl.run.export",
         "export_run",
-        lambda run, to, adapter, fp8: f"{to} of {run} {adapter} {fp8}",
+        lambda run, to, adapter, fp8: Path(f"{to} of {run} {adapter} {fp8}"),
     )
     for flags, asked in (([], "False False"), (["--adapter"], "True False"), (["--fp8"], "False True")):
         assert run_command(["export", "runs/x", "--to", "out", *flags]) == 0

@@ -14,6 +14,7 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
+from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.report_data import findings, mismatch_by_age, paired_difference, raised_warnings, read_run
 from octetrl.telemetry.report_page import report_page, terminal_report
 from octetrl.telemetry.sinks import open_sinks
@@ -73,6 +74,14 @@ def test_what_only_one_run_has_and_never_changed_makes_no_chart(tmp_path: Path) 
     runs = [read_run(make_run(tmp_path / "one")), read_run(make_run(tmp_path / "two", kl=0.25))]
     page = report_page(runs)
     assert "<h3>KL from the reference</h3>" not in page and "<td>KL from the reference</td><td>0.25</td>" in page
+
+
+def test_a_mismatch_of_stale_tokens_is_not_called_a_fault_of_engine_and_trainer(tmp_path: Path) -> None:
+    (line,) = findings(read_run(make_run(tmp_path / "apart", **{MISMATCH: 1.2})))
+    assert line.startswith("engine and trainer disagree by more than 5%")
+    stale = {MISMATCH: 1.2, "rollout/on_policy_share": 0.0}
+    (line,) = findings(read_run(make_run(tmp_path / "stale", **stale)))
+    assert "lower cluster.max_staleness or the learning rate" in line and "disagree" not in line
 
 
 def test_clamped_values_are_a_finding_above_the_share_that_warns(tmp_path: Path) -> None:
