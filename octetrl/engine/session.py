@@ -74,11 +74,9 @@ class Session:
         self._decode, self._stamp, self._lag = decode, stamp, lag
         self._on_close, self._on_progress = on_close, on_progress
         self._tally = Tally(config.max_batch, captured_before=None if runner.graphs is None else runner.graphs.seconds)
+        keeps = config.prefix_cache != "off"
         self._scheduler = Scheduler(
-            blocks,
-            max_batch=config.max_batch,
-            prefill_chunk=prefill_chunk,
-            keeps_prefixes=config.prefix_cache != "off",
+            blocks, max_batch=config.max_batch, prefill_chunk=prefill_chunk, keeps_prefixes=keeps
         )
         self._transcript = Transcript(config.max_batch, admission.context_length, admission.eos_token_ids)
         parts = (self._transcript, self._scheduler, runner, cache, self._tally)
