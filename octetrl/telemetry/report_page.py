@@ -43,7 +43,7 @@ SIBLINGS = 4  # of a group
 CURVES: tuple[tuple[str, str], ...] = (
     ("reward", "reward/mean"), ("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward_mean"),
     ("loss", "loss"), ("answer length", "rollout/mean_length"), ("entropy", "entropy"),
-    ("age of the tokens", "rollout/staleness"), ("tokens of the trained weights", "rollout/on_policy_share"),
+    ("age of the tokens", "rollout/staleness"), ("tokens that are not stale", "rollout/on_policy_share"),
     ("KL from the reference", "kl"), ("gradient norm", "grad_norm"), ("learning rate", "lr"),
     ("log-probs equal", "mismatch/equal_fraction"), ("KL engine to trainer", "mismatch/gen_kl"),
     ("engine against trainer", "mismatch/token_mult_prob_error"),
@@ -89,7 +89,7 @@ def report_page(runs: Sequence[RunRecord]) -> str:
 def terminal_report(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Lines of the report for a terminal, no wider than 100 columns."""
     for run in runs:
-        yield f"{run.name}: {len(run.rows)} steps in {duration(run.hours[-1] * 3600) or '0 s'}"
+        yield f"{run.name}: {counted(len(run.rows), 'step')} in {duration(run.hours[-1] * 3600) or '0 s'}"
         facts = {**dict(results(run)), **{label: text for label, text in run.settings if label in _OF_TERMINAL}}
         for label, text in facts.items():
             yield from textwrap.wrap(f"  {label:<20} {text}", 98, subsequent_indent=" " * 23)
