@@ -24,10 +24,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.fp8.format import E4M3_MAX, decode_e4m3
-from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
+from octetrl.fp8.format import E4M3_MAX, decode_e4m3, round_to_e4m3
+from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token, scale_and_inverse
 
 Values = Callable[[Tensor], Tensor]
 Codec = Callable[[Sequence[Tensor]], Values]
@@ -116,6 +117,20 @@ def first_exact(codec: Codec, tokens: int) -> Codec:
         return lambda x_TKD: torch.cat((_rounded(x_TKD[:tokens]), values(x_TKD[tokens:])))
 
     return fit
+
+
+def in_blocks(x: Tensor, rows: int, columns: int, integers: bool = False) -> Tensor:
+    """A matrix after E4M3, or 8-bit integers, with a scale for each block of `rows` x `columns`."""
+    height, width = x.shape
+    padded = F.pad(_rounded(x), (0, -width % columns, 0, -height % rows))
+    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    amax = blocks.abs().amax((1, 3), keepdim=True)
+    if integers:
+        values = _int8(blocks, amax / INT8_MAX)
+    else:
+        scale, inverse = scale_and_inverse(amax.float())
+        values = round_to_e4m3((blocks.float() * inverse).clamp(-E4M3_MAX, E4M3_MAX)) * scale
+    return values.reshape(padded.shape)[:height, :width].to(x.dtype)
 
 
 def below_normal(x_TKD: Tensor, scale_K: Tensor) -> Tensor:

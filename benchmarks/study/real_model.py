@@ -9,6 +9,7 @@ the same kinds of text (texts.py). Rows by `part`:
 
     whole   linears (weights and activations, each alone), K, V and both, calibrated and by token, linears and cache
     layer   the linears of one layer
+    linears the linears in other formats, or some of them exact: what a format of the linears could win back
     head    K or V of one KV head of one layer, calibrated. error, error_by_token: relative errors of the head's values
             with either kind of scale; below_normal: share of values whose code is below E4M3's smallest normal number;
             first_amax, median_amax: largest magnitude of the first token, and its median over tokens, divided by the
@@ -26,6 +27,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,12 +40,14 @@ from benchmarks.study import codecs
 from benchmarks.study.codecs import Codec, Values
 from benchmarks.study.float64_model import PlainModel, Replacement, divergence
 from benchmarks.study.kv_formats import Captured, relative
+from benchmarks.study.pairs import mean_of
 from benchmarks.study.texts import KINDS, read_texts
 from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.doctor.examine import Examination, ExaminedWorker
 from octetrl.doctor.findings import examine
 from octetrl.fp8.quantize import (
+    BLOCK,
     dequantize_activation,
     dequantize_weight,
     quantize_activation_reference,
@@ -51,11 +55,12 @@ from octetrl.fp8.quantize import (
 )
 
 Row = dict[str, object]
-PARTS = ("whole", "layer", "head", "bits")
+PARTS = ("whole", "layer", "linears", "head", "bits")
 BITS = ("bf16", "fp8", "fp8_full", "fp8_full_dynamic")
 RECIPE = "grpo_chain-sum_smollm2-135m_1gpu_fp8-full"
 COLUMNS = {
     "kl": ".2e",
+    "kl_error": ".1e",
     "logprob_change": "+.5f",
     "perplexity_ratio": ".4f",
     "same_choice": ".3f",
@@ -88,6 +93,25 @@ class Linears:
         return x_TI @ w_OI.t()
 
 
+@dataclass(frozen=True)
+class OtherLinears:
+    """Linears with a scale for 1 x `block` activations and `block` x `block` weights; a block of 0 is a whole row.
+    Those with a word of `exact` in their name stay exact."""
+
+    block: int = BLOCK
+    integers: bool = False
+    exact: tuple[str, ...] = ()
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, name: str, x_TI: Tensor, w_OI: Tensor) -> Tensor:
+        if any(word in f"{name}." for word in self.exact):
+            return x_TI @ w_OI.t()
+        columns = self.block or x_TI.shape[1]
+        if name not in self.kept:
+            self.kept[name] = codecs.in_blocks(w_OI, self.block or 1, columns, self.integers)
+        return codecs.in_blocks(x_TI, 1, columns, self.integers) @ self.kept[name].t()
+
+
 class Measurement:
     """The model, the texts' exact log-probs and streams, and the values that calibrate."""
 
@@ -114,16 +138,17 @@ class Measurement:
 
     def effect(self, replacement: Replacement, first: int = 0) -> Row:
         """The change of all texts' log-probs if layers from `first` on compute with the replacement."""
-        kl, change, same = 0.0, 0.0, 0.0
+        kls, change, same = list[float](), 0.0, 0.0
         for ids_T, stream, exact_TV in zip(self.texts, self.streams, self.exact, strict=True):
             found_TV = self.model.logprobs(self.model.layers(stream[first], replacement, first)[-1])
             targets_N1 = ids_T[1:, None]
-            kl += float(divergence(exact_TV, found_TV).mean())
+            kls.append(float(divergence(exact_TV, found_TV).mean()))
             change += float((found_TV[:-1].gather(1, targets_N1) - exact_TV[:-1].gather(1, targets_N1)).mean())
             same += float((found_TV.argmax(1) == exact_TV.argmax(1)).float().mean())
         count = len(self.texts)
         return {
-            "kl": kl / count,
+            "kl": sum(kls) / count,
+            "kl_error": mean_of(kls).error,  # over the texts
             "logprob_change": change / count,
             "perplexity_ratio": math.exp(-change / count),
             "same_choice": same / count,
@@ -153,6 +178,30 @@ def whole(measured: Measurement) -> Iterator[Row]:
         yield {"format": f"linears, K and V {name}"} | measured.effect(both)
 
 
+def linear_formats(num_layers: int) -> dict[str, OtherLinears]:
+    """Blocks of other sizes, 8-bit integers, and linears that stay exact."""
+    found = {f"E4M3, blocks of {size}": OtherLinears(size) for size in (128, 64, 32, 16)}
+    found["E4M3, a scale a row"] = OtherLinears(0)
+    found |= {f"int8, blocks of {size}": OtherLinears(size, integers=True) for size in (128, 32)}
+    found["int8, a scale a row"] = OtherLinears(0, integers=True)
+    kinds = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    found |= {f"E4M3, exact {kind}": OtherLinears(exact=(kind,)) for kind in kinds}
+    last, eighth = num_layers - 1, max(1, round(num_layers / 8))
+    ends = {
+        "last layer": [last],
+        "first and last layer": [0, last],
+        "last eighth of the layers": range(num_layers - eighth, num_layers),
+    }
+    named = {name: tuple(f"layers.{layer}." for layer in layers) for name, layers in ends.items()}
+    return found | {f"E4M3, exact {name}": OtherLinears(exact=words) for name, words in named.items()}
+
+
+def by_format(measured: Measurement) -> Iterator[Row]:
+    for name, linears in linear_formats(measured.num_layers).items():
+        yield {"format": name} | measured.effect(Replacement(linear=linears))
+        linears.kept.clear()
+
+
 def by_layer(measured: Measurement) -> Iterator[Row]:
     for layer in range(measured.num_layers):
         replacement = Replacement(linear=Linears(True, True, f"layers.{layer}."))
@@ -169,9 +218,9 @@ def by_head(measured: Measurement) -> Iterator[Row]:
                 texts = [(text.k, text.v)[place][layer] for text in measured.operands]
                 calibration = [(text.k, text.v)[place][layer][:, [head]] for text in measured.calibration]
                 row |= head_values([x[:, [head]] for x in texts], calibration)
-                for field, values in (("error", calibrated), ("error_by_token", by_token)):
+                for measure, values in (("error", calibrated), ("error_by_token", by_token)):
                     errors = [relative(values[layer][place](x)[:, head], x[:, head]) for x in texts]
-                    row[field] = sum(errors) / len(errors)
+                    row[measure] = sum(errors) / len(errors)
                 yield row | measured.effect(Replacement(cached=one), layer)
 
 
@@ -256,7 +305,8 @@ def main(words: Sequence[str] | None = None) -> None:
     workload = f"{arguments.prompts}x2x{arguments.answer_tokens}"
     if parts != ["bits"]:
         measured = Measurement(arguments.model, arguments.tokens, tuple(arguments.texts.split(",")))
-        made = {"whole": whole(measured), "layer": by_layer(measured), "head": by_head(measured)}
+        made = {"whole": whole(measured), "layer": by_layer(measured)}
+        made |= {"linears": by_format(measured), "head": by_head(measured)}
         text_workload = measured.workload
     for part in parts:
         began, before = time.perf_counter(), len(rows)

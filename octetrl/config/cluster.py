@@ -234,7 +234,7 @@ def _role_problems(cluster: ClusterConfig) -> Iterator[Problem]:
         if cluster.max_staleness:
             text = (
                 "cluster.max_staleness: needs workers that only train and workers that only generate; give"
-                " cluster.trainer_gpus and cluster.engine_gpus, or remove it"
+                " cluster.trainer_gpus and cluster.engine_gpus (on a CPU trainer_cpus and engine_cpus), or remove it"
             )
             yield Problem(("cluster.max_staleness",), text)
         yield from _in_flight_problems(cluster)

@@ -122,8 +122,8 @@ def _openai_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:
     if training:
         text = (
             f"{FIELD}: openai answers with a server's own weights, for octetrl eval; {recipe.algorithm.name} needs"
-            " answers of the weights that it trains, and mismatch their log-probs; use octetrl or vllm (octetrl check"
-            " --eval checks an evaluation, octetrl generate --base-url draws data for SFT)"
+            " answers of the weights that it trains, with their log-probs; use octetrl or vllm (octetrl check --eval"
+            " checks an evaluation, octetrl generate --base-url draws data for SFT)"
         )
         yield Problem((FIELD,), text)
     if server is None:

@@ -14,6 +14,7 @@ import fnmatch
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from octetrl.config.blocks import KVMode
@@ -88,6 +89,35 @@ class PrecisionPolicy:
         table = [[linear.name, linear.rollout, linear.train] for linear in self.linears]
         text = json.dumps([table, self.kv_mode, *(stored for _, stored in self.cache), self.power_of_two])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_IN_WORDS = {
+    ("bf16", "bf16"): "{plain}",
+    ("fp8", "fp8"): "FP8",
+    ("fp8", "bf16"): "FP8 in the rollout, {plain} in training",
+    ("bf16", "fp8"): "{plain} in the rollout, FP8 in training",
+}
+
+
+def formats_by_layer(policy: PrecisionPolicy, plain: str = "BF16") -> list[tuple[str, str]]:
+    """The linears' formats in words, one pair for neighbouring layers with the same ones: `("1 to 29", "FP8")`.
+
+    plain: what the weights are that are not FP8."""
+    by_layer: dict[int, dict[str, tuple[Format, Format]]] = {}
+    for linear in policy.linears:
+        _, layer, kind = linear.name.split(".", 2)
+        by_layer.setdefault(int(layer), {})[kind] = (linear.rollout, linear.train)
+    found = []
+    for formats, layers in groupby(sorted(by_layer), key=lambda layer: by_layer[layer]):
+        same = list(layers)
+        kinds: dict[tuple[Format, Format], list[str]] = {}
+        for kind, form in formats.items():
+            kinds.setdefault(form, []).append(kind)
+        usual = max(kinds, key=lambda form: len(kinds[form]))
+        others = (f"{', '.join(names)} {_IN_WORDS[form]}" for form, names in kinds.items() if form != usual)
+        place = str(same[0]) if len(same) == 1 else f"{same[0]} to {same[-1]}"
+        found.append((place, "; ".join([_IN_WORDS[usual], *others]).format(plain=plain)))
+    return found
 
 
 def tokens_that_pay(hidden_size: int) -> int:

@@ -79,6 +79,12 @@ DEFAULT_MAX_POSITIONS = {
     "deepseek_v3": 4_096,
     "glm4_moe_lite": 202_752,
 }
+DEFAULT_KV_HEADS = {  # of a config without the key, as in transformers; null and other families: one for each head
+    **dict.fromkeys(("mistral", "mixtral", "glm4_moe"), 8),
+    **dict.fromkeys(("qwen2", "qwen3", "dots1"), 32),
+    "qwen2_moe": 16,
+    "qwen3_moe": 4,
+}
 QK_NORM = ("qwen3", "qwen3_moe", "dots1")
 ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "dots1", "glm4_moe")  # where `attention_bias` adds a bias to q, k, v
 WITHOUT_O_BIAS = ("glm4_moe",)  # of these; the others have one of o too
@@ -185,7 +191,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     qkv_bias = family == "qwen2" or has_bias or (family == "qwen2_moe" and config.flag("qkv_bias", True))
     positions = scaled_positions(scaling, max_positions)
     blocks = mixture_blocks(config, family, num_layers, attention) if family in MIXTURES else DENSE
-    kv_heads = min(8, heads) if family in ("mistral", "mixtral") else heads
+    kv_heads = heads if "num_key_value_heads" in config else DEFAULT_KV_HEADS.get(family, heads)
     spec = ModelSpec(
         family=family,
         num_layers=num_layers,

@@ -100,7 +100,9 @@ class Ahead:
             self._learnt = run.step
             self._changed.notify_all()
         too_old, self._too_old = {"rollout/too_old_groups": float(self._too_old)} if self._too_old else {}, 0
-        return StepMetrics.merge(metrics, drawn.metrics, stale, too_old)
+        # a saved batch may have the pause before it, and weights are in flight only now: then `metrics` has that of now
+        of_batch = {name: value for name, value in drawn.metrics.items() if name not in metrics}
+        return StepMetrics.merge(metrics, of_batch, stale, too_old)
 
     def _take(self, step: int) -> BufferedBatch:
         with self._changed:

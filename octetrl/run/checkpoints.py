@@ -152,7 +152,8 @@ class Checkpoints:
         except RunFailed:
             last = self.latest()
             if run.workers.policy_version > 0 and (last is None or checkpoint.step_of(last) < step):
-                failure = self._save_beside_error(run, Cursor.of(run, step), ())
+                batches = self._batches_after(run, step, waits=True)
+                failure = self._save_beside_error(run, Cursor.of(run, step), batches)
                 if failure is None:
                     run.console.note(f"step {step} is saved")
                 else:

@@ -32,7 +32,7 @@ from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import EVALUATION, Journal
 from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
-from octetrl.run.report import banner, last_screen, leave_report
+from octetrl.run.report import banner, last_screen, leave_report, linears_by_layer
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.run.slow_rewards import SlowRewards, reward_times
@@ -102,7 +102,7 @@ def _train(
             run.console.note("no checkpoint is there yet: the run begins again at step 1")
         if last is None and optimizer_of is not None:
             run.console.note(branch(run, optimizer_of))
-        folder.keep()
+        folder.keep(linears_by_layer(recipe))
         run.console.rows(*banner(run))
         if recipe.logging.rollouts:
             run.journal = Journal.of(recipe, folder.path, start)
@@ -182,21 +182,23 @@ def one_step(run: Run, step: int) -> StepMetrics:
     else:
         metrics = supervised_step(run)
     rollout = {} if run.conversations is not None or run.ahead is not None else run.rollout_workers.rollout_metrics()
-    own: dict[str, float] = {"time/step": time.perf_counter() - began, **run.workers.memory_metrics()}
-    own |= run.workers.path_metrics()
-    own |= run.workers.time_metrics()
-    own |= run.spans.take()
-    own |= reward_times(run.rewards) if run.conversations is None else {}
-    every = run.config.evaluation.every
-    evaluation = _evaluated(run) if every and step % every == 0 else {}
+    own: dict[str, float] = {"time/step": time.perf_counter() - began}
+    evaluates = run.config.evaluation.every > 0 and step % run.config.evaluation.every == 0
+    with run.ahead.paused() if evaluates and run.ahead is not None else nullcontext():  # a batch that ends here counts
+        own |= run.workers.memory_metrics()
+        own |= run.workers.path_metrics()
+        own |= run.workers.time_metrics()
+        own |= run.spans.take()
+        own |= reward_times(run.rewards) if run.conversations is None else {}
+        evaluation = _evaluated(run) if evaluates else {}
     return StepMetrics.merge(metrics, rollout, own, evaluation)
 
 
 def _evaluated(run: Run) -> dict[str, float]:
-    """The metrics of an evaluation. Its time and memory are not part of the step's metrics."""
-    with nullcontext() if run.ahead is None else run.ahead.paused():
-        report = evaluate(run)
+    """The metrics of an evaluation. Its times and memory are not part of the steps' metrics."""
+    report = evaluate(run)
     run.workers.memory_metrics()
+    run.workers.time_metrics()
     reward_times(run.rewards)
     return {**report.metrics, "time/evaluate": run.spans.take()["time/evaluate"]}
 

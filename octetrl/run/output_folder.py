@@ -18,7 +18,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -71,14 +71,16 @@ class OutputFolder:
             self._clean_up()
             raise
 
-    def keep(self) -> None:
+    def keep(self, linears: Sequence[tuple[str, str]] = ()) -> None:
         """Starts the run: writes its id and its resolved recipe, each to a temporary file that is renamed, so a kill
-        leaves whole files. Creates `checkpoints/`, so that it is missing only if it was removed."""
+        leaves whole files. Creates `checkpoints/`, so that it is missing only if it was removed.
+
+        linears: their formats by layer, for the report."""
         aside = self.path / f"{RECIPE_FILE}.partial"
         with self._writing():
             try:
                 if self.run_id is not None:
-                    write_run_id(self.path, self.run_id, where_it_runs())
+                    write_run_id(self.path, self.run_id, {**where_it_runs(), "linears": list(linears)})
                 record_changes(self.path, self._last_step(), self._changes)
                 self._changes = []  # a restart of the workers keeps the folder again
                 with aside.open("w", encoding="utf-8") as file:

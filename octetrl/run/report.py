@@ -19,9 +19,10 @@ from octetrl.config.text import ESCAPE, counted
 from octetrl.config.validate_overdraw import describe_overdraw
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.given import is_given
+from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.report_data import BETWEEN, PHASES, RunRecord, idle_tail, read_run, results
+from octetrl.telemetry.report_data import RunRecord, idle_tail, read_run, results, seconds_by_phase
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import duration
@@ -72,6 +73,12 @@ def banner(run: Run) -> Screen:
         ("folder", recipe.output_dir),
     ]
     return f"{settings['algorithm']}: {model}", [(label, text) for label, text in rows if text]
+
+
+def linears_by_layer(recipe: Recipe) -> list[tuple[str, str]]:
+    """The formats of the model's linears, in words, by layers."""
+    plain = "float32" if recipe.model.dtype == "float32" else "BF16"
+    return formats_by_layer(precision_policy(model_spec(recipe), recipe.fp8, recipe.numerics), plain)
 
 
 def model_name(model: str) -> str:
@@ -160,13 +167,10 @@ def last_screen(folder: Path, recipe: Recipe) -> Screen:
 
 
 def _seconds_by_phase(run: RunRecord) -> str:
-    """Seconds of each phase over all steps, the longest first."""
-    found = {name.removeprefix("time/"): sum(run.values(name)) for name in (*PHASES, *BETWEEN)}
-    in_steps = sum(run.values("time/step"))
-    found["other"] = max(0.0, in_steps - sum(found[name.removeprefix("time/")] for name in PHASES))
-    longest = sorted(found.items(), key=lambda one: -one[1])
-    whole = max(sum(found.values()), 1e-9)
-    shown = [f"{name} {duration(seconds)}" for name, seconds in longest if seconds >= 0.01 * whole]
+    """Seconds of each phase that took a hundredth of the time or more."""
+    found = seconds_by_phase(run)
+    whole = sum(found.values())
+    shown = [f"{name} {duration(seconds)}" for name, seconds in found.items() if seconds >= 0.01 * whole]
     return ", ".join(shown)
 
 

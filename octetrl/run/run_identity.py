@@ -1,9 +1,9 @@
 """Which run a folder and its checkpoints belong to.
 
 A run gets a random id when it starts. `run.json` in its folder and the manifest of each checkpoint contain it.
-`run.json` also says where the run was started or resumed last: commit, machine, versions. Only
-checkpoints of the folder's own run are resumed from, exported or pruned. Runs and checkpoints that are older than ids
-have none. A folder without `run.json` belongs to the run of its checkpoints, if they all belong to one run.
+`run.json` also says where the run was started or resumed last (commit, machine, versions) and the linears' formats.
+Only checkpoints of the folder's own run are resumed from, exported or pruned. Runs and checkpoints that are older than
+ids have none. A folder without `run.json` belongs to the run of its checkpoints, if they all belong to one run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def read_run_id(run_folder: Path) -> str | None:
 
 
 def write_run_id(run_folder: Path, run_id: str, where: Mapping[str, object]) -> None:
-    """`where`: where it runs. Writes a temporary file and renames it, so that a kill leaves the whole file or none."""
+    """`where`: where it runs, and in which formats. Writes a temporary file and renames it, so a kill leaves the whole
+    file or none."""
     aside = run_folder / f"{RUN_FILE}.partial"
     try:
         with aside.open("w", encoding="utf-8") as file:

@@ -206,7 +206,9 @@ class Console:
         spent = time.perf_counter() - self._step_began
         share = (done + (min(spent / mean, 1.0) if mean else 0.0)) / max(self._total_steps, 1)
         left = mean * (self._total_steps - done) - spent
-        facts = [f"{duration(left)} left"] if left > 0 else [duration(spent) or "0 s"]
+        latest = self._evaluations[max(self._evaluations)] if self._evaluations else None
+        facts = [] if latest is None else [f"held-out accuracy {latest:.3f}"]
+        facts.append(f"{duration(left)} left" if left > 0 else duration(spent) or "0 s")
         return bar_line(f"step {self._step}/{self._total_steps}", share, facts, width, room, plain=self._is_ascii)
 
     def _workers_lines(self) -> Sequence[str]:

@@ -80,7 +80,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Rollout": (
         Metric("rollout/count", "rollouts", "Rollouts of the step."),
         Metric("rollout/staleness", "versions", "Age of the sampled tokens when they are trained on, on average."),
-        Metric("rollout/on_policy_share", SHARE, "Sampled tokens that the trained weights themselves have sampled."),
+        Metric("rollout/on_policy_share", SHARE, "Sampled tokens that are not stale: no update came since."),
         Metric("rollout/too_old_groups", "groups",
                "Saved groups older than `cluster.max_staleness` after a resume; they are sampled again."),
         Metric("rollout/groups", "groups", "Groups that were sampled."),
@@ -128,7 +128,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
                "Above 0 ends the run: `octetrl doctor RECIPE` names the op."),
         Metric("mismatch/tokens", TOKENS, "Trained tokens that were compared."),
         Metric("mismatch/token_mult_prob_error", "", "Mean over tokens of exp(absolute log-prob difference).",
-               "1: equal. Above 1.03: look at precision."),
+               "1: equal. Above 1.03: look at precision. Stale tokens add the change of the policy."),
         Metric("mismatch/gen_kl", NATS, "KL divergence of the trainer's policy from the engine's (k3 estimate).",
                "0: equal."),
         Metric("mismatch/max_abs_diff", NATS, "Largest absolute difference, engine − trainer, of a token's log-prob."),

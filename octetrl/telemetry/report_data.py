@@ -14,6 +14,8 @@ from typing import Any
 from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
+from octetrl.telemetry.rollouts import EVALUATIONS
 from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.telemetry.step_lines import WARNINGS
@@ -104,6 +106,8 @@ class RunRecord:
         kept = "".join(f", {key} {value}" for key, value in exceptions.items())
         stored = {"none": dtype, "int8": "8-bit integers"}.get(cache, f"FP8, {cache}")
         shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
+        layers = [f"{where}: {formats}" for where, formats in _pairs(self.where.get("linears"))]
+        shown += [("linears by layer", "; ".join([*layers, f"embedding, norms, lm_head: {dtype}"]))] * bool(layers)
         shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
         versions = self.where.get("versions")
         known = versions.items() if isinstance(versions, Mapping) else ()
@@ -142,6 +146,12 @@ def read_run(folder: Path) -> RunRecord:
     ]
     where = next(_objects(folder / RUN_FILE), {})
     return RunRecord(folder, known if isinstance(known, dict) else {}, rows, unread, raised, where)
+
+
+def _pairs(value: object) -> list[tuple[str, str]]:
+    """The pairs of texts that a list has; what is damaged is left out."""
+    pairs = value if isinstance(value, list) else []
+    return [(str(one[0]), str(one[1])) for one in pairs if isinstance(one, list) and len(one) == 2]
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -263,6 +273,38 @@ def paired_difference(first: RunRecord, second: RunRecord, name: str) -> Estimat
     both = [value - mine[step] for step, _, value in second.series(name) if step in mine]
     last = both[len(both) // 2 :]
     return estimate_mean(last, seed=0) if len(last) >= ENOUGH else None
+
+
+def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:
+    """The step of the run's last evaluation and its held-out tasks. Step 0 and no tasks if there was none."""
+    folder = run.folder / EVALUATIONS
+    try:
+        last = rollout_files(folder)[-1][0] if folder.is_dir() else 0
+        return last, select(folder, Filter(steps=Interval(last, last)), None).groups if last else []
+    except UserError:
+        return 0, []
+
+
+def held_out_difference(first: RunRecord, second: RunRecord) -> Estimate | None:
+    """Mean of second − first over the held-out tasks that both evaluated last, by reward, with its interval.
+
+    It says whether these two models differ. Another seed of the same recipe may differ as much."""
+
+    def by_task(run: RunRecord) -> dict[tuple[str, str], float]:
+        tasks = ((group.rows[0], group.rewards) for group in last_evaluation(run)[1] if group.rewards)
+        return {(row.task_id, str(row.line["prompt"])): sum(rewards) / len(rewards) for row, rewards in tasks}
+
+    mine, its = by_task(first), by_task(second)
+    both = [value - mine[task] for task, value in its.items() if task in mine]
+    return estimate_mean(both, seed=0) if len(both) >= ENOUGH else None
+
+
+def seconds_by_phase(run: RunRecord) -> dict[str, float]:
+    """Seconds of each phase over all steps, those that took any, the longest first."""
+    found = {name.removeprefix("time/"): sum(run.values(name)) for name in (*PHASES, *BETWEEN)}
+    in_steps = sum(run.values("time/step"))
+    found["other"] = max(0.0, in_steps - sum(found[name.removeprefix("time/")] for name in PHASES))
+    return {name: seconds for name, seconds in sorted(found.items(), key=lambda one: -one[1]) if seconds > 0}
 
 
 def mismatch_by_length(run: RunRecord) -> list[tuple[str, float, float]]:

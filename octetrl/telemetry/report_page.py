@@ -20,17 +20,21 @@ from octetrl.records import RolloutStatus
 from octetrl.telemetry.charts import Line, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.report_data import (
+    BETWEEN,
     PHASES,
     RunRecord,
     findings,
+    held_out_difference,
+    last_evaluation,
     mismatch_by_age,
     mismatch_by_length,
     paired_difference,
     raised_warnings,
     results,
+    seconds_by_phase,
 )
-from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, rollout_files, select
-from octetrl.telemetry.rollouts import EVALUATIONS
+from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, select
+from octetrl.telemetry.sample_estimates import Estimate
 from octetrl.telemetry.step_line import duration
 
 BARS = 60  # of the chart of phases
@@ -39,9 +43,10 @@ SIBLINGS = 4  # of a group
 CURVES: tuple[tuple[str, str], ...] = (
     ("reward", "reward/mean"), ("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward_mean"),
     ("loss", "loss"), ("answer length", "rollout/mean_length"), ("entropy", "entropy"),
-    ("age of the tokens", "rollout/staleness"), ("tokens of the trained weights", "rollout/on_policy_share"),
+    ("age of the tokens", "rollout/staleness"), ("tokens that are not stale", "rollout/on_policy_share"),
     ("KL from the reference", "kl"), ("gradient norm", "grad_norm"), ("learning rate", "lr"),
     ("log-probs equal", "mismatch/equal_fraction"), ("KL engine to trainer", "mismatch/gen_kl"),
+    ("engine against trainer", "mismatch/token_mult_prob_error"),
     ("corrected tokens", "correction/clip_fraction"), ("clipped ratios", "ratio/clip_fraction"),
     ("K and V clamped", "fp8/kv_saturation"), ("groups without a signal", "reward/zero_variance_fraction"),
     ("truncated answers", "rollout/truncated_share"), ("rollouts without a reward", "rollout/failure_share"),
@@ -50,6 +55,8 @@ CURVES: tuple[tuple[str, str], ...] = (
     ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),
 )  # fmt: skip
 _ACCURACY, _REWARD = "eval/accuracy", "eval/reward_mean"
+_OF_TERMINAL = ("model", "algorithm", "precision", "linears by layer")
+_SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it."
 _SAME = " The mean held-out reward is the same number."
 HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
 _TONES = (("#2f5fb3", "#8db4f5"), ("#b26a00", "#f0b35c"), ("#2b7a4b", "#6fcf97"), ("#8a3fa0", "#d39be6"),
@@ -82,21 +89,24 @@ def report_page(runs: Sequence[RunRecord]) -> str:
 def terminal_report(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Lines of the report for a terminal, no wider than 100 columns."""
     for run in runs:
-        yield f"{run.name}: {len(run.rows)} steps in {duration(run.hours[-1] * 3600) or '0 s'}"
+        yield f"{run.name}: {counted(len(run.rows), 'step')} in {duration(run.hours[-1] * 3600) or '0 s'}"
+        facts = {**dict(results(run)), **{label: text for label, text in run.settings if label in _OF_TERMINAL}}
+        for label, text in facts.items():
+            yield from textwrap.wrap(f"  {label:<20} {text}", 98, subsequent_indent=" " * 23)
         for name in HEADLINES:
             values = run.values(name)
             if len(values) > 0:
                 told = f"{shown_number(values[0])} → {shown_number(values[-1])}"
                 yield f"  {name:<20} {sparkline(values):<32}  {told}"
+        if phases := seconds_by_phase(run):
+            whole = sum(phases.values())
+            shares = [f"{name} {spent / whole:.0%}" for name, spent in phases.items() if spent >= 0.01 * whole]
+            yield f"  {'time':<20} {', '.join(shares)}"
         lines = [*(f"look: {line}" for line in findings(run)), *(f"warned: {one}" for one in raised_warnings(run))]
         for line in lines:
             yield from textwrap.wrap(line, 98, initial_indent="  ", subsequent_indent="        ")
-    for name in ("eval/accuracy", "reward/mean"):
-        for other in runs[1:]:
-            found = paired_difference(runs[0], other, name)
-            if found is not None:
-                interval = f"{found.low:+.4f} to {found.high:+.4f}"
-                yield f"{name}, {other.name} − {runs[0].name}: {found.mean:+.4f} ({interval})"
+    for what, other, found in _paired(runs):
+        yield f"{what}, {other.name} − {runs[0].name}: {found.mean:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
 
 
 def _styles() -> str:
@@ -134,22 +144,32 @@ def _look_at(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
-    rows = []
-    for name in ("eval/accuracy", "reward/mean", "rollout/mean_length", "entropy", "time/step"):
-        for other in runs[1:]:
-            found = paired_difference(runs[0], other, name)
-            if found is not None:
-                interval = f"{found.low:+.4g} to {found.high:+.4g}"
-                rows.append([name, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", interval, str(found.tasks)])
+    rows = [
+        [what, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", f"{found.low:+.4g} to {found.high:+.4g}",
+         str(found.tasks)]
+        for what, other, found in _paired(runs)
+    ]  # fmt: skip
     if rows:
-        yield "<h2>Differences at the same steps, over the last half</h2>" + _table(
-            ["", "", "mean", "95% interval", "steps"], rows, " differences"
-        )
+        header = ["", "", "mean", "95% interval", "pairs"]
+        yield "<h2>Differences</h2>" + _table(header, rows, " differences")
         says = (
-            "The intervals are a bootstrap over steps. Steps of a run depend on one another, so they are too narrow."
-            " Several seeds say more."
+            "Pairs are the same held-out tasks in the last evaluations, or the same steps over the last half of the"
+            " runs. The intervals are a bootstrap over pairs. Steps of a run depend on one another, so theirs are too"
+            " narrow. None covers another seed, which may differ as much."
         )
         yield f'<p class="soft">{says}</p>'
+
+
+def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[str, RunRecord, Estimate]]:
+    """What was compared, the run that the first one is subtracted from, and the difference."""
+    for other in runs[1:]:
+        if found := held_out_difference(runs[0], other):
+            yield "held-out reward, task by task", other, found
+    titles = {name: title for title, name in CURVES} | {"time/step": "seconds of a step"}
+    for name in ("eval/accuracy", "reward/mean", "rollout/mean_length", "entropy", "time/step"):
+        for other in runs[1:]:
+            if found := paired_difference(runs[0], other, name):
+                yield f"{titles[name]}, step by step", other, found
 
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -220,13 +240,13 @@ def _line(run: RunRecord, number: int, name: str, at: int) -> Line:
 def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards = []
     for run in runs:
-        names = [name for name in PHASES if any(run.values(name))]
+        names = [name for name in (*PHASES, *BETWEEN) if any(run.values(name))]
         width = -(-len(run.rows) // BARS)
         columns, steps = [], []
         for begin in range(0, len(run.rows), width):
             rows = run.rows[begin : begin + width]
             parts = [sum(row.get(name) or 0.0 for row in rows) / len(rows) for name in names]
-            whole = sum(row.get("time/step") or 0.0 for row in rows) / len(rows)
+            whole = sum(row.get(name) or 0.0 for row in rows for name in ("time/step", *BETWEEN)) / len(rows)
             columns.append([*parts, max(0.0, whole - sum(parts))])
             steps.append(float(rows[0]["step"] or 0))
         if not any(sum(column) for column in columns):
@@ -238,7 +258,7 @@ def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
             for i, name in enumerate(shown)
         )
         title = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
-        cards.append(f'<div class="card">{title}<p>Seconds of a step. {keys}</p>'
+        cards.append(f'<div class="card">{title}<p>{_SECONDS} {keys}</p>'
                      f"{stacked_chart(shown, columns, steps, 'step')}</div>")  # fmt: skip
     if cards:
         yield f'<h2>Where the time went</h2><div class="grid-cards">{"".join(cards)}</div>'
@@ -255,8 +275,10 @@ def _mismatch(runs: Sequence[RunRecord]) -> Iterator[str]:
             says = f"The log-probs of all {sum(tokens):,.0f} trained tokens are equal, bit for bit."
             yield f'{title}<div class="card">{says}</div>'
             continue
+        doctor = f"octetrl doctor {run.folder / 'config.yaml'} --attribute"
         rows = [[part, f"{error:.6f}", f"{kl:.2e}"] for part, error, kl in mismatch_by_length(run)]
-        yield title + _table(["part of the answer", "mean exp |engine − trainer|", "gen_kl"], rows)
+        yield title + _table(["part of the sequence", "mean exp |engine − trainer|", "gen_kl"], rows)
+        yield f'<p class="soft">{escape(doctor)} names the tensors that cause it.</p>'
         if ages := mismatch_by_age(run):
             header = ["policy versions since it was sampled", "tokens", "gen_kl", "largest difference"]
             yield _table(header, [[str(age), f"{n:,}", f"{kl:.2e}", f"{most:.2e}"] for age, n, kl, most in ages])
@@ -278,12 +300,7 @@ def _rollouts(run: RunRecord, says_name: bool) -> Iterator[str]:
 
 def _held_out(run: RunRecord, says_name: bool) -> Iterator[str]:
     """Examples of the run's last evaluation."""
-    folder = run.folder / EVALUATIONS
-    try:
-        last = rollout_files(folder)[-1][0] if folder.is_dir() else None
-        groups = [] if last is None else select(folder, Filter(steps=Interval(last, last)), None).groups
-    except UserError:
-        return  # no evaluation yet
+    last, groups = last_evaluation(run)
     if chosen := _examples(groups):
         name = f"{run.name}: h" if says_name else "H"
         yield f"<h2>{escape(name)}eld-out tasks, evaluated after step {last}</h2>"

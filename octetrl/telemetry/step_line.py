@@ -64,7 +64,10 @@ NUMBERS = (  # in the order of the line
     Number("memory/peak_gb", "memory GB", ".1f"),
 )
 TIME, REWARDS = "time/step", "time/reward"
-OTHERS = {"log-probs equal": MISMATCH, "held-out accuracy": "eval/accuracy", "waiting for rewards": REWARDS}
+OTHERS = {"log-probs equal": MISMATCH, "log-probs apart": MISMATCH, "apart": MISMATCH} | {
+    "held-out accuracy": "eval/accuracy",
+    "waiting for rewards": REWARDS,
+}
 PRIORITY = (  # which numbers are kept where not all fit
     *("reward/mean", MISMATCH, "preference/accuracy", "rollout/failure_share"),
     *("rollout/too_long_share", "reward/zero_variance_fraction", "rollout/truncated_share", TIME, REWARDS),
@@ -136,7 +139,7 @@ def _agreement(error: float, metrics: Mapping[str, float]) -> LinePart:
 
 def on_the_console(label: str) -> str | None:
     """The metric that the console shows under this label. None: it has no such label."""
-    labels = {number.label: number.metric for number in NUMBERS} | OTHERS
+    labels = {number.label.lower(): number.metric for number in NUMBERS} | OTHERS
     return labels.get(label.strip().lower())
 
 

@@ -125,9 +125,9 @@ class Worker:
 
     @property
     def layout(self) -> PackingLayout:
-        """How `pack` should pack for this worker."""
-        in_flight = self.recipe.cluster.weights_in_flight != "off"
-        return replace(self.trainer.layout, by_version=in_flight and self.policy.kv_mode == "calibrated")
+        """How `pack` should pack for this worker. Batches of a checkpoint may be of a run with weights in flight."""
+        is_ahead = self.recipe.cluster.max_staleness > 0
+        return replace(self.trainer.layout, by_version=is_ahead and self.policy.kv_mode == "calibrated")
 
     @property
     def needs_calibration(self) -> bool:

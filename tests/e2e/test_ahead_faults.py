@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from octetrl.config.errors import RunFailed
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
+from octetrl.run.journal import Journal
 from octetrl.run.loop import train
 from octetrl.trainer import checkpoint
 from octetrl.workers.many import build
@@ -114,6 +116,25 @@ def test_saved_batches_make_the_run_that_nobody_killed(
     assert_same(folder, whole)
     starts = capsys.readouterr().out.split("new weights arrive in a second buffer: ")
     assert len(starts) == 1 + 4 and "step 1" not in starts[0], "each start names the buffer, before its first step"
+
+
+def test_a_run_that_fails_by_a_limit_saves_its_batches(
+    model: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"cluster.max_staleness": 1, "checkpoint.batches_ahead": "saved", "checkpoint.every": 0}
+    tree = recipe_tree(model, tmp_path / "run", CHANGES | changes)
+
+    def fail(journal: Journal, _: Recipe) -> None:
+        if journal._step == 2:
+            raise RunFailed("too many failures")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "check_failures", fail)
+        with pytest.raises(RunFailed, match="too many failures"):
+            run_with(RunTeam, tree, monkeypatch)
+    monkeypatch.setattr(build, "start_team", RunTeam)
+    train(recipe_from_mapping(tree), resume=True)
+    assert_same(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("how", ["saved", "drawn_again"])

@@ -150,11 +150,13 @@ def test_what_fp8_does_to_a_model_by_layer_and_head(
     folder: Path, tmp_path: Path, texts: list[Text], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(real_model, "read_texts", lambda *_: texts)
-    real_model.main(["--model", str(folder), "--only", "whole,layer,head", "--out", str(tmp_path)])
-    rows = json.loads((tmp_path / "study_real-model-whole-layer-head.json").read_text())["rows"]
+    real_model.main(["--model", str(folder), "--only", "whole,layer,linears,head", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "study_real-model-whole-layer-linears-head.json").read_text())["rows"]
     whole = {row["format"]: row for row in rows if row["part"] == "whole"}
     assert abs(whole["exact"]["kl"]) < 1e-6 < whole["K calibrated"]["kl"] < whole["linears, K and V calibrated"]["kl"]
     assert [row["layer"] for row in rows if row["part"] == "layer"] == [0, 1]
+    linears = {row["format"]: row["kl"] for row in rows if row["part"] == "linears"}
+    assert len(linears) == 15 and linears["int8, blocks of 32"] < linears["E4M3, blocks of 32"]
     heads = [row for row in rows if row["part"] == "head"]
     assert len(heads) == 2 * 2 * HEADS
     assert all(0.01 < row["error"] < 0.06 and 0 < row["median_amax"] < 1.5 for row in heads)
@@ -173,3 +175,9 @@ def test_the_linears_of_the_real_model_are_those_of_fp8(folder: Path, plain: Pla
         ours_TV = plain(ids(7), Replacement(linear=real_model.Linears(True, True)))
         exact_TV = plain(ids(7))
     assert float(divergence(ours_TV, theirs_TV).mean()) < 0.05 * float(divergence(exact_TV, theirs_TV).mean())
+    formats = real_model.linear_formats(spec.num_layers)
+    with torch.no_grad():
+        blocks_TV = plain(ids(7), Replacement(linear=formats["E4M3, blocks of 128"]))
+        spared_TV = plain(ids(7), Replacement(linear=formats["E4M3, exact first and last layer"]))
+    assert torch.equal(spared_TV, exact_TV), "it has two layers"
+    assert float(divergence(ours_TV, blocks_TV).mean()) < 0.05 * float(divergence(exact_TV, blocks_TV).mean())

@@ -13,7 +13,7 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal, why_not_fused
-from octetrl.fp8.policy import precision_policy
+from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.rollout_forward import can_fuse
@@ -69,3 +69,11 @@ def test_an_explicit_gate_is_refused_where_it_could_never_close(sections: dict[s
         assert (refused is not None) == (asked is True and why is not None)
         if why is not None and refused is not None:
             assert why in refused and refused.startswith("mismatch.fail_on_difference: true") and "auto" in refused
+
+
+def test_neighbouring_layers_with_equal_formats_are_one_line() -> None:
+    fp8 = recipe_of(precision="fp8_rollout", fp8={"bf16_last_layers": 1, "ignore": ["layers.0.*.o_proj"]}).fp8
+    mixed = "FP8 in the rollout, float32 in training"
+    first = ("0", f"{mixed}; attention.o_proj float32")
+    found = formats_by_layer(precision_policy(replace(SPEC, num_layers=4), fp8), plain="float32")
+    assert found == [first, ("1 to 2", mixed), ("3", "float32")]

@@ -33,8 +33,11 @@ def test_the_kernel_is_the_reference(name: str, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(found.score_TX, want.score_TX, rtol=1e-6, atol=0)
 
 
-def test_what_is_not_finite_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["softmax", "groups"])
+def test_what_is_not_finite_stays_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, module)
-    logits_TX = torch.zeros(1, 8)
-    logits_TX[0, 3] = torch.nan
-    assert route_tokens_triton(logits_TX, None, RULES["softmax"][1]).weight_TS.isnan().all()
+    logits_TX = torch.zeros(2, 8)
+    logits_TX[0, 5], logits_TX[1] = torch.nan, torch.nan
+    rule = RULES[name][1]
+    found = route_tokens_triton(logits_TX, None, rule)
+    assert found.weight_TS.isnan().all() and torch.equal(found.expert_TS, route_tokens(logits_TX, None, rule).expert_TS)

@@ -16,7 +16,7 @@ from octetrl.config.rope import Llama3Scaling, YarnScaling
 from octetrl.config.spec import MOST_TOKENS, ModelSpec
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout
-from octetrl.models.families import hf_config, load_spec, spec_from_config
+from octetrl.models.families import DEFAULT_KV_HEADS, hf_config, load_spec, spec_from_config
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -106,6 +106,20 @@ def test_qwen2_has_a_bias_and_its_unused_window_is_fine() -> None:
 
 def latent(spec: ModelSpec) -> bool:
     return isinstance(spec.blocks_of(0).attention, LatentAttentionLayout)
+
+
+DOTS = {"n_routed_experts": 16, "num_experts_per_tok": 2}  # which have no defaults
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", *DEFAULT_KV_HEADS])
+def test_key_heads_that_are_left_out_are_as_many_as_in_transformers(family: str) -> None:
+    theirs = CONFIG_MAPPING[family](**(DOTS if family == "dots1" else {}))
+    given = {key: value for key, value in theirs.to_dict().items() if value is not None}
+    given |= {"architectures": None, "head_dim": 128}
+    del given["num_key_value_heads"]
+    assert spec_from_config(given).num_kv_heads == theirs.num_key_value_heads
+    without = spec_from_config(given | {"num_key_value_heads": None})
+    assert without.num_kv_heads == theirs.num_attention_heads, "null means one for each head"
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite"])

@@ -27,13 +27,16 @@ from octetrl.records import (
     Task,
     Turn,
 )
+from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.token_versions import versions_by_token
 from octetrl.run.ahead import Lead, _Stoppable
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
+from octetrl.run.build import Run
 from octetrl.run.evaluate import evaluate
 from octetrl.run.journal import Journal
 from octetrl.run.loop import one_step
 from octetrl.run.resume import Cursor
+from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.workers.many.hosted_session import _Adopt
@@ -176,18 +179,50 @@ def test_how_many_groups_were_too_old_is_told_with_the_next_step(model: Path, tm
     assert explained("rollout/too_old_groups")
 
 
-def test_an_evaluation_sees_the_last_version_alone(model: Path, tmp_path: Path) -> None:
-    with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=2) as run:
+def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch after the first is drawn while the evaluation waits for it."""
+    reports = []
+
+    def evaluated(run: Run) -> EvalReport:
+        assert run.ahead is not None and not run.ahead._draws
+        reports.append(evaluate(run))
+        return reports[-1]
+
+    monkeypatch.setattr("octetrl.run.loop.evaluate", evaluated)
+    changes = {"precision": "bf16", "steps": 3, "evaluation.every": 1}
+    with run_on(1, model, tmp_path, engines=1, ahead=1, **changes) as run:
+
+        def collect(*given: Any) -> CollectedBatch:
+            until, ahead = time.monotonic() + 60.0, run.ahead
+            while given[-1].step > 1 and ahead is not None and not ahead._pauses and time.monotonic() < until:
+                time.sleep(0.002)
+            return collect_batch(*given)
+
+        monkeypatch.setattr("octetrl.run.ahead.collect_batch", collect)
+        lines = [one_step(run, step) for step in (1, 2, 3)]
+    for step, report in enumerate(reports, 1):
+        rollouts = [rollout for group in report.groups for rollout in group.rollouts]
+        assert {turn.completion.policy_version for rollout in rollouts for turn in rollout.turns} == {step}
+    assert [line["rollout/staleness"] for line in lines] == [0.0, 1.0, 1.0]
+    for name in ("time/rollout", "time/rollout/worker_1", "time/reward_slowest"):
+        assert lines[0][name] > 0.0 and lines[1][name] > 0.0, "the batch that ended in the pause"
+        assert lines[2].get(name, 0.0) == 0.0, f"{name} of an evaluation"
+
+
+def test_weights_may_be_in_flight_from_a_resumed_step_on(model: Path, tmp_path: Path) -> None:
+    """And in flight no longer: the batches of a checkpoint are then of a run with the other setting."""
+    with run_on(1, model, tmp_path, engines=1, ahead=1, steps=3) as run:
         one_step(run, 1)
+        assert run.ahead is not None and run.workers.layout.by_version, "its versions may have several KV scales"
+        batches = run.ahead.batches_after(1, waits=True)
+        assert "time/publish_pause" in batches[0].metrics
+    with run_on(1, model, tmp_path, engines=1, ahead=1, in_flight="recompute_cache", steps=2) as run:
         assert run.ahead is not None
-        with run.ahead.paused():
-            report = evaluate(run)
-            assert not run.ahead._draws
-        run.spans.take()
+        run.ahead.put_back(batches, 1)
         line = one_step(run, 2)
-    rollouts = [rollout for group in report.groups for rollout in group.rollouts]
-    assert {turn.completion.policy_version for rollout in rollouts for turn in rollout.turns} == {1}
-    assert line["rollout/staleness"] == 1.0
+    assert line["time/publish_pause"] != batches[0].metrics["time/publish_pause"]
 
 
 def test_a_run_that_ends_early_closes_what_it_draws(model: Path, tmp_path: Path) -> None:

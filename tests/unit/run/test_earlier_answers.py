@@ -11,7 +11,9 @@ import pytest
 
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.ngram_drafts import NGramDrafts
+from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run import earlier_answers
+from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.build import Run
 from octetrl.run.earlier_answers import remember_answers
 
@@ -30,6 +32,7 @@ class Resumed:
     def __init__(self, memory_tokens: int) -> None:
         self.speculation = SpeculationConfig(name="ngram", memory_tokens=memory_tokens)
         self.drafts, self.steps, self.warnings = NGramDrafts(self.speculation), list[int](), list[str]()
+        self.ahead: Any = None
         self.conversations, self.console, self.rollout_workers = None, SimpleNamespace(warn=self.warnings.append), self
         self.config = SimpleNamespace(engine=SimpleNamespace(speculation=self.speculation))
 
@@ -38,9 +41,10 @@ class Resumed:
         self.drafts.remember(answers)
 
 
-def resume(folder: Path, monkeypatch: pytest.MonkeyPatch, memory_tokens: int) -> Resumed:
+def resume(folder: Path, monkeypatch: pytest.MonkeyPatch, memory_tokens: int, ahead: Any = None) -> Resumed:
     monkeypatch.setattr(earlier_answers, "model_spec", lambda config: SimpleNamespace(vocab_size=10))
     run = Resumed(memory_tokens)
+    run.ahead = ahead
     remember_answers(cast(Run, run), folder, STEPS)
     return run
 
@@ -60,6 +64,22 @@ def test_it_keeps_what_a_run_that_was_never_stopped_keeps(folder: Path, monkeypa
     assert run.steps == [step for step in (5, 6, 7, 8) for _ in range(SIBLINGS)], "the newest, and no file too many"
     assert sum(map(len, run.drafts._answers.values())) == 4 * SIBLINGS
     assert not run.warnings
+
+
+def test_saved_batches_are_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def batches_after(step: int, *, waits: bool) -> list[BufferedBatch]:
+        assert (step, waits) == (STEPS, False)
+        task, place = Task("t", "p"), DataPlace({}, {})
+        batches = []
+        for prompt in (STEPS + 1, STEPS + 2):
+            turn = Turn((prompt,) * 100, Completion((7,) * 5, (0.0,) * 5, "", FinishReason.LENGTH, 0, ""))
+            group = RolloutGroup(task, (Rollout(task, (turn,), RolloutStatus.SCORED, 1.0),) * SIBLINGS)
+            batches.append(BufferedBatch((group,), (group,), {}, {}, place))
+        return batches
+
+    ahead = SimpleNamespace(batches_after=batches_after)
+    run = resume(folder, monkeypatch, memory_tokens=4 * (100 + SIBLINGS * 5), ahead=ahead)
+    assert run.steps == [step for step in (7, 8, 9, 10) for _ in range(SIBLINGS)]
 
 
 def test_a_token_beyond_the_vocabulary_is_never_a_draft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,8 +233,9 @@ def test_phases_of_two_threads_have_a_line_each(terminal: Terminal) -> None:
 def test_workers_have_a_line_each(terminal: Terminal) -> None:
     console = Console("auto", 3, out=terminal)
     console.workers = lambda: [f"worker {rank}: train for 3 s" for rank in range(10)]
-    with console.steps(0):
+    with console.steps(2, [{"step": 1, "eval/accuracy": 0.5}, {"step": 2, "eval/accuracy": 0.25}]):
         shown = [row.plain for row in console._bottom().renderables]  # type: ignore[union-attr]
+    assert shown[0].split()[:2] == ["step", "3/3"] and "held-out accuracy 0.250  " in shown[0], "the latest one"
     assert shown[-2].strip() == "worker 7: train for 3 s" and "2 more: octetrl status" in shown[-1]
 
 

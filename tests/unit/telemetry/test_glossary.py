@@ -65,7 +65,12 @@ def test_the_command_searches_texts_where_no_name_has_the_word(capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("label", "metric"),
-    [("equal rewards", "reward/zero_variance_fraction"), ("Train tok/s", "train/tokens_per_second")],
+    [
+        ("equal rewards", "reward/zero_variance_fraction"),
+        ("Train tok/s", "train/tokens_per_second"),
+        ("clamped KV", "fp8/kv_saturation"),
+        ("apart", "mismatch/token_mult_prob_error"),
+    ],
 )
 def test_what_the_console_calls_a_metric_is_found(label: str, metric: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["metrics", label]) == 0

@@ -15,9 +15,17 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.metrics import MISMATCH
-from octetrl.telemetry.report_data import findings, mismatch_by_age, paired_difference, raised_warnings, read_run
+from octetrl.telemetry.report_data import (
+    findings,
+    held_out_difference,
+    mismatch_by_age,
+    paired_difference,
+    raised_warnings,
+    read_run,
+)
 from octetrl.telemetry.report_page import report_page, terminal_report
 from octetrl.telemetry.sinks import open_sinks
+from tests.unit.telemetry.sampled_rows import line as rollout_line
 from tests.unit.telemetry.sampled_rows import write_run
 
 
@@ -167,6 +175,25 @@ def test_differences_are_paired_by_step(tmp_path: Path) -> None:
     assert paired_difference(one, two, "eval/accuracy") is None, "two steps say nothing about an interval"
 
 
+def test_held_out_tasks_are_paired_in_the_last_evaluations(tmp_path: Path) -> None:
+    runs = []
+    for name, first_task, reward in (("one", 0, 0.0), ("two", 2, 1.0)):
+        run = read_run(make_run(tmp_path / name))
+        runs.append(run)
+        assert held_out_difference(run, run) is None, "no evaluation yet"
+        folder = run.folder / "evaluations"
+        folder.mkdir()
+        for step, value in ((3, 0.5), (12, reward)):
+            tasks = range(first_task, first_task + 10)
+            rows = [rollout_line(f"sum/{task}", 0, None if task == 11 else value + task / 100) for task in tasks]
+            (folder / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = held_out_difference(*runs)
+    assert found is not None and found.tasks == 8 and found.mean == pytest.approx(1.0)
+    shown = report_page(runs).split("<h2>Differences</h2>")[1].split("</table>")[0]
+    assert "<td>held-out reward, task by task</td><td>two − one</td><td>+1</td>" in shown
+    assert any(line.startswith("held-out reward, task by task, two − one: +1") for line in terminal_report(runs))
+
+
 def test_findings_name_the_steps(tmp_path: Path) -> None:
     assert findings(read_run(make_run(tmp_path / "sound"))) == []
     (line,) = findings(read_run(make_run(tmp_path / "cut", **{"rollout/truncated_share": 0.3})))
@@ -179,8 +206,11 @@ def test_findings_name_the_steps(tmp_path: Path) -> None:
 def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     bare = report_page([read_run(folder)])
-    assert "<td>machine</td>" not in bare and "Warnings of the run" not in bare
+    assert (
+        "<td>machine</td>" not in bare and "<td>linears by layer</td>" not in bare and "Warnings of the run" not in bare
+    )
     where = {"run": "ab", "commit": "c0ffee1", "machine": "NVIDIA H200", "versions": {"torch": "2.11", "triton": "3.6"}}
+    where |= {"linears": [["0", "BF16"], ["1 to 7", "FP8"], "damaged"]}
     (folder / "run.json").write_text(json.dumps(where))
     with open_sinks(folder, LoggingConfig(tensorboard=False), {}, resumed_step=12) as sinks:
         sinks.write_warnings(2, [f"0.{number}% of <K> were clamped; raise it" for number in (11, 2)])
@@ -188,7 +218,9 @@ def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_p
     (folder / "warnings.jsonl").open("a").write('[]\n{"step": 3')
     run = read_run(folder)
     page = report_page([run])
-    for label, text in (("machine", "NVIDIA H200"), ("commit", "c0ffee1"), ("versions", "torch 2.11, triton 3.6")):
+    layers = "0: BF16; 1 to 7: FP8; embedding, norms, lm_head: BF16"
+    facts = (("machine", "NVIDIA H200"), ("commit", "c0ffee1"), ("versions", "torch 2.11, triton 3.6"))
+    for label, text in (*facts, ("linears by layer", layers)):
         assert f"<td>{label}</td><td>{text}</td>" in page
     assert "<td>best</td><td>held-out accuracy 0.600 at step 12</td>" in page
     assert "<td>mean reward</td><td>0.100 in the first step, 1.200 in the last</td>" in page
@@ -227,6 +259,12 @@ def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
     assert lines[0].startswith("run: 12 steps in 7:12")
     assert any(line.strip().startswith("reward/mean") and line.endswith("0.1 → 1.2") and "▁" in line for line in lines)
     assert max(map(len, lines)) <= 120
+    assert "  best                 held-out accuracy 0.600 at step 12" in lines
+    (tmp_path / "run" / "metrics.jsonl").open("a").write('{"step": 13, "time/step": 8, "time/evaluate": 40}\n')
+    run = read_run(tmp_path / "run")
+    assert "  time                 rollout 50%, train 25%, other 17%, evaluate 8%" in list(terminal_report([run]))
+    shares = dict(re.findall(r"</i>(\w+) (\d+%)</span>", report_page([run])))
+    assert shares == {"rollout": "50%", "train": "25%", "evaluate": "8%", "other": "17%"}
 
 
 def test_a_point_lies_where_its_value_is() -> None:
