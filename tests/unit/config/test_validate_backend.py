@@ -99,7 +99,7 @@ def test_settings_that_a_server_does_not_read_are_named() -> None:
 
 def test_a_server_trains_nothing() -> None:
     _, problems = build_recipe(plain_tree(*OPENAI))
-    assert "grpo needs answers of the weights that it trains, and mismatch" in problems[0].text
+    assert "grpo needs answers of the weights that it trains, with their log-probs" in problems[0].text
     assert "octetrl generate --base-url" in problems[0].text
 
 
