@@ -17,6 +17,7 @@ from octetrl.bench.rollout import Bench, build_arm, warm_up
 from octetrl.bench.turns import Row
 from octetrl.bench.workload import Workload
 from octetrl.config.speculation import SpeculationConfig
+from octetrl.engine.draft_budget import DraftLosses
 from octetrl.engine.engine import Engine
 from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.engine.request import RunningSequence
@@ -34,6 +35,7 @@ class ForcedDrafts:
         self._answers, self._rate, self._vocab_size = answers, rate, vocab_size
         self._draw = random.Random(seed)
         self._known: dict[tuple[str, int], int] = {}
+        self.losses = DraftLosses()
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
         name = (sequence.group.request.id, sequence.sibling)

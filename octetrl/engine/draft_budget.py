@@ -11,6 +11,10 @@ after `FIRST_PAUSE` forwards, and each time twice as many. A trial in which no d
 the more sequences there are (`MISSES`). While drafts are made, the measurement without them is repeated from time to
 time.
 
+A ragged rollout runs through many sizes of batch, and a small model's rollout takes less time than a few trials. So
+what drafts have cost is counted over all sessions of an engine, with the graphs that they captured. No trial begins
+while that is more than `LOSS_SHARE` of the decoding time (`DraftLosses`).
+
 Only the number of forwards depends on this, and no token (speculation.py). B sequences, K drafts of one at most.
 """
 
@@ -31,6 +35,7 @@ MISSES = 12  # times that a sequence got no token from its drafts, all in a row,
 FIRST_PAUSE, LONGEST_PAUSE = 128, 4096  # forwards without drafts after a trial that gained too little
 MOST_TIMES = 4  # a forward with drafts counts at most as so many without: something else took longer
 REFERENCE_AGE = 512  # forwards with drafts after which those without are measured again
+LOSS_SHARE = 0.01  # of the decoding time, that drafts may have cost when a trial begins
 
 
 class ForwardTimes:
@@ -114,11 +119,29 @@ class DraftBudget:
         return self._sizes[num_sequences]
 
 
-class DraftSwitch:
-    """Whether drafts pay."""
+class DraftLosses:
+    """Seconds that a source's drafts have cost, in all sessions. What they gained pays for what they cost before."""
 
-    def __init__(self, min_gain: float) -> None:
+    def __init__(self) -> None:
+        self._decoded = self._lost = 0.0
+
+    @property
+    def allow_trial(self) -> bool:
+        return self._lost <= LOSS_SHARE * self._decoded
+
+    def count(self, seconds: float, without: float) -> None:
+        """Counts a forward, or several. `without`: seconds that its tokens take without drafts."""
+        self._decoded += seconds
+        self._lost = max(0.0, self._lost + seconds - without)
+
+
+class DraftSwitch:
+    """Whether drafts pay. `losses`: of all sessions."""
+
+    def __init__(self, min_gain: float, losses: DraftLosses) -> None:
         self._always, self._least = min_gain == 0, 1 + min_gain
+        self._losses = losses
+        self._on: int | None = None  # the size at which drafts are tried or made
         self._size = 0  # of the batch, padded
         self._plain: dict[int, deque[float]] = {}  # seconds of forwards without drafts
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # seconds, tokens of a sequence
@@ -132,7 +155,10 @@ class DraftSwitch:
 
     def is_on(self, size: int) -> bool:
         """Whether the next forward of a batch of this padded size may have drafts."""
-        return self._always or (self._pause == 0 and len(self._plain.get(size, ())) >= REFERENCES)
+        if self._always:
+            return True
+        is_known = self._pause == 0 and len(self._plain.get(size, ())) >= REFERENCES
+        return is_known and (size == self._on or self._losses.allow_trial)
 
     def count_plain(self, size: int, seconds: float | None) -> None:
         """Counts a forward without drafts. `seconds` None: something else took part of the time."""
@@ -140,12 +166,18 @@ class DraftSwitch:
         self._pause = max(0, self._pause - 1)
         if seconds is not None:
             self._plain.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+            self._losses.count(seconds, seconds)
 
-    def count_drafted(self, size: int, seconds: float | None, tokens: float) -> None:
-        """Counts a forward while drafts are made. `tokens`: for each sequence, in the mean."""
+    def count_drafted(self, size: int, seconds: float | None, tokens: float, captures: bool = False) -> None:
+        """Counts a forward while drafts are made. `tokens`: for each sequence, in the mean. `captures`: the time of a
+        capture is in `seconds`, so the forward says nothing about later ones."""
         self._meet(size)
+        self._on = size
         plain = self._plain.get(size)
         if seconds is None or not plain:
+            return
+        self._losses.count(seconds, tokens * _median(plain))
+        if captures:
             return
         self._recent.append((min(seconds, MOST_TIMES * _median(plain)), tokens))
         self._age += 1
@@ -155,6 +187,7 @@ class DraftSwitch:
         if with_drafts * _median(plain) < self._least:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
             self._recent.clear()
+            self._on = None
         elif len(self._recent) == WINDOW:
             self._next_pause = FIRST_PAUSE
         if self._age >= REFERENCE_AGE:
@@ -171,6 +204,7 @@ class DraftSwitch:
             self._size, self._next_pause = size, FIRST_PAUSE
             self._pause = min(self._pause, FIRST_PAUSE)
             self._recent.clear()
+            self._on = None
             self._age = 0
 
 

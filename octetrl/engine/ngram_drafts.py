@@ -22,6 +22,7 @@ from itertools import takewhile
 import numpy as np
 
 from octetrl.config.speculation import SpeculationConfig
+from octetrl.engine.draft_budget import DraftLosses
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.speculation import DraftSource
 from octetrl.records import EarlierAnswer
@@ -58,6 +59,7 @@ class NGramDrafts:
     def __init__(self, config: SpeculationConfig) -> None:
         self._lengths = tuple(sorted(set(config.ngrams), reverse=True))
         self._memory = config.memory_tokens
+        self.losses = DraftLosses()
         self._answers: OrderedDict[Prompt, list[_Kept]] = OrderedDict()  # the prompt answered last is the last
         self._kept = 0  # tokens of all answers and of their prompts
         self._session = 0  # its number

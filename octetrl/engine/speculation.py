@@ -28,7 +28,7 @@ import numpy as np
 
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.cuda_graphs import padded_batch
-from octetrl.engine.draft_budget import DraftBudget, DraftSwitch, ForwardTimes
+from octetrl.engine.draft_budget import DraftBudget, DraftLosses, DraftSwitch, ForwardTimes
 from octetrl.engine.draft_rows import DraftRows, num_right
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.metrics import DraftTally, Tally
@@ -42,6 +42,8 @@ PAUSE = 64  # forwards without drafts after one that was not finite
 
 class DraftSource(Protocol):
     """Proposes tokens. It may propose anything: only the number of forwards depends on it."""
+
+    losses: DraftLosses  # what its drafts have cost, in all sessions
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
         """Takes the next tokens of a sequence's completion."""
@@ -77,7 +79,8 @@ class Speculator:
         self._tally = tally
         self._counts = DraftTally()
         self._num_known: dict[RunningSequence, int] = {}  # tokens of each completion that the source has
-        self._switch, self._times = DraftSwitch(config.min_gain), ForwardTimes()
+        losses = DraftLosses() if source is None else source.losses
+        self._switch, self._times = DraftSwitch(config.min_gain, losses), ForwardTimes()
         self._budget = DraftBudget(config.max_draft_tokens, tally.max_batch, runner.padded_rows, self._times)
         self._most: tuple[Batch, list[int]] | None = None  # drafts of each sequence in the next forward, at most
         self._on: Batch | None = None  # the batch of the forward that was launched while drafts are made
@@ -234,12 +237,13 @@ class Speculator:
         captured = 0.0 if self._runner.graphs is None else self._runner.graphs.seconds
         now, last = time.perf_counter(), self._last_read
         self._last_read = now, captured, is_on
-        seconds = now - last[0] if last is not None and last[1] == captured and (is_on or not last[2]) else None
+        seconds = now - last[0] if last is not None and (is_on or not last[2]) else None
+        captures = last is not None and last[1] != captured
         if not is_on:
-            self._switch.count_plain(self._size(num_sequences), seconds)
+            self._switch.count_plain(self._size(num_sequences), None if captures else seconds)
             return
-        self._switch.count_drafted(self._size(num_sequences), seconds, num_tokens / num_sequences)
-        if seconds is not None and self._config.min_gain > 0:
+        self._switch.count_drafted(self._size(num_sequences), seconds, num_tokens / num_sequences, captures)
+        if seconds is not None and not captures and self._config.min_gain > 0:
             self._times.add(self._runner.padded_rows(num_rows or num_sequences), seconds)
 
     def end(self, sequence: RunningSequence) -> None:

@@ -16,6 +16,7 @@ from octetrl.engine.draft_budget import (
     TRIAL,
     WINDOW,
     DraftBudget,
+    DraftLosses,
     DraftSwitch,
     ForwardTimes,
 )
@@ -91,7 +92,7 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 
 def losses(with_drafts: float, tokens: float, forwards: int, size: int = 1) -> tuple[float, int]:
     """Time for each token, relative to never drafting, and forwards with drafts. Plain ones take 1 s."""
-    switch, spent, made, num_drafted = DraftSwitch(0.02), 0.0, 0.0, 0
+    switch, spent, made, num_drafted = DraftSwitch(0.02, DraftLosses()), 0.0, 0.0, 0
     for _ in range(forwards):
         if switch.is_on(size):
             switch.count_drafted(size, with_drafts, tokens)
@@ -124,7 +125,7 @@ def test_drafts_that_pay_are_made_and_compared_from_time_to_time() -> None:
 
 
 def test_another_size_of_batch_is_measured_anew() -> None:
-    switch = DraftSwitch(0.02)
+    switch = DraftSwitch(0.02, DraftLosses())
     for _ in range(REFERENCES):
         assert not switch.is_on(16)
         switch.count_plain(16, 2.0)
@@ -138,7 +139,7 @@ def test_another_size_of_batch_is_measured_anew() -> None:
 
 
 def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
-    switch = DraftSwitch(0.02)
+    switch = DraftSwitch(0.02, DraftLosses())
 
     def pause() -> int:
         plain = 0
@@ -149,7 +150,7 @@ def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
 
     def fail() -> None:
         while switch.is_on(8):
-            switch.count_drafted(8, 3.0, 1.0)
+            switch.count_drafted(8, 1.05, 1.0)
 
     pause()
     fail()
@@ -162,8 +163,45 @@ def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
     assert pause() == FIRST_PAUSE
 
 
+def ragged_step(losses: DraftLosses, trial_costs: float, tokens: float) -> float:
+    """Speed of a rollout whose batch shrinks from 32 to 1, relative to never drafting. The first forward with drafts
+    takes `trial_costs` s longer: graphs and tables. Plain forwards take 1 s, those with drafts 1.4 s."""
+    switch, spent, made, costs = DraftSwitch(0.03, losses), 0.0, 0.0, trial_costs
+    for size in (32, 16, 8, 4, 2, 1):
+        for _ in range(30):
+            if switch.is_on(size):
+                switch.count_drafted(size, 1.4 + costs, tokens, captures=costs > 0)
+                spent, made, costs = spent + 1.4 + costs, made + tokens, 0.0
+            else:
+                switch.count_plain(size, 1.0)
+                spent, made = spent + 1, made + 1
+    return made / spent
+
+
+def test_drafts_that_do_not_pay_cost_one_percent_over_many_short_rollouts() -> None:
+    losses = DraftLosses()
+    speeds = [ragged_step(losses, 40.0, 1.0) for _ in range(100)]
+    assert speeds[0] < 0.85 and speeds[1:11] == [1.0] * 10
+    assert 0.985 < sum(speeds) / len(speeds) < 0.999, "sometimes another trial is made"
+
+
+def test_a_costly_beginning_ends_no_trial_and_gains_pay_for_it() -> None:
+    losses = DraftLosses()
+    assert ragged_step(losses, 10.0, 2.8) > 1.4 and losses.allow_trial
+    assert ragged_step(losses, 0.0, 2.8) > 1.5, "at every size"
+
+
+def test_a_forward_with_a_capture_is_not_judged() -> None:
+    switch = DraftSwitch(0.02, DraftLosses())
+    for _ in range(REFERENCES):
+        switch.count_plain(8, 1.0)
+    for _ in range(TRIAL):
+        switch.count_drafted(8, 30.0, 1.0, captures=True)
+    assert switch.is_on(8)
+
+
 def test_always() -> None:
-    switch = DraftSwitch(0.0)
+    switch = DraftSwitch(0.0, DraftLosses())
     for _ in range(50):
         assert switch.is_on(8) and switch.in_trial
         switch.count_drafted(8, 5.0, 1.0)

@@ -15,13 +15,12 @@ import torch
 
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine import speculation
-from octetrl.engine.draft_budget import TRIAL
+from octetrl.engine.draft_budget import TRIAL, DraftLosses
 from octetrl.engine.draft_rows import DraftRows, num_right
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.logit_options import LogitOptions
 from octetrl.engine.model_runner import Results
-from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.engine.request import RunningSequence, Step
 from octetrl.engine.transcript import Batch
 from octetrl.fp8.kv_scales import KVScales
@@ -46,6 +45,7 @@ class Told:
         self._answers, self._p, self._draw = answers, p, random.Random(0)
         self._known: dict[tuple[str, int], int] = {}
         self.ended: list[tuple[str, int]] = []
+        self.losses = DraftLosses()
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
         name = (sequence.group.request.id, sequence.sibling)
@@ -74,6 +74,7 @@ class Random:
 
     def __init__(self) -> None:
         self._draw = random.Random(1)
+        self.losses = DraftLosses()
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None: ...
 
@@ -279,6 +280,35 @@ def test_drafting_pauses_while_it_gains_nothing_or_many_sequences_run(monkeypatc
     assert counts(Told(answers, 1.0), asked) == (0, 91), "three run until the end"
 
 
+def test_drafts_that_took_time_are_not_tried_again_in_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward takes a second, and a proposal half a second more."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    class Slow(Told):
+        def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
+            now[0] += 0.5
+            return super().propose(sequence, most)
+
+    monkeypatch.setattr(speculation, "time", SimpleNamespace(perf_counter=clock))
+    asked = [request(str(n), seed=n, max_new_tokens=30, ignore_eos=True) for n in range(2)]
+    answers = answers_of(asked, tiny_engine(page_size=16).generate(asked))
+    engine = tiny_engine(page_size=16, max_batch=24, speculation=SpeculationConfig(name="ngram"))
+
+    def num_drafted() -> int:
+        engine.generate(asked)
+        assert engine.metrics is not None and engine.metrics.drafts is not None
+        return engine.metrics.drafts.drafted
+
+    engine.draft_source = Slow(answers, 0.0)
+    assert num_drafted() > 0 == num_drafted()
+    engine.draft_source = Slow(answers, 0.0)
+    assert num_drafted() > 0, "another source"
+
+
 def test_what_is_accepted() -> None:
     # sequence 0 has no drafts; 1: the first right, the second wrong, the third right by chance; 2: both right
     drafts = DraftRows(
@@ -290,86 +320,6 @@ def test_what_is_accepted() -> None:
     )
     sampled = np.array([5, 6, 60, 61, 62, 7, 70, 71], dtype=np.int32)
     assert num_right(drafts, sampled).tolist() == [0, 1, 2]
-
-
-class Said(SimpleNamespace):
-    """A sequence, as far as drafts look at it."""
-
-    def __init__(self, prompt: Sequence[int], sibling: int = 0) -> None:
-        asked = SimpleNamespace(prompt_token_ids=tuple(prompt))
-        super().__init__(group=SimpleNamespace(request=asked, index=0), sibling=sibling, token_ids=list(prompt))
-
-    __hash__ = object.__hash__
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.group.request.prompt_token_ids)
-
-    def say(self, source: NGramDrafts, *token_ids: int) -> None:
-        self.token_ids += token_ids
-        source.extend(self, token_ids)  # type: ignore[arg-type]
-        source.index()
-
-
-def ngrams(**config: Any) -> Any:
-    return NGramDrafts(SpeculationConfig(name="ngram", **{"ngrams": (4, 2), **config}))
-
-
-def test_drafts_are_what_followed_the_longest_match() -> None:
-    source, prompt = ngrams(), [1, 2, 3, 4, 5, 6, 2, 3, 9, 9]
-    first = Said(prompt)
-    first.say(source, 2, 3)
-    assert source.propose(first, 3) == [9, 9], "the latest of two places"
-    first.say(source, 4)
-    assert source.propose(first, 3) == [5, 6, 2]
-    first.say(source, 8)
-    assert list(source.propose(first, 3)) == []
-    sibling = Said(prompt, 1)
-    sibling.say(source, 7, 3, 4)
-    assert source.propose(sibling, 4) == [8], "what its sibling said after the same two tokens"
-    sibling.say(source, 8, 30, 31, 32, 33)
-    sibling.say(source, 3, 4)
-    assert source.propose(sibling, 2) == [8, 30]
-
-
-def test_answers_are_kept_for_the_same_prompt_up_to_a_bound() -> None:
-    source = ngrams(memory_tokens=39)
-    prompts = [[n, 1, 2, 3] for n in range(20, 24)]
-    for prompt in prompts:
-        answer = Said(prompt)
-        answer.token_ids += [10, 11, 12, 13, prompt[0], 15]
-        source.end(answer)
-    for prompt in prompts:
-        again = Said(prompt)
-        again.say(source, 11, 12)
-        kept = [13, prompt[0], 15] if prompt is not prompts[0] else []
-        assert list(source.propose(again, 5)) == kept, "the prompt that was answered first is dropped"
-
-
-def test_the_order_of_kept_answers_does_not_depend_on_when_they_ended() -> None:
-    ended, resumed, said = ngrams(), ngrams(), [(7, 8, n) for n in (20, 21, 22)]
-    for sibling in (2, 0, 1):
-        answer = Said([1, 2], sibling)
-        answer.token_ids += said[sibling]
-        ended.end(answer)
-    ended.reset()
-    resumed.remember([EarlierAnswer((1, 2), one) for one in said])
-    for source in (ended, resumed):
-        again = Said([1, 2])
-        again.say(source, 7, 8)
-        assert source.propose(again, 1) == [22]
-
-
-def test_bulk_and_single_tokens_have_one_index() -> None:
-    draw = random.Random(0)
-    said = [draw.randrange(6) for _ in range(400)]
-    at_once, one_by_one = Said([1, 2]), Said([1, 2])
-    sources = ngrams(ngrams=(7, 3)), ngrams(ngrams=(7, 3))
-    at_once.say(sources[0], *said)
-    for token in said:
-        one_by_one.say(sources[1], token)
-    assert sources[0]._texts[(1, 2)].places == sources[1]._texts[(1, 2)].places
-    assert len(sources[0].propose(at_once, 4)) == 4
 
 
 def test_ngrams_of_an_engine_over_several_calls() -> None:
