@@ -45,6 +45,7 @@ def check_sampling(request: GenerationRequest, config: OpenaiConfig) -> None:
     """Raises UserError for what the server's API cannot take."""
     sampling, text = request.sampling, config.answers == "text"
     rules = (
+        (bool(request.said[0]), "said (an answer that another engine began)"),
         (sampling.logits is not None, "penalties, grammars and further log-probs"),
         (text and sampling.top_k > 0, "top_k"),
         (text and sampling.min_p > 0, "min_p"),

@@ -208,6 +208,10 @@ def checked(request: GenerationRequest, index: int, admission: Admission, capaci
             f"request '{request.id}': penalties, grammars and further log-probs are for engine.backend: octetrl; leave"
             " them out"
         )
+    if request.said[0]:
+        raise UserError(
+            f"request '{request.id}': vLLM cannot continue an answer that another engine began; ask for a whole one"
+        )
     if temperature > MOST_TEMPERATURE or 0 < temperature < LEAST_TEMPERATURE:
         raise UserError(
             f"request '{request.id}': temperature is {temperature:g}, and vLLM samples at {LEAST_TEMPERATURE:g} to"

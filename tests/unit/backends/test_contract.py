@@ -15,6 +15,8 @@ import pytest
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
+from octetrl.engine.engine import Engine
+from octetrl.engine.logit_options import LogitOptions
 from octetrl.records import Completion, FinishReason
 from octetrl.rollout.backend import KnowsLengths, RolloutBackend
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters, Setting, drain, request
@@ -122,6 +124,23 @@ def test_what_cannot_be_served_is_refused_before_any_work(backend: RolloutBacken
         with pytest.raises(UserError, match=expected):
             backend.generate([request("b"), asked])
     assert len(backend.generate([request("a")])[0]) == 2
+
+
+def test_what_an_engine_cannot_do_is_refused_and_never_ignored(backend: RolloutBackend) -> None:
+    """An answer that another engine began, and a bias that leaves one token."""
+    asked = replace(request("a"), num_siblings=1)
+    ((whole,),) = backend.generate([asked])
+    biased = replace(asked.sampling, logits=LogitOptions(logit_bias=((7, 100.0),)))
+    for changed, expected in (
+        (replace(asked, said=(whole.token_ids[:2], whole.logprobs[:2])), whole.token_ids),
+        (replace(asked, sampling=biased), (7,) * 6),
+    ):
+        try:
+            ((found,),) = backend.generate([changed])
+        except UserError as error:
+            assert "request 'a'" in str(error) and not isinstance(backend, Engine)
+        else:
+            assert found.token_ids == expected
 
 
 def test_weights_are_refused_while_a_session_is_open(backend: RolloutBackend) -> None:

@@ -163,6 +163,7 @@ def test_workers_that_only_generate(
         assert isinstance(trainer.engine, Engine) and drawing_of(run) == {1, 2}
         assert all("mismatch/unequal_tokens" not in line for line in lines), "no equality is expected of vLLM"
         assert [double_of(worker).sleeps for worker in others] == [1, 1], "as they start, and never for an update"
+        assert [double_of(worker).prefix_resets for worker in others] == [1 if ahead else 2] * 2, "at each update"
         assert run.workers.path_metrics() == {}, "no worker generates with our kernels"
 
 
