@@ -144,8 +144,10 @@ class Ahead:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """No batch is drawn meanwhile, and the engines have the last version. Waits for the batch that is drawn."""
-        with self._no_batch():
-            self._workers.adopt()
+        with ExitStack() as stack:
+            with self._run.spans("wait_to_evaluate"):
+                stack.enter_context(self._no_batch())
+                self._workers.adopt()
             yield
 
     @contextmanager

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octetrl.config.text import escaped
+from octetrl.telemetry.metrics import BETWEEN_STEPS
 from octetrl.telemetry.progress import Phase, bar_line, heartbeat
 from octetrl.telemetry.step_line import (
     WIDTH,
@@ -43,7 +44,6 @@ Mode = Literal["auto", "plain", "quiet"]
 
 HEARTBEAT_SECONDS = 60.0
 FRAMES_PER_SECOND = 4.0
-WHOLE_STEP = ("time/step", "time/evaluate", "time/checkpoint")
 RECENT = 10  # steps from which the time left is extrapolated
 STYLES: dict[Tone, str] = {"plain": "", "good": "green", "warn": "yellow", "bad": "bold red"}
 AFTER = {"rollout": "rewards"}  # what a step does between two phases
@@ -224,7 +224,7 @@ class Console:
         """Show the measured numbers of a step in one line, and those of an evaluation after it in another.
 
         is_due: false if only the evaluation is to be shown."""
-        self._recent.append(sum(metrics.get(name, 0.0) for name in WHOLE_STEP))
+        self._recent.append(sum(metrics.get(name, 0.0) for name in ("time/step", *BETWEEN_STEPS)))
         left = duration(sum(self._recent) / len(self._recent) * (self._total_steps - step))
         width = min(WIDTH, self._out.width) if self._is_live else WIDTH
         if is_due:

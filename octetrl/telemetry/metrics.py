@@ -21,6 +21,7 @@ from typing import Self
 from octetrl.config.errors import type_of
 
 MISMATCH = "mismatch/token_mult_prob_error"  # mean over tokens of exp(|log-prob of the engine - of the trainer|)
+BETWEEN_STEPS = ("time/evaluate", "time/wait_to_evaluate", "time/checkpoint")  # not in time/step
 NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.recipe_yaml import parse_yaml
-from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
 from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
@@ -25,7 +25,6 @@ _AGE = re.compile(r"mismatch/age_(\d{1,9})/tokens")
 _OF_STEP = re.compile(r"^step \d+: ")
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?%?")
 ENOUGH = 4  # steps, for a difference with an interval
-BETWEEN = ("time/evaluate", "time/checkpoint")  # not in time/step
 _SETTINGS = (
     ("model", "model.path"), ("model", "model.preset"), ("algorithm", "algorithm.name"),
     ("learning rate", "trainer.optimizer.lr"),
@@ -65,7 +64,7 @@ class RunRecord:
         """Hours of work until the end of each step, evaluations and checkpoints included."""
         found, total = [], 0.0
         for row in self.rows:
-            total += sum(row.get(name) or 0.0 for name in ("time/step", *BETWEEN))
+            total += sum(row.get(name) or 0.0 for name in ("time/step", *BETWEEN_STEPS))
             found.append(total / 3600)
         return found
 
@@ -301,7 +300,7 @@ def held_out_difference(first: RunRecord, second: RunRecord) -> Estimate | None:
 
 def seconds_by_phase(run: RunRecord) -> dict[str, float]:
     """Seconds of each phase over all steps, those that took any, the longest first."""
-    found = {name.removeprefix("time/"): sum(run.values(name)) for name in (*PHASES, *BETWEEN)}
+    found = {name.removeprefix("time/"): sum(run.values(name)) for name in (*PHASES, *BETWEEN_STEPS)}
     in_steps = sum(run.values("time/step"))
     found["other"] = max(0.0, in_steps - sum(found[name.removeprefix("time/")] for name in PHASES))
     return {name: seconds for name, seconds in sorted(found.items(), key=lambda one: -one[1]) if seconds > 0}

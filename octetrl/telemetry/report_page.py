@@ -20,7 +20,7 @@ from octetrl.records import RolloutStatus
 from octetrl.telemetry.charts import Line, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.report_data import (
-    BETWEEN,
+    BETWEEN_STEPS,
     PHASES,
     RunRecord,
     findings,
@@ -60,7 +60,8 @@ _SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it
 _SAME = " The mean held-out reward is the same number."
 HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
 _TONES = (("#2f5fb3", "#8db4f5"), ("#b26a00", "#f0b35c"), ("#2b7a4b", "#6fcf97"), ("#8a3fa0", "#d39be6"),
-          ("#b3372f", "#f08a80"), ("#3b7f8c", "#7cc9d6"), ("#75746b", "#b9bcc4"))  # fmt: skip
+          ("#b3372f", "#f08a80"), ("#3b7f8c", "#7cc9d6"), ("#75746b", "#b9bcc4"),
+          ("#a33b74", "#f09cc6"), ("#5f6b1d", "#c2cf6a"))  # of runs; of phases and "other"  # fmt: skip
 
 
 def report_page(runs: Sequence[RunRecord]) -> str:
@@ -240,13 +241,13 @@ def _line(run: RunRecord, number: int, name: str, at: int) -> Line:
 def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards = []
     for run in runs:
-        names = [name for name in (*PHASES, *BETWEEN) if any(run.values(name))]
+        names = [name for name in (*PHASES, *BETWEEN_STEPS) if any(run.values(name))]
         width = -(-len(run.rows) // BARS)
         columns, steps = [], []
         for begin in range(0, len(run.rows), width):
             rows = run.rows[begin : begin + width]
             parts = [sum(row.get(name) or 0.0 for row in rows) / len(rows) for name in names]
-            whole = sum(row.get(name) or 0.0 for row in rows for name in ("time/step", *BETWEEN)) / len(rows)
+            whole = sum(row.get(name) or 0.0 for row in rows for name in ("time/step", *BETWEEN_STEPS)) / len(rows)
             columns.append([*parts, max(0.0, whole - sum(parts))])
             steps.append(float(rows[0]["step"] or 0))
         if not any(sum(column) for column in columns):

@@ -209,6 +209,7 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
     for name in ("time/rollout", "time/rollout/worker_1", "time/reward_slowest"):
         assert lines[0][name] > 0.0 and lines[1][name] > 0.0, "the batch that ended in the pause"
         assert lines[2].get(name, 0.0) == 0.0, f"{name} of an evaluation"
+    assert all(line["time/wait_to_evaluate"] > 0.0 for line in lines) and explained("time/wait_to_evaluate")
 
 
 def test_weights_may_be_in_flight_from_a_resumed_step_on(model: Path, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
-from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.report_data import (
+    PHASES,
     findings,
     held_out_difference,
     mismatch_by_age,
@@ -23,7 +24,7 @@ from octetrl.telemetry.report_data import (
     raised_warnings,
     read_run,
 )
-from octetrl.telemetry.report_page import report_page, terminal_report
+from octetrl.telemetry.report_page import _TONES, report_page, terminal_report
 from octetrl.telemetry.sinks import open_sinks
 from tests.unit.telemetry.sampled_rows import line as rollout_line
 from tests.unit.telemetry.sampled_rows import write_run
@@ -260,11 +261,15 @@ def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
     assert any(line.strip().startswith("reward/mean") and line.endswith("0.1 → 1.2") and "▁" in line for line in lines)
     assert max(map(len, lines)) <= 120
     assert "  best                 held-out accuracy 0.600 at step 12" in lines
-    (tmp_path / "run" / "metrics.jsonl").open("a").write('{"step": 13, "time/step": 8, "time/evaluate": 40}\n')
+    last = '{"step": 13, "time/step": 8, "time/evaluate": 30, "time/wait_to_evaluate": 10}\n'
+    (tmp_path / "run" / "metrics.jsonl").open("a").write(last)
     run = read_run(tmp_path / "run")
-    assert "  time                 rollout 50%, train 25%, other 17%, evaluate 8%" in list(terminal_report([run]))
+    assert "  time                 rollout 50%, train 25%, other 17%, evaluate 6%, wait_to_evaluate 2%" in list(
+        terminal_report([run])
+    )
     shares = dict(re.findall(r"</i>(\w+) (\d+%)</span>", report_page([run])))
-    assert shares == {"rollout": "50%", "train": "25%", "evaluate": "8%", "other": "17%"}
+    assert len(_TONES) > len((*PHASES, *BETWEEN_STEPS))
+    assert shares == {"rollout": "50%", "train": "25%", "evaluate": "6%", "wait_to_evaluate": "2%", "other": "17%"}
 
 
 def test_a_point_lies_where_its_value_is() -> None:
