@@ -24,7 +24,6 @@ def role_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem((*ROLE_FIELDS, "algorithm.name"), text)
     elif recipe.cluster.max_staleness:
         yield from _stale_problems(recipe)
-        yield from _mixed_scales_problem(recipe)
 
 
 def _stale_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -53,17 +52,6 @@ def _stale_problems(recipe: Recipe) -> Iterator[Problem]:
             " algorithm.ratio_base: generator"
         )
         yield Problem(("cluster.max_staleness", "algorithm.corrections", "algorithm.ratio_base"), text)
-
-
-def _mixed_scales_problem(recipe: Recipe) -> Iterator[Problem]:
-    """New weights have new scales of a calibrated cache; an answer that keeps its cache would have several."""
-    if recipe.cluster.weights_in_flight == "keep_cache" and recipe.fp8.kv_cache == "calibrated":
-        text = (
-            "cluster.weights_in_flight: keep_cache, but a calibrated KV cache has other scales after each update, and"
-            " the trainer replays an answer with one set of scales; use recompute_cache, or fp8.kv_cache=int8, dynamic"
-            " or none"
-        )
-        yield Problem(("cluster.weights_in_flight", "fp8.kv_cache"), text)
 
 
 def _first_role(recipe: Recipe) -> str:

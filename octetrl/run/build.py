@@ -15,6 +15,7 @@ import torch
 from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import Algorithm, build_algorithm
 from octetrl.config.errors import UserError
+from octetrl.config.kept_cache import cannot_keep
 from octetrl.config.objective_settings import LengthPenaltySettings, refills_of
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.several_environments import never_drawn
@@ -107,7 +108,8 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if on_gpu and not cluster.uses_ray else None)
     console = Console(recipe.logging.console, recipe.steps)
-    for line in (*slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains), *(never_drawn(recipe) if trains else ())):
+    of_training = (*never_drawn(recipe), cannot_keep(cluster, policy.kv_mode)) if trains else ()
+    for line in filter(None, (*slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains), *of_training)):
         console.warn(line)
     count = gpus_beside(cluster)
     if count > 1:

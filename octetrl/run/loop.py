@@ -32,7 +32,7 @@ from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import EVALUATION, Journal
 from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
-from octetrl.run.report import banner, last_screen, leave_report, linears_by_layer
+from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.run.slow_rewards import SlowRewards, reward_times
@@ -102,7 +102,7 @@ def _train(
             run.console.note("no checkpoint is there yet: the run begins again at step 1")
         if last is None and optimizer_of is not None:
             run.console.note(branch(run, optimizer_of))
-        folder.keep(linears_by_layer(recipe))
+        folder.keep(in_force(recipe))
         run.console.rows(*banner(run))
         if recipe.logging.rollouts:
             run.journal = Journal.of(recipe, folder.path, start)

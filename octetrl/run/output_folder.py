@@ -18,7 +18,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,7 @@ from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, last_step
 from octetrl.trainer import checkpoint
 from octetrl.workers.model_shape import model_spec
 
+NOTHING: Mapping[str, object] = {}
 ATTEMPTS = 1000  # to take a folder that refused runs remove at the same time
 
 
@@ -71,16 +72,16 @@ class OutputFolder:
             self._clean_up()
             raise
 
-    def keep(self, linears: Sequence[tuple[str, str]] = ()) -> None:
+    def keep(self, in_force: Mapping[str, object] = NOTHING) -> None:
         """Starts the run: writes its id and its resolved recipe, each to a temporary file that is renamed, so a kill
         leaves whole files. Creates `checkpoints/`, so that it is missing only if it was removed.
 
-        linears: their formats by layer, for the report."""
+        in_force: what the model makes of settings, for the report."""
         aside = self.path / f"{RECIPE_FILE}.partial"
         with self._writing():
             try:
                 if self.run_id is not None:
-                    write_run_id(self.path, self.run_id, {**where_it_runs(), "linears": list(linears)})
+                    write_run_id(self.path, self.run_id, {**where_it_runs(), **in_force})
                 record_changes(self.path, self._last_step(), self._changes)
                 self._changes = []  # a restart of the workers keeps the folder again
                 with aside.open("w", encoding="utf-8") as file:

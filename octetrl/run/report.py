@@ -13,6 +13,7 @@ import torch
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
+from octetrl.config.kept_cache import in_flight
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.text import ESCAPE, counted
@@ -75,10 +76,14 @@ def banner(run: Run) -> Screen:
     return f"{settings['algorithm']}: {model}", [(label, text) for label, text in rows if text]
 
 
-def linears_by_layer(recipe: Recipe) -> list[tuple[str, str]]:
-    """The formats of the model's linears, in words, by layers."""
+def in_force(recipe: Recipe) -> dict[str, object]:
+    """What the model makes of settings, for run.json: the formats of its linears, in words, by layers; and what is done
+    with the KV cache if weights change in flight."""
     plain = "float32" if recipe.model.dtype == "float32" else "BF16"
-    return formats_by_layer(precision_policy(model_spec(recipe), recipe.fp8, recipe.numerics), plain)
+    policy = precision_policy(model_spec(recipe), recipe.fp8, recipe.numerics)
+    found: dict[str, object] = {"linears": formats_by_layer(policy, plain)}
+    changes = in_flight(recipe.cluster, policy.kv_mode)
+    return found if changes == "off" else {**found, "weights_in_flight": changes}
 
 
 def model_name(model: str) -> str:

@@ -107,6 +107,8 @@ class RunRecord:
         shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
         layers = [f"{where}: {formats}" for where, formats in _pairs(self.where.get("linears"))]
         shown += [("linears by layer", "; ".join([*layers, f"embedding, norms, lm_head: {dtype}"]))] * bool(layers)
+        if "weights_in_flight" in self.where:
+            shown.append(("weights in flight", str(self.where["weights_in_flight"])))
         shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
         versions = self.where.get("versions")
         known = versions.items() if isinstance(versions, Mapping) else ()

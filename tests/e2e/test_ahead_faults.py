@@ -142,12 +142,18 @@ def test_batches_of_lost_workers_are_drawn_again_from_the_same_tasks(
     how: str, model: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = CHANGES | {"cluster.max_staleness": 2, "cluster.max_restarts": 2, "checkpoint.batches_ahead": how}
+    changes["cluster.weights_in_flight"] = "off" if how == "saved" else "keep_cache"
     folder = tmp_path / "run"
     team = struck((ENGINE, "open_session", 2), (TRAINER, "train", 1))
     run_with(team, recipe_tree(model, folder, changes), monkeypatch)
     assert next(team.strikes, None) is None
     assert drawn_tasks(folder) == drawn_tasks(whole)
     assert all(0.0 <= line["rollout/staleness"] <= 2.0 for line in measured(folder / "metrics.jsonl"))
+    warned = "".join(path.read_text() for path in folder.glob("warnings.jsonl"))
+    assert ("keep_cache cannot keep a calibrated KV cache" in warned) == (how != "saved")
+    assert json.loads((folder / "run.json").read_text()).get("weights_in_flight") == (
+        None if how == "saved" else "recompute_cache"
+    )
 
 
 def _train(tree: dict[str, Any], strike: tuple[int, str, int] | None) -> None:

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import torch
 
+from octetrl.config.kept_cache import in_flight
 from octetrl.config.weight_buffer import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
@@ -248,7 +249,7 @@ class HostedWorker:
         """Generates with new weights from now on: those in the second buffer, otherwise those that it receives now. An
         open session takes them between two forwards. `time/publish_pause` is how long nothing was generated."""
         assert self._receiver is not None, "`meet_for_weights` comes first"
-        adopt, how = self._receiver.adopt, self._plan.recipe.cluster.weights_in_flight
+        adopt, how = self._receiver.adopt, in_flight(self._plan.recipe.cluster, self._policy.policy.kv_mode)
 
         def put() -> Published:
             return self._policy.publish(adopt())

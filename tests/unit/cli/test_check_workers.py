@@ -12,7 +12,7 @@ import pytest
 from octetrl.cli.check_cluster import worker_lines
 from octetrl.cli.check_device import Device
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
-from octetrl.cli.check_workers import weight_buffer_lines, worker_memory_lines
+from octetrl.cli.check_workers import kept_cache_lines, weight_buffer_lines, worker_memory_lines
 from octetrl.config.memory import MemoryEstimate
 from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
 from tests.unit.cli.test_fitting import plan
@@ -141,3 +141,21 @@ def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
     device = replace(unknown.device, num_bytes=None)
     found = replace(unknown, recipe=unknown.recipe.model_copy(update={"cluster": cluster}), device=device)
     assert "if the GPU's memory allows it" in next(weight_buffer_lines(found))[1]
+
+
+def test_what_becomes_of_the_cache_of_unfinished_answers(recipe: Path) -> None:
+    """A calibrated cache cannot be kept. Latent attention's has scales of tokens then, and can."""
+
+    def said(how: str, cache: str, preset: str = "qwen3-8b") -> list[str]:
+        ahead = ("cluster.trainer_gpus=1", "cluster.engine_gpus=1", "cluster.max_staleness=1", f"fp8.kv_cache={cache}")
+        on = plan(recipe, preset, 140, *NARROW, *ahead, f"cluster.weights_in_flight={how}")
+        return [f"{name} {value}".strip() for name, value in kept_cache_lines(on)]
+
+    recomputed, kept = (
+        f"the KV cache of unfinished answers is {how}" for how in ("recomputed with the new weights", "kept")
+    )
+    assert said("off", "calibrated") == [] and said("recompute_cache", "calibrated") == [recomputed]
+    assert said("keep_cache", "int8") == said("keep_cache", "calibrated", "tiny-mla-moe") == [kept]
+    first, warning = said("keep_cache", "calibrated")
+    assert first == recomputed and warning.startswith("warning cluster.weights_in_flight: keep_cache cannot keep a cal")
+    assert warning.endswith("use fp8.kv_cache=int8, dynamic or none")

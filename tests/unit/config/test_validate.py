@@ -172,10 +172,6 @@ IMPOSSIBLE = [
         [("cluster.weights_in_flight", "keep_cache")],
         "has no effect without batches that are generated ahead",
     ),
-    (
-        [*AHEAD, ("cluster.weights_in_flight", "keep_cache"), ("precision", "fp8_full")],
-        "replays an answer with one set of scales; use recompute_cache, or fp8.kv_cache=int8, dynamic or none",
-    ),
     ([*AHEAD, ("trainer.epochs", 2), ("algorithm.corrections", [])], "has neither tis nor sequence_tis for stale"),
     ([("cluster.trainer_cpus", 2)], "needs both cluster.trainer_cpus and cluster.engine_cpus; give both, or use cpus"),
     ([("cluster.trainer_cpus", 2), ("cluster.engine_gpus", 1)], "all workers are on GPUs or all on the CPU"),

@@ -211,7 +211,7 @@ def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_p
         "<td>machine</td>" not in bare and "<td>linears by layer</td>" not in bare and "Warnings of the run" not in bare
     )
     where = {"run": "ab", "commit": "c0ffee1", "machine": "NVIDIA H200", "versions": {"torch": "2.11", "triton": "3.6"}}
-    where |= {"linears": [["0", "BF16"], ["1 to 7", "FP8"], "damaged"]}
+    where |= {"linears": [["0", "BF16"], ["1 to 7", "FP8"], "damaged"], "weights_in_flight": "recompute_cache"}
     (folder / "run.json").write_text(json.dumps(where))
     with open_sinks(folder, LoggingConfig(tensorboard=False), {}, resumed_step=12) as sinks:
         sinks.write_warnings(2, [f"0.{number}% of <K> were clamped; raise it" for number in (11, 2)])
@@ -221,7 +221,7 @@ def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_p
     page = report_page([run])
     layers = "0: BF16; 1 to 7: FP8; embedding, norms, lm_head: BF16"
     facts = (("machine", "NVIDIA H200"), ("commit", "c0ffee1"), ("versions", "torch 2.11, triton 3.6"))
-    for label, text in (*facts, ("linears by layer", layers)):
+    for label, text in (*facts, ("linears by layer", layers), ("weights in flight", "recompute_cache")):
         assert f"<td>{label}</td><td>{text}</td>" in page
     assert "<td>best</td><td>held-out accuracy 0.600 at step 12</td>" in page
     assert "<td>mean reward</td><td>0.100 in the first step, 1.200 in the last</td>" in page
