@@ -16,6 +16,9 @@ each batch therefore does not depend on the clock, and a run repeats its bits.
 `place` is the place in the tasks after the last batch that a step took. A checkpoint has it, and a resumed run draws
 the batches after it again: no task is skipped or taken twice. With `checkpoint.batches_ahead: saved` the checkpoint has
 these batches too (`batches_after`), and the resumed run begins with them (`put_back`).
+
+The place includes the global random generators, from which an environment may draw. While a batch is drawn, only the
+thread draws from them: the step reads no task that a user wrote (plain_tasks.py).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples
 from octetrl.rollout.token_versions import versions_of
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
+from octetrl.run.plain_tasks import with_plain_tasks
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.protocol import WorkersAhead
@@ -223,7 +227,9 @@ class Ahead:
             run.taskset, run.algorithm.keeps, run.rewards, workers, run.base_collection.at_step(step)
         )
         metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited, **pause}
-        groups, kept = tuple(collected.groups), tuple(collected.kept)
+        groups = tuple(with_plain_tasks(collected.groups))  # the other thread reads no task of the user's
+        plain = {id(group): new for group, new in zip(collected.groups, groups, strict=True)}
+        kept = tuple(plain[id(group)] for group in collected.kept)
         return BufferedBatch(groups, kept, collected.metrics, metrics, DataPlace.of(run))
 
     def _hand_over(self, finished: tuple[int, BufferedBatch] | None) -> None:

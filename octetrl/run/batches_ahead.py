@@ -6,7 +6,7 @@ tuples and sets inside a task's metadata become lists. The file has an object fo
     groups    task, rollouts with their turns and completions
     kept      the places of the groups that are trained on
     counts    metrics of the groups; `metrics`: of the engines and the clock
-    place     where the tasks and the lengths of answers stood after it
+    place     where the tasks, the lengths of answers and the random generators stood after it
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from octetrl.config.errors import UserError
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.run.device import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from octetrl.run.build import Run
@@ -27,25 +28,29 @@ BATCHES = "batches_ahead.json"
 
 @dataclass(frozen=True, slots=True)
 class DataPlace:
-    """Where the tasks and the lengths of answers stand after a batch."""
+    """Where the tasks, the lengths of answers and the global random generators stand after a batch. An environment may
+    draw from the generators, so the next batch depends on them."""
 
     taskset: Mapping[str, Any]
     lengths: Mapping[str, Any]
+    random: Mapping[str, Any] | None  # None: of an older checkpoint, whose cursor alone has them
 
     @classmethod
     def of(cls, run: Run) -> DataPlace:
-        return cls(run.taskset.state(), run.collection.lengths.state())
+        return cls(run.taskset.state(), run.collection.lengths.state(), random_state())
 
     def put_into(self, run: Run) -> None:
         run.taskset.restore(self.taskset)
         run.collection.lengths.restore(self.lengths)
+        if self.random is not None:
+            restore_random_state(self.random)
 
 
 @dataclass(frozen=True, slots=True)
 class BufferedBatch:
     """The groups of a step, sampled and scored, and what else the step needs of them."""
 
-    groups: tuple[RolloutGroup, ...]  # all, in the order drawn
+    groups: tuple[RolloutGroup, ...]  # all, in the order drawn, with plain tasks (plain_tasks.py)
     kept: tuple[RolloutGroup, ...]  # of these
     counts: Mapping[str, float]
     metrics: Mapping[str, float]
@@ -75,24 +80,20 @@ def batches_from_json(found: Sequence[Mapping[str, Any]]) -> list[BufferedBatch]
     for one in found:
         groups = tuple(_read_group(group) for group in one["groups"])
         kept = tuple(groups[place] for place in one["kept"])
-        batches.append(BufferedBatch(groups, kept, one["counts"], one["metrics"], DataPlace(**one["place"])))
+        place = DataPlace(**{"random": None, **one["place"]})
+        batches.append(BufferedBatch(groups, kept, one["counts"], one["metrics"], place))
     return batches
 
 
 def _batch(one: BufferedBatch) -> dict[str, Any]:
     places = {id(group): place for place, group in enumerate(one.groups)}
     return {
-        "groups": [_fields(group, task=_task(group.task), rollouts=_rollouts(group)) for group in one.groups],
+        "groups": [_fields(group, task=_fields(group.task), rollouts=_rollouts(group)) for group in one.groups],
         "kept": [places[id(group)] for group in one.kept],
         "counts": dict(one.counts),
         "metrics": dict(one.metrics),
-        "place": {"taskset": one.place.taskset, "lengths": one.place.lengths},
+        "place": _fields(one.place),
     }
-
-
-def _task(task: Task) -> dict[str, Any]:
-    """Without the task as its environment made it: a batch that is read back has its rewards."""
-    return _fields(Task(task.id, task.prompt, task.answer, task.metadata, environment=task.environment))
 
 
 def _rollouts(group: RolloutGroup) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import Run, build_run
 from octetrl.run.device import generators_put_back
 from octetrl.run.environment import NOTHING_GIVEN
+from octetrl.run.plain_tasks import with_plain_tasks
 from octetrl.run.resume import checkpoint_step, read_model, refuse_pruned, trained_model, weights_folder
 from octetrl.telemetry.eval_report import EvalReport, Scoring
 
@@ -43,9 +44,9 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
         run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths=ExpectedLengths()
     )
     with run.console.phase("evaluate"), run.spans("evaluate"), generators_put_back():
-        groups = collect_groups(tasks, run.rewards, run.rollout_workers, collection)
+        groups = with_plain_tasks(collect_groups(tasks, run.rewards, run.rollout_workers, collection))
         run.rollout_workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
-        run.journal.record_evaluation(groups)  # which reads prompts: a user's task may draw when it is read
+        run.journal.record_evaluation(groups)
     scoring = Scoring(config.evaluation.k, config.evaluation.right_from, config.seed)
     speed = run.rollout_workers.rollout_metrics().get("rollout/tokens_per_second", 0.0)
     return EvalReport(groups, scoring, speed)

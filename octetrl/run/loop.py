@@ -165,7 +165,8 @@ def _write_samples(run: Run, step: int, sinks: Sinks) -> None:
     of_step = step == 1 or step % max(1, run.config.steps // SHOWN_SAMPLES) == 0
     shown = {name: groups for name, groups in run.journal.samples.items() if of_step or name == EVALUATION}
     if shown:
-        with generators_put_back():  # a user's task may draw when its prompt is read
+        # A user's task may draw when its prompt is read. One of a batch ahead does not, and the other thread may draw.
+        with generators_put_back() if run.ahead is None else nullcontext():
             for name, groups in shown.items():
                 sinks.write_text(step, name, sample_texts(groups))
 

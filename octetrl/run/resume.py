@@ -28,7 +28,6 @@ from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.models.row_shards import STEM
 from octetrl.run.batches_ahead import BATCHES, DataPlace, batches_from_json
 from octetrl.run.build import Run
-from octetrl.run.device import random_state, restore_random_state
 from octetrl.run.early import refuse_no_model
 from octetrl.run.model_source import found_model
 from octetrl.run.run_identity import CHECKPOINTS, read_run_id
@@ -59,7 +58,7 @@ class Cursor:
     taskset: Mapping[str, Any]
     conversations: Mapping[str, Any] | None
     lengths: Mapping[str, Any]
-    random: Mapping[str, Any]
+    random: Mapping[str, Any] | None
 
     @classmethod
     def of(cls, run: Run, step: int) -> Cursor:
@@ -70,15 +69,13 @@ class Cursor:
             taskset=place.taskset,
             conversations=None if run.conversations is None else run.conversations.state(),
             lengths=place.lengths,
-            random=random_state(),
+            random=place.random,
         )
 
     def put_into(self, run: Run) -> None:
-        run.taskset.restore(self.taskset)
         if run.conversations is not None and self.conversations is not None:
             run.conversations.restore(self.conversations)
-        run.collection.lengths.restore(self.lengths)
-        restore_random_state(self.random)
+        DataPlace(self.taskset, self.lengths, self.random).put_into(run)
 
     def as_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -27,6 +27,7 @@ from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.team import Call
 from tests.e2e.faults import measured
 from tests.e2e.killed_run import _processes
+from tests.e2e.test_evaluation import DRAWING
 from tests.e2e.tiny_run import make_model, recipe_tree
 from tests.unit.workers.many.thread_team import RunTeam
 
@@ -40,6 +41,8 @@ CHANGES: dict[str, Any] = {
     "cluster.trainer_cpus": 1,
     "cluster.engine_cpus": 1,
     "cluster.device": "auto",
+    "environment.reward": None,
+    **DRAWING,  # its tasks draw from the global generators of the process whenever they are read
 }
 
 
@@ -74,13 +77,13 @@ def drawn_tasks(folder: Path) -> list[list[str]]:
 
 
 def assert_same(folder: Path, whole: Path) -> None:
-    """Metrics less those of the clock, rollouts, and the last checkpoint but the random generators of the process."""
+    """Metrics less those of the clock, rollouts, and the last checkpoint, with the random generators of the process."""
     assert measured(folder / "metrics.jsonl") == measured(whole / "metrics.jsonl")
     for file in sorted((whole / "rollouts").iterdir()):
         assert (folder / "rollouts" / file.name).read_bytes() == file.read_bytes(), file.name
     ours, theirs = (checkpoint.load(place / "checkpoints" / f"step_{STEPS:06}") for place in (folder, whole))
     assert set(ours.files) == set(theirs.files)
-    for name in set(ours.files) - {"cursor.json"}:
+    for name in ours.files:
         assert (ours.folder / name).read_bytes() == (theirs.folder / name).read_bytes(), name
 
 

@@ -32,15 +32,19 @@ from octetrl.rollout.token_versions import versions_by_token
 from octetrl.run.ahead import Lead, _Stoppable
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.build import Run
+from octetrl.run.device import random_state
 from octetrl.run.evaluate import evaluate
 from octetrl.run.journal import Journal
-from octetrl.run.loop import one_step
+from octetrl.run.loop import _write_samples, one_step
 from octetrl.run.resume import Cursor
 from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.rollouts import RolloutFiles
+from octetrl.telemetry.sinks import Sinks
+from octetrl.telemetry.step_lines import StepLines
 from octetrl.workers.many.hosted_session import _Adopt
 from octetrl.workers.many.transfer import _beside, weight_tensors
+from tests.e2e.test_evaluation import DRAWING
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import run_on, steps_of
@@ -151,7 +155,7 @@ def test_saved_batches_that_are_too_old_by_now_are_drawn_again_and_counted(
         turn = Turn((1,), Completion((5,), (-0.5,), "a", FinishReason.LENGTH, version, "d"))
         task = Task("t", "p")
         group = RolloutGroup(task, (Rollout(task, (turn,), RolloutStatus.SCORED, 1.0),))
-        return BufferedBatch((group,) * groups, (group,), {}, {}, DataPlace({"position": groups}, {}))
+        return BufferedBatch((group,) * groups, (group,), {}, {}, DataPlace({"position": groups}, {}, None))
 
     restored: list[Any] = []
     monkeypatch.setattr(DataPlace, "put_into", lambda place, _: restored.append(place.taskset["position"]))
@@ -191,7 +195,7 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
         return reports[-1]
 
     monkeypatch.setattr("octetrl.run.loop.evaluate", evaluated)
-    changes = {"precision": "bf16", "steps": 3, "evaluation.every": 1}
+    changes = {"precision": "bf16", "steps": 3, "evaluation.every": 1, "environment.reward": None, **DRAWING}
     with run_on(1, model, tmp_path, engines=1, ahead=1, **changes) as run:
 
         def collect(*given: Any) -> CollectedBatch:
@@ -202,6 +206,10 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
 
         monkeypatch.setattr("octetrl.run.ahead.collect_batch", collect)
         lines = [one_step(run, step) for step in (1, 2, 3)]
+        state = random_state()
+        monkeypatch.setattr("octetrl.run.loop.generators_put_back", None)  # the other thread may draw
+        _write_samples(run, 1, Sinks(StepLines(tmp_path / "warnings.jsonl")))
+        assert len(run.journal.samples) == 2 and random_state() == state, "tasks of the user's are read no more"
     for step, report in enumerate(reports, 1):
         rollouts = [rollout for group in report.groups for rollout in group.rollouts]
         assert {turn.completion.policy_version for rollout in rollouts for turn in rollout.turns} == {step}

@@ -119,6 +119,7 @@ class Line:
 
         self.ahead._produce = produce_and_leave  # type: ignore[method-assign]
         monkeypatch.setattr("octetrl.run.ahead.collect_batch", self._collect)
+        monkeypatch.setattr("octetrl.run.ahead.with_plain_tasks", list)
         monkeypatch.setattr("octetrl.run.ahead.to_samples", lambda kept, _: list(kept))
         monkeypatch.setattr("octetrl.run.ahead.learn", self._learn)
 

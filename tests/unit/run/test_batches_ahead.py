@@ -12,6 +12,7 @@ from octetrl.config.errors import UserError
 from octetrl.environments.mixed.named_task import named
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace, batches_from_json, batches_to_bytes
+from octetrl.run.plain_tasks import with_plain_tasks
 
 
 def answer(text: str, version: int) -> Completion:
@@ -26,7 +27,11 @@ def batch(task: Task) -> BufferedBatch:
     unasked = Rollout(Task("t/2", "long"), (), RolloutStatus.PROMPT_TOO_LONG, None, detail="the prompt has 9 tokens")
     groups = (RolloutGroup(unasked.task, (unasked,)), RolloutGroup(task, (scored, failed)))
     return BufferedBatch(
-        groups, groups[1:], {"rollout/groups": 2.0}, {"time/x": 0.1}, DataPlace({"position": 4}, {"t": 3})
+        groups,
+        groups[1:],
+        {"rollout/groups": 2.0},
+        {"time/x": 0.1},
+        DataPlace({"position": 4}, {"t": 3}, {"numpy": ["MT19937", [1, 2], 2, 0, 0.1]}),
     )
 
 
@@ -35,10 +40,15 @@ def test_what_is_read_equals_what_was_written() -> None:
     written = [batch(task), batch(task)]
     assert batches_from_json(json.loads(batches_to_bytes(written))) == written
     assert written[0].oldest_version == 3
+    rows = json.loads(batches_to_bytes(written[:1]))
+    del rows[0]["place"]["random"]
+    (older,) = batches_from_json(rows)
+    assert older == replace(written[0], place=DataPlace({"position": 4}, {"t": 3}, None))
 
 
 def test_a_task_of_several_environments_keeps_its_environment() -> None:
-    written = batch(named(Task("1", "1 + 2 =", "3", {"x": 0.1}), "sums"))
+    groups = tuple(with_plain_tasks(batch(named(Task("1", "1 + 2 =", "3", {"x": 0.1}), "sums")).groups))
+    written = replace(batch(groups[1].task), groups=groups, kept=groups[1:])
     (read,) = batches_from_json(json.loads(batches_to_bytes([written])))
     expected = Task("sums/1", "1 + 2 =", "3", {"x": 0.1}, environment="sums")
     assert read == batch(expected) and read.kept[0].task.environment == "sums"

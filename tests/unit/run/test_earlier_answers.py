@@ -69,7 +69,7 @@ def test_it_keeps_what_a_run_that_was_never_stopped_keeps(folder: Path, monkeypa
 def test_saved_batches_are_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def batches_after(step: int, *, waits: bool) -> list[BufferedBatch]:
         assert (step, waits) == (STEPS, False)
-        task, place = Task("t", "p"), DataPlace({}, {})
+        task, place = Task("t", "p"), DataPlace({}, {}, None)
         batches = []
         for prompt in (STEPS + 1, STEPS + 2):
             turn = Turn((prompt,) * 100, Completion((7,) * 5, (0.0,) * 5, "", FinishReason.LENGTH, 0, ""))
