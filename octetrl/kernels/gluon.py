@@ -39,6 +39,11 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def gave_up(kernel: Hashable) -> bool:
     """Whether `kernel` is known not to compile here."""
     return kernel in fallbacks

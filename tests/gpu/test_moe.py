@@ -30,6 +30,7 @@ from octetrl.kernels.gemm.grouped_bf16_gemm import (
     grouped_wgrad_triton,
 )
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, FP8_MANY, MANY, SOME, grouped_fp8_gemm, grouped_fp8_gemm_triton
+from octetrl.kernels.gluon import fallbacks
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.kernels.rows.combine_experts import combine_experts, combine_experts_reference
@@ -105,18 +106,25 @@ def test_grouped_products_have_the_bits_of_single_ones(name: str) -> None:
         assert torch.equal(grouped_bf16_gemm_triton(x_PK, w_NK, first_X1, tile), found), tile
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 63, 256, 512, 3000])
-def test_tiles_with_owners_have_the_bits_of_those_that_search(tokens: int) -> None:
-    """Also if the last experts have all rows, or the first ones."""
+@pytest.mark.parametrize(
+    ("tokens", "depth"), [(1, 512), (8, 512), (63, 512), (256, 512), (512, 512), (3000, 512), (5000, 512), (5000, 384)]
+)
+def test_tiles_with_owners_have_the_bits_of_those_that_search(tokens: int, depth: int) -> None:
+    """Also if the last experts have all rows, or the first ones. From 256 rows an expert on they run in Gluon."""
     experts = 128
-    w8 = quantize_weight(random_matrix(experts * 256, 512, 2))
+    w8 = quantize_weight(random_matrix(experts * 256, depth, 2))
+    turned = Quantized(w8.codes.t().contiguous(), w8.scale.t())
     for liked in (0, 20, -20):
         liking_TX = torch.rand(tokens, experts, device="cuda") + torch.linspace(liked, 0, experts, device="cuda")
         groups = group_rows(liking_TX.topk(8).indices.sort(1).values, experts)
-        x8 = quantize_activation(random_matrix(8 * tokens, 512, 1))
+        x8, dy8 = (quantize_activation(random_matrix(8 * tokens, columns, 1)) for columns in (depth, 256))
         want = grouped_fp8_gemm(x8, w8, groups.first_X1)
+        want_dx = grouped_fp8_gemm(dy8, turned, groups.first_X1, turned=True)
         for _ in range(2):
             assert torch.equal(grouped_fp8_gemm(x8, w8, groups.first_X1, owner_O3=groups.owner_O3), want), liked
+            found = grouped_fp8_gemm(dy8, turned, groups.first_X1, turned=True, owner_O3=groups.owner_O3)
+            assert torch.equal(found, want_dx), liked
+    assert "grouped_fp8_gemm_gluon" not in fallbacks
 
 
 @pytest.mark.parametrize("name", LOADS)

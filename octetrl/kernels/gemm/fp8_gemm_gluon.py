@@ -19,8 +19,6 @@ M rows, N columns, K depth of the GEMM. Written for Gluon of Triton 3.6.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
@@ -30,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.gluon import multiprocessors
 
 ROWS = gl.constexpr(64)  # rows of x and y for each consumer
 BLOCK = gl.constexpr(128)
@@ -166,11 +165,6 @@ def _fp8_gemm_gluon_kernel(
         )
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def ring_bytes(tile_m: int, tile_n: int, stages: int) -> int:
     """Shared memory of a ring, in bytes."""
     return stages * ((tile_m + tile_n) * 128 + tile_m * 4)
@@ -198,7 +192,7 @@ def fp8_gemm_gluon(
         return y_MN
     blocks = k // 128
     tiles = triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n)
-    _fp8_gemm_gluon_kernel[(min(tiles, _multiprocessors(x.codes.device)),)](
+    _fp8_gemm_gluon_kernel[(min(tiles, multiprocessors(x.codes.device)),)](
         TensorDescriptor(x.codes, [m, k], [k, 1], [64, 128], CODES_LAYOUT),
         TensorDescriptor(w.codes, [n, k], [k, 1], [tile_n, 128], CODES_LAYOUT),
         TensorDescriptor(x.scale, [(blocks - 1) * scale_stride + m], [1], [64], SCALE_LAYOUT),

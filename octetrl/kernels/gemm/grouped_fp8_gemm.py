@@ -11,6 +11,9 @@ that are not needed return at once. Nothing is read by the host, so the launch c
 layer of Qwen3-30B-A3B at 256 tokens on an H200: 165 microseconds instead of 196). Without the search a program of 64
 rows also needs 160 registers instead of 192: three fit into a multiprocessor.
 
+Experts of many rows have owners of 128 rows. On Hopper they are one tile of grouped_fp8_gemm_gluon.py, with the same
+bits, and elsewhere two tiles of 64.
+
 `turned` multiplies by the transposed codes, for dgrad: dx[P, K] = dy[P, N] w_e[N, K] with codes [K, X N].
 
 P rows, X experts, N columns of y, K depth.
@@ -29,7 +32,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.rows.sort_by_expert import OWNED_ROWS, rows_of_tiles
+from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
+from octetrl.kernels.rows.sort_by_expert import MANY_ROWS, OWNED_ROWS, rows_of_tiles
 
 
 class Tile(NamedTuple):
@@ -44,7 +48,7 @@ class Tile(NamedTuple):
 FEW, SOME, MANY = Tile(16, 64, 6, swap=True), Tile(64, 64, 4), Tile(128, 128, 3)
 FP8_MANY = Tile(64, 128, 4)  # for codes, instead of SOME and MANY (docs/log.md)
 
-OWNED = {rows: Tile(rows, 128, 3, swap=rows < 64) for rows in OWNED_ROWS}  # if `owner_O3` is given
+OWNED = {rows: Tile(min(rows, 64), 128, 3, swap=rows < 64) for rows in (*OWNED_ROWS, MANY_ROWS)}  # by owners' rows
 
 
 def choose_tile(rows: int, experts: int) -> Tile:
@@ -76,17 +80,18 @@ def _grouped_fp8_gemm_kernel(
     x_desc, w_desc, x_scale_ptr, w_scale_ptr, first_ptr, owner_ptr, y_ptr, num_columns, num_blocks, x_scale_stride,
     row_step, block_step, w_scale_row, w_scale_column,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, STAGES: tl.constexpr, OWNED: tl.constexpr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
     start_n = tl.program_id(0) % tiles_n * BLOCK_N
-    if OWNED:
-        owner_ptr += 3 * tile
+    if TILES > 0:  # of an owner
+        owner_ptr += 3 * (tile // TILES)
         expert, start_m, end_m = tl.load(owner_ptr), tl.load(owner_ptr + 1), tl.load(owner_ptr + 2)
+        start_m += tile % TILES * BLOCK_M
     else:
         expert, start_m, end_m = find_tile(first_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
-    if expert < EXPERTS:
+    if start_m < end_m:
         row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
         w_row, w_block = expert * row_step + start_n, expert * block_step
         w_scale_ptr += (w_row // 128).to(tl.int64) * w_scale_row + w_block.to(tl.int64) * w_scale_column
@@ -115,9 +120,10 @@ def grouped_fp8_gemm_triton(
     *,
     turned: bool = False,
     owner_O3: Tensor | None = None,
+    gluon: bool = True,
 ) -> Tensor:
     """The launcher. N and K multiples of 128. x.scale with strides (1, room). `owner_O3`: of tiles of
-    `tile.rows` rows, without `tile` as `sort_by_expert` gives it."""
+    `tile.rows` rows, without `tile` as `sort_by_expert` gives it. `gluon`: whether Gluon may run."""
     rows, depth = x.codes.shape
     experts = first_X1.numel() - 1
     columns = w.codes.shape[0] if turned else w.codes.shape[0] // experts
@@ -125,26 +131,45 @@ def grouped_fp8_gemm_triton(
     assert w.codes.shape[1] == (experts * depth if turned else depth), f"grouped_fp8_gemm: {tuple(w.codes.shape)}"
     assert x.codes.is_contiguous() and w.codes.is_contiguous(), "grouped_fp8_gemm: codes must be contiguous"
     assert rows <= 1 or x.scale.stride(0) == 1, f"grouped_fp8_gemm: x.scale has strides {x.scale.stride()}"
-    if tile is None and owner_O3 is not None:
-        tile = OWNED[rows_of_tiles(rows, experts)]
-    if tile is None:
-        tile = FEW if choose_tile(rows, experts) == FEW else FP8_MANY
     y_PN = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)
     if rows == 0:
         return y_PN
     blocks = depth // BLOCK
-    tiles = triton.cdiv(rows, tile.rows) + min(experts, rows) if owner_O3 is None else len(owner_O3)
+    steps = (0, blocks) if turned else (columns, 0)  # rows and blocks of w from one expert to the next
+    tiles_of_owner = 0 if owner_O3 is None else 1
+    if tile is None and owner_O3 is not None:
+        owned = rows_of_tiles(rows, experts)
+        if gluon and owned == MANY_ROWS and _run_gluon(x, w, owner_O3, steps, y_PN):
+            return y_PN
+        tile, tiles_of_owner = OWNED[owned], owned // OWNED[owned].rows
+    if tile is None:
+        tile = FEW if choose_tile(rows, experts) == FEW else FP8_MANY
+    tiles = triton.cdiv(rows, tile.rows) + min(experts, rows) if owner_O3 is None else len(owner_O3) * tiles_of_owner
     options = {"enable_fp_fusion": False} if x.codes.is_cuda else {}
     _grouped_fp8_gemm_kernel[(tiles * triton.cdiv(columns, tile.columns),)](
         TensorDescriptor(x.codes, [rows, depth], [depth, 1], [tile.rows, BLOCK]),
         TensorDescriptor(w.codes, list(w.codes.shape), [w.codes.shape[1], 1], [tile.columns, BLOCK]),
         x.scale, w.scale, first_X1, owner_O3, y_PN, columns, blocks, x.scale.stride(1) if blocks > 1 else rows,
-        0 if turned else columns, blocks if turned else 0, w.scale.stride(0), w.scale.stride(1),
+        *steps, w.scale.stride(0), w.scale.stride(1),
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        SWAP=tile.swap, STAGES=tile.stages, OWNED=owner_O3 is not None, num_warps=8 if tile.rows >= 128 else 4,
+        SWAP=tile.swap, STAGES=tile.stages, TILES=tiles_of_owner, num_warps=8 if tile.rows >= 128 else 4,
         **options,
     )  # fmt: skip
     return y_PN
+
+
+def _run_gluon(x: Quantized, w: Quantized, owner_O3: Tensor, steps: tuple[int, int], y_PN: Tensor) -> bool:
+    """Whether it ran."""
+    if not can_run("grouped_fp8_gemm_gluon", x.codes, w.codes):
+        return False
+    try:
+        from octetrl.kernels.gemm.grouped_fp8_gemm_gluon import grouped_fp8_gemm_gluon
+
+        grouped_fp8_gemm_gluon(x, w, owner_O3, steps, y_PN)
+    except COMPILER_ERRORS as error:
+        give_up("grouped_fp8_gemm_gluon", error)
+        return False
+    return True
 
 
 def grouped_fp8_gemm_reference(x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False) -> Tensor:

@@ -4,12 +4,14 @@
     row[t, s] = first[e] + number of earlier slots with the same expert e = expert[t, s]
     token[row[t, s]] = t
 
-It also says which tiles of R rows (`rows_of_tiles`) the experts' products are computed by. Tiles of expert e begin at
+It also says which tiles of R rows (`rows_of_tiles`) the experts' products are computed by. With few slots, tiles of
+expert e begin at
 
     start[e] = min(first[e], first[e] // R + e)
 
 and not all of them need have rows. An expert with n rows has room for at least ceil(n / R) tiles before the next one's.
-Its start depends on its first row alone, so a program that knows an expert's rows knows its tiles too.
+Its start depends on its first row alone, so a program that knows an expert's rows knows its tiles too. With many slots,
+where each program knows all experts' rows, tiles that have rows come first. Persistent programs then have equal shares.
 
 Slots are counted token by token, so an expert's rows are in the order of their tokens, as a stable sort has them. The
 numbers are integers and nothing is atomic: every slot and every row is written once, with one possible value.
@@ -36,6 +38,8 @@ import triton.language as tl
 from torch import Tensor
 
 OWNED_ROWS = (16, 32, 64)  # of a tile of `owner_O3`
+MANY_ROWS = 128  # of a tile, if an expert has at least MANY_FROM rows on average
+MANY_FROM = 256
 ONE_TILE = 8192  # slots that a program reads at once
 BLOCK = 1024  # slots of a block, if there are more
 STEP = 64  # slots that a program counts at a time
@@ -53,6 +57,8 @@ class SortedSlots(NamedTuple):
 def rows_of_tiles(num_slots: int, num_experts: int) -> int:
     """R: the fewest rows that most experts fit into, with room for a third more than their mean. Follows from shapes
     alone, and no bit of a product depends on it."""
+    if num_slots >= MANY_FROM * num_experts:
+        return MANY_ROWS
     return next((rows for rows in OWNED_ROWS if 4 * num_slots <= 3 * rows * num_experts), OWNED_ROWS[-1])
 
 
@@ -62,10 +68,8 @@ def number_of_tiles(num_slots: int, num_experts: int) -> int:
 
 
 @triton.jit
-def _write_owners(owner_ptr, expert, first, end, num_experts, ROWS: tl.constexpr):
-    """The tiles of one expert, whose rows are `first` to `end`."""
-    start = tl.minimum(first, first // ROWS + expert)
-    stop = tl.minimum(end, end // ROWS + expert + 1)
+def _write_owners(owner_ptr, start, stop, expert, first, end, num_experts, ROWS: tl.constexpr):
+    """Tiles `start` to `stop`, for one expert, whose rows are `first` to `end`."""
     for step in range(start, stop, TILES_WRITTEN):
         tile_O = step + tl.arange(0, TILES_WRITTEN)
         row_O = first + (tile_O - start) * ROWS
@@ -94,7 +98,9 @@ def _sort_by_expert_kernel(
     if expert == tl.num_programs(0) - 1:
         tl.store(first_ptr + expert + 1, num_slots)
     end = first + tl.sum(is_it_P.to(tl.int32), 0)
-    _write_owners(owner_ptr, expert, first, end, tl.num_programs(0), ROWS)
+    start = tl.minimum(first, first // ROWS + expert)
+    stop = tl.minimum(end, end // ROWS + expert + 1)
+    _write_owners(owner_ptr, start, stop, expert, first, end, tl.num_programs(0), ROWS)
 
 
 @triton.jit
@@ -118,9 +124,9 @@ def _count_experts_kernel(
     tl.store(count_ptr + tl.program_id(0) * EXPERTS + expert_X, count_X, mask=expert_X < EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
 def _place_slots_kernel(
-    expert_ptr, count_ptr, token_ptr, row_ptr, first_ptr, owner_ptr, num_slots,
+    expert_ptr, count_ptr, token_ptr, row_ptr, first_ptr, owner_ptr, num_slots, num_tiles,
     EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     BLOCKS_READ: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -139,10 +145,15 @@ def _place_slots_kernel(
     if block == 0:
         tl.store(first_ptr + expert_X, first_X, mask=expert_X < EXPERTS)
         tl.store(first_ptr + EXPERTS, num_slots)
+    tiles_X = (total_X + ROWS - 1) // ROWS
+    stop_X = tl.cumsum(tiles_X, 0)
+    if block == 0:
+        _write_owners(owner_ptr, tl.sum(tiles_X, 0), num_tiles, EXPERTS, 0, 0, EXPERTS, ROWS)
     for expert in range(block, EXPERTS, num_blocks):
-        first = tl.sum(tl.where(expert_X == expert, first_X, 0), 0)
-        end = first + tl.sum(tl.where(expert_X == expert, total_X, 0), 0)
-        _write_owners(owner_ptr, expert, first, end, EXPERTS, ROWS)
+        is_it_X = expert_X == expert
+        first, stop = tl.sum(tl.where(is_it_X, first_X, 0), 0), tl.sum(tl.where(is_it_X, stop_X, 0), 0)
+        end = first + tl.sum(tl.where(is_it_X, total_X, 0), 0)
+        _write_owners(owner_ptr, stop - (end - first + ROWS - 1) // ROWS, stop, expert, first, end, EXPERTS, ROWS)
     next_X = first_X + before_X
     for start in range(0, BLOCK, STEP):
         slot_P = block * BLOCK + start + tl.arange(0, STEP)
@@ -177,8 +188,8 @@ def sort_by_expert_triton(expert_TS: Tensor, num_experts: int) -> SortedSlots:
     shape = {"EXPERTS": num_experts, "BLOCK_X": triton.next_power_of_2(num_experts), "BLOCK": BLOCK, "STEP": STEP}
     _count_experts_kernel[(blocks,)](expert_TS, count_BX, num_slots, num_warps=8, **shape, **options)
     _place_slots_kernel[(blocks,)](
-        expert_TS, count_BX, token_P, row_TS, first_X1, owner_O3, num_slots, SLOTS=slots, BLOCKS_READ=BLOCKS_READ,
-        ROWS=rows, num_warps=8, **shape, **options,
+        expert_TS, count_BX, token_P, row_TS, first_X1, owner_O3, num_slots, len(owner_O3), SLOTS=slots,
+        BLOCKS_READ=BLOCKS_READ, ROWS=rows, num_warps=8, **shape, **options,
     )  # fmt: skip
     return SortedSlots(token_P, row_TS, first_X1, owner_O3)
 
@@ -198,11 +209,14 @@ def owners_of_tiles(first_X1: Tensor, num_slots: int) -> Tensor:
     """`owner_O3` of `SortedSlots`, by torch."""
     tiles, rows = number_of_tiles(num_slots, len(first_X1) - 1), rows_of_tiles(num_slots, len(first_X1) - 1)
     number_X1 = torch.arange(len(first_X1), device=first_X1.device)
-    start_X1 = torch.minimum(first_X1, first_X1 // rows + number_X1)
+    if num_slots <= ONE_TILE:
+        start_X1 = torch.minimum(first_X1, first_X1 // rows + number_X1)
+    else:
+        start_X1 = torch.cat((first_X1[:1], (-(-first_X1.diff() // rows)).cumsum(0)))
     tile_O = torch.arange(tiles, device=first_X1.device)
     expert_O = torch.searchsorted(start_X1[1:].contiguous(), tile_O, right=True)
     row_O = first_X1[expert_O] + (tile_O - start_X1[expert_O]) * rows
-    end_O = first_X1[expert_O + 1]
+    end_O = first_X1[(expert_O + 1).clamp(max=len(first_X1) - 1)]
     none_3 = torch.tensor([len(first_X1) - 1, 0, 0], device=first_X1.device)
     owner_O3 = torch.stack((expert_O, row_O, end_O), 1)
     return torch.where((row_O < end_O)[:, None], owner_O3, none_3).int()

@@ -16,6 +16,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from octetrl.fp8.quantize import Quantized
+from octetrl.kernels import gluon
+
 BF16, E4M3, FLOAT = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 TOKENS, HEADS = 300, 16
 BOUNDS = torch.tensor([0, 100, TOKENS], dtype=torch.int32)
@@ -49,6 +52,7 @@ class HopperDriver:
 
 def compile_only() -> None:
     triton.runtime.driver.set_active(HopperDriver())
+    gluon.multiprocessors = lambda device: 132  # type: ignore[assignment]
     launch = JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -98,8 +102,8 @@ def latent_attention() -> None:
 
 def gemm() -> None:
     from octetrl.kernels.gemm import few_rows_gluon, fp8_gemm_gluon
+    from octetrl.kernels.gemm.grouped_fp8_gemm_gluon import grouped_fp8_gemm_gluon
 
-    fp8_gemm_gluon._multiprocessors = lambda device: 132  # type: ignore[assignment]
     x = SimpleNamespace(codes=zeros(256, 512, dtype=E4M3), scale=zeros(4 * 256, dtype=FLOAT))
     w = SimpleNamespace(codes=zeros(512, 512, dtype=E4M3), scale=zeros(4, 4, dtype=FLOAT))
     fp8_gemm_gluon.fp8_gemm_gluon(x, w, 256, 128, 128, 5)  # type: ignore[arg-type]
@@ -107,6 +111,10 @@ def gemm() -> None:
     few_rows_gluon.few_rows_fp8(few, w, 12, few_rows_gluon.FewRows(32, 16, 2, 4, swap=True))  # type: ignore[arg-type]
     few_rows_gluon.few_rows_fp8(few, w, 12, few_rows_gluon.FewRows(32, 64, 4, 2))  # type: ignore[arg-type]
     few_rows_gluon.few_rows_bf16(zeros(9, 512), zeros(512, 512), few_rows_gluon.FewRows(32, 16, 2, 4, True, True))
+    for depth in (256, 384):
+        rows = Quantized(zeros(TOKENS, depth, dtype=E4M3), zeros(depth // 128, TOKENS, dtype=FLOAT).t())
+        experts = Quantized(zeros(2 * 512, depth, dtype=E4M3), zeros(8, depth // 128, dtype=FLOAT))
+        grouped_fp8_gemm_gluon(rows, experts, zeros(4, 3, dtype=torch.int32), (512, 0), zeros(TOKENS, 512))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from octetrl.kernels.gemm.grouped_fp8_gemm import (
     grouped_fp8_gemm,
     grouped_fp8_gemm_triton,
 )
+from octetrl.kernels.rows import sort_by_expert
 from octetrl.kernels.rows.sort_by_expert import owners_of_tiles, rows_of_tiles
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import LOADS, first_rows
@@ -63,8 +64,14 @@ def test_the_kernel_is_near_the_reference(load: tuple[int, ...], tile: Tile) -> 
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("rows", "load"), [(16, (5, 0, 1, 17, 30)), (32, LOADS["ragged"]), (64, (30, 66))])
-def test_tiles_with_owners_compute_the_same_rows(rows: int, load: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "load"),
+    [(16, (5, 0, 1, 17, 30)), (32, LOADS["ragged"]), (64, (30, 66)), (128, (129, 0, 60, 127, 1)), (128, (0, 190))],
+)
+def test_tiles_with_owners_compute_the_same_rows(
+    rows: int, load: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sort_by_expert, "MANY_FROM", 60)
     x, w = operands(load, K)
     assert rows_of_tiles(sum(load), len(load)) == rows
     owner_O3 = owners_of_tiles(first_rows(load), sum(load))

@@ -56,7 +56,8 @@ def test_what_the_rows_are() -> None:
 
 @pytest.mark.parametrize("skew", [0.0, 0.3, 20.0])
 @pytest.mark.parametrize(
-    ("tokens", "slots", "experts"), [(1, 8, 128), (63, 6, 64), (256, 8, 128), (200, 1, 16), (512, 8, 128)]
+    ("tokens", "slots", "experts"),
+    [(1, 8, 128), (63, 6, 64), (256, 8, 128), (200, 1, 16), (512, 8, 128), (4096, 8, 128)],
 )
 def test_every_row_has_one_tile(tokens: int, slots: int, experts: int, skew: float) -> None:
     """With many experts of no row too, the first or the last of them."""
@@ -73,3 +74,5 @@ def test_every_row_has_one_tile(tokens: int, slots: int, experts: int, skew: flo
                 assert bounds[expert] <= start < end == bounds[expert + 1]
                 seen += range(start, min(start + rows, end))
         assert seen == list(range(tokens * slots))
+        if tokens * slots > op.ONE_TILE:  # tiles without rows come last
+            assert sorted_slots.owner_O3[:, 0].diff().min() >= 0
