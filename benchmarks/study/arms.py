@@ -84,11 +84,10 @@ ARMS: Mapping[str, Arm] = {
         "trainer.optimizer.master=stochastic_rounding",
     ),
 }
-EIGHT = (
-    *("bf16", "fp8_rollout", "fp8_rollout_tis", "fp8", "fp8_full", "fp8_full_dynamic"),
+NINE = (
+    *("bf16", "fp8_rollout", "fp8_rollout_tis", "fp8", "fp8_full", "fp8_full_dynamic", "fp8_full_int8"),
     *("bf16_kv_calibrated", "all_rollout_tis"),
 )
-NINE = (*EIGHT[:6], "fp8_full_int8", *EIGHT[6:])  # those of `tiny-sums` that have results
 FOUR = ("bf16", "fp8_rollout_tis", "fp8", "fp8_full")
 
 Kind = Literal["tiny", "wide", "pretrained"]
@@ -174,6 +173,6 @@ TABLES: Mapping[str, StudyTable] = {
         WIDE,
     ),
     "smollm2-sums": StudyTable(
-        "pretrained", 30, SMOLLM2, (*PRETRAINED_COMMON, TWO_TERMS), None, (), 40, EIGHT, job_seconds=300.0
+        "pretrained", 30, SMOLLM2, (*PRETRAINED_COMMON, TWO_TERMS), None, (), 40, NINE, job_seconds=300.0
     ),
 }

@@ -6,7 +6,8 @@ Reads the lines of complete jobs (runs.py). Writes `benchmarks/results/study_TAB
 line, `docs/pictures/study_TABLE.svg` with a panel an arm, and the table between `<!-- study: TABLE -->` and
 `<!-- study: end -->` of the document, if it has these. `--render` reads the result file instead of the lines. `--name`
 names the result of lines that do not belong beside those of the table. `--join RESULT` adds the lines of a result, if
-every seed that both have shows equal starts: an arm of it has the same rewards and accuracies in both.
+every seed that both have shows equal starts: an arm of it has the same rewards and accuracies in both. For a pretrained
+model, which all arms start from, equal accuracies of the start in BF16 are enough.
 
 Accuracies are means over seeds with their standard errors, of complete runs; failed ones are counted. A difference is
 that to `bf16`, seed by seed (pairs.py). `start` is the model before training in the arm's own formats.
@@ -18,7 +19,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,42 @@ def read_lines(state: Path, table: str) -> list[Row]:
 
 
 def joined(lines: Sequence[Row], result: Path) -> list[Row]:
-    """The result's lines and those of `lines` that it lacks. UserError: for a seed that both have, no arm proves that
-    both began with the same model."""
+    """The result's lines and those of `lines` that it lacks. UserError: in a seed that both have, the starts differ, or
+    nothing shows that they are equal."""
     record = json.loads(result.read_text())
     head = {name: value for name, value in record.items() if name not in ("rows", "lines")}
     earlier: list[Row] = [{"from": head} | line for line in record["lines"]]
-    held = {(line["arm"], line["seed"]): line for line in earlier}
-    new = {(line["arm"], line["seed"]): line for line in lines}
-    for seed in sorted({seed for _, seed in held} & {seed for _, seed in new}):
-        both = [key for key in held.keys() & new.keys() if key[1] == seed]
-        if not both or any(held[key].get(name) != new[key].get(name) for key in both for name in REPEATED):
-            why = f"{both[0][0]} learns otherwise there" if both else "they have no arm in common"
+    for seed in sorted({line["seed"] for line in earlier} & {line["seed"] for line in lines}):
+        why = _why_starts_differ(*([line for line in own if line["seed"] == seed] for own in (earlier, lines)))
+        if why is not None:
             raise UserError(f"--join: '{result}' may have other starts in seed {seed}: {why}; keep the results apart")
     order = list(ARMS)
-    return sorted((new | held).values(), key=lambda line: (order.index(line["arm"]), line["seed"]))
+    both = {(line["arm"], line["seed"]): line for line in (*lines, *earlier)}
+    return sorted(both.values(), key=lambda line: (order.index(line["arm"]), line["seed"]))
+
+
+def _why_starts_differ(earlier: Sequence[Row], lines: Sequence[Row]) -> str | None:
+    """Why lines of one seed may begin with other models. None: an arm repeats, or all have one pretrained start."""
+    held, new = ({line["arm"]: line for line in own} for own in (earlier, lines))
+    repeated = sorted(held.keys() & new.keys())
+    for arm in repeated:
+        if any(held[arm].get(name) != new[arm].get(name) for name in REPEATED):
+            return f"{arm} learns otherwise there"
+    if repeated:
+        return None
+    tables = {line["table"] for line in (*earlier, *lines)}
+    if len(tables) > 1 or TABLES[tables.pop()].start is not None:
+        return "they have no arm in common"
+    there, here = (
+        {line.get("start/accuracy_bf16") for line in own if line["status"] == "complete"} for own in (earlier, lines)
+    )
+    if there == here and len(here) == 1 and None not in here:
+        return None
+    return f"held-out accuracy of the start in BF16 is {_listed(there)} there, {_listed(here)} here"
+
+
+def _listed(values: Collection[object]) -> str:
+    return " and ".join(sorted(map(str, values))) or "unknown"
 
 
 def rows_of(lines: Sequence[Row]) -> list[Row]:

@@ -291,6 +291,21 @@ def test_lines_join_a_result_whose_starts_are_equal(tmp_path: Path) -> None:
             table.joined(others, path)
 
 
+def test_lines_of_a_pretrained_model_join_by_its_accuracy_before_training(tmp_path: Path) -> None:
+    def pretrained(arm: str, start: float | None) -> dict[str, Any]:
+        return line_of(arm, 0, 0.8) | {"table": "smollm2-sums", "start/accuracy_bf16": start}
+
+    path = table.save("x", [pretrained("bf16", 0.5)], tmp_path)
+    assert [line["arm"] for line in table.joined([pretrained("fp8", 0.5)], path)] == ["bf16", "fp8"]
+    failed = line_of("fp8_rollout", 0, 0.0, "failed") | {"table": "smollm2-sums"}
+    assert len(table.joined([pretrained("fp8", 0.5), failed], path)) == 3
+    for start in (numpy.nextafter(0.5, 1.0), None):
+        with pytest.raises(UserError, match="seed 0: held-out accuracy of the start in BF16 is"):
+            table.joined([pretrained("fp8", start)], path)
+    with pytest.raises(UserError, match="no arm in common"):
+        table.joined([pretrained("fp8", 0.5) | {"table": "tiny-sums"}], path)
+
+
 @pytest.mark.parametrize("name", probe.CANDIDATES)
 def test_candidates_are_tasks_whose_answers_are_numbers(name: str) -> None:
     import reasoning_gym  # only now: two seconds in each process that collects tests
