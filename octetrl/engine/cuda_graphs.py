@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from octetrl.engine.kv_cache import KVCache
+from octetrl.models.decoder import Decoder
 
 SMALL_SIZES = (1, 2, 4, 8)
 STEP, LARGE_STEP, LARGE = 16, 32, 128
@@ -48,6 +49,12 @@ def padded_drafts(num_rows: int, max_batch: int) -> int:
     """The size of a forward with drafts: one of `DRAFT_SIZES`, above them in steps of 128; `max_batch` at most."""
     larger = -(-num_rows // LARGE_DRAFT_STEP) * LARGE_DRAFT_STEP
     return min(next((size for size in DRAFT_SIZES if size >= num_rows), larger), max_batch)
+
+
+def can_capture(model: Decoder) -> bool:
+    """Whether decode forwards of this model can be captured: it is whole, or the memory of GPUs carries its parts
+    (layers/tensor_group.py)."""
+    return model.group.size == 1 or model.group.memory is not None
 
 
 class _Captured(NamedTuple):

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octetrl.config.errors import RunFailed
 from octetrl.engine.batch_rows import BatchRows
-from octetrl.engine.cuda_graphs import DecodeGraphs, padded_batch, padded_drafts
+from octetrl.engine.cuda_graphs import DecodeGraphs, can_capture, padded_batch, padded_drafts
 from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.pinned import to_device
@@ -79,7 +80,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.device = model, device
         self.poisoned_tokens = torch.zeros((), dtype=torch.int64, device=device)  # added to by every forward
-        self.graphs = DecodeGraphs(self._decode) if device.type == "cuda" and model.group.size == 1 else None
+        self.graphs = DecodeGraphs(self._decode) if device.type == "cuda" and can_capture(model) else None
         self.fused = device.type == "cuda" and can_fuse(model)
         self._page_size, self._max_batch, self._max_tokens = page_size, max_batch, max_tokens
         self._rows = BatchRows(max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, device=device)
@@ -138,6 +139,14 @@ class ModelRunner:
     def keep_rows(self, row_n: np.ndarray, num_rows: int) -> None:
         """Records which of the last forward's `num_rows` rows with drafts became tokens. Their clamped values count."""
         self._kept = (row_n, num_rows)
+
+    def num_poisoned(self) -> int:
+        """Tokens that met a non-finite activation. RunFailed if a worker that shares the model did not write its part
+        of a forward in time, which leaves NaN."""
+        memory = self.model.group.memory
+        if memory is not None and memory.has_failed:
+            raise RunFailed("a worker that shares this model did not write its part of a forward in time; see its log")
+        return int(self.poisoned_tokens)
 
     def count_kept(self, cache: KVCache) -> None:
         """Counts the clamped values of the rows that were kept; otherwise the next forward with drafts does."""

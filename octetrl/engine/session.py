@@ -232,7 +232,7 @@ class Session:
                 raise NonFiniteError(
                     f"request '{sequence.group.request.id}', sibling {sequence.sibling}: the logits after"
                     f" {num_tokens - 1} tokens are not finite, so nothing was sampled (tokens with non-finite"
-                    f" activations so far: {int(self._runner.poisoned_tokens)}); look at the weights of policy version"
+                    f" activations so far: {self._runner.num_poisoned()}); look at the weights of policy version"
                     f" {self._stamp[0]}, at the last grad_norm and at the KV scales"
                 )
             reason = sequence.stopping.after(token, num_tokens)

@@ -32,12 +32,12 @@ def why_not_equal(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> s
 
 def why_not_fused(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | None:
     """Why one side of a run on a GPU uses the modules of `models/decoder.py` and not the fused forwards, which are
-    faster and keep one order of sums. None if it runs fused. `can_fuse` (models/rollout_forward.py) answers the same
-    question for a built model."""
+    faster and keep one order of sums. None if it runs fused. `can_fuse` (models/rollout_forward.py) and
+    `fused_layer_runner` (models/training_forward.py) answer the same question for a built model."""
     why = why_no_fixed_order(recipe, policy, side)
     size = recipe.cluster.tensor_parallel
-    if why is None and size > 1:
-        why = f"they do not exchange the parts of a model yet (cluster.tensor_parallel: {size})"
+    if why is None and size > 1 and side == "train":
+        why = f"its backward does not exchange the parts of a model yet (cluster.tensor_parallel: {size})"
     return why
 
 

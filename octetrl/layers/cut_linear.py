@@ -34,6 +34,7 @@ from octetrl.layers.linear import Float8Linear
 from octetrl.layers.lora import add_branch, lora_dgrad, lora_down, lora_dt, lora_wgrad
 from octetrl.layers.tensor_group import (
     TensorGroup,
+    join_codes,
     join_columns,
     join_rows,
     own_columns,
@@ -67,6 +68,20 @@ class CutFloat8Linear(Float8Linear):
 
 
 CutProjection = CutLinear | CutFloat8Linear
+
+
+def joined_operand(linear: Linear | Float8Linear, own: Tensor | Quantized) -> Tensor | Quantized:
+    """The operand of a linear's product in the rollout: whole, where it comes cut by columns."""
+    if not isinstance(linear, CutProjection) or not linear.joins:
+        return own
+    return join_codes(linear.group, own) if isinstance(own, Quantized) else join_columns(linear.group, own)
+
+
+def joined_result(linear: Linear | Float8Linear, own_ML: Tensor) -> Tensor:
+    """The result of a linear's product in the rollout: whole, where workers join their parts."""
+    if not isinstance(linear, CutProjection) or not linear.joins:
+        return own_ML
+    return join_columns(linear.group, own_ML)
 
 
 def _product(linear: CutProjection, x: Tensor) -> Tensor:
@@ -140,9 +155,7 @@ def _float8_rows(linear: CutFloat8Linear, x_MK: Tensor, whole_MK: Tensor | None)
     if whole_MK is not None or not linear.joins:
         x8 = _quantized(linear, x_MK if whole_MK is None else whole_MK)
     else:
-        own = quantize_activation(x_MK.contiguous(), linear.power_of_two)
-        codes_MK = join_columns(linear.group, own.codes.view(torch.uint8)).view(own.codes.dtype)
-        x8 = Quantized(codes_MK, join_rows(linear.group, own.scale.t()).t())  # strides (1, M), as the GEMM reads it
+        x8 = join_codes(linear.group, quantize_activation(x_MK.contiguous(), linear.power_of_two))
     if linear.backend != "emulated":
         y_ML = fp8_gemm(x8, linear.forward_operand())
         return y_ML if linear.bias is None else y_ML + linear.bias

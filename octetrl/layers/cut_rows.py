@@ -17,11 +17,12 @@ from torch import Tensor
 
 from octetrl.config.tensor_cut import TensorCut
 from octetrl.kernels.rows.embedding_gradient import embedding_gradient
+from octetrl.kernels.rows.gather_from_peers import gather_from_peers
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.norm import RMSNorm
-from octetrl.layers.tensor_group import TensorGroup, sum_of_one, sum_over
+from octetrl.layers.tensor_group import TensorGroup, direct_memory, sum_of_one, sum_over
 
 
 class VocabularyRows:
@@ -35,6 +36,10 @@ class VocabularyRows:
 
     def whole(self, logits_NW: Tensor) -> Tensor:
         """Logits of all rows, [N, V]."""
+        memory = direct_memory(self.group, logits_NW)
+        if memory is not None:
+            starts = (*(share.start for share in self._shares), self.vocab_size)
+            return gather_from_peers(memory, logits_NW.contiguous(), starts)[0]
         widest = max(map(len, self._shares))
         padded_NW = torch.nn.functional.pad(logits_NW, (0, widest - logits_NW.shape[1]))
         parts = self.group.stack(padded_NW)

@@ -4,6 +4,9 @@ All workers of a group run the same forwards with the same tokens. Each owns who
 (config/tensor_cut.py). Values are gathered, never added, in the forward, so its bits are those of one worker. In the
 backward the products over the split rows are added in float32, in the order of ranks, with equal bits on all workers.
 
+Small tensors of GPUs that reach each other's memory are gathered by one kernel (kernels/rows/gather_from_peers.py),
+which a CUDA graph can contain. All others travel by `stack` and `exchange`. Both move bytes, so the bits are equal.
+
 T workers of the group, M tokens, C columns of all workers, L columns of one.
 """
 
@@ -14,6 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.quantize.quantize_activation import scale_rows_of
+from octetrl.kernels.rows.gather_from_peers import PeerMemory, gather_from_peers
+
+DIRECT_BYTES = 8 << 20  # of one worker's tensor: larger ones are as fast over NCCL, which needs no inbox
+
 
 class TensorGroup(Protocol):
     """The workers that share a model's rows, as one of them sees them. Every method is called by all, in one order."""
@@ -23,6 +32,10 @@ class TensorGroup(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def memory(self) -> PeerMemory | None:
+        """Of GPUs that reach each other's memory; None elsewhere."""
 
     def stack(self, values: Tensor) -> Tensor:
         """The tensors of all workers, [T, ...], in the order of ranks. They have one shape and dtype."""
@@ -36,6 +49,7 @@ class OneWorker:
 
     rank = 0
     size = 1
+    memory: PeerMemory | None = None
 
     def stack(self, values: Tensor) -> Tensor:
         return values.unsqueeze(0)
@@ -51,12 +65,33 @@ def join_columns(group: TensorGroup, x_ML: Tensor) -> Tensor:
     """x [M, C]: the columns of all workers, of any dtype."""
     if group.size == 1:
         return x_ML
+    memory = direct_memory(group, x_ML)
+    if memory is not None:
+        return gather_from_peers(memory, x_ML.contiguous())[0]
     return group.stack(x_ML.contiguous()).movedim(0, 1).reshape(x_ML.shape[0], -1)
+
+
+def join_codes(group: TensorGroup, own: Quantized) -> Quantized:
+    """The operand [M, C] whose columns [M, L] the workers have as codes and scales, in blocks of 1 x 128."""
+    memory = direct_memory(group, own.codes)
+    if memory is None:
+        codes_MC = join_columns(group, own.codes.view(torch.uint8)).view(own.codes.dtype)
+        return Quantized(codes_MC, join_rows(group, own.scale.t()).t())  # strides (1, M), as the GEMM reads it
+    codes_MC, scales = gather_from_peers(memory, own.codes, flat_F=scale_rows_of(own).view(-1))
+    rows = own.codes.shape[0]
+    return Quantized(codes_MC, scales.view(group.size * own.scale.shape[1], -1).t()[:rows])
 
 
 def join_rows(group: TensorGroup, x_L: Tensor) -> Tensor:
     """The rows of all workers, of any dtype, which may be a transposed view."""
     return x_L if group.size == 1 else group.stack(x_L.contiguous()).flatten(0, 1)
+
+
+def direct_memory(group: TensorGroup, values: Tensor) -> PeerMemory | None:
+    """The memory by which `values` of all workers travel; None: by `stack`. In a captured graph always by memory."""
+    if group.memory is None or not values.is_cuda:
+        return None
+    return group.memory if values.nbytes <= DIRECT_BYTES or torch.cuda.is_current_stream_capturing() else None
 
 
 def own_columns(group: TensorGroup, x_MC: Tensor) -> Tensor:
@@ -90,9 +125,14 @@ def sum_own_columns(group: TensorGroup, partial_MC: Tensor) -> Tensor:
 
 
 def sum_of_one(group: TensorGroup, values: Tensor) -> Tensor:
-    """The values that one worker has where all others have zeros, bit for bit: their bytes are added."""
+    """The values [M, L], of a dtype of two bytes, that one worker has where all others have zeros, bit for bit: their
+    bytes are added."""
     if group.size == 1:
         return values
+    memory = direct_memory(group, values)
+    if memory is not None:
+        parts_MTL = gather_from_peers(memory, values.contiguous())[0].view(torch.int16).unflatten(1, (group.size, -1))
+        return parts_MTL.sum(1, dtype=torch.int16).view(values.dtype)
     parts = group.exchange(_in_parts(group, values.contiguous().view(torch.int16)))
     return _whole(group.stack(parts.sum(0, dtype=torch.int16)), values.view(torch.int16)).view(values.dtype)
 

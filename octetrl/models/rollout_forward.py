@@ -22,10 +22,8 @@ from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder
 
 
 def can_fuse(model: Decoder) -> bool:
-    """Whether a GPU can run the fused forms of this model: it is whole and in BF16, and no FP8 linear is emulated."""
-    if model.dtype != torch.bfloat16 or model.group.size > 1:
-        return False
-    return all(linear.backend == "scaled_mm" for _, linear in model.float8_linears())
+    """Whether a GPU can run the fused rollout of this model: it is in BF16, and no FP8 linear is emulated."""
+    return model.dtype == torch.bfloat16 and all(linear.backend == "scaled_mm" for _, linear in model.float8_linears())
 
 
 @torch.no_grad()

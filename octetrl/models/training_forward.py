@@ -53,8 +53,8 @@ Keep = Literal["nothing", "layer", "attention", "everything"]
 
 
 def fused_layer_runner(model: Decoder, keep: Keep) -> RunLayer | None:
-    """The `run_layer` of `Decoder.forward`. None if model or device cannot use the fused forms."""
-    if not model.lm_head_weight.is_cuda or not can_fuse(model):
+    """The `run_layer` of `Decoder.forward`. None if model or device cannot use the fused forms; a part never can."""
+    if not model.lm_head_weight.is_cuda or not can_fuse(model) or model.group.size > 1:
         return None
     return partial(_run_layer, keep=keep)
 

@@ -147,7 +147,7 @@ def _run_steps(
                 kv_saturation_warning(metrics, recipe.fp8),
                 empty.warning(step, metrics),
                 slow.warning(step, metrics),
-                fallbacks.warning(),
+                fallbacks.warning(metrics),
             )
             for warning in health:
                 if warning is not None:

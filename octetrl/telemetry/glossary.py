@@ -114,6 +114,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/non_finite_tokens", TOKENS, "Tokens that met a non-finite activation.", "Above 0: an error."),
         Metric("rollout/reward_restarts", "", "Reward processes that were replaced after a crash or a time-out."),
         Metric("rollout/fused", "0 or 1", "Whether the engine runs the fused forward."),
+        Metric("rollout/captured", "0 or 1", "With cluster.tensor_parallel: whether decode steps are CUDA graphs.",
+               "0: slow. logs/worker_0.log says why."),
         Metric("rollout/in_flight", "rollouts", "Mean number of conversations that the model was answering."),
         Metric("rollout/with_environment", "rollouts", "Mean number of conversations that waited for an environment."),
         Metric("rollout/waiting_share", SHARE, "Part of the rollout in which no conversation was answered."),

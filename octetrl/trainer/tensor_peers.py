@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store, Work
 
+from octetrl.kernels.rows.gather_from_peers import PeerMemory
+from octetrl.trainer.peer_memory import OpenedMemory, open_peer_memory
 from octetrl.trainer.peers import ALONE, Peers, ProcessGroupPeers, Running
 from octetrl.trainer.shards import Cut, GradientMode, Share
 
@@ -29,7 +31,8 @@ class TensorPeers(ProcessGroupPeers):
     """A `TensorGroup` (layers/tensor_group.py). NCCL between GPUs, gloo between CPU processes.
 
     On a GPU the host does not wait for an exchange; what it launches next does. Requests go over gloo, because a record
-    over NCCL would wait for all launched forwards.
+    over NCCL would wait for all launched forwards. Small tensors travel through the GPUs' memory where they can
+    (trainer/peer_memory.py).
     """
 
     def __init__(
@@ -40,10 +43,14 @@ class TensorPeers(ProcessGroupPeers):
         while self._in_flight:  # NCCL has connected after this
             self._complete(self._in_flight.popleft())
         self._commands: ProcessGroupPeers = self
+        self._opened: OpenedMemory | None = None
         if device.type == "cuda":
             self._commands = ProcessGroupPeers(
                 store, share, torch.device("cpu"), deadline_seconds=deadline_seconds, name=f"{name} commands"
             )
+            self._opened, why_not = open_peer_memory(self._commands, device, deadline_seconds)
+            if self._opened is None:
+                print(f"decode steps are not captured, because parts of the model travel over NCCL: {why_not}")
 
     @property
     def rank(self) -> int:
@@ -52,6 +59,10 @@ class TensorPeers(ProcessGroupPeers):
     @property
     def size(self) -> int:
         return self.share.count
+
+    @property
+    def memory(self) -> PeerMemory | None:
+        return None if self._opened is None else self._opened.memory
 
     def stack(self, values: Tensor) -> Tensor:
         return self._all_gather(values, PHASE)
@@ -83,6 +94,8 @@ class TensorPeers(ProcessGroupPeers):
 
     def close(self) -> None:
         self._in_flight.clear()
+        if self._opened is not None:
+            self._opened.close()
         if self._commands is not self:
             self._commands.close()
         super().close()

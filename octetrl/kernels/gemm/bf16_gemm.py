@@ -73,16 +73,17 @@ def plain_config(m: int) -> Config:
     return next((config for largest, config in PLAIN.items() if m <= largest), LARGE)
 
 
-def bf16_gemm(x_MK: Tensor, w_NK: Tensor, *, early: bool = False) -> Tensor:
+def bf16_gemm(x_MK: Tensor, w_NK: Tensor, *, early: bool = False, is_part: bool = False) -> Tensor:
     """y[M, N] in BF16, with the bits that `F.linear` gives the same rows in a large batch. No gradient.
 
-    Both operands are BF16 and, on a GPU, contiguous. `early`: that of `fp8_gemm`.
+    Both operands are BF16 and, on a GPU, contiguous. `early`: that of `fp8_gemm`. `is_part`: w has some rows of a
+    weight, so cuBLAS, whose order may depend on their number, does not multiply.
     """
     if not x_MK.is_cuda:
         return bf16_gemm_reference(x_MK, w_NK)
     config = straight_config(x_MK.shape[0], *w_NK.shape)
     if config is None:
-        return F.linear(x_MK, w_NK)
+        return bf16_gemm_straight(x_MK, w_NK) if is_part else F.linear(x_MK, w_NK)
     if config.kernel != "few_rows":
         return bf16_gemm_triton(x_MK, w_NK, config)
     name = f"bf16_gemm, {config}"

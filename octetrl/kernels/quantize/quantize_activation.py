@@ -98,6 +98,19 @@ def empty_rows(rows: int, columns: int, device: torch.device) -> tuple[Tensor, T
     return codes[:rows], scale.t()[:rows]
 
 
+def scale_rows_of(quantized: Quantized) -> Tensor:
+    """The scales of [rows, columns] as one contiguous tensor [ceil(columns/128), room], as `empty_rows` allocates
+    them. Without a copy if they lie so."""
+    rows, blocks = quantized.scale.shape
+    room, scale = -(-rows // 4) * 4, quantized.scale
+    held = scale.untyped_storage().nbytes() // scale.element_size() - scale.storage_offset()
+    if scale.stride(0) == 1 and (blocks == 1 or scale.stride(1) == room) and held >= blocks * room:
+        return scale.as_strided((blocks, room), (room, 1))
+    whole = scale.new_zeros(blocks, room)
+    whole[:, :rows] = scale.t()
+    return whole
+
+
 def quantize_activation_triton(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
     """The Triton launcher: x_MK BF16 or float32, any M and K."""
     if x_MK.stride(1) != 1:

@@ -26,6 +26,7 @@ from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_both import quantize_both
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.rows.add_rms_norm import add_rms_norm
+from octetrl.layers.cut_linear import CutLinear, joined_operand, joined_result
 from octetrl.layers.linear import Float8Linear, Projection
 from octetrl.layers.lora import add_branch, lora_dgrad, lora_down, lora_dt, lora_wgrad
 from octetrl.layers.norm import RMSNorm
@@ -61,7 +62,7 @@ def base_product(linear: Projection, x: Operand, *, early: bool = False) -> Tens
         assert isinstance(x, Tensor)
         if linear.fast:
             return F.linear(x, linear.weight, linear.bias)
-        y_TN = bf16_gemm(x, linear.weight, early=early)
+        y_TN = bf16_gemm(x, linear.weight, early=early, is_part=isinstance(linear, CutLinear))
     return y_TN if linear.bias is None else y_TN + linear.bias
 
 
@@ -78,11 +79,12 @@ def add_norm(
 
 def project(linear: Projection, x: Operand) -> Tensor:
     """y [T, N], no gradient. Weights are written between forwards only, so no kernel in front writes them."""
+    x = joined_operand(linear, x)
     y_TN = base_product(linear, x, early=True)
     if linear.lora is not None:
         assert isinstance(x, Tensor)
         add_branch(linear.lora, y_TN, lora_down(linear.lora, x))
-    return y_TN
+    return joined_result(linear, y_TN)
 
 
 # ---------------------------------------------------------------- training

@@ -295,7 +295,7 @@ def memory_of(team: Team) -> dict[str, float]:
 def paths_of(team: Team) -> dict[str, float]:
     """The slower path of any worker."""
     parts: list[dict[str, float]] = team.ask("state", "path_metrics")
-    worst = {name: min if name.endswith("/fused") else max for name in parts[0]}
+    worst = {name: min if name.endswith(("/fused", "/captured")) else max for name in parts[0]}
     return {name: choose(part[name] for part in parts) for name, choose in worst.items()}
 
 

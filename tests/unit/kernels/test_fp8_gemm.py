@@ -24,6 +24,7 @@ from octetrl.kernels.gemm import fp8_gemm as module
 from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT
 from octetrl.kernels.gemm.fp8_gemm import SCALED_MM, Config, choose_config, fp8_gemm, fp8_gemm_triton
 from octetrl.kernels.gemm.fp8_gemm_gluon import RING_LIMIT, ring_bytes
+from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.workers.kernel_paths import FallbackWatch, path_metrics
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
@@ -172,7 +173,7 @@ def test_a_fault_of_another_kind_is_not_gluons(error: Exception, monkeypatch: py
     for _ in range(2):
         with pytest.raises(type(error)):
             fp8_gemm(x, w)
-    assert FallbackWatch().warning() is None
+    assert FallbackWatch().warning({}) is None
 
 
 @pytest.mark.parametrize(
@@ -197,11 +198,11 @@ def test_gluon_that_does_not_compile_is_replaced_and_reported(
         warnings.simplefilter("error")
         fp8_gemm(x, w)
     assert list(gluon.fallbacks) == [Config("gluon", 64, 64, 8)]
-    told = watch.warning()
+    told = watch.warning({})
     assert told is not None and type(error).__name__ in told and "\n" not in told
     assert "1 Gluon kernel" in told and "fp8_gemm, Config" in told
-    assert watch.warning() is None, "told once"
-    on_gpu = SimpleNamespace(lm_head_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32)
+    assert watch.warning({}) is None, "told once"
+    on_gpu = SimpleNamespace(lm_head_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32, group=ONE_WORKER)
     assert path_metrics(trained=on_gpu, generating=on_gpu) == {
         "fp8/gluon_fallbacks": 1.0,
         "train/fused": 0.0,
