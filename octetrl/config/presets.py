@@ -2,8 +2,9 @@
 
 `tiny` is for the demo and the tests: a Qwen3 with about a million parameters, small enough to train on a laptop.
 `tiny-moe` is the same with eight experts per layer, two of which each token uses. `tiny-mla-moe` has DeepSeek-V3's
-latent attention, routing and shared expert. The others are the published shapes of Qwen/Qwen3-0.6B, -1.7B, -8B and
--30B-A3B, of meta-llama/Llama-3.1-8B and of moonshotai/Moonlight-16B-A3B, for runs with random weights.
+latent attention, routing and shared expert. The others are the published shapes of Qwen/Qwen3-0.6B, -1.7B, -8B, -14B,
+-32B and -30B-A3B, of meta-llama/Llama-3.1-8B and -70B and of moonshotai/Moonlight-16B-A3B, for runs with random
+weights.
 """
 
 from __future__ import annotations
@@ -71,6 +72,30 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "torch_dtype": "bfloat16",
 }
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+    "torch_dtype": "bfloat16",
+}
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
     "tiny-moe": _TINY | _QWEN3_MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
@@ -96,6 +121,22 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "intermediate_size": 12_288,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-14b": _QWEN3_PUBLISHED
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-32b": _QWEN3_PUBLISHED
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
         "tie_word_embeddings": False,
     },
     "qwen3-30b-a3b": _QWEN3_PUBLISHED
@@ -149,33 +190,19 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "bos_token_id": 163_584,
         "eos_token_id": 163_585,
     },
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
+    "llama-3.1-8b": _LLAMA
+    | {
         "hidden_size": 4096,
         "intermediate_size": 14_336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-        "bos_token_id": 128_000,
-        "eos_token_id": 128_001,
-        "torch_dtype": "bfloat16",
+    },
+    "llama-3.1-70b": _LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
     },
 }
 PRESETS = tuple(_PRESETS)

@@ -1,7 +1,7 @@
 """Two workers that share a model by rows on a GPU, against one that has it whole.
 
-One pair of processes computes all cases: on GPUs of their own over NCCL, or on the only GPU over gloo. Runs on Ray are
-in test_two_gpus.py.
+One pair of processes computes all cases: on GPUs of their own, over their memory and NCCL, with captured decode steps;
+or on the only GPU over gloo. Runs on Ray are in test_two_gpus.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
 from octetrl.kernels.gemm.linear_logprobs import lm_head_logits
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.kernels.rows.gather_from_peers import PeerMemory, gather_from_peers
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
 from octetrl.trainer.forward import KVReplay
@@ -40,10 +41,12 @@ from tests.objectives import objective
 from tests.parity.shapes import FULL, TINY
 from tests.parity.short_run import ShortRun, assert_equal_in_every_step, assert_learned, short_run
 from tests.parity.sides import PRECISIONS, draw_weights
+from tests.required import missing
 from tests.unit.trainer.tiny_trainer import random_samples, supervised
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("two GPUs")]
 SIZE, DEADLINE_SECONDS = 2, 120.0
+REPLAYS = 200
 SMALL: dict[str, ModelSpec] = {
     family: replace(
         spec,
@@ -81,10 +84,12 @@ TOLERANCES = {"bf16": 0.01, "fp8": 0.03}  # of a gradient's norm; 0.0014 and 0.0
 
 
 class Shared(NamedTuple):
-    """The runs of one worker, by case, and its gradients, by precision and parameter."""
+    """The runs of one worker, by case, and its gradients, by precision and parameter. `gathered`: the number of gathers
+    through the GPUs' memory that were compared; 0 on one GPU."""
 
     runs: Mapping[str, ShortRun]
     gradients: Mapping[str, Mapping[str, Tensor]]
+    gathered: int = 0
 
 
 def run_case(case: Case, device: str, peers: Peers) -> ShortRun:
@@ -122,8 +127,40 @@ def gradients_of(precision: str, device: str, peers: Peers) -> dict[str, Tensor]
 
 
 def all_of(device: str, peers: Peers) -> Shared:
+    gathered = 0 if peers.group.memory is None else compared_gathers(peers.group.memory)
     runs = {name: run_case(case, device, peers) for name, case in CASES.items()}
-    return Shared(runs, {precision: gradients_of(precision, device, peers) for precision in TOLERANCES})
+    return Shared(runs, {precision: gradients_of(precision, device, peers) for precision in TOLERANCES}, gathered)
+
+
+def compared_gathers(memory: PeerMemory) -> int:
+    """Gathers of different shapes one after another in a captured graph, replayed with other values each time."""
+    shapes = [(1, 64), (256, 2048), (17, 512), (3, 4096), (256, 6144), (64, 40_000), (130, 128), (5, 1024)]
+    parts = [torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in shapes]
+    flat = torch.zeros(7 * 44, dtype=torch.int32, device="cuda")
+
+    def gathered() -> list[Tensor]:
+        return [one for part in parts for one in gather_from_peers(memory, part, flat_F=flat)]
+
+    def values(rank: int, replay: int) -> list[Tensor]:
+        generator = torch.Generator("cuda").manual_seed(100 * replay + rank)
+        drawn = [torch.randint(0, 1 << 30, one.shape, generator=generator, device="cuda") for one in (*parts, flat)]
+        return [one.int() for one in drawn]
+
+    gathered()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gathered()
+    for replay in range(REPLAYS):
+        of_all = [values(rank, replay) for rank in range(memory.count)]
+        for target, value in zip((*parts, flat), of_all[memory.rank], strict=True):
+            target.copy_(value)
+        graph.replay()
+        flats = torch.cat([one[-1] for one in of_all])
+        for at in range(len(parts)):
+            whole = torch.cat([one[at] for one in of_all], dim=1)
+            assert torch.equal(found[2 * at], whole) and torch.equal(found[2 * at + 1], flats), (replay, shapes[at])
+    assert not memory.has_failed
+    return REPLAYS * len(parts)
 
 
 def on_one_gpu(rank: int, address: str, over_nccl: bool, folder: Path) -> None:
@@ -166,6 +203,12 @@ def test_log_probs_are_those_of_one_gpu(name: str, shared: list[Shared]) -> None
     assert first.metrics[0]["grad_norm"] == pytest.approx(alone.metrics[0]["grad_norm"], rel=0.02)
     if case.lora is not None:
         assert_learned(first)
+
+
+def test_parts_travel_through_the_memory_of_the_gpus(shared: list[Shared]) -> None:
+    if torch.cuda.device_count() < SIZE:
+        missing("two-gpus", "fewer than two GPUs are visible")
+    assert all(one.gathered >= REPLAYS for one in shared)
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

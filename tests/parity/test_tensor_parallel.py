@@ -6,11 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from octetrl.config.blocks import LayerBlocks
 from octetrl.config.schema import LoraConfig
+from octetrl.engine.model_runner import ModelRunner
+from octetrl.layers.context import PagedContext
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
+from octetrl.models.rollout_forward import rollout_forward
 from octetrl.trainer.peers import ALONE, Peers
 from tests.grid import run_grid, smallest_shape
 from tests.parity.short_run import ShortRun, assert_equal_in_every_step, assert_learned, short_run
@@ -52,3 +56,26 @@ def test_log_probs_are_those_of_one_worker(family: str, precision: str, size: in
         assert one.metrics[0]["loss"] == pytest.approx(alone.metrics[0]["loss"], rel=1e-6)
         assert one.metrics[0]["entropy"] == pytest.approx(alone.metrics[0]["entropy"], rel=1e-6)
         assert_learned(one)
+
+
+@pytest.mark.parametrize(
+    ("precision", "lora"), [("bf16", None), ("fp8_full", None), ("fp8_full", LoraConfig(rank=4)), ("fp8", None)]
+)
+def test_the_fused_rollout_of_parts_is_the_trainers(
+    precision: str, lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the trainer runs the modules."""
+
+    def fused(
+        runner: ModelRunner, token_T: Tensor, position_T: Tensor, context: PagedContext, *, counts: bool = True
+    ) -> Tensor:
+        return rollout_forward(runner.model, token_T, position_T, context)
+
+    monkeypatch.setattr(ModelRunner, "_forward", fused)
+    spec = smallest_shape("qwen3", 2)
+
+    def run(peers: Peers) -> ShortRun:
+        return short_run(spec, precision, "cpu", 1, peers=peers, lora=lora, **OPTIONS)
+
+    for one in run_grid(1, 2, run, deadline_seconds=120.0):
+        assert_equal_in_every_step(one)

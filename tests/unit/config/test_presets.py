@@ -17,7 +17,10 @@ from octetrl.models.families import spec_from_config
         ("qwen3-0.6b", 596_049_920, True),
         ("qwen3-1.7b", 1_720_574_976, True),
         ("qwen3-8b", 8_190_735_360, False),
+        ("qwen3-14b", 14_768_307_200, False),
+        ("qwen3-32b", 32_762_123_264, False),
         ("llama-3.1-8b", 8_030_261_248, False),
+        ("llama-3.1-70b", 70_553_706_496, False),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(name: str, parameters: int, tied: bool) -> None:
