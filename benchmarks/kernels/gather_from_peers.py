@@ -5,8 +5,8 @@
 The shapes are those of a decode step of Qwen3-8B and Llama-3.1-70B, of which each GPU has half: codes with their scales
 before o_proj and down_proj, BF16 results behind them, and logits. The bytes are compared first. A time is that of one
 gather, the median of replays of a graph with many; GPUs wait for each other, so both have the same. NCCL gathers codes
-and scales in two exchanges, as it would in a forward, and leaves the parts one after another: putting the columns side by
-side is not in its time.
+and scales in two exchanges, as it would in a forward, and leaves the parts one after another: putting the columns side
+by side is not in its time.
 """
 
 from __future__ import annotations
@@ -127,9 +127,8 @@ def measured(peers: TensorPeers) -> list[dict[str, object]]:
             direct = median_us(lambda mine=mine: gather_from_peers(memory, mine.values, flat_F=mine.scales))  # type: ignore[misc]
             nccl = median_us(by_nccl(peers._collectives, mine))
             sent = mine.num_bytes / 1e3
-            rows_of_table.append(
-                {"what": what.name, "rows": rows, "sent_kb": sent, "us": direct, "nccl_us": nccl, "gb_per_second": sent / direct}
-            )  # fmt: skip
+            times = {"us": direct, "nccl_us": nccl, "gb_per_second": sent / direct}
+            rows_of_table.append({"what": what.name, "rows": rows, "sent_kb": sent, **times})
     assert not memory.has_failed
     return rows_of_table
 
