@@ -20,10 +20,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octetrl.engine.weight_digest import digest_of
+from octetrl.engine.weight_digest import digest_and_flags
 from octetrl.fp8.kv_scales import KVScales
-from octetrl.kernels.quantize.quantize_weight import check_scales
 from octetrl.layers.linear import Float8Linear
+from octetrl.layers.many_linears import requantize
 from octetrl.models.decoder import Decoder
 from octetrl.records import WeightSet
 
@@ -57,24 +57,23 @@ def put_weights(model: Decoder, weights: WeightSet) -> None:
     """
     for name, parameter in model.named_parameters():
         _copy(parameter, weights.tensors[name])
-    made: dict[str, tuple[Tensor, Tensor]] = {}
+    made: dict[str, Float8Linear] = {}
     for name, linear in model.float8_linears():
         if name in weights.codes:
             codes, scale = weights.codes[name]
             _copy(linear.codes, codes)
             _copy(linear.scale, scale)
         elif not linear.skips_requantize:
-            linear.requantize(name, check=False)
             assert linear.weight is not None, f"{name} has no codes, and the engine has no weight to quantise"
-            made[name] = (linear.weight.detach(), linear.scale)
-    check_scales(made)
+            made[name] = linear
+    requantize(made)
 
 
 def weights_digest(model: Decoder, weights: WeightSet, *, covers_all: bool = False) -> str:
     """Compares what the engine reads with `weights`, as last put in; returns the digest of the engine's weights.
 
     It covers codes, scales and adapters; if `covers_all`, all parameters. Raises RuntimeError naming the first tensor
-    that differs. It needs two host synchronisations and few launches; shared memory is recognised by its address.
+    that differs. It needs one host synchronisation and few launches; shared memory is recognised by its address.
     """
     version = weights.policy_version
     linears = list(model.float8_linears())
@@ -93,13 +92,13 @@ def weights_digest(model: Decoder, weights: WeightSet, *, covers_all: bool = Fal
         compared += [(name, equal) for equal in _equal_bytes((parameter.detach(),), (weights.tensors[name],))]
     adapters = [tensor for _, adapter in model.adapters() for tensor in adapter.parameters()]
     read += [tensor.detach() for tensor in (model.parameters() if covers_all else adapters)]
-    if compared:
-        for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
-            if not equal:
-                raise RuntimeError(
-                    f"publish: the engine's '{name}' differs from the trainer's at policy version {version}; stopping"
-                )
-    return digest_of(version, read)
+    digest, flags = digest_and_flags(version, read, [equal for _, equal in compared])
+    for (name, _), equal in zip(compared, flags, strict=True):
+        if not equal:
+            raise RuntimeError(
+                f"publish: the engine's '{name}' differs from the trainer's at policy version {version}; stopping"
+            )
+    return digest
 
 
 def weight_set(trainer_model: Decoder, version: int, kv_scales: KVScales | None = None) -> WeightSet:

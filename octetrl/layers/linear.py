@@ -45,6 +45,7 @@ from octetrl.fp8.backends import BackendName, transposed
 from octetrl.fp8.format import BLOCK, E4M3, decode_e4m3
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_weight_transposed
+from octetrl.kernels.quantize.quantize_weights import QuantizedWeight
 from octetrl.kernels.quantize.transpose_codes import transpose_codes
 from octetrl.layers.float8_function import Float8LinearFunction
 from octetrl.layers.lora import LoraAdapter
@@ -93,7 +94,7 @@ class Float8Linear(nn.Module):
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scale", torch.full(blocks, torch.nan, device=device), persistent=False)
         self._quantized_version: int | None = None
-        self._codes_transposed: Tensor | None = None
+        self.codes_transposed: Tensor | None = None  # [K, N], for dgrad
         self._decoded: tuple[tuple[int, int], Tensor] | None = None
 
     @property
@@ -111,12 +112,20 @@ class Float8Linear(nn.Module):
 
         With `check=False` the caller checks (`check_scales` in kernels/quantize/quantize_weight.py).
         """
+        weight_NK, out, transposed_KN = self.weight_to_quantize()
+        self.quantize(weight_NK, name=name, out=out, transposed_KN=transposed_KN, check=check)
+        self.mark_codes_current()
+
+    def weight_to_quantize(self) -> QuantizedWeight:
+        """The weight, and where `requantize` writes its codes. Freed codes get memory."""
         assert self.weight is not None, "this linear has no weight to quantise"
         if not self.has_codes:
             self.codes.untyped_storage().resize_(self.codes.numel())
-        self.quantize(
-            self.weight.detach(), name=name, out=self.quantized, transposed_KN=self._codes_transposed, check=check
-        )
+        return QuantizedWeight(self.weight.detach(), self.quantized, self.codes_transposed)
+
+    def mark_codes_current(self) -> None:
+        """Declares that all codes and the scales, which the caller wrote, are those of the current weight."""
+        assert self.weight is not None
         self._quantized_version = self.weight._version
         if self.backend == "emulated":  # a kernel's writes do not move the counter
             torch.autograd.graph.increment_version(self.codes)
@@ -152,12 +161,9 @@ class Float8Linear(nn.Module):
     @torch.no_grad()
     def adopt_codes(self) -> None:
         """Declares that `codes` and `scale`, which the caller wrote, are those of the current weight."""
-        assert self.weight is not None
-        if self._codes_transposed is not None:
-            transpose_codes(self.codes, self._codes_transposed)
-        self._quantized_version = self.weight._version
-        if self.backend == "emulated":
-            torch.autograd.graph.increment_version(self.codes)
+        if self.codes_transposed is not None:
+            transpose_codes(self.codes, self.codes_transposed)
+        self.mark_codes_current()
 
     @property
     def has_codes(self) -> bool:
@@ -169,7 +175,7 @@ class Float8Linear(nn.Module):
         if self.weight is not None and self.weight.requires_grad:
             self.check_codes()
             self.codes.untyped_storage().resize_(0)
-            self._codes_transposed = self._decoded = None
+            self.codes_transposed = self._decoded = None
 
     def mark_codes_stale(self) -> None:
         """Makes forward refuse the codes until `requantize()`."""
@@ -178,7 +184,7 @@ class Float8Linear(nn.Module):
     def drop_weight(self) -> None:
         """Drops the weight and keeps codes and scales: for the engine's copy, or a frozen weight of the trainer."""
         self.weight = None
-        self._codes_transposed = None
+        self.codes_transposed = None
 
     def check_codes(self) -> None:
         """Raises RuntimeError if the weight changed since its codes were computed."""
@@ -211,9 +217,9 @@ class Float8Linear(nn.Module):
         if not self.has_codes:
             assert self.weight is not None, CODES_ARE_FREED
             return quantize_weight_transposed(self.weight.detach(), self.power_of_two)
-        if self._codes_transposed is None:
-            self._codes_transposed = transpose_codes(self.codes)
-        return Quantized(self._codes_transposed, self.scale.t())
+        if self.codes_transposed is None:
+            self.codes_transposed = transpose_codes(self.codes)
+        return Quantized(self.codes_transposed, self.scale.t())
 
     def _decoded_codes(self) -> Tensor:
         """The codes' values in float64, renewed when the codes' version counter changes."""

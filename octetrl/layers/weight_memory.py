@@ -84,10 +84,14 @@ def quantize_rows(linear: Float8Linear, first: int, rows_RK: Tensor, name: str) 
 
     Raises NonFiniteError naming the weight if it is not finite on a CPU. On a GPU its scales are then NaN.
     """
+    linear.quantize(rows_RK, name=name, out=place_of_rows(linear, first, rows_RK))
+
+
+def place_of_rows(linear: Float8Linear, first: int, rows_RK: Tensor) -> Quantized:
+    """The linear's codes and scales of these rows: views. `first`: the first row, which begins a block."""
     assert first % rows_per_unit(linear) == 0, f"row {first} does not begin a block"
     stop = first + rows_RK.shape[0]
-    held = Quantized(linear.codes[first:stop], linear.scale[scale_row(linear, first) : scale_row(linear, stop)])
-    linear.quantize(rows_RK, name=name, out=held)
+    return Quantized(linear.codes[first:stop], linear.scale[scale_row(linear, first) : scale_row(linear, stop)])
 
 
 def filling(model: nn.Module, loading: Loading | None = None) -> Callable[[str], AbstractContextManager[OwnRows]]:

@@ -28,7 +28,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits
-from octetrl.kernels.quantize.quantize_weight import check_scales
+from octetrl.layers import many_linears
 from octetrl.layers.context import Context
 from octetrl.layers.cut_rows import VocabularyRows, build_embedding
 from octetrl.layers.linear import Float8Linear
@@ -239,15 +239,9 @@ class Decoder(nn.Module):
 
     def requantize(self) -> None:
         """Quantises every FP8 weight that may have changed, in place. ValueError names one that is not finite."""
-        made: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, module in self.float8_linears():
-            if module.skips_requantize:
-                continue
-            module.requantize(f"{name}.weight", check=False)
-            assert module.weight is not None
-            made[f"{name}.weight"] = (module.weight.detach(), module.scale)
+        linears = {f"{name}.weight": one for name, one in self.float8_linears() if not one.skips_requantize}
         try:
-            check_scales(made)
+            many_linears.requantize(linears)
         except ValueError:
             for _, module in self.float8_linears():
                 module.mark_codes_stale()

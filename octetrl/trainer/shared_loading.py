@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from octetrl.config.errors import UserError
+from octetrl.layers.many_linears import adopt_codes
 from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
 from octetrl.trainer.optimizer import owned_rows
@@ -88,5 +89,4 @@ def _gather(model: Decoder, table: Mapping[str, tuple[Rows, ...]], peers: Peers)
     for name, rows in table.items():
         cuts += cuts_of_codes(linears[name], rows) if name in linears else [Cut(matrices[name].detach(), rows)]
     peers.gather_from_owners(cuts, PHASE)
-    for linear in linears.values():
-        linear.adopt_codes()
+    adopt_codes(linears.values())

@@ -20,7 +20,8 @@ from torch import Tensor
 from octetrl.config.schema import OptimizerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.layers.linear import Float8Linear
-from octetrl.layers.weight_memory import keep_rows, quantize_rows, rows_per_unit, scale_row
+from octetrl.layers.many_linears import LinearRows, adopt_codes, quantize_rows
+from octetrl.layers.weight_memory import keep_rows, rows_per_unit, scale_row
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.trainer.optimizer import GradientFormat, Optimizer, owned_rows
@@ -94,10 +95,11 @@ class SharedWeights:
         if error is None:
             self._gather()
             error = self._first_non_finite()
-        for linear in self._linears.values():
-            linear.adopt_codes() if error is None else linear.mark_codes_stale()
         if error is not None:
+            for linear in self._linears.values():
+                linear.mark_codes_stale()
             raise NonFiniteError(error)
+        adopt_codes(self._linears.values())
 
     def _gather(self) -> None:
         began, cuts = self._now(), self._cuts()
@@ -136,12 +138,11 @@ class SharedWeights:
             raise NonFiniteError(error)
 
     def _quantize_owned(self) -> str | None:
-        for slot in self._optimizer.slots:
-            if slot.name in self._linears:
-                try:
-                    quantize_rows(self._linears[slot.name], slot.rows.start, slot.weight, slot.name)
-                except NonFiniteError as error:
-                    return str(error)
+        slots = [slot for slot in self._optimizer.slots if slot.name in self._linears]
+        try:
+            quantize_rows({one.name: LinearRows(self._linears[one.name], one.rows.start, one.weight) for one in slots})
+        except NonFiniteError as error:
+            return str(error)
         return None
 
     def _cuts(self) -> list[Cut]:

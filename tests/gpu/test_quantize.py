@@ -4,7 +4,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -19,7 +19,9 @@ from octetrl.fp8.quantize import (
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight, quantize_weight_transposed
+from octetrl.kernels.quantize.quantize_weights import QuantizedWeight, quantize_weights
 from octetrl.kernels.quantize.transpose_codes import transpose_codes
+from octetrl.kernels.quantize.transpose_many_codes import transpose_many_codes
 from octetrl.kernels.rows.sum_words import sum_words
 from octetrl.layers.linear import Float8Linear
 from tests.golden.make import PATH
@@ -52,10 +54,87 @@ def test_golden_bytes(kind: str, option: str) -> None:
     assert_same_bytes(KERNELS[kind][0](x, OPTIONS[option]), want)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (1152, 640), (3, 100_003), (12_288, 512)])
-def test_sums_of_words(shape: tuple[int, int]) -> None:
-    words = torch.randint(-(1 << 62), 1 << 62, shape, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(sum_words(words.cuda()).cpu(), sum_words(words))
+def test_sums_of_words() -> None:
+    """Rows of words, of bytes, and of words that begin between two pairs; alone and together."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, 1), (5, 7), (1152, 640), (3, 100_003), (12_288, 512), (0, 8), (1, 4096)]
+    tensors = [torch.randint(-(1 << 62), 1 << 62, shape, generator=generator) for shape in shapes]
+    octets = torch.randint(0, 256, (601, 1001), dtype=torch.uint8, generator=generator)
+    tensors += [octets, octets[3], tensors[2].flatten()[1 : 1 + 640 * 1150].view(1150, 640)]
+    for some in (*([one] for one in tensors), tensors):
+        on_gpu = [one.cuda() for one in some]
+        assert torch.equal(sum_words(on_gpu).cpu(), sum_words(some)), [list(one.shape) for one in some]
+    shifted = tensors[2].cuda().flatten()[1 : 1 + 640 * 1150].view(1150, 640)
+    assert shifted.data_ptr() % 16 == 8 and torch.equal(sum_words([shifted]).cpu(), sum_words(tensors[-1:]))
+
+
+def test_sums_of_memory_that_was_freed_and_allocated_elsewhere() -> None:
+    words = torch.randint(-(1 << 62), 1 << 62, (256, 512), generator=torch.Generator().manual_seed(1))
+    held = words.cuda()
+    wanted = sum_words([words])
+    for _ in range(3):
+        assert torch.equal(sum_words([held]).cpu(), wanted)
+        storage = held.untyped_storage()
+        storage.resize_(0)
+        other = torch.zeros_like(words, device="cuda")  # at the address that became free
+        storage.resize_(words.nbytes)
+        held.copy_(words)
+        assert other.data_ptr() != held.data_ptr()
+
+
+WEIGHTS = [(128, 4096), (6144, 4096), (1, 16), (70, 48), (4096, 1104), (33, 129), (1152, 640), (0, 128)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_many_weights_have_the_bytes_of_each(power_of_two: bool, transposed: bool) -> None:
+    """Bit patterns are drawn: every exponent occurs, and a few values are not finite. The host reads nothing."""
+    weights: dict[str, QuantizedWeight] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for number, shape in enumerate(WEIGHTS):
+            generator = torch.Generator().manual_seed(number)
+            bits = torch.randint(0, 1 << 16, shape, generator=generator, dtype=torch.int32).to(torch.int16)
+            drawn = bits.view(torch.bfloat16)
+            w = (
+                torch.where(drawn.isfinite() | (torch.rand(shape, generator=generator) < 1e-6), drawn, 0)
+                .to(dtype)
+                .cuda()
+            )
+            weights[f"{dtype} {shape}"] = QuantizedWeight(w, room(shape), turned_room(shape) if transposed else None)
+    quantize_weights(weights, power_of_two)  # compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantize_weights(weights, power_of_two)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, one in weights.items():
+        alone = QuantizedWeight(one.w_NK, room(one.w_NK.shape), turned_room(one.w_NK.shape) if transposed else None)
+        if one.w_NK.numel():
+            quantize_weight(one.w_NK, power_of_two, out=alone.out, transposed_KN=alone.transposed_KN, check=False)
+            assert_same_bytes(one.out, alone.out)
+        if one.transposed_KN is not None and alone.transposed_KN is not None:
+            assert torch.equal(one.transposed_KN.view(torch.uint8), alone.transposed_KN.view(torch.uint8)), name
+
+
+def room(shape: Sequence[int]) -> Quantized:
+    blocks = [-(-size // 128) for size in shape]
+    codes = torch.zeros(shape, dtype=torch.float8_e4m3fn, device="cuda")
+    return Quantized(codes, torch.full(blocks, torch.nan, device="cuda"))
+
+
+def turned_room(shape: Sequence[int]) -> torch.Tensor:
+    return torch.zeros(*reversed(shape), dtype=torch.float8_e4m3fn, device="cuda")
+
+
+def test_transposed_codes_of_many_weights() -> None:
+    codes = [room(shape).codes for shape in WEIGHTS]
+    for one in codes:
+        one.view(torch.uint8).random_()
+    pairs = [(one, turned_room(one.shape)) for one in codes]
+    transpose_many_codes(pairs)
+    for one, turned in pairs:
+        assert torch.equal(turned.view(torch.uint8), one.view(torch.uint8).t()), one.shape
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (5, 7), (132, 200), (1152, 640), (4096, 1100)])

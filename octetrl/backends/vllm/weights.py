@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octetrl.backends.vllm.names import attention_name, vllm_name
 from octetrl.config.spec import ModelSpec
-from octetrl.engine.weight_digest import digest_of
+from octetrl.engine.weight_digest import digest_and_flags
 from octetrl.fp8.kv_scales import KVScales, split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight
@@ -81,10 +81,11 @@ class VllmWeights:
                     read.append(held[vllm_name(name)][: one.shape[0]])
                 elif name in made:
                     read.append(one)
-        for (name, _), equal in zip(compared, torch.stack([equal for _, equal in compared]).tolist(), strict=True):
+        digest, flags = digest_and_flags(version, read, [equal for _, equal in compared])
+        for (name, _), equal in zip(compared, flags, strict=True):
             if not equal:
                 raise RuntimeError(f"publish: vLLM's '{name}' differs from the trainer's at policy version {version}")
-        return digest_of(version, read)
+        return digest
 
     def _others(self, weights: WeightSet) -> Mapping[str, Tensor]:
         """Parameters that are not FP8, by our name."""

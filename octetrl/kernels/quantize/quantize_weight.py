@@ -8,7 +8,7 @@ is this one kernel without a copy. quantize_tokens.py explains how a tile is hel
 
 A non-finite weight is an error that names the weight. The kernel sets its block's scale to NaN, and one later read of
 the small scale tensor looks for NaN. A model with many weights launches all of them first and reads once
-(`check=False`, then `check_scales`).
+(`check=False`, then `check_scales`). quantize_weights.py takes many weights in one launch.
 
 Each element costs 2 bytes read and 1 written, or 2 with codes in both orientations. The bytes equal the reference's.
 
@@ -56,12 +56,13 @@ def _store_rows(
 
 
 @triton.jit
-def _quantize_weight_kernel(
-    w_ptr, code_ptr, transposed_ptr, scale_ptr, N, K, row_stride,
+def quantize_block(
+    tile, w_ptr, code_ptr, transposed_ptr, scale_ptr, N, K, row_stride,
     POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, ON_GPU: tl.constexpr,
     TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row_block, column_block = tile_place(tl.program_id(0), N, K, TOKEN_BLOCKS, BLOCK)
+    """Quantise the tile-th block of a weight."""
+    row_block, column_block = tile_place(tile, N, K, TOKEN_BLOCKS, BLOCK)
     row, column = row_block.to(tl.int64) * BLOCK, column_block.to(tl.int64) * BLOCK
     rows_left, columns_left = N - row_block * BLOCK, K - column_block * BLOCK
     w_ptr += row * row_stride + column
@@ -84,6 +85,18 @@ def _quantize_weight_kernel(
             w0_GC, w1_GC, w2_GC, w3_GC, amax_C, transposed_ptr + column * N + row, scale_ptr, N, columns_left,
             POWER_OF_TWO, True, ON_GPU, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def _quantize_weight_kernel(
+    w_ptr, code_ptr, transposed_ptr, scale_ptr, N, K, row_stride,
+    POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, ON_GPU: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    quantize_block(
+        tl.program_id(0), w_ptr, code_ptr, transposed_ptr, scale_ptr, N, K, row_stride,
+        POWER_OF_TWO, ROWS, TRANSPOSED, ON_GPU, TOKEN_BLOCKS, BLOCK,
+    )  # fmt: skip
 
 
 def quantize_weight_triton(

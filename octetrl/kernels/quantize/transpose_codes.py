@@ -5,7 +5,8 @@
 A worker that quantises a weight gets both orientations in one read (quantize_weight.py). A worker that receives codes
 from others has the rows alone. `copy_` of a transposed view moves single bytes, at less than a tenth of the memory's
 speed (benchmarks/kernels/quantize.py). Here a thread reads four neighbouring rows of a column and packs their bytes
-into one word, so what goes through shared memory and to the result are words.
+into one word, so what goes through shared memory and to the result are words. transpose_many_codes.py takes all weights
+of a model in one launch.
 
 Each element costs 1 byte read and 1 written.
 
@@ -33,10 +34,9 @@ def _load_bytes(place_GC, inside_GC):
 
 
 @triton.jit
-def _transpose_codes_kernel(
-    code_ptr, word_ptr, N, K, TOKEN_BLOCKS: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    row_block, column_block = tile_place(tl.program_id(0), N, K, TOKEN_BLOCKS, TILE)
+def transpose_tile(tile, code_ptr, word_ptr, N, K, TOKEN_BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    """Transpose the tile-th tile of a weight's codes."""
+    row_block, column_block = tile_place(tile, N, K, TOKEN_BLOCKS, TILE)
     group_G = row_block.to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     column_C = column_block.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside_GC = (group_G < N // 4)[:, None] & (column_C < K)[None, :]
@@ -46,6 +46,11 @@ def _transpose_codes_kernel(
     word_CG = tl.trans(low_GC | (high_GC << 16))
     inside_CG = (column_C < K)[:, None] & (group_G < N // 4)[None, :]
     tl.store(word_ptr + column_C[:, None] * (N // 4) + group_G[None, :], word_CG, mask=inside_CG)
+
+
+@triton.jit
+def _transpose_codes_kernel(code_ptr, word_ptr, N, K, TOKEN_BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    transpose_tile(tl.program_id(0), code_ptr, word_ptr, N, K, TOKEN_BLOCKS, TILE)
 
 
 def transpose_codes_triton(codes_NK: Tensor, out_KN: Tensor) -> Tensor:
@@ -64,13 +69,18 @@ def transpose_codes_reference(codes_NK: Tensor, out_KN: Tensor) -> Tensor:
     return out_KN.copy_(codes_NK.t())
 
 
+def check_shapes(codes_NK: Tensor, out_KN: Tensor) -> None:
+    """Whether `out_KN` can be the transposed codes."""
+    assert codes_NK.dim() == 2 and codes_NK.element_size() == 1, f"expected bytes [N, K], got {codes_NK.shape}"
+    assert out_KN.shape == codes_NK.shape[::-1] and out_KN.is_contiguous(), "the result is contiguous [K, N]"
+
+
 @torch.no_grad()
 def transpose_codes(codes_NK: Tensor, out_KN: Tensor | None = None) -> Tensor:
     """[N, K] -> [K, N], contiguous, into `out_KN` if given. Any N and K; a GPU is fast if N is a multiple of 4."""
-    assert codes_NK.dim() == 2 and codes_NK.element_size() == 1, f"expected bytes [N, K], got {codes_NK.shape}"
     rows, columns = codes_NK.shape
     if out_KN is None:
         out_KN = torch.empty(columns, rows, dtype=codes_NK.dtype, device=codes_NK.device)
-    assert out_KN.shape == (columns, rows) and out_KN.is_contiguous(), "the result is contiguous [K, N]"
+    check_shapes(codes_NK, out_KN)
     fast = codes_NK.is_cuda and codes_NK.is_contiguous() and rows % 4 == 0 and codes_NK.numel() > 0
     return (transpose_codes_triton if fast else transpose_codes_reference)(codes_NK, out_KN)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.engine.weight_digest import digest_of, row_sums
+from octetrl.engine.weight_digest import digest_of
+from octetrl.kernels.rows.sum_words import sum_words
 
 
 def weight(dtype: torch.dtype = torch.bfloat16, columns: int = 32) -> torch.Tensor:
@@ -38,9 +39,28 @@ def test_signs_that_changed_in_pairs_show(dtype: torch.dtype) -> None:
 
 
 def test_parts_are_no_part_of_it() -> None:
+    """Several workers may have some rows each."""
     w = weight()
-    assert torch.equal(torch.cat([row_sums(w[:2]), row_sums(w[2:])]), row_sums(w)), "of rows on several workers"
+    assert digest_of(1, [w[:2], w[2:]]) == digest_of(1, [w])
+
+
+def test_tensors_of_many_shapes_in_one_sum() -> None:
+    """Each tensor's rows have the sums that they have alone."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 5), (8,), (3, 5), (7,), (2, 3, 4), (2, 3, 4), (0, 5), (8,), (600, 900), (3, 5))
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors = [*drawn, *(one.bfloat16() for one in drawn), *(one.to(torch.float8_e4m3fn) for one in drawn)]
+    tensors.append(torch.randn(5, 3, generator=generator).t())
+    assert torch.equal(sum_words(tensors), torch.cat([sum_words([one]) for one in tensors]))
+    assert digest_of(1, tensors) != digest_of(1, [tensors[2], tensors[1], tensors[0], *tensors[3:]])
+
+
+def test_a_digest_is_what_it_was() -> None:
+    """Workers and backends compare digests: the definition must not drift."""
+    w = torch.arange(96, dtype=torch.uint8).view(6, 16)
+    assert digest_of(3, [w, w[0, :5].clone(), w[:3, :7].clone()]) == "c10d6054e546fadb"
 
 
 def test_a_tensor_without_rows() -> None:
-    assert row_sums(torch.zeros(0, 8)).shape == (0,) and digest_of(1, []) == digest_of(1, [])
+    assert sum_words([torch.zeros(0, 8)]).shape == (0,)
+    assert digest_of(1, []) == digest_of(1, [torch.zeros(0, 8)])

@@ -17,6 +17,10 @@ def draw(rows: int, columns: int) -> torch.Tensor:
     return torch.randint(-ANY, ANY, (rows, columns), generator=torch.Generator().manual_seed(rows))
 
 
+def draw_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
 def by_python(row: list[int]) -> int:
     products = [signed(word * ((place + 1) * STRIDE | 1)) for place, word in enumerate(row)]
     return signed(sum(product ^ (product % 2**64 >> 32) for product in products))
@@ -28,14 +32,48 @@ def signed(number: int) -> int:
 
 def test_the_sums_are_those_of_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sum_words, "PART", 64)
-    octets = torch.randint(0, 256, (2, 13), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    for words in (draw(5, 40), octets, draw(0, 3)):
-        assert run(words).tolist() == [by_python(row) for row in words.tolist()]
+    drawn = [draw(5, 40), draw_bytes(2, 13), draw(0, 3), draw(4, 1)]
+    assert run(drawn).tolist() == [by_python(row) for words in drawn for row in words.tolist()]
+    assert run([]).tolist() == []
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (4, 512), (5, 700), (3, 1500), (9, 64)])
-def test_the_kernel_has_the_integers_of_torch(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_all_but_the_first_dimension_and_any_dtype_is_bytes() -> None:
+    words = draw(6, 4)
+    wanted = run([words])
+    assert torch.equal(run([words.view(6, 2, 2)]), wanted)
+    assert torch.equal(run([words.view(torch.bfloat16)]), wanted)
+    assert torch.equal(run([words.view(torch.float8_e4m3fn).t().contiguous().t()]), wanted), "not contiguous"
+    assert torch.equal(run([words.flatten()]), run([words.view(1, 24)]))
+    assert torch.equal(run([draw(3, 0)]), torch.zeros(3, dtype=torch.int64))
+
+
+SHAPES = [(1, 1), (4, 512), (5, 700), (3, 1500), (9, 64), (0, 8), (2, 0)]
+
+
+@pytest.mark.parametrize("shapes", [[shape] for shape in SHAPES] + [SHAPES], ids=str)
+def test_the_kernel_has_the_integers_of_torch(shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, sum_words)
     monkeypatch.setattr(sum_words, "SPAN", 1024)  # so that two programs share a long row
-    words, sums = draw(rows, columns), torch.zeros(2, rows, dtype=torch.int64)
-    assert torch.equal(sum_words_triton(words, sums[0]), sum_words_reference(words, sums[1]))
+    tensors = [draw(*shape) for shape in shapes]
+    if len(shapes) > 1:  # an odd number of words, of bytes, a row, and words that begin between two pairs
+        tensors += [draw(3, 7), draw_bytes(5, 601), draw_bytes(9), draw(1, 65)[0, 1:].view(4, 16)]
+    sums = torch.zeros(2, sum(len(one) if one.dim() > 1 else 1 for one in tensors), dtype=torch.int64)
+    assert torch.equal(sum_words_triton(tensors, sums[0]), sum_words_reference(tensors, sums[1]))
+
+
+def test_a_tensor_that_moved_or_changed_has_another_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table is kept while the addresses stay the same, and the bytes behind them are read each time."""
+    interpret(monkeypatch, sum_words)
+
+    def sums(*tensors: torch.Tensor) -> list[int]:
+        return sum_words_triton(tensors, torch.zeros(2, dtype=torch.int64)).tolist()
+
+    one, two = draw(1, 16), draw(1, 16) ^ 1
+    first = sums(one, two)
+    assert sums(one, two) == first and sums(two, one) == first[::-1]
+    two[0, 3] ^= 1
+    assert sums(one, two)[1] != first[1]
+    one.untyped_storage().resize_(0)
+    one.untyped_storage().resize_(128)
+    one.copy_(two)
+    assert len(set(sums(one, two))) == 1
