@@ -49,12 +49,17 @@ def table_of(entries: Sequence[Entry], programs: Sequence[int], device: torch.de
     return _kept(tuple(entries), tuple(programs), device, stream)
 
 
+def parts_of(size: int, part: int) -> int:
+    """`size / part`, rounded up. `triton.cdiv` takes a microsecond, and some tables need a thousand."""
+    return -(-size // part)
+
+
 def all_aligned(*tensors: Tensor) -> bool:
     """Whether each begins at a multiple of 16 bytes."""
     return not any(tensor.data_ptr() % ALIGNED for tensor in tensors)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _kept(entries: tuple[Entry, ...], programs: tuple[int, ...], device: torch.device, stream: int) -> Table:
     firsts = accumulate(programs[:-1], initial=0)
     rows = [(*entry, first, count) for entry, first, count in zip(entries, firsts, programs, strict=True)]

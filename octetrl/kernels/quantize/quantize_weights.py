@@ -32,7 +32,7 @@ from octetrl.kernels.quantize.quantize_weight import (
     quantize_weight,
     quantize_weight_triton,
 )
-from octetrl.kernels.table import ALIGNED, Entry, all_aligned, table_of
+from octetrl.kernels.table import ALIGNED, Entry, all_aligned, parts_of, table_of
 
 # A BF16 weight without transposed codes: five programs run on a multiprocessor, as of quantize_weight's kernel. Left to
 # the compiler, registers are enough for four.
@@ -95,7 +95,7 @@ def quantize_weights_triton(weights: Mapping[str, QuantizedWeight], power_of_two
             quantize_weight_triton(one.w_NK, power_of_two, one.out, one.transposed_KN)
     for (dtype, transposed), alike in kinds.items():
         device = alike[0].w_NK.device
-        blocks = [triton.cdiv(one.w_NK.shape[0], BLOCK) * triton.cdiv(one.w_NK.shape[1], BLOCK) for one in alike]
+        blocks = [parts_of(one.w_NK.shape[0], BLOCK) * parts_of(one.w_NK.shape[1], BLOCK) for one in alike]
         table = table_of([_entry(one) for one in alike], blocks, device)
         registers = ROWS_REGISTERS if dtype == torch.bfloat16 and not transposed else REGISTERS
         _quantize_weights_kernel[(table.programs,)](

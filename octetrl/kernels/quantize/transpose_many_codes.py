@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octetrl.kernels.quantize.quantize_tokens import TOKEN_BLOCKS
 from octetrl.kernels.quantize.transpose_codes import TILE, WARPS, check_shapes, transpose_codes, transpose_tile
-from octetrl.kernels.table import ALIGNED, all_aligned, table_of
+from octetrl.kernels.table import ALIGNED, all_aligned, parts_of, table_of
 
 Pair = tuple[Tensor, Tensor]
 
@@ -45,7 +45,7 @@ def transpose_many_codes_triton(pairs: Sequence[Pair]) -> None:
     for codes_NK, out_KN in pairs:
         rows, columns = codes_NK.shape
         entries.append((codes_NK.data_ptr(), out_KN.data_ptr(), rows // ALIGNED, columns // ALIGNED))
-        tiles.append(triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE))
+        tiles.append(parts_of(rows, TILE) * parts_of(columns, TILE))
     device = pairs[0][0].device
     table = table_of(entries, tiles, device)
     options = {"enable_fp_fusion": False} if device.type == "cuda" else {}

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.kernels.table import ALIGNED, table_of
+from octetrl.kernels.table import ALIGNED, parts_of, table_of
 
 STRIDE = -0x61C8864680B583EB
 ROWS, CHUNK, SPAN = 4, 512, 8192  # rows of a program, words of a row in flight (16 KB), words of a row in all
@@ -87,7 +87,7 @@ def sum_words_triton(tensors: Sequence[Tensor], sum_N: Tensor) -> Tensor:
             assert kind == BYTES or address % 8 == 0, "rows of words begin at a multiple of eight bytes"
             words = row_bytes if kind == BYTES else row_bytes // 8
             entries.append((address, kind, rows, words, first))
-            programs.append(triton.cdiv(rows, ROWS) * triton.cdiv(words, SPAN))
+            programs.append(parts_of(rows, ROWS) * parts_of(words, SPAN))
         first += rows
     if not entries:
         return sum_N
