@@ -24,6 +24,7 @@ from octetrl.cli.bench_on_workers import measure_rollout
 from octetrl.cli.bench_options import (
     TABLE_WIDTH,
     KVFraction,
+    Layers,
     MaxBatch,
     Model,
     Name,
@@ -180,6 +181,7 @@ def rollout(
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.8,
     prefill_chunk: PrefillChunk = None,
+    layers: Layers = None,
     hints: Hints = False,
     separate_siblings: Separate = False,
     drafts: Drafts = None,
@@ -215,7 +217,7 @@ def rollout(
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
     only_ours = any((profile, kinds, modes != ("parity",), prefill_chunk, router_skew, cluster))
     backends = backends_of(backend, on_gpu=on_gpu, refused=only_ours, warmup=warmup, hints=hints)
-    found = model_of(model, None, on_gpu=on_gpu)
+    found = model_of(model, layers, on_gpu=on_gpu)
     check_skew(router_skew, found.name, found.spec)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
     shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
