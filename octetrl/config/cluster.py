@@ -77,7 +77,7 @@ class ClusterConfig(Section):
     and `engine_gpus` then count workers: with 1 of each, 2 makes both use one GPU."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Number of workers that share one model by rows, for a model that is too large for one. The number of workers must
-    be a multiple of it. On GPUs it launches kernel by kernel so far, which is slow. 1: every worker has the whole
+    be a multiple of it. On GPUs training launches kernel by kernel so far, which is slow. 1: every worker has the whole
     model."""
     gradients: Literal["local", "sharded"] = "local"
     """Where the gradient is summed. local: each worker keeps float32 sums of its micro-batches, 4 bytes per weight,
