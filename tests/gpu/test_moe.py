@@ -179,6 +179,24 @@ def test_routes_are_the_references_and_a_tokens_own(name: str) -> None:
     assert equal.tolist() == [list(range(rule.top_k))] * 4, "ties go to the lowest ids"
 
 
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routes_of_what_is_not_finite_are_the_references(name: str) -> None:
+    """One NaN, several in one group, a row of NaN, infinities: every token gets `top_k` different experts, and NaN shows
+    in its weights."""
+    experts, rule = ROUTINGS[name]
+    logits_TX = torch.randn(8, experts, device="cuda", generator=torch.Generator("cuda").manual_seed(3)).round()
+    logits_TX[0, 5] = logits_TX[1, [3, 4, experts - 1]] = torch.nan
+    logits_TX[2] = torch.nan
+    logits_TX[3, 7], logits_TX[4, 9] = torch.inf, -torch.inf
+    bias_X = None if rule.softmax else torch.randn(experts, device="cuda").round() / 4
+    routed, want = route_tokens(logits_TX, bias_X, rule), route_tokens_reference(logits_TX, bias_X, rule)
+    assert all(len(set(row)) == rule.top_k for row in routed.expert_TS.tolist())
+    not_finite = [0, 1, 2] if not rule.softmax else [0, 1, 2, 3]  # softmax of an infinity is NaN in the whole row
+    assert torch.equal(routed.expert_TS[not_finite[:3]], want.expert_TS[not_finite[:3]])
+    assert torch.equal(routed.weight_TS.isnan(), want.weight_TS.isnan())
+    assert routed.weight_TS[not_finite].isnan().any(1).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 63, 256, 1023, 1025, 4097, 32768])
 def test_slots_are_sorted_as_by_the_stable_sort(tokens: int) -> None:
     for experts, slots in ((64, 6), (128, 8), (256, 8), (60, 4)):
