@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.config.blocks import KVMode
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.fp8.format import E4M3, is_code
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_decode import attention_decode_triton
@@ -51,13 +51,13 @@ from octetrl.kernels.quantize.quantize_activation import quantize_activation
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE = 32, 8, 128, 128
 SCALE = HEAD_SIZE**-0.5
-CACHES: dict[str, tuple[KVMode, bool]] = {  # kv_mode, and whether K is quantised too
-    "bf16": ("none", False),
-    "fp8_calibrated": ("calibrated", True),
-    "fp8_dynamic": ("dynamic", True),
-    "int8": ("int8", True),
-    "fp8_v_calibrated": ("calibrated", False),
-    "fp8_v_dynamic": ("dynamic", False),
+CACHES: dict[str, tuple[KVMode, KVTensors]] = {  # kv_mode, and what is quantised
+    "bf16": ("none", "both"),
+    "fp8_calibrated": ("calibrated", "both"),
+    "fp8_dynamic": ("dynamic", "both"),
+    "int8": ("int8", "both"),
+    "fp8_v_calibrated": ("calibrated", "v"),
+    "fp8_v_dynamic": ("dynamic", "v"),
 }
 DECODE: dict[str, list[int]] = {  # contexts
     "128x2560": [2560] * 128,
@@ -107,11 +107,11 @@ class Pages:
     def zeros(
         cls, precision: str, contexts: list[int], scale_2K: Tensor, head_size: int = HEAD_SIZE, device: str = "cuda"
     ) -> Pages:
-        kv_mode, quantize_k = CACHES[precision]
+        kv_mode, quantized = CACHES[precision]
         counts = [-(-context // PAGE_SIZE) for context in contexts]
         rows = (sum(counts), scale_2K.shape[1], PAGE_SIZE)
-        v_dtype = {"none": torch.bfloat16, "int8": torch.int8}.get(kv_mode, E4M3)
-        k_dtype = v_dtype if quantize_k else torch.bfloat16
+        codes = {"none": torch.bfloat16, "int8": torch.int8}.get(kv_mode, E4M3)
+        k_dtype, v_dtype = (codes if quantized != other else torch.bfloat16 for other in "vk")
         table = torch.full((len(contexts), max(counts)), -1, dtype=torch.int32)
         for row, pages in zip(table, torch.randperm(sum(counts)).int().split(counts), strict=True):
             row[: len(pages)] = pages
@@ -163,14 +163,14 @@ def differing_rows(
     precision: str, head_size: int, tile: DecodeTile | None, device: str, longest: int, count: int = 512
 ) -> tuple[int, int]:
     """Rows in which decode differs from the packed forward, and in which its codes differ from the quantiser's."""
-    kv_mode, quantize_k = CACHES[precision]
+    kv_mode, quantized = CACHES[precision]
     lengths = [1, 127, 128, 129, longest // 4 - 24, longest]
     tokens, heads = sum(lengths), (8, 2, 2)
     fused = torch.randn(tokens, sum(heads), head_size, dtype=torch.bfloat16, device=device)
     q, k, v = fused.split(heads, dim=1)
     scale_2K = torch.stack([x.float().abs().amax((0, 2)) * 0.9 / 448 for x in (k, v)])
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    replay = (scale_2K[0], scale_2K[1], kv_mode, quantize_k)
+    replay = (scale_2K[0], scale_2K[1], kv_mode, quantized)
     want = attention_packed(q, k, v, ends.int().to(device), longest, SCALE, *replay)
 
     pages = Pages.zeros(precision, lengths, scale_2K, head_size, device)
@@ -264,13 +264,13 @@ def prefill_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
 
 def forward_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
     """Both forwards of `attention_rows`, in Gluon and in Triton."""
-    kv_mode, quantize_k = CACHES[precision]
+    kv_mode, quantized = CACHES[precision]
     calls: dict[tuple[str, str], tuple[int, tuple[Any, ...]]] = {}
     for lengths in ([1024] * 16, [4096] * 4, [16384], [5451, 300, 2100, 1006, 40, 700, 3000, 3787]):
         fused = torch.randn(sum(lengths), HEADS + 2 * KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
         q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         k_scale, v_scale = (x.float().abs().amax((0, 2)) / 448 for x in (k, v))
-        kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantize_k)
+        kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantized)
         ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
         name = f"{len(lengths)}x{lengths[0]}" if len(set(lengths)) == 1 else "8 of 40 to 5451"
         flops = sum(causal_flops(1, 0, length) for length in lengths)
@@ -291,7 +291,7 @@ def forward_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
 
 
 def trainer_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
-    kv_mode, quantize_k = CACHES[precision]
+    kv_mode, quantized = CACHES[precision]
     for sequences, length in PACKED:
         tokens = sequences * length
         heads = (HEADS, KV_HEADS, KV_HEADS)
@@ -299,9 +299,9 @@ def trainer_rows(precision: str, device: str, timer: Timer) -> Iterator[Row]:
         q, k, v = fused.split(heads, dim=1)
         k_scale, v_scale = (x.float().abs().amax((0, 2)) / 448 for x in (k, v))
         cu_seqlens = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
-        replay = (k_scale, v_scale, kv_mode, quantize_k)
+        replay = (k_scale, v_scale, kv_mode, quantized)
         out, lse2 = attention_packed_forward(q, k, v, cu_seqlens, length, SCALE, *replay)
-        kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantize_k)
+        kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantized)
         calls: dict[str, Callable[[], Any]] = {
             "packed forward": partial(attention_packed_forward, q, k, v, cu_seqlens, length, SCALE, *replay),
             "packed backward": partial(

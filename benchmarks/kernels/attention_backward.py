@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.config.blocks import KVMode
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile, backward_tiles
 from octetrl.kernels.attention.attention_packed import attention_packed_forward_triton
 from octetrl.kernels.attention.attention_packed_backward import (
@@ -43,11 +43,11 @@ from octetrl.kernels.attention.attention_packed_backward import (
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
 
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
-CACHES: dict[str, tuple[KVMode, bool]] = {  # kv_mode, and whether K is quantised too
-    "bf16": ("none", False),
-    "fp8_calibrated": ("calibrated", True),
-    "fp8_dynamic": ("dynamic", True),
-    "fp8_v_calibrated": ("calibrated", False),
+CACHES: dict[str, tuple[KVMode, KVTensors]] = {  # kv_mode, and what is quantised
+    "bf16": ("none", "both"),
+    "fp8_calibrated": ("calibrated", "both"),
+    "fp8_dynamic": ("dynamic", "both"),
+    "fp8_v_calibrated": ("calibrated", "v"),
 }
 PACKS: dict[str, list[int]] = {
     "1x16384": [16384],
@@ -92,13 +92,13 @@ class Case(NamedTuple):
 
 def case_of(lengths: list[int], heads: tuple[int, int], head_size: int, cache: str = "bf16", rest: int = 0) -> Case:
     """A random pack, `rest` rows longer than its sequences."""
-    kv_mode, quantize_k = CACHES[cache]
+    kv_mode, quantized = CACHES[cache]
     tokens = sum(lengths) + rest
     split = (heads[0], heads[1], heads[1])
     fused = torch.randn(tokens, sum(split), head_size, dtype=torch.bfloat16, device="cuda")
     q, k, v = fused.split(split, dim=1)
     k_scale, v_scale = (x.float().abs().amax((0, 2)) * 0.9 / 448 for x in (k, v))
-    kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantize_k)
+    kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantized)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     tables = (cu_seqlens, max(lengths), head_size**-0.5)
     out, lse2 = attention_packed_forward_triton(q, kv, *tables)

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.config.blocks import KVMode
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention import qkv_rotate as rotate_module
 from octetrl.kernels.attention import qkv_rotate_backward as rotate_back_module
 from octetrl.kernels.attention.kv_store import kv_replay
@@ -42,11 +42,11 @@ from octetrl.models.blocks.attention.module import observe_amax
 
 EPS, NEVER, TOKENS = 1e-6, -1.0, 16384
 WEIGHT = (24576, 4096)  # gate and up of Qwen3-8B
-REPLAYS: dict[str, tuple[KVMode, bool]] = {
-    "bf16": ("none", False),
-    "fp8_calibrated": ("calibrated", True),
-    "fp8_dynamic": ("dynamic", True),
-    "fp8_v_calibrated": ("calibrated", False),
+REPLAYS: dict[str, tuple[KVMode, KVTensors]] = {
+    "bf16": ("none", "both"),
+    "fp8_calibrated": ("calibrated", "both"),
+    "fp8_dynamic": ("dynamic", "both"),
+    "fp8_v_calibrated": ("calibrated", "v"),
 }
 Row = dict[str, object]
 Outputs = list[Tensor]
@@ -101,12 +101,12 @@ def rotate_case(shape: Shape, tokens: int, precision: str, observe: bool = True)
     qkv, (q_weight, k_weight) = normal(tokens, sum(heads), shape.head_size), weights_of(shape)
     cos, sin = rotary_of(shape, tokens)
     v_scale = torch.linspace(0.004, 0.008, shape.kv_heads, device="cuda")
-    mode, quantize_k = REPLAYS[precision]
+    mode, quantized = REPLAYS[precision]
     ours, theirs = (torch.full((2, 3, shape.kv_heads), NEVER, device="cuda")[:, 1] for _ in range(2))
 
     def fused() -> Outputs:
         q, kv = qkv_rotate(
-            qkv, q_weight, k_weight, EPS, cos, sin, *heads[:2], kv_mode=mode, quantize_k=quantize_k,
+            qkv, q_weight, k_weight, EPS, cos, sin, *heads[:2], kv_mode=mode, quantized=quantized,
             k_scale_K=1.5 * v_scale, v_scale_K=v_scale, amax_2K=ours if observe else None,
         )  # fmt: skip
         return [q, *(x for x in kv if x is not None), ours]
@@ -118,7 +118,7 @@ def rotate_case(shape: Shape, tokens: int, precision: str, observe: bool = True)
         q, k = rope(q, cos, sin), rope(k, cos, sin)
         if observe:
             observe_amax(theirs, k, v)
-        kv = kv_replay(k, v, mode, 1.5 * v_scale, v_scale, quantize_k)
+        kv = kv_replay(k, v, mode, 1.5 * v_scale, v_scale, quantized)
         return [q, *(x for x in kv if x is not None), theirs]
 
     read = sum(heads) if mode != "none" or observe else sum(heads[:2])

@@ -135,7 +135,7 @@ def arm_recipe(state: Path, name: str, arm: str, seed: int, model: str | None, c
 
 def in_bf16(recipe: Recipe) -> Recipe:
     """The same recipe with nothing in FP8: what the weights alone are worth."""
-    plain = {"rollout": False, "train": False, "kv_cache": "none"}
+    plain = {"rollout": False, "train": False, "kv_cache": "none", "kv_cache_tensors": "both"}
     return recipe.model_copy(update={"precision": "bf16", "fp8": recipe.fp8.model_copy(update=plain)})
 
 

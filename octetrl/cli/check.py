@@ -268,6 +268,8 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
         for tensor in cached:
             if tensor.never_fp8 is not None:
                 yield "", f"{tensor.name} stays BF16: {tensor.never_fp8}"
+            elif policy.cached_as(tensor.name) == "bf16":
+                yield "", f"{tensor.name} stays BF16: fp8.kv_cache_tensors is {recipe.fp8.kv_cache_tensors}"
     yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
     yield from _numerics(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from octetrl.config.spec import ModelSpec
 
 KVMode = Literal["none", "calibrated", "dynamic", "int8"]  # the KV cache's format, as `fp8.kv_cache` names it
+KVTensors = Literal["both", "k", "v"]  # what an FP8 cache stores in codes, as `fp8.kv_cache_tensors` names it
 SCALE_PER_TOKEN: Final = frozenset({"dynamic", "int8"})  # modes whose scales follow from the token alone
 SCALED = 1 + 4 / 128  # bytes of an FP8 code and its share of a float32 scale
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
-from octetrl.config.blocks import KVMode
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
@@ -78,6 +78,9 @@ class Fp8Config(Section):
     """Format of the KV cache. none: the model's dtype. calibrated: E4M3 with one scale per layer and KV head. dynamic:
     E4M3 with one scale per token and KV head. int8: 8-bit integers with one scale per token and KV head. Latent
     attention (MLA) has one scale per token with calibrated and dynamic, and no int8."""
+    kv_cache_tensors: KVTensors = "both"
+    """What an FP8 KV cache stores in codes: both, or K or V alone beside the other one in the model's dtype. Not for
+    latent attention (MLA)."""
     calibration: Literal["fused", "exact"] = "fused"
     """Source of a calibrated cache's amax. fused: the training forward. exact: an extra forward with the new
     weights."""

@@ -127,6 +127,12 @@ def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.dtype == "float32" and (fp8.rollout or fp8.train or fp8.kv_cache != "none"):
         text = "model.dtype: float32 has no FP8 path; use bfloat16, or precision: bf16, which turns FP8 off"
         yield Problem(("model.dtype", "fp8.rollout", "fp8.train", "fp8.kv_cache"), text)
+    if fp8.kv_cache_tensors != "both" and fp8.kv_cache == "none":
+        text = (
+            f"fp8.kv_cache_tensors: '{fp8.kv_cache_tensors}' has no effect with fp8.kv_cache 'none'; set it to"
+            " 'both', or fp8.kv_cache to 'calibrated', 'dynamic' or 'int8'"
+        )
+        yield Problem(("fp8.kv_cache_tensors", "fp8.kv_cache"), text)
     if recipe.cluster.device == "cpu" and fp8.emulate is False and (fp8.rollout or fp8.train):
         text = "fp8.emulate: false needs FP8 tensor cores, and a CPU has none; leave it out, or set it to true"
         yield Problem(("fp8.emulate", "cluster.device"), text)

@@ -68,6 +68,7 @@ def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
         (recipe.model.lora is not None, "model.lora", "gets no adapters so far; train the weights,"),
         (recipe.model.dtype != "bfloat16", "model.dtype", "runs in bfloat16 here; use that,"),
         (fp8.kv_cache in SCALE_PER_TOKEN, "fp8.kv_cache", "has no scales of tokens here; use calibrated or none,"),
+        (fp8.kv_cache_tensors != "both", "fp8.kv_cache_tensors", "stores K and V in one format; use both,"),
         (fp8.emulate is True, "fp8.emulate", "does not emulate FP8; leave it out,"),
         *(
             (

@@ -44,7 +44,9 @@ class CachedFormat(NamedTuple):
 class PrecisionPolicy:
     linears: tuple[LinearFormat, ...]
     kv_mode: KVMode
-    cache: tuple[CachedFormat, ...]  # of what the layers cache; BF16 where FP8 would ruin it (`CachedTensor.never_fp8`)
+    cache: tuple[
+        CachedFormat, ...
+    ]  # of what the layers cache; BF16 where the recipe or `CachedTensor.never_fp8` says so
     power_of_two: bool
     square_wgrad: bool  # wgrad's activations in blocks of 128 tokens x 128 channels, not 128 x 1
     numerics: Numerics = "parity"  # whether sums keep one order; it changes neither the FP8 tensors nor the digest
@@ -143,6 +145,7 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
             "fp8.kv_cache: 'int8' is not available for latent attention (MLA); use 'dynamic' (E4M3 with one scale per"
             " token) or 'none'"
         )
+    _check_cache_tensors(spec, fp8)
     linears = []
     for name in names:
         high = _stays_bf16(name, spec, fp8)
@@ -161,15 +164,37 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
 
 def scoring_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity") -> PrecisionPolicy:
     """The table of a reward model that scores. It is FP8 if the rollout is, because scoring is part of the rollout.
-    `fp8.ignore` does not apply, because it names linears of the policy."""
-    return precision_policy(spec, fp8.model_copy(update={"train": fp8.rollout, "ignore": ()}), numerics)
+    `fp8.ignore` and `fp8.kv_cache_tensors` do not apply, because they name linears and cached tensors of the policy."""
+    own = {"train": fp8.rollout, "ignore": (), "kv_cache_tensors": "both"}
+    return precision_policy(spec, fp8.model_copy(update=own), numerics)
+
+
+def _check_cache_tensors(spec: ModelSpec, fp8: Fp8Config) -> None:
+    """UserError: `fp8.kv_cache_tensors` names what this model does not cache, or what may not be FP8."""
+    chosen = fp8.kv_cache_tensors
+    if fp8.kv_cache == "none" or chosen == "both":
+        return
+    cached = {tensor.name: tensor for layer in range(spec.num_layers) for tensor in spec.cached(layer)}
+    found = cached.get(chosen.upper())
+    if found is None:
+        raise UserError(
+            f"fp8.kv_cache_tensors: '{chosen}' is not available for latent attention (MLA), which caches"
+            f" {' and '.join(cached)} and no K and V; use 'both'"
+        )
+    if found.never_fp8 is not None:
+        raise UserError(
+            f"fp8.kv_cache_tensors: '{chosen}' would leave nothing in FP8, because {found.name} stays BF16 in this"
+            f" model ({found.never_fp8}); use 'both', or fp8.kv_cache 'none'"
+        )
 
 
 def _cached_formats(spec: ModelSpec, fp8: Fp8Config) -> tuple[CachedFormat, ...]:
     found: dict[str, Format] = {}
+    chosen = fp8.kv_cache_tensors
     for layer in range(spec.num_layers):
         for tensor in spec.cached(layer):
-            stored: Format = "bf16" if fp8.kv_cache == "none" or tensor.never_fp8 else "fp8"
+            left_out = chosen != "both" and tensor.name != chosen.upper()
+            stored: Format = "bf16" if fp8.kv_cache == "none" or tensor.never_fp8 or left_out else "fp8"
             assert found.setdefault(tensor.name, stored) == stored, f"layers cache '{tensor.name}' in two formats"
     return tuple(CachedFormat(name, stored) for name, stored in found.items())
 

@@ -104,6 +104,8 @@ class RunRecord:
         exceptions = {key: fp8.get(key) for key in ("bf16_first_layers", "bf16_last_layers", "ignore") if fp8.get(key)}
         kept = "".join(f", {key} {value}" for key, value in exceptions.items())
         stored = {"none": dtype, "int8": "8-bit integers"}.get(cache, f"FP8, {cache}")
+        if (alone := fp8.get("kv_cache_tensors", "both")) != "both":
+            stored += f", {alone.upper()} alone"
         shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
         layers = [f"{where}: {formats}" for where, formats in _pairs(self.where.get("linears"))]
         shown += [("linears by layer", "; ".join([*layers, f"embedding, norms, lm_head: {dtype}"]))] * bool(layers)

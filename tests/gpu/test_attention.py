@@ -31,28 +31,28 @@ def relative_error(got, want):
     return ((got.float().cpu() - want.float().cpu()).norm() / want.float().cpu().norm()).item()
 
 
-def filled_cache(lengths, k, v, kv_mode, quantize_k, page_size):
+def filled_cache(lengths, k, v, kv_mode, quantized, page_size):
     kv_heads, head_size = k.shape[1:]
     scales = scales_of(k, v, kv_mode)
-    cache = PagedCache(lengths, kv_heads, head_size, page_size, kv_mode, k.dtype, *scales, "cuda", quantize_k)
+    cache = PagedCache(lengths, kv_heads, head_size, page_size, kv_mode, k.dtype, *scales, "cuda", quantized)
     kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
     return cache
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(("head_size", "page_size"), [(32, 16), (128, 128), (256, 32)])
-def test_kv_store_writes_the_reference_bytes(kv_mode, quantize_k, head_size, page_size):
+def test_kv_store_writes_the_reference_bytes(kv_mode, quantized, head_size, page_size):
     lengths = [1, 63, 300]
     _, k, v = random_qkv(lengths, 4, 1, head_size, torch.bfloat16)
     k_scale, v_scale = scales_of(k, v, kv_mode)
     pages = (lengths, 4, head_size, page_size, kv_mode, torch.bfloat16)
-    want = PagedCache(*pages, k_scale, v_scale, quantize_k=quantize_k)
+    want = PagedCache(*pages, k_scale, v_scale, quantized=quantized)
     counter = torch.zeros(2, 4, dtype=torch.int64)
     kv_store_reference(k, v, want.k, want.v, want.slots(lengths), *want.scales, counter)
 
     k_gpu, v_gpu = k.cuda(), v.cuda()
     scales = [None if scale is None else scale.cuda() for scale in (k_scale, v_scale)]
-    got = PagedCache(*pages, *scales, "cuda", quantize_k)
+    got = PagedCache(*pages, *scales, "cuda", quantized)
     counter_gpu = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
     kv_store(k_gpu, v_gpu, got.k, got.v, got.slots(lengths), *got.scales, counter_gpu)
     for g, w in ((got.k, want.k), (got.v, want.v)):
@@ -61,17 +61,17 @@ def test_kv_store_writes_the_reference_bytes(kv_mode, quantize_k, head_size, pag
         assert g is w is None or torch.equal(g.cpu(), w)
     assert torch.equal(counter_gpu.cpu(), counter)
     if kv_mode != "none":
-        replayed = kv_replay(k_gpu, v_gpu, kv_mode, got.k_scale, got.v_scale, quantize_k)
-        expected = kv_replay_reference(k, v, kv_mode, k_scale, v_scale, quantize_k)
+        replayed = kv_replay(k_gpu, v_gpu, kv_mode, got.k_scale, got.v_scale, quantized)
+        expected = kv_replay_reference(k, v, kv_mode, k_scale, v_scale, quantized)
         assert torch.equal(replayed.k_TKD.cpu(), expected.k_TKD) and torch.equal(replayed.v_TKD.cpu(), expected.v_TKD)
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(("head_size", "page_size", "group"), [(32, 16, 2), (64, 128, 1), (128, 32, 8), (256, 128, 4)])
-def test_close_to_the_reference(kv_mode, quantize_k, head_size, page_size, group):
+def test_close_to_the_reference(kv_mode, quantized, head_size, page_size, group):
     lengths = [1, 127, 128, 129, 300]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
-    cache = filled_cache(lengths, k, v, kv_mode, quantize_k, page_size)
+    cache = filled_cache(lengths, k, v, kv_mode, quantized, page_size)
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     tables = (cache.k, cache.v, cache.block_table)
@@ -82,23 +82,23 @@ def test_close_to_the_reference(kv_mode, quantize_k, head_size, page_size, group
     assert relative_error(out, want) < 1e-2
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(
     ("head_size", "page_size", "group"),
     [(64, 16, 4), (64, 128, 2), (128, 128, 4), (128, 16, 2), (128, 128, 7), (256, 128, 2), (256, 16, 4)],
 )
-def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_size, page_size, group):
+def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantized, head_size, page_size, group):
     lengths = [1, 127, 128, KV_CHUNK + 1, 1000, 4096]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
     k_scale, v_scale = scales_of(k, v, kv_mode)
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
-    out = packed.attention_packed(q, k, v, cu_seqlens, 4096, SCALE, k_scale, v_scale, kv_mode, quantize_k)
-    cache = filled_cache(lengths, k, v, kv_mode, quantize_k, page_size)
+    out = packed.attention_packed(q, k, v, cu_seqlens, 4096, SCALE, k_scale, v_scale, kv_mode, quantized)
+    cache = filled_cache(lengths, k, v, kv_mode, quantized, page_size)
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     tables = (cache.k, cache.v, cache.block_table)
     whole = attention_paged(q, *tables, cu_seqlens, contexts, SCALE, *cache.scales, max_query_len=4096)
     assert torch.equal(whole, out)
-    replayed = kv_replay(k, v, kv_mode, k_scale, v_scale, quantize_k)
+    replayed = kv_replay(k, v, kv_mode, k_scale, v_scale, quantized)
     _, lse2 = packed.attention_packed_forward_triton(q.contiguous(), replayed, cu_seqlens, 4096, SCALE)
     ends = cu_seqlens.tolist()
     for start, end in (ends[1:3], ends[3:5], ends[5:]):  # one sequence alone: the log-sum-exp of its rows
@@ -136,13 +136,13 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, head_siz
             assert torch.equal(decoded, out[rows[part]])
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
-def test_gluon_and_triton_have_equal_bits(kv_mode, quantize_k):
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
+def test_gluon_and_triton_have_equal_bits(kv_mode, quantized):
     """Of whole sequences, packed and in pages, of chunks, and beside a sequence that is not finite."""
     lengths = [1, 127, 128, KV_CHUNK + 1, 130, 3 * KV_CHUNK]
     q, k, v = random_qkv(lengths, 2, 4, 128, torch.bfloat16, device="cuda")
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
-    replayed = kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantize_k)
+    replayed = kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantized)
     shape = (cu_seqlens, 3 * KV_CHUNK, SCALE, replayed.k_scale, replayed.v_scale)
     ways = [attention_rows(q, replayed.k_TKD, replayed.v_TKD, *shape, gluon=gluon) for gluon in (False, True)]
     assert torch.equal(ways[0][0], ways[1][0]) and torch.equal(ways[0][1], ways[1][1])
@@ -152,7 +152,7 @@ def test_gluon_and_triton_have_equal_bits(kv_mode, quantize_k):
     beside, _ = attention_rows(q, replayed.k_TKD, not_finite, *shape)
     assert torch.equal(beside[:last], ways[0][0][:last])
 
-    cache = filled_cache(lengths, k, v, kv_mode, quantize_k, 128)
+    cache = filled_cache(lengths, k, v, kv_mode, quantized, 128)
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     scales = [scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
     for counts in (lengths, [1, 127, 1, 2, 99, 1025]):  # the last queries of each
@@ -164,12 +164,12 @@ def test_gluon_and_triton_have_equal_bits(kv_mode, quantize_k):
     assert not gave_up("attention_rows_gluon")
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(("longest", "page_size"), [(1, 128), (1, 32), (4, 128)])
-def test_a_quantised_output_has_the_quantisers_bytes(kv_mode, quantize_k, longest, page_size):
+def test_a_quantised_output_has_the_quantisers_bytes(kv_mode, quantized, longest, page_size):
     lengths = [1, 127, 3 * KV_CHUNK - 7, 128]
     q, k, v = random_qkv(lengths, 2, 4, 128, torch.bfloat16, device="cuda")
-    cache = filled_cache(lengths, k, v, kv_mode, quantize_k, page_size)
+    cache = filled_cache(lengths, k, v, kv_mode, quantized, page_size)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table[:1], -1)])  # and a padding sequence
     contexts = torch.tensor([*lengths, 0], dtype=torch.int32, device="cuda")
     counts = [1, longest, longest, 1, 1]
@@ -185,16 +185,16 @@ def test_a_quantised_output_has_the_quantisers_bytes(kv_mode, quantize_k, longes
         assert got.codes[-1].view(torch.uint8).count_nonzero() == 0 and (got.scale[-1] == 1).all()
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(("head_size", "group"), [(32, 2), (64, 1), (128, 4), (256, 2)])
-def test_gradients(kv_mode, quantize_k, head_size, group):
+def test_gradients(kv_mode, quantized, head_size, group):
     lengths = [1, 127, 129, 500]
     inputs = [
         x.contiguous().requires_grad_() for x in random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
     ]
     q, k, v = inputs
     k_scale, v_scale = scales_of(k.detach(), v.detach(), kv_mode)
-    replayed = kv_replay(k.detach(), v.detach(), kv_mode, k_scale, v_scale, quantize_k)
+    replayed = kv_replay(k.detach(), v.detach(), kv_mode, k_scale, v_scale, quantized)
     values = []
     for x, codes, scale in ((k, replayed.k_TKD, replayed.k_scale), (v, replayed.v_TKD, replayed.v_scale)):
         seen = codes.float() if scale is None else codes.float() * scale[..., None]
@@ -204,7 +204,7 @@ def test_gradients(kv_mode, quantize_k, head_size, group):
         heads = [q_s.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_s, v_s))]
         wants.append(F.scaled_dot_product_attention(*heads, is_causal=True, scale=SCALE).transpose(0, 1))
     want = torch.cat(wants)
-    replay = (k_scale, v_scale, kv_mode, quantize_k)
+    replay = (k_scale, v_scale, kv_mode, quantized)
     out = packed.attention_packed(q, k, v, cu_seqlens_of(lengths, "cuda"), 500, SCALE, *replay)
     assert relative_error(out.detach(), want.detach()) < 1e-2
     dout = torch.randn_like(out)

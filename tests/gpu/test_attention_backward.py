@@ -22,9 +22,9 @@ def relative_error(got, want):
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
-def saved_case(kv_mode="none", quantize_k=False, head_size=128, group=4, lengths=LENGTHS, rest=REST):
+def saved_case(kv_mode="none", quantized="both", head_size=128, group=4, lengths=LENGTHS, rest=REST):
     q, k, v = random_qkv([*lengths, rest], 2, group, head_size, torch.bfloat16, device="cuda")
-    kv = kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantize_k)
+    kv = kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantized)
     shape = (cu_seqlens_of(lengths, "cuda"), max(lengths), SCALE)
     out, lse2 = packed.attention_packed_forward_triton(q, kv, *shape)
     return (torch.randn_like(out), q, kv, out, lse2, *shape)
@@ -52,10 +52,10 @@ def assert_close(got, wants, limit=1e-2):
         assert not g[used:].any()
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(("head_size", "group"), [(16, 1), (64, 2), (128, 4), (256, 2)])
-def test_ours_is_right_and_repeats_its_bits(kv_mode, quantize_k, head_size, group):
-    saved = saved_case(kv_mode, quantize_k, head_size, group)
+def test_ours_is_right_and_repeats_its_bits(kv_mode, quantized, head_size, group):
+    saved = saved_case(kv_mode, quantized, head_size, group)
     got = attention_packed_backward_triton(*saved)
     assert_close(got, expected(*saved))
     for g, again in zip(got, attention_packed_backward_triton(*saved), strict=True):

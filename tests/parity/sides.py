@@ -52,6 +52,11 @@ PRECISIONS = {
     "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
     "fp8_int8": Fp8Config(rollout=True, train=True, kv_cache="int8"),
 }
+ONE_TENSOR = {  # K or V in codes, beside the other one in BF16; Qwen2.5 has V alone in every FP8 cache
+    f"{name}_{tensor}": PRECISIONS[name].model_copy(update={"kv_cache_tensors": tensor})
+    for name in ("fp8_full", "fp8_dynamic", "fp8_int8")
+    for tensor in ("k", "v")
+}
 Answers = list[list[Completion]]
 Piece = tuple[int, int, int]  # (sequence, first position, end)
 
@@ -82,7 +87,7 @@ class Sides:
     ) -> None:
         """folder: a Hugging Face folder whose weights are taken; None: random ones of the seed."""
         self.spec, self.device = spec, torch.device(device)
-        self.policy = precision_policy(spec, PRECISIONS[precision], numerics)
+        self.policy = precision_policy(spec, (PRECISIONS | ONE_TENSOR)[precision], numerics)
         backend = choose_backend(device)
         self.trainer_model = Decoder(spec, self.policy, "train", device=device, backend=backend, lora=lora)
         if folder is None:

@@ -13,7 +13,7 @@ from octetrl.records import GenerationRequest
 from tests.objectives import objective
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run, worker_of
-from tests.parity.sides import PRECISIONS, Answers, Sides, random_requests
+from tests.parity.sides import ONE_TENSOR, PRECISIONS, Answers, Sides, random_requests
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 
 LONGEST = 150
@@ -29,6 +29,8 @@ SITUATIONS = pytest.mark.parametrize(
         *((situation, "qwen3", precision) for situation in IN_THE_ENGINE for precision in ("bf16", "fp8_full")),
         *((situation, "qwen3", "fp8") for situation in BATCHES),  # its cache is bf16's
         *((situation, "qwen3", "fp8_dynamic") for situation in PAGES),  # its linears are fp8_full's
+        *((situation, "qwen3", precision) for situation in PAGES for precision in ("fp8_full_k", "fp8_full_v")),
+        *((situation, "qwen3", "fp8_int8_k") for situation in PAGES),
         *((situation, "qwen2.5", "fp8_full") for situation in PAGES),  # its K and V are of two formats
         *((situation, "llama", "bf16") for situation in BATCHES),  # its pages are qwen3's
     ],
@@ -51,6 +53,17 @@ def drawn(family: str, precision: str) -> tuple[Sides, list[GenerationRequest], 
 def test_what_happens_in_the_engine_changes_nothing(situation: str, family: str, precision: str) -> None:
     sides, asked, answers = drawn(family, precision)
     assert IN_THE_ENGINE[situation](sides.engine, asked) == answers
+
+
+@pytest.mark.parametrize("precision", ONE_TENSOR)
+def test_k_or_v_alone_in_codes_has_equal_log_probs(precision: str) -> None:
+    """A precision of its own: another digest, and other log-probs than those of both in codes."""
+    sides, asked, answers = drawn("qwen3", precision)
+    check_trainer(sides, asked, answers)
+    both, _, others = drawn("qwen3", precision[:-2])
+    assert sides.policy.digest != both.policy.digest and answers != others
+    alone = {name: stored for name, stored in sides.policy.cache}
+    assert alone == {"K": "bf16", "V": "bf16"} | {precision[-1].upper(): "fp8"}
 
 
 @TELLING

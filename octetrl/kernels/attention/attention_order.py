@@ -32,7 +32,8 @@ so o becomes 0 or -0. Both give the same O, because O starts as +0. Clearing o w
 or chunk that is wholly before a row's window leaves m at `FLOOR` and l and o at 0, and its merge multiplies zeros by 1.
 So the kernels begin at the first tile that any of their rows reads, and a row's bits do not depend on where that is.
 
-K and V each have their own scales (`mode_of`). K may stay BF16 beside an E4M3 V, for models where FP8 would ruin K.
+K and V each have their own scales (`mode_of`). K may stay BF16 beside codes of V, for models where FP8 would
+ruin K, and V beside codes of K.
 
 Operand dtypes (`operand_dtype`; K's for q and K, V's for P and V). A BF16 cache multiplies as BF16. E4M3 codes with
 per-head scales multiply as float16, which holds every code exactly and gives P 11 bits; q must then stay below 65504.

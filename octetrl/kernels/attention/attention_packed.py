@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention.attention_order import LOG2E
 from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.attention_reference import (
@@ -57,19 +57,20 @@ def attention_packed(
     k_scale_K: Tensor | None = None,
     v_scale_K: Tensor | None = None,
     kv_mode: KVMode = "none",
-    quantize_k: bool = True,
+    quantized: KVTensors = "both",
     window: int | None = None,
 ) -> Tensor:
     """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds. Differentiable in q, k, v.
 
     q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `kv_mode`: "calibrated" replays the cache with the float32 scales
-    [K], "dynamic" with a scale per token and head, "none" does not replay. `quantize_k=False` replays V only, for a
-    cache with K in BF16. `window`: a token reads so many keys, its own included; None: all before it.
+    [K], "dynamic" with a scale per token and head, "none" does not replay. `quantized`: which of K and V it
+    replays; the cache has the other one in BF16. `window`: a token reads so many keys, its own included; None: all
+    before it.
 
     Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` are zero.
     """
     out_THD: Tensor = _AttentionPacked.apply(
-        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode, quantize_k,
+        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode, quantized,
         window,
     )  # fmt: skip
     return out_THD
@@ -85,11 +86,11 @@ def attention_packed_forward(
     k_scale_K: Tensor | None = None,
     v_scale_K: Tensor | None = None,
     kv_mode: KVMode = "none",
-    quantize_k: bool = True,
+    quantized: KVTensors = "both",
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward only: out [T, H, D] and lse2 [T, H], the float32 log-sum-exp in base 2."""
-    kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+    kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
     return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, window)
 
 
@@ -129,10 +130,10 @@ class _AttentionPacked(torch.autograd.Function):
         k_scale_K: Tensor | None,
         v_scale_K: Tensor | None,
         kv_mode: KVMode,
-        quantize_k: bool,
+        quantized: KVTensors,
         window: int | None,
     ) -> Tensor:
-        kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+        kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
         out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, window)
         ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1)
         ctx.settings = (max_seqlen, softmax_scale, window)

@@ -16,7 +16,8 @@ registers, which leaves room for two accumulators, and three tiles in flight. q 
 calibrated codes. It then goes through the program's own rows of `out`: wgmma reads an operand from shared memory only
 if it was loaded, and from registers it would leave too few of them.
 
-Heads of 128 elements without a window run in Gluon on Hopper (attention_rows_gluon.py), with the same bits.
+Heads of 128 elements without a window run in Gluon on Hopper (attention_rows_gluon.py), with the same bits; pages of K
+in codes beside a V in BF16 do not.
 
 R query rows, N keys of a tile, T tokens, H query heads, K kv heads, D head size.
 """
@@ -32,6 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
+from octetrl.fp8.format import is_code
 from octetrl.kernels.attention.attention_order import (
     CLASSES,
     KV_CHUNK,
@@ -331,6 +333,7 @@ def attention_rows(
     if num_tokens == 0 or 0 in grid:
         return out_THD, lse2_TH
     tma, tables = _tables(k, v, turned, paged)
+    gluon &= is_code(v.dtype) or not is_code(k.dtype)  # its feeder of both would convert K, with too few registers
     if gluon and tma and head_size == GLUON_HEAD_SIZE and window is None and q_THD.dtype == torch.bfloat16:
         operands = (q_THD, k, v.mT if turned else v, cu_seqlens_B1, max_query_len, softmax_scale, k_scale, v_scale)
         if _run_gluon(*operands, block_table_BP, context_lens_B, stride_scale[:0:-1], out_THD, lse2_TH):

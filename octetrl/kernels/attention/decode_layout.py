@@ -34,12 +34,13 @@ class DecodeTile:
         With 3 tiles of codes in flight, three programs share a multiprocessor; with 4, two do. Two are slower, but
         still better than a last wave of programs that leaves most multiprocessors idle.
         """
+        one_in_codes = is_code(k_cache.dtype) or is_code(v_cache.dtype)
         if k_cache.shape[3] > 128:
-            return cls(columns=16, stages=2 if is_code(v_cache.dtype) else 1)  # two BF16 tiles do not fit
+            return cls(columns=16, stages=2 if one_in_codes else 1)  # two BF16 tiles do not fit
         if is_code(k_cache.dtype) and is_code(v_cache.dtype):
             by_three, by_two = (_filled(num_programs, each * MULTIPROCESSORS) for each in (3, 2))
             return cls(columns=16, stages=4) if by_two > 1.25 * by_three else cls(columns=16, stages=3, registers=168)
-        if is_code(v_cache.dtype) or k_cache.shape[3] in PADDED_HEAD_SIZES:
+        if one_in_codes or k_cache.shape[3] in PADDED_HEAD_SIZES:
             return cls(columns=16, stages=2)
         return cls(columns=8, stages=3)
 

@@ -20,14 +20,14 @@ How a value becomes a code:
     int8         amax over the head's D; code = round(x * 127 / amax), ties to even
     none         the value, cast to the cache's dtype
 
-K and V each follow the rule of their own cache: a BF16 K may lie beside an E4M3 V. Before quantisation x is rounded to
-BF16. Divisions are IEEE float32 (`div_rn`), so the bytes equal the reference's. NaN stays NaN (0x7f). Values outside
-the calibrated range, and NaN, are clamped and counted per head in `saturated_2K` (row 0 K, row 1 V). A counter
+K and V each follow the rule of their own cache: either may be BF16 beside codes of the other. Before quantisation x is
+rounded to BF16. Divisions are IEEE float32 (`div_rn`), so the bytes equal the reference's. NaN stays NaN (0x7f). Values
+outside the calibrated range, and NaN, are clamped and counted per head in `saturated_2K` (row 0 K, row 1 V). A counter
 [T, 2, K] has a row for each token, so that tokens can be left out of the count afterwards.
 
 `kv_replay` quantises by the same rule. It returns the codes converted, exactly, to the dtype in which the training
 forward multiplies them (`attention_order.operand_dtype`). One conversion per layer is faster than one in the attention
-kernel. A K that stays BF16 is returned unchanged.
+kernel. A K or V that stays BF16 is returned unchanged.
 
 T tokens, K kv heads, D head size.
 """
@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.config.blocks import SCALE_PER_TOKEN, KVMode
+from octetrl.config.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
 from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3, is_code
 from octetrl.fp8.quantize import inverse_of, quantize_kv, quantize_kv_per_head
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, mode_of, operand_dtype
@@ -187,20 +187,25 @@ def kv_replay(
     kv_mode: KVMode,
     k_scale_K: Tensor | None = None,
     v_scale_K: Tensor | None = None,
-    quantize_k: bool = True,
+    quantized: KVTensors = "both",
 ) -> ReplayedKV:
     """K and V after the cache's quantiser. `none` returns them unchanged; `calibrated` needs the float32 scales [K].
 
-    `quantize_k=False`: the cache holds K in BF16, so K is returned unchanged.
+    `quantized`: what the cache holds in codes. The other tensor is returned unchanged.
     """
     if kv_mode == "none":
         return ReplayedKV(k_TKD, v_TKD, None, None)
     if kv_mode in SCALE_PER_TOKEN:
         k_scale_K = v_scale_K = None
-    elif v_scale_K is None or (quantize_k and k_scale_K is None):
+    elif lacks_scales(k_scale_K, v_scale_K, quantized):
         raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
     replay = kv_replay_triton if k_TKD.is_cuda else kv_replay_reference
-    return replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+    return replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
+
+
+def lacks_scales(k_scale_K: Tensor | None, v_scale_K: Tensor | None, quantized: KVTensors) -> bool:
+    """Whether a scale of a quantised tensor is missing."""
+    return (k_scale_K is None and quantized != "v") or (v_scale_K is None and quantized != "k")
 
 
 def kv_replay_reference(
@@ -209,7 +214,7 @@ def kv_replay_reference(
     kv_mode: KVMode,
     k_scale_K: Tensor | None,
     v_scale_K: Tensor | None,
-    quantize_k: bool = True,
+    quantized: KVTensors = "both",
 ) -> ReplayedKV:
     """`kv_replay` in plain torch."""
 
@@ -217,8 +222,8 @@ def kv_replay_reference(
         codes, scale = quantize_kv(x_TKD, kv_mode) if scale_K is None else quantize_kv_per_head(x_TKD, scale_K)
         return decode_e4m3(codes, operand_dtype(E4M3, kv_mode)), scale
 
-    k_TKD, k_scale = replayed(k_TKD, k_scale_K) if quantize_k else (k_TKD, None)
-    v_TKD, v_scale = replayed(v_TKD, v_scale_K)
+    k_TKD, k_scale = replayed(k_TKD, k_scale_K) if quantized != "v" else (k_TKD, None)
+    v_TKD, v_scale = replayed(v_TKD, v_scale_K) if quantized != "k" else (v_TKD, None)
     return ReplayedKV(k_TKD, v_TKD, k_scale, v_scale)
 
 
@@ -342,7 +347,7 @@ def _kv_replay_kernel(
     k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MODE: tl.constexpr,
-    QUANTIZE_K: tl.constexpr,
+    QUANTIZE_K: tl.constexpr, QUANTIZE_V: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     if QUANTIZE_K:
@@ -350,10 +355,11 @@ def _kv_replay_kernel(
             k_ptr, k_out_ptr, k_scale_ptr, token, stride_k_token, stride_k_head,
             HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
         )  # fmt: skip
-    _replay_heads(
-        v_ptr, v_out_ptr, v_scale_ptr, token, stride_v_token, stride_v_head,
-        HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
-    )  # fmt: skip
+    if QUANTIZE_V:
+        _replay_heads(
+            v_ptr, v_out_ptr, v_scale_ptr, token, stride_v_token, stride_v_head,
+            HEADS, BLOCK_K, HEAD_SIZE, BLOCK_D, MODE,
+        )  # fmt: skip
 
 
 def kv_replay_triton(
@@ -362,7 +368,7 @@ def kv_replay_triton(
     kv_mode: KVMode,
     k_scale_K: Tensor | None,
     v_scale_K: Tensor | None,
-    quantize_k: bool = True,
+    quantized: KVTensors = "both",
 ) -> ReplayedKV:
     """`kv_replay` as one kernel."""
     num_tokens, num_heads, head_size = k_TKD.shape
@@ -372,14 +378,15 @@ def kv_replay_triton(
         codes_TKD = torch.empty(k_TKD.shape, dtype=operand_dtype(E4M3, kv_mode), device=k_TKD.device)
         return codes_TKD, torch.empty(num_tokens, num_heads, device=k_TKD.device) if scale_K is None else scale_K
 
-    k_out_TKD, k_scale = outputs(k_scale_K) if quantize_k else (k_TKD, None)
-    v_out_TKD, v_scale = outputs(v_scale_K)
+    k_out_TKD, k_scale = outputs(k_scale_K) if quantized != "v" else (k_TKD, None)
+    v_out_TKD, v_scale = outputs(v_scale_K) if quantized != "k" else (v_TKD, None)
     if num_tokens > 0:
         _kv_replay_kernel[(num_tokens,)](
             k_TKD, v_TKD, k_out_TKD, v_out_TKD, k_scale, v_scale,
             k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
             HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
-            BLOCK_D=triton.next_power_of_2(head_size), MODE=MODE_NUMBER[kv_mode], QUANTIZE_K=quantize_k,
+            BLOCK_D=triton.next_power_of_2(head_size), MODE=MODE_NUMBER[kv_mode],
+            QUANTIZE_K=quantized != "v", QUANTIZE_V=quantized != "k",
             num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
         )  # fmt: skip
     return ReplayedKV(k_out_TKD, v_out_TKD, k_scale, v_scale)

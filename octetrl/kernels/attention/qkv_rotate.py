@@ -17,8 +17,8 @@ infinity (`quantize_activation`). The order of the maxima and of the atomics the
 kept. A tile reads the cell first and skips the atomic if the cell is large enough, so after the first wave atomics are
 rare. A negative NaN in the cell (possible from a CPU, not from these kernels) would be below any amax.
 
-For each D elements of a head, 2 D bytes are read and 2 D written; for V only if it is quantised or observed. With
-"none" V stays a view of the QKV output. Not differentiable: `qkv_rotate_backward` is the backward.
+For each D elements of a head, 2 D bytes are read and 2 D written; for V only if it is quantised or observed. A V
+that is not quantised stays a view of the QKV output. Not differentiable: `qkv_rotate_backward` is the backward.
 
 T tokens, H query heads, K kv heads, X = H + 2K, D head size, R = D/2 planes, J rows of a tile, B heads of a tile.
 """
@@ -30,12 +30,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.config.blocks import SCALE_PER_TOKEN, KVMode
+from octetrl.config.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
 from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, operand_dtype
 from octetrl.kernels.attention.kv_codes import int8_code, int8_scale
-from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_reference
+from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_reference, lacks_scales
 from octetrl.kernels.attention.qkv_separate import is_fused, qkv_rotate_separate
 from octetrl.kernels.attention.qkv_store import _normed
 from octetrl.kernels.quantize.quantize_activation import block_scale, held_inverse, magnitude_bits
@@ -213,7 +213,7 @@ def qkv_rotate_triton(
     num_heads: int,
     num_kv_heads: int,
     kv_mode: KVMode,
-    quantize_k: bool,
+    quantized: KVTensors,
     k_scale_K: Tensor | None,
     v_scale_K: Tensor | None,
     amax_2K: Tensor | None,
@@ -222,7 +222,8 @@ def qkv_rotate_triton(
     num_tokens, _, size = qkv_TXD.shape
     assert qkv_TXD.stride()[1:] == (size, 1), f"qkv_rotate: heads lie {qkv_TXD.stride()} apart"
     assert cos_TR.is_contiguous() and sin_TR.is_contiguous(), "qkv_rotate: cos and sin must be contiguous"
-    k_mode: KVMode = kv_mode if quantize_k else "none"
+    k_mode: KVMode = kv_mode if quantized != "v" else "none"
+    v_mode: KVMode = kv_mode if quantized != "k" else "none"
 
     def output(heads: int, mode: KVMode, scale_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
         dtype = qkv_TXD.dtype if mode == "none" else operand_dtype(E4M3, mode)
@@ -231,13 +232,13 @@ def qkv_rotate_triton(
         return out, torch.empty(num_tokens, heads, device=qkv_TXD.device) if by_token else scale_K
 
     q_THD, _ = output(num_heads, "none", None)
-    k_TKD, k_scale = output(num_kv_heads, k_mode, k_scale_K if quantize_k else None)
+    k_TKD, k_scale = output(num_kv_heads, k_mode, k_scale_K if k_mode != "none" else None)
     v_TKD, v_scale = qkv_TXD[:, num_heads + num_kv_heads :], None
-    if kv_mode != "none":
-        v_TKD, v_scale = output(num_kv_heads, kv_mode, v_scale_K)
+    if v_mode != "none":
+        v_TKD, v_scale = output(num_kv_heads, v_mode, v_scale_K)
     rows = tile_of(size, WARPS)
     (q_block, q_tiles), (kv_block, kv_tiles) = (head_tiles(num_tokens, n, rows) for n in (num_heads, num_kv_heads))
-    v_tiles = 0 if kv_mode == "none" and amax_2K is None else kv_tiles
+    v_tiles = 0 if v_mode == "none" and amax_2K is None else kv_tiles
     amax = None if amax_2K is None else amax_2K.view(torch.int32)
     if num_tokens:
         _qkv_rotate_kernel[(q_tiles + kv_tiles + v_tiles,)](
@@ -245,7 +246,7 @@ def qkv_rotate_triton(
             None if amax is None else amax[0], None if amax is None else amax[1],
             num_tokens, q_tiles, kv_tiles, eps, qkv_TXD.stride(0),
             NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, SIZE=size, Q_BLOCK=q_block, KV_BLOCK=kv_block, J=rows,
-            NORM=q_weight_D is not None, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[kv_mode],
+            NORM=q_weight_D is not None, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
             OBSERVE=amax is not None, num_warps=WARPS, **({"enable_fp_fusion": False} if qkv_TXD.is_cuda else {}),
         )  # fmt: skip
     return q_THD, ReplayedKV(k_TKD, v_TKD, k_scale, v_scale)
@@ -261,7 +262,7 @@ def qkv_rotate_reference(
     num_heads: int,
     num_kv_heads: int,
     kv_mode: KVMode,
-    quantize_k: bool,
+    quantized: KVTensors,
     k_scale_K: Tensor | None,
     v_scale_K: Tensor | None,
     amax_2K: Tensor | None,
@@ -276,7 +277,7 @@ def qkv_rotate_reference(
             torch.maximum(amax_K, x_TKD.abs().amax((0, 2)).float(), out=amax_K)
     if kv_mode == "none":
         return q_THD, ReplayedKV(k_TKD, v_TKD, None, None)
-    return q_THD, kv_replay_reference(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+    return q_THD, kv_replay_reference(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
 
 
 def qkv_rotate(
@@ -290,7 +291,7 @@ def qkv_rotate(
     num_kv_heads: int,
     *,
     kv_mode: KVMode,
-    quantize_k: bool = True,
+    quantized: KVTensors = "both",
     k_scale_K: Tensor | None = None,
     v_scale_K: Tensor | None = None,
     amax_2K: Tensor | None = None,
@@ -299,8 +300,8 @@ def qkv_rotate(
 
     qkv_TXD: the projection's output, q's heads first, contiguous except for the stride of a token. Norm weights: in its
     dtype, both or neither. cos_TR, sin_TR: float32, one row per token. `kv_mode` "calibrated" needs the float32 scales
-    [K] (K's only with `quantize_k`; ValueError otherwise). amax_2K: float32, raised in place; it may start at any value
-    below 0. With kv_mode "none" the returned V is a view of qkv_TXD.
+    [K] of what is `quantized` (ValueError otherwise). amax_2K: float32, raised in place; it may start at any value
+    below 0. A V that is not quantised is returned as a view of qkv_TXD.
     """
     num_tokens, heads, size = qkv_TXD.shape
     assert heads == num_heads + 2 * num_kv_heads, f"qkv_rotate: {heads} heads, not {num_heads} + 2 * {num_kv_heads}"
@@ -310,12 +311,11 @@ def qkv_rotate(
     assert amax_2K is None or (amax_2K.shape == (2, num_kv_heads) and amax_2K.stride(1) == 1), "qkv_rotate: amax"
     if kv_mode in SCALE_PER_TOKEN:
         k_scale_K = v_scale_K = None
-    elif kv_mode == "calibrated" and (v_scale_K is None or (quantize_k and k_scale_K is None)):
+    elif kv_mode == "calibrated" and lacks_scales(k_scale_K, v_scale_K, quantized):
         raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
     on_gpu = qkv_rotate_triton if is_fused(size, planes) else qkv_rotate_separate
     rotate = on_gpu if qkv_TXD.is_cuda else qkv_rotate_reference
     place = (cos_TR, sin_TR, num_heads, num_kv_heads)
     return rotate(
-        qkv_TXD, q_weight_D, k_weight_D, eps, *place, kv_mode, quantize_k and kv_mode != "none", k_scale_K, v_scale_K,
-        amax_2K,
+        qkv_TXD, q_weight_D, k_weight_D, eps, *place, kv_mode, quantized, k_scale_K, v_scale_K, amax_2K,
     )  # fmt: skip

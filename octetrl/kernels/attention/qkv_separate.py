@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_triton, kv_store_triton
 from octetrl.kernels.rows.rms_norm import rms_norm_triton
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward_triton
@@ -64,7 +64,7 @@ def qkv_rotate_separate(
     num_heads: int,
     num_kv_heads: int,
     kv_mode: KVMode,
-    quantize_k: bool,
+    quantized: KVTensors,
     k_scale_K: Tensor | None,
     v_scale_K: Tensor | None,
     amax_2K: Tensor | None,
@@ -77,7 +77,7 @@ def qkv_rotate_separate(
             torch.maximum(amax_K, observed_K.float(), out=amax_K)
     if kv_mode == "none":
         return q_THD, ReplayedKV(k_TKD, v_TKD, None, None)
-    return q_THD, kv_replay_triton(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantize_k)
+    return q_THD, kv_replay_triton(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
 
 
 def qkv_rotate_backward_separate(

@@ -34,7 +34,7 @@ def first_column(first_token, sequence):
 @triton.jit
 def _attention_scales_kernel(
     k_scale_ptr, v_scale_ptr, k_out_ptr, v_out_ptr, cu_seqlens_ptr, stride_row,
-    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, HAS_K: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(1)
     first = tl.load(cu_seqlens_ptr + sequence)
@@ -45,26 +45,28 @@ def _attention_scales_kernel(
     target_KT = head_K.to(tl.int64)[:, None] * stride_row + (first_column(first, sequence) + t_T)[None, :]
     if HAS_K:
         tl.store(k_out_ptr + target_KT, tl.load(k_scale_ptr + source_KT, mask=inside_KT), mask=inside_KT)
-    tl.store(v_out_ptr + target_KT, tl.load(v_scale_ptr + source_KT, mask=inside_KT), mask=inside_KT)
+    if HAS_V:
+        tl.store(v_out_ptr + target_KT, tl.load(v_scale_ptr + source_KT, mask=inside_KT), mask=inside_KT)
 
 
 def align_scales(
     k_scale: Tensor | None, v_scale: Tensor | None, cu_seqlens_B1: Tensor, max_seqlen: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Packed scales [T, K] of tokens as rows [K, C] for TMA, with gaps of undefined values. Others as they are."""
-    if v_scale is None or v_scale.dim() == 1:
+    present = v_scale if v_scale is not None else k_scale  # both have one form if there are two
+    if present is None or present.dim() == 1:
         return k_scale, v_scale
-    (T, K), B = v_scale.shape, cu_seqlens_B1.shape[0] - 1
+    (T, K), B = present.shape, cu_seqlens_B1.shape[0] - 1
     assert all(x is None or x.is_contiguous() for x in (k_scale, v_scale)), "attention: scales must be contiguous"
-    rows = torch.empty(2, K, (T // ALIGN.value + B) * ALIGN.value + ALIGN.value, device=v_scale.device)
+    rows = torch.empty(2, K, (T // ALIGN.value + B) * ALIGN.value + ALIGN.value, device=present.device)
     k_rows, v_rows = rows.unbind()
     if T > 0 and B > 0:
         _attention_scales_kernel[(triton.cdiv(max_seqlen, TOKENS), B)](
             k_scale, v_scale, k_rows, v_rows, cu_seqlens_B1, rows.stride(1),
             HEADS=K, BLOCK_K=triton.next_power_of_2(K), TOKENS=TOKENS, HAS_K=k_scale is not None,
-            num_warps=4, **({"enable_fp_fusion": False} if v_scale.is_cuda else {}),
+            HAS_V=v_scale is not None, num_warps=4, **({"enable_fp_fusion": False} if present.is_cuda else {}),
         )  # fmt: skip
-    return None if k_scale is None else k_rows, v_rows
+    return None if k_scale is None else k_rows, None if v_scale is None else v_rows
 
 
 def scale_table(scale: Tensor | None, keys: int) -> ScaleTable:

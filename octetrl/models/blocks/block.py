@@ -100,6 +100,7 @@ class Block(nn.Module, ABC):
         super().__init__()
         self.layer = builder.layer
         self.cached = builder.spec.cached(builder.layer)  # of this layer; a block without a cache does not read it
+        self.in_codes = tuple(builder.policy.cached_as(tensor.name) == "fp8" for tensor in self.cached)
 
     def treatments(self, context: PackedContext) -> tuple[CacheTreatment, ...]:
         """The treatment of each cached tensor: the cache's quantiser, or none if the cache keeps the model's dtype."""
@@ -107,8 +108,8 @@ class Block(nn.Module, ABC):
             return tuple(self.treat_as[tensor.name] for tensor in self.cached)
         scales = self.scales_of(context.kv_scale_LS)
         return tuple(
-            CacheTreatment(context.kv_mode if tensor.never_fp8 is None else "none", scale)
-            for tensor, scale in zip(self.cached, scales, strict=True)
+            CacheTreatment(context.kv_mode if in_codes else "none", scale)
+            for in_codes, scale in zip(self.in_codes, scales, strict=True)
         )
 
     def scales_of(self, scale_LS: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -9,18 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import SCALE_PER_TOKEN
+from octetrl.config.blocks import SCALE_PER_TOKEN, KVTensors
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.kv_store import v_pages_shape
 
-CACHES = [  # kv_mode, quantize_k
-    pytest.param("none", False, id="none"),
-    pytest.param("calibrated", True, id="calibrated"),
-    pytest.param("dynamic", True, id="dynamic"),
-    pytest.param("calibrated", False, id="calibrated-v"),
-    pytest.param("dynamic", False, id="dynamic-v"),
-    pytest.param("int8", True, id="int8"),
-    pytest.param("int8", False, id="int8-v"),
+CACHES = [  # kv_mode, quantized
+    pytest.param("none", "both", id="none"),
+    pytest.param("calibrated", "both", id="calibrated"),
+    pytest.param("dynamic", "both", id="dynamic"),
+    pytest.param("calibrated", "v", id="calibrated-v"),
+    pytest.param("dynamic", "v", id="dynamic-v"),
+    pytest.param("int8", "both", id="int8"),
+    pytest.param("int8", "v", id="int8-v"),
+    pytest.param("calibrated", "k", id="calibrated-k"),
+    pytest.param("dynamic", "k", id="dynamic-k"),
+    pytest.param("int8", "k", id="int8-k"),
 ]
 
 
@@ -53,7 +56,7 @@ def scales_of(k: Tensor, v: Tensor, kv_mode: str) -> tuple[Tensor | None, Tensor
 
 @dataclass
 class PagedCache:
-    """Pages for given sequence lengths, in shuffled order. `quantize_k=False`: K as it is beside an FP8 V."""
+    """Pages for given sequence lengths, in shuffled order. `quantized`: which of K and V are codes."""
 
     lengths: list[int]
     kv_heads: int
@@ -64,7 +67,7 @@ class PagedCache:
     k_scale: Tensor | None
     v_scale: Tensor | None
     device: str = "cpu"
-    quantize_k: bool = True
+    quantized: KVTensors = "both"
     k: Tensor = field(init=False)
     v: Tensor = field(init=False)
     block_table: Tensor = field(init=False)
@@ -72,14 +75,16 @@ class PagedCache:
     def __post_init__(self) -> None:
         counts = [-(-length // self.page_size) for length in self.lengths]
         shape = (sum(counts) + 1, self.kv_heads, self.page_size, self.head_size)
-        v_dtype = {"none": self.dtype, "int8": torch.int8}.get(self.kv_mode, E4M3)
-        k_dtype = v_dtype if self.quantize_k else self.dtype
+        codes = {"none": self.dtype, "int8": torch.int8}.get(self.kv_mode, E4M3)
+        k_dtype = codes if self.quantized != "v" else self.dtype
+        v_dtype = codes if self.quantized != "k" else self.dtype
         self.k = torch.zeros(shape, device=self.device).to(k_dtype)
         self.v = torch.zeros(v_pages_shape(*shape, v_dtype), device=self.device).to(v_dtype)
         self.k_token_scale = self.v_token_scale = None
         if self.kv_mode in SCALE_PER_TOKEN:
-            self.v_token_scale = torch.ones(shape[:3], device=self.device)
-            self.k_token_scale = self.v_token_scale.clone() if self.quantize_k else None
+            self.k_token_scale, self.v_token_scale = (
+                torch.ones(shape[:3], device=self.device) if self.quantized != other else None for other in "vk"
+            )
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1)).to(torch.int32)
         table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
         for row, (first, count) in enumerate(zip(cu_seqlens_of(counts).tolist(), counts, strict=False)):

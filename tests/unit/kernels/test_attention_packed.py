@@ -48,9 +48,9 @@ def test_float32_matches_plain_attention(head_size):
     assert relative_error(out, plain_attention(q, k, v, lengths)) < 1e-6
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize("group", [1, 4])
-def test_values_and_gradients(kv_mode, quantize_k, group):
+def test_values_and_gradients(kv_mode, quantized, group):
     lengths = [1, 131, 33]
     inputs = [x.contiguous().requires_grad_() for x in random_qkv(lengths, 2, group, 32, torch.float32, seed=group)]
     with torch.no_grad():  # BF16 values, so that the quantisers round nothing before they quantise
@@ -58,11 +58,12 @@ def test_values_and_gradients(kv_mode, quantize_k, group):
             x.copy_(x.bfloat16())
     q, k, v = inputs
     k_scale, v_scale = scales_of(k.detach(), v.detach(), kv_mode)
-    k_seen = dequantised(k, kv_mode, k_scale) if quantize_k else k
-    want = plain_attention(q, k_seen, dequantised(v, kv_mode, v_scale), lengths)
+    k_seen = dequantised(k, kv_mode, k_scale) if quantized != "v" else k
+    v_seen = dequantised(v, kv_mode, v_scale) if quantized != "k" else v
+    want = plain_attention(q, k_seen, v_seen, lengths)
     dout = torch.randn_like(want)
     gradients = torch.autograd.grad(want, inputs, dout)
-    out = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, SCALE, k_scale, v_scale, kv_mode, quantize_k)
+    out = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, SCALE, k_scale, v_scale, kv_mode, quantized)
     rounding = {"none": 1e-5, "calibrated": 1e-3, "dynamic": 1e-2, "int8": 1e-2}[kv_mode]  # of P, to the operand dtype
     assert relative_error(out, want) < rounding
     for got, expected in zip(torch.autograd.grad(out, inputs, dout), gradients, strict=True):
@@ -148,7 +149,7 @@ def test_a_k_that_fp8_would_ruin_stays_whole_beside_an_fp8_v():
     want = plain_attention(q.double(), k.double(), v.double(), lengths)
     scales = [x.abs().amax(dim=(0, 2)) / 448 for x in (k, v)]
     distances = []
-    for quantize_k in (True, False):
-        out = attention_packed(q, k, v, cu_seqlens_of(lengths), 90, SCALE, *scales, "calibrated", quantize_k)
+    for quantized in ("both", "v"):
+        out = attention_packed(q, k, v, cu_seqlens_of(lengths), 90, SCALE, *scales, "calibrated", quantized)
         distances.append(relative_error(out, want))
     assert distances[0] > 0.2 and distances[1] < 0.04

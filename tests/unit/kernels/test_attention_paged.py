@@ -37,12 +37,12 @@ def as_the_cache_gives_it(table, head_scale, token_scale, pages, length):
     return value[pages].transpose(1, 2).flatten(0, 1)[:length]
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(("group", "page_size"), [(1, 128), (3, 16)])
-def test_values(kv_mode, quantize_k, group, page_size):
+def test_values(kv_mode, quantized, group, page_size):
     q, k, v = random_qkv(LENGTHS, 2, group, 32, torch.bfloat16)
     scales = scales_of(k, v, kv_mode)
-    cache = PagedCache(LENGTHS, 2, 32, page_size, kv_mode, torch.bfloat16, *scales, quantize_k=quantize_k)
+    cache = PagedCache(LENGTHS, 2, 32, page_size, kv_mode, torch.bfloat16, *scales, quantized=quantized)
     kv_store(k, v, cache.k, cache.v, cache.slots(LENGTHS), *cache.scales)
     rows = torch.cat([part[-count:] for part, count in zip(q.split(LENGTHS), CHUNKS, strict=True)])
     contexts = torch.tensor(LENGTHS, dtype=torch.int32)
@@ -78,7 +78,7 @@ def test_a_quantised_output_is_the_quantised_output(chunks, power_of_two):
 
 def test_an_fp8_cache_without_scales_is_refused():
     q, k, v = random_qkv([4], 1, 1, 16, torch.bfloat16)
-    cache = PagedCache([4], 1, 16, 16, "calibrated", torch.bfloat16, *scales_of(k, v, "calibrated"), quantize_k=False)
+    cache = PagedCache([4], 1, 16, 16, "calibrated", torch.bfloat16, *scales_of(k, v, "calibrated"), quantized="v")
     kv_store(k, v, cache.k, cache.v, cache.slots([4]), *cache.scales)
     contexts = torch.tensor([4], dtype=torch.int32)
     with pytest.raises(ValueError, match="needs either per-head scales"):

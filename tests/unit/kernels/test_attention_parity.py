@@ -74,18 +74,18 @@ def random_chunks(length, generator):
     return chunks
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(("group", "head_size", "page_size"), [(1, 64, 128), (2, 80, 16), (4, 16, 32), (8, 128, 16)])
-def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, group, head_size, page_size):
+def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantized, group, head_size, page_size):
     generator = random.Random(group)
     lengths = [1, 127, 128, 129, 300, generator.randint(2, 90)]
     q, k, v = random_qkv(lengths, kv_heads=2, group=group, head_size=head_size, dtype=torch.bfloat16)
     k_scale, v_scale = scales_of(k, v, kv_mode)
-    replay = (k_scale, v_scale, kv_mode, quantize_k)
+    replay = (k_scale, v_scale, kv_mode, quantized)
     packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, head_size**-0.5, *replay)
 
     format_of_pages = (kv_mode, torch.bfloat16, k_scale, v_scale)
-    cache = PagedCache(lengths, 2, head_size, page_size, *format_of_pages, quantize_k=quantize_k)
+    cache = PagedCache(lengths, 2, head_size, page_size, *format_of_pages, quantized=quantized)
     kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
 
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n]))
@@ -96,17 +96,17 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantize_k, group, h
 
 
 @pytest.mark.parametrize("window", [1, 100, 129, 290])
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES[:2])
-def test_a_window_has_equal_bits_wherever_the_first_chunk_begins(kv_mode, quantize_k, window):
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES[:2])
+def test_a_window_has_equal_bits_wherever_the_first_chunk_begins(kv_mode, quantized, window):
     lengths = [1, 128, 300, 20]
     q, k, v = random_qkv(lengths, kv_heads=2, group=2, head_size=96, dtype=torch.bfloat16)
     k_scale, v_scale = scales_of(k, v, kv_mode)
-    replay = (k_scale, v_scale, kv_mode, quantize_k)
+    replay = (k_scale, v_scale, kv_mode, quantized)
     packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, 96**-0.5, *replay, window)
     full = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, 96**-0.5, *replay)
     reached = torch.cat([torch.arange(length) for length in lengths]) < window
     assert torch.equal(packed[reached], full[reached]) and not (packed == full).flatten(1).all(1)[~reached].any()
-    cache = PagedCache(lengths, 2, 96, 16, kv_mode, torch.bfloat16, k_scale, v_scale, quantize_k=quantize_k)
+    cache = PagedCache(lengths, 2, 96, 16, kv_mode, torch.bfloat16, k_scale, v_scale, quantized=quantized)
     kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
     generator = random.Random(window)
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n], window))

@@ -41,6 +41,7 @@ def errors():
 
 
 CACHES = ["none", "calibrated", "dynamic", "calibrated-v", "dynamic-v", "int8", "int8-v"]
+CACHES += ["calibrated-k", "dynamic-k", "int8-k"]
 
 
 SHAPES = ["head-80", "head-96-window-2", "decode-192", "decode-80-window-100"]
@@ -49,6 +50,7 @@ PACKS = [
     "packs-of-whole-tiles",
     "packs-calibrated",
     "packs-dynamic-with-an-empty-sequence",
+    "packs-dynamic-k",
     "packs-of-more-than-one-search",
 ]
 

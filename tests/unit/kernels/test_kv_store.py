@@ -49,17 +49,18 @@ def test_only_the_codes_of_v_are_turned_inside_their_page():
         assert v_page.count_nonzero() == 16
 
 
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
-def test_cache_and_replay_hold_the_same_codes_and_scales(kv_mode, quantize_k):
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
+def test_cache_and_replay_hold_the_same_codes_and_scales(kv_mode, quantized):
     _, k, v = random_qkv([33], 2, 1, 32, torch.bfloat16)
-    cache = PagedCache([33], 2, 32, 16, kv_mode, torch.bfloat16, *scales_of(k, v, kv_mode), quantize_k=quantize_k)
+    cache = PagedCache([33], 2, 32, 16, kv_mode, torch.bfloat16, *scales_of(k, v, kv_mode), quantized=quantized)
     slots = cache.slots([33])
     kv_store(k, v, cache.k, cache.v, slots, *cache.scales)
-    replayed = kv_replay(k, v, kv_mode, cache.k_scale, cache.v_scale, quantize_k)
+    replayed = kv_replay(k, v, kv_mode, cache.k_scale, cache.v_scale, quantized)
     k_codes, v_codes = read_back(cache, slots)
     assert torch.equal(k_codes, replayed.k_TKD.float())
     assert torch.equal(v_codes, replayed.v_TKD.float())
-    assert quantize_k or torch.equal(k_codes, k.float())
+    assert quantized != "v" or torch.equal(k_codes, k.float())
+    assert quantized != "k" or torch.equal(v_codes, v.float())
     for paged, scale in ((cache.k_token_scale, replayed.k_scale), (cache.v_token_scale, replayed.v_scale)):
         assert paged is None or torch.equal(paged[slots // 16, :, slots % 16], scale)
 
@@ -94,7 +95,7 @@ def test_values_past_the_calibrated_range_are_clamped_and_counted():
 
 def test_a_k_left_in_bf16_is_neither_clamped_nor_counted():
     k = torch.full((1, 1, 4), 1000.0, dtype=torch.bfloat16)
-    cache = PagedCache([1], 1, 4, 16, "calibrated", torch.bfloat16, None, torch.ones(1), quantize_k=False)
+    cache = PagedCache([1], 1, 4, 16, "calibrated", torch.bfloat16, None, torch.ones(1), quantized="v")
     counter = torch.zeros(2, 1, dtype=torch.int64)
     slots = cache.slots([1])
     kv_store(k, k, cache.k, cache.v, slots, *cache.scales, saturated_2K=counter)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate, qkv_rotate_triton
 from octetrl.kernels.rows.rms_norm import rms_norm
@@ -21,14 +21,17 @@ from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
 EPS = 1e-6
 TOKENS = 11
 NEVER = -1.0
-REPLAYS: list[tuple[KVMode, bool]] = [
-    ("none", True),
-    ("calibrated", True),
-    ("calibrated", False),
-    ("dynamic", True),
-    ("dynamic", False),
-    ("int8", True),
-    ("int8", False),
+REPLAYS: list[tuple[KVMode, KVTensors]] = [
+    ("none", "both"),
+    ("calibrated", "both"),
+    ("calibrated", "v"),
+    ("dynamic", "both"),
+    ("dynamic", "v"),
+    ("int8", "both"),
+    ("int8", "v"),
+    ("calibrated", "k"),
+    ("dynamic", "k"),
+    ("int8", "k"),
 ]
 NORMED = [(6, 3, 32, True), (10, 5, 128, True), (2, 1, 16, True)]
 CASES = [  # each kind of replay with a norm, in one of three sizes, and without
@@ -45,10 +48,10 @@ def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype
     return qkv, q_weight, k_weight, EPS, cos, sin, heads, kv_heads
 
 
-def _replay(kv_heads: int, kv_mode: KVMode, quantize_k: bool) -> dict[str, Any]:
+def _replay(kv_heads: int, kv_mode: KVMode, quantized: KVTensors) -> dict[str, Any]:
     """Per-head scales so small that a few values saturate."""
     v_scale = 0.004 + 0.001 * torch.arange(kv_heads)
-    return {"kv_mode": kv_mode, "quantize_k": quantize_k, "k_scale_K": 1.5 * v_scale, "v_scale_K": v_scale}
+    return {"kv_mode": kv_mode, "quantized": quantized, "k_scale_K": 1.5 * v_scale, "v_scale_K": v_scale}
 
 
 def _chain(inputs: tuple[Any, ...], replay: dict[str, Any], amax: Tensor) -> tuple[Tensor, ReplayedKV]:
@@ -66,9 +69,9 @@ def _same(got: Tensor | None, want: Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), REPLAYS)
-def test_is_the_chain(kv_mode: KVMode, quantize_k: bool, norm: bool) -> None:
-    inputs, replay = _inputs(4, 2, 32, norm), _replay(2, kv_mode, quantize_k)
+@pytest.mark.parametrize(("kv_mode", "quantized"), REPLAYS)
+def test_is_the_chain(kv_mode: KVMode, quantized: KVTensors, norm: bool) -> None:
+    inputs, replay = _inputs(4, 2, 32, norm), _replay(2, kv_mode, quantized)
     got_amax, want_amax = (torch.tensor([[NEVER, 99.0], [0.5, NEVER]]) for _ in range(2))
     q, kv = qkv_rotate(*inputs, **replay, amax_2K=got_amax)
     want_q, want_kv = _chain(inputs, replay, want_amax)
@@ -78,20 +81,19 @@ def test_is_the_chain(kv_mode: KVMode, quantize_k: bool, norm: bool) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:.* encountered in divide")
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm", "kv_mode", "quantize_k"), CASES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm", "kv_mode", "quantized"), CASES)
 def test_kernel_is_near_the_reference(
-    heads: int, kv_heads: int, size: int, norm: bool, kv_mode: KVMode, quantize_k: bool
+    heads: int, kv_heads: int, size: int, norm: bool, kv_mode: KVMode, quantized: KVTensors
 ) -> None:
     inputs = _inputs(heads, kv_heads, size, norm, torch.float32)
-    replay = _replay(kv_heads, kv_mode, quantize_k)
+    replay = _replay(kv_heads, kv_mode, quantized)
     want_amax = torch.full((2, kv_heads), NEVER)
     q, kv = qkv_rotate(*inputs, **replay, amax_2K=want_amax)
     wide = torch.nn.functional.pad(inputs[0].flatten(1), (0, 16))[:, :-16].unflatten(1, (-1, size))
     amax = torch.full((2, 3, kv_heads), NEVER)[:, 1]
     calibrated = kv_mode == "calibrated"
     scales = (replay["k_scale_K"], replay["v_scale_K"]) if calibrated else (None, None)
-    quantize_k = quantize_k and kv_mode != "none"
-    got_q, got_kv = qkv_rotate_triton(wide, *inputs[1:], kv_mode, quantize_k, *scales, amax)
+    got_q, got_kv = qkv_rotate_triton(wide, *inputs[1:], kv_mode, quantized, *scales, amax)
     torch.testing.assert_close(got_q, q, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(amax, want_amax, rtol=1e-5, atol=0)
     for ours, theirs in zip(got_kv, kv, strict=True):
@@ -108,7 +110,7 @@ def test_a_scale_without_a_finite_inverse_leaves_zeros_zero() -> None:
     inputs = _inputs(2, 3, 32, False, torch.float32)
     inputs[0][:, 2:] = 0.0
     scale = torch.tensor([2.3e-40, 1e-38, 1.0])
-    _, kv = qkv_rotate_triton(*inputs, "calibrated", True, scale, scale, None)
+    _, kv = qkv_rotate_triton(*inputs, "calibrated", "both", scale, scale, None)
     _, want = qkv_rotate(*inputs, kv_mode="calibrated", k_scale_K=scale, v_scale_K=scale)
     assert torch.equal(kv.k_TKD, want.k_TKD) and torch.equal(kv.v_TKD, want.v_TKD) and not kv.v_TKD.any()
 
@@ -120,7 +122,7 @@ def test_amax_is_raised_never_lowered_and_nan_sticks() -> None:
     inputs[0][10, 2 + 3 + 2, 31] = float("inf")  # V's third
     amax = torch.tensor([[NEVER, NEVER, 50.0], [float("nan"), NEVER, NEVER]])
     want = amax.clone()
-    qkv_rotate_triton(*inputs, "none", False, None, None, amax)
+    qkv_rotate_triton(*inputs, "none", "both", None, None, amax)
     qkv_rotate(*inputs, kv_mode="none", amax_2K=want)
     torch.testing.assert_close(amax, want, rtol=1e-6, atol=0, equal_nan=True)
     assert amax[0, 1].isnan() and amax[0, 2] == 50 and amax[1, 0].isnan() and amax[1, 2].isinf()
@@ -129,7 +131,7 @@ def test_amax_is_raised_never_lowered_and_nan_sticks() -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_v_stays_a_view_where_it_is_not_quantised() -> None:
     inputs = _inputs(4, 2, 32, True, torch.float32)
-    _, kv = qkv_rotate_triton(*inputs, "none", False, None, None, None)
+    _, kv = qkv_rotate_triton(*inputs, "none", "both", None, None, None)
     assert kv.v_TKD.data_ptr() == inputs[0][:, 6:].data_ptr() and kv.k_scale is kv.v_scale is None
 
 

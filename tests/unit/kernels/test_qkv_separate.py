@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.blocks import KVMode
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention import kv_store, qkv_rotate, qkv_rotate_backward, qkv_separate, qkv_store
 from octetrl.kernels.attention.kv_store import by_key
 from octetrl.kernels.rows import rms_norm, rms_norm_backward, rope
@@ -42,12 +42,14 @@ def _scales(mode: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 @pytest.mark.usefixtures("separate")
 @pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @SHAPES
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES[:3])
-def test_store_writes_the_references_pages(size: int, norm: bool, rotated: int, kv_mode: str, quantize_k: bool) -> None:
+@pytest.mark.parametrize(("kv_mode", "quantized"), [*CACHES[:3], CACHES[-3]])
+def test_store_writes_the_references_pages(
+    size: int, norm: bool, rotated: int, kv_mode: str, quantized: KVTensors
+) -> None:
     table = RotaryTable(rotated, 1e4, None, 64, device="cpu")
     inputs = (*_inputs(size, norm), table.cos_SR, table.sin_SR, torch.arange(TOKENS) * 5)
     got, want = (
-        PagedCache([TOKENS], KV_HEADS, size, 16, kv_mode, torch.float32, *_scales(kv_mode), "cpu", quantize_k)
+        PagedCache([TOKENS], KV_HEADS, size, 16, kv_mode, torch.float32, *_scales(kv_mode), "cpu", quantized)
         for _ in range(2)
     )
     slots = got.slots([TOKENS])
@@ -61,10 +63,22 @@ def test_store_writes_the_references_pages(size: int, norm: bool, rotated: int, 
 @pytest.mark.usefixtures("separate")
 @pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @SHAPES
-@pytest.mark.parametrize("kv_mode", ["none", "calibrated", "dynamic", "int8"])
-def test_rotate_replays_and_observes_as_the_reference(size: int, norm: bool, rotated: int, kv_mode: KVMode) -> None:
+@pytest.mark.parametrize(
+    ("kv_mode", "quantized"),
+    [
+        ("none", "both"),
+        ("calibrated", "both"),
+        ("dynamic", "both"),
+        ("int8", "both"),
+        ("int8", "k"),
+        ("calibrated", "v"),
+    ],
+)
+def test_rotate_replays_and_observes_as_the_reference(
+    size: int, norm: bool, rotated: int, kv_mode: KVMode, quantized: KVTensors
+) -> None:
     cos_TR, sin_TR = RotaryTable(rotated, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
-    inputs = (*_inputs(size, norm), cos_TR, sin_TR, HEADS, KV_HEADS, kv_mode, kv_mode != "none", *_scales(kv_mode))
+    inputs = (*_inputs(size, norm), cos_TR, sin_TR, HEADS, KV_HEADS, kv_mode, quantized, *_scales(kv_mode))
     got_amax, want_amax = (torch.full((2, KV_HEADS), -1.0) for _ in range(2))
     q, kv = qkv_separate.qkv_rotate_separate(*inputs, got_amax)
     want_q, want_kv = qkv_rotate.qkv_rotate_reference(*inputs, want_amax)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import octetrl.kernels.attention.qkv_store as module
+from octetrl.config.blocks import KVTensors
 from octetrl.kernels.attention.kv_store import by_key, kv_store
 from octetrl.kernels.attention.qkv_store import qkv_store, qkv_store_triton
 from octetrl.kernels.rows.rms_norm import rms_norm
@@ -27,12 +28,17 @@ CASES = [  # every pair of a shape, a cache, and few or many tokens
 
 
 def _pages(
-    kv_heads: int, size: int, kv_mode: str, quantize_k: bool, page_size: int = 16, dtype: torch.dtype = torch.bfloat16
+    kv_heads: int,
+    size: int,
+    kv_mode: str,
+    quantized: KVTensors,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> PagedCache:
     """Per-head scales so small that a few values saturate."""
     v_scale = torch.full((kv_heads,), 0.004) if kv_mode == "calibrated" else None
-    k_scale = v_scale * 1.5 if v_scale is not None and quantize_k else None
-    return PagedCache([TOKENS], kv_heads, size, page_size, kv_mode, dtype, k_scale, v_scale, "cpu", quantize_k)
+    k_scale = v_scale * 1.5 if v_scale is not None and quantized != "v" else None
+    return PagedCache([TOKENS], kv_heads, size, page_size, kv_mode, dtype, k_scale, v_scale, "cpu", quantized)
 
 
 def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
@@ -55,11 +61,11 @@ def _stored(cache: PagedCache) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("kv_mode", "quantize_k"), CACHES)
-def test_is_the_chain(kv_mode: str, quantize_k: bool, norm: bool) -> None:
+@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
+def test_is_the_chain(kv_mode: str, quantized: KVTensors, norm: bool) -> None:
     inputs = _inputs(4, 2, 32, norm)
     qkv, q_norm, k_norm, _, cos_SR, sin_SR, positions = inputs
-    got, want = (_pages(2, 32, kv_mode, quantize_k) for _ in range(2))
+    got, want = (_pages(2, 32, kv_mode, quantized) for _ in range(2))
     got_count, want_count = (torch.zeros(2, 2, dtype=torch.int64) for _ in range(2))
     q = qkv_store(*inputs, got.k, got.v, _slots(got), *got.scales, saturated_2K=got_count)
     want_q, k, v = qkv.split((4, 2, 2), dim=1)
@@ -69,25 +75,25 @@ def test_is_the_chain(kv_mode: str, quantize_k: bool, norm: bool) -> None:
     kv_store(k, v, want.k, want.v, _slots(want), *want.scales, saturated_2K=want_count)
     assert torch.equal(q, want_q) and q.is_contiguous()
     assert all(torch.equal(g, w) for g, w in zip(_stored(got), _stored(want), strict=True))
-    assert torch.equal(got_count, want_count) and (kv_mode != "calibrated" or got_count[1].sum() > 0)
+    assert torch.equal(got_count, want_count) and (kv_mode != "calibrated" or got_count[int(quantized != "k")].sum() > 0)
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:.* encountered in divide")
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm", "kv_mode", "quantize_k", "many"), CASES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm", "kv_mode", "quantized", "many"), CASES)
 def test_kernel_is_near_the_reference(
     heads: int,
     kv_heads: int,
     size: int,
     norm: bool,
     kv_mode: str,
-    quantize_k: bool,
+    quantized: KVTensors,
     many: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1024)
     inputs = _inputs(heads, kv_heads, size, norm, torch.float32)
-    got, want = (_pages(kv_heads, size, kv_mode, quantize_k, 8, torch.float32) for _ in range(2))
+    got, want = (_pages(kv_heads, size, kv_mode, quantized, 8, torch.float32) for _ in range(2))
     got_count, want_count = (torch.zeros(2, kv_heads, dtype=torch.int64) for _ in range(2))
     want_q = qkv_store(*inputs, want.k, want.v, _slots(want), *want.scales, saturated_2K=want_count)
     flat = torch.nn.functional.pad(inputs[0].flatten(1), (0, 16))[:, :-16]  # tokens further apart than they are long

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.fp8.format import decode_e4m3, is_code
-from octetrl.kernels.attention.kv_store import ReplayedKV, by_key, kv_replay
+from octetrl.kernels.attention.kv_store import ReplayedKV, by_key
 from octetrl.layers.context import CacheTreatment, LayerCache
 
 
@@ -20,13 +21,12 @@ def values_of(kv: ReplayedKV) -> tuple[Tensor, Tensor]:
     return _scaled(kv.k_TKD, kv.k_scale), _scaled(kv.v_TKD, kv.v_scale)
 
 
-def without_codes(k_TKD: Tensor, treatment: CacheTreatment) -> Tensor:
-    """K quantised and rounded back to its own dtype, because no kernel takes an FP8 K with a BF16 V.
-
-    Only the doctor needs this pair. The rounding adds a tenth of the quantiser's error.
-    """
-    quantised = kv_replay(k_TKD, k_TKD, treatment.mode, treatment.scale, treatment.scale)
-    return values_of(quantised)[0].to(k_TKD.dtype)
+def replay_of(k: CacheTreatment, v: CacheTreatment) -> tuple[KVMode, Tensor | None, Tensor | None, KVTensors]:
+    """Arguments of `kv_replay` behind K and V: the mode, both scales, and what is quantised."""
+    if k.mode == v.mode:
+        return k.mode, k.scale, v.scale, "both"
+    assert "none" in (k.mode, v.mode), f"K is treated as '{k.mode}' and V as '{v.mode}'"
+    return (v.mode, k.scale, v.scale, "v") if k.mode == "none" else (k.mode, k.scale, v.scale, "k")
 
 
 def read_back(cache: LayerCache, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octetrl.config.blocks import KVTensors
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.kv_store import kv_replay, kv_store
@@ -22,14 +23,14 @@ from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
 from octetrl.models.blocks.attention import rollout as rollout_form
 from octetrl.models.blocks.attention import training as training_form
-from octetrl.models.blocks.attention.as_cached import read_back, saturated_of, values_of, without_codes
+from octetrl.models.blocks.attention.as_cached import read_back, replay_of, saturated_of, values_of
 from octetrl.models.blocks.block import Block, BlockBuilder
 
 
 class Attention(Block):
     """qkv_proj: E -> (H + 2K) * D, query rows first; o_proj: H * D -> E; each a Linear or a Float8Linear.
 
-    `quantize_k`: whether an FP8 cache also holds K in FP8; otherwise K is BF16 and V is FP8.
+    `quantized`: which of K and V an FP8 cache holds in codes; the other one is BF16.
     """
 
     rollout = rollout_form.rollout
@@ -38,7 +39,8 @@ class Attention(Block):
     def __init__(self, builder: BlockBuilder, window: int | None = None) -> None:
         super().__init__(builder)
         spec = builder.spec
-        self.quantize_k = self.cached[0].never_fp8 is None
+        k_in_codes, v_in_codes = self.in_codes
+        self.quantized: KVTensors = "both" if k_in_codes == v_in_codes else "k" if k_in_codes else "v"
         self.num_heads, self.num_kv_heads, self.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
         self.softmax_scale = spec.head_size**-0.5
         self.window = window
@@ -78,9 +80,7 @@ class Attention(Block):
     def _attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> Tensor:
         if context.kv_amax_LS is not None:
             observe_amax(context.kv_amax_LS[self.layer, : 2 * self.num_kv_heads].view(2, -1), k_TKD, v_TKD)
-        k, v = self.treatments(context)
-        if v.mode == "none" and k.mode != "none":
-            k_TKD, k = without_codes(k_TKD, k), v
+        kv_mode, k_scale_K, v_scale_K, quantized = replay_of(*self.treatments(context))
         return attention_packed(
             q_THD,
             k_TKD,
@@ -88,10 +88,10 @@ class Attention(Block):
             context.cu_seqlens_B1,
             context.max_seqlen,
             self.softmax_scale,
-            k_scale_K=k.scale,
-            v_scale_K=v.scale,
-            kv_mode=v.mode,
-            quantize_k=k.mode != "none",
+            k_scale_K=k_scale_K,
+            v_scale_K=v_scale_K,
+            kv_mode=kv_mode,
+            quantized=quantized,
             window=self.window,
         )
 
@@ -99,8 +99,7 @@ class Attention(Block):
         """K and V as the operands of this forward's attention: float32 [T, K, D], codes times scales."""
         if not isinstance(context, PackedContext):
             return read_back(context.layers[self.layer], context.slot_mapping_T)
-        k, v = self.treatments(context)
-        return values_of(kv_replay(k_TKD, v_TKD, v.mode, k.scale, v.scale, k.mode != "none"))
+        return values_of(kv_replay(k_TKD, v_TKD, *replay_of(*self.treatments(context))))
 
     def _attend_paged(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PagedContext) -> Tensor:
         cache: LayerCache = context.layers[self.layer]

@@ -142,7 +142,7 @@ def _rotated(attention: Attention, qkv_TX: Tensor, inputs: TrainingInputs, obser
             attention.num_heads,
             num_kv_heads,
             kv_mode=context.kv_mode,
-            quantize_k=attention.quantize_k,
+            quantized=attention.quantized,
             k_scale_K=k_scale_K,
             v_scale_K=v_scale_K,
             amax_2K=None if amax_LS is None else amax_LS[attention.layer, : 2 * num_kv_heads].view(2, -1),
