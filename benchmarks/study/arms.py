@@ -57,6 +57,8 @@ ARMS: Mapping[str, Arm] = {
     "fp8_full": _arm("fp8_full", "FP8 linears and a calibrated FP8 KV cache"),
     "fp8_full_dynamic": _arm("fp8_full", "FP8 linears and a dynamic FP8 KV cache", "fp8.kv_cache=dynamic"),
     "fp8_full_int8": _arm("fp8_full", "FP8 linears and an int8 KV cache", "fp8.kv_cache=int8"),
+    "fp8_full_k": _arm("fp8_full", "fp8_full, K alone in FP8, V in BF16", "fp8.kv_cache_tensors=k"),
+    "fp8_full_v": _arm("fp8_full", "fp8_full, V alone in FP8, K in BF16", "fp8.kv_cache_tensors=v"),
     "bf16_kv_calibrated": _arm("bf16", "BF16 linears and a calibrated FP8 KV cache", "fp8.kv_cache=calibrated"),
     "bf16_kv_dynamic": _arm("bf16", "BF16 linears and a dynamic FP8 KV cache", "fp8.kv_cache=dynamic"),
     "bf16_kv_int8": _arm("bf16", "BF16 linears and an int8 KV cache", "fp8.kv_cache=int8"),

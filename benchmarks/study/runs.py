@@ -6,6 +6,10 @@ A job is an arm with a seed (job.py). Jobs run seed by seed, so that a study cut
 The cold start of a seed comes before its arms. The same command again goes on where the last one stopped: complete jobs
 have their line, a job that was cut off resumes from its checkpoint.
 
+The jobs are spread over the GPUs that the command sees (all, or those of CUDA_VISIBLE_DEVICES), `--jobs` on each. A job
+uses one GPU. `--then ARMS:FIRST:COUNT` adds jobs behind those of `--arms`: these arms, with COUNT seeds from FIRST on.
+It may be repeated.
+
 The clock: `WARNING_SECONDS` before the end of `--seconds` every job is asked to stop after its step and saves. What
 still runs at the end is killed, and loses at most the steps since its last checkpoint. No job is started that would not
 end in time, by the longest job of its kind so far, unless no call of this length could hold it. On a new machine the
@@ -33,6 +37,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from benchmarks.study.arms import ARMS, TABLES
 from benchmarks.study.job import (
@@ -72,6 +78,7 @@ class Running:
     job: Job
     process: subprocess.Popen[bytes]
     began: float
+    gpu: str | None  # None: a machine without one
 
 
 @dataclass(slots=True)
@@ -131,15 +138,28 @@ def command_of(job: Job, arguments: argparse.Namespace) -> list[str]:
     return [*words, *model, *changes]
 
 
-def start(job: Job, arguments: argparse.Namespace) -> Running:
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name, for one GPU each."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [one.strip() for one in given.split(",") if one.strip() not in ("", "-1")]
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def emptiest(gpus: Sequence[str], running: Sequence[Running]) -> str | None:
+    """The GPU with the fewest jobs, the first of several; None: there is no GPU."""
+    return min(gpus, key=lambda gpu: sum(one.gpu == gpu for one in running), default=None)
+
+
+def start(job: Job, arguments: argparse.Namespace, gpu: str | None) -> Running:
     logs = arguments.state / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
     with (logs / f"{job.name}.log").open("ab") as log:
         process = subprocess.Popen(
             command_of(job, arguments), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
         )
-    return Running(job, process, time.monotonic())
+    return Running(job, process, time.monotonic(), gpu)
 
 
 def ended(plan: Plan, one: Running, *, asked: bool) -> None:
@@ -176,6 +196,8 @@ def ended(plan: Plan, one: Running, *, asked: bool) -> None:
 def run_jobs(plan: Plan, arguments: argparse.Namespace) -> None:
     """Run what fits into the time, and return when nothing runs any more."""
     began, running, asked = time.monotonic(), list[Running](), False
+    gpus = visible_gpus()
+    most = arguments.jobs * max(1, len(gpus))
     try:
         while True:
             left = arguments.seconds - WARNING_SECONDS - (time.monotonic() - began)
@@ -188,11 +210,11 @@ def run_jobs(plan: Plan, arguments: argparse.Namespace) -> None:
                     one.process.send_signal(signal.SIGINT)
             if not asked:
                 for job in plan.ready(running):
-                    if len(running) >= arguments.jobs:
+                    if len(running) >= most:
                         break
                     whole_call = arguments.seconds - WARNING_SECONDS
                     if plan.seconds(job) <= left or plan.seconds(job) > whole_call:
-                        running.append(start(job, arguments))
+                        running.append(start(job, arguments, emptiest(gpus, running)))
             if not running or left <= -WARNING_SECONDS:
                 break
             time.sleep(POLL_SECONDS)
@@ -278,6 +300,24 @@ def chosen_arms(table: str, asked: str | None) -> tuple[str, ...]:
     return arms
 
 
+def all_jobs(arguments: argparse.Namespace) -> list[Job]:
+    """Those of `--arms`, then those of each `--then`, each once. UserError: a `--then` cannot be read."""
+    jobs = jobs_of(
+        arguments.table,
+        chosen_arms(arguments.table, arguments.arms),
+        range(arguments.first_seed, arguments.first_seed + arguments.seeds),
+    )
+    for words in arguments.then:
+        arms, *numbers = words.split(":")
+        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+            raise UserError(
+                f"--then: '{words}' is not ARMS:FIRST:COUNT; give for example bf16,fp8:4:4 for seeds 4 to 7"
+            )
+        first, count = map(int, numbers)
+        jobs += jobs_of(arguments.table, chosen_arms(arguments.table, arms), range(first, first + count))
+    return list(dict.fromkeys(jobs))
+
+
 def refuse_changes(arguments: argparse.Namespace, chosen: Sequence[str]) -> None:
     """UserError: a recipe of the table does not take the changes."""
     state, table = arguments.state, arguments.table
@@ -293,7 +333,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--arms", help="default: the table's; or all")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
+    parser.add_argument(
+        "--then", action="append", default=[], metavar="ARMS:FIRST:COUNT", help="further arms and seeds"
+    )
+    parser.add_argument("--jobs", type=int, default=8, help="processes side by side on each GPU, or on the CPU")
     parser.add_argument("--seconds", type=float, default=560.0, help="after this time nothing runs any more")
     parser.add_argument("--job-seconds", type=float, help="of an arm's job; default: the longest so far")
     parser.add_argument("--model", help="folder of the pretrained model, for a table that has one")
@@ -309,13 +352,11 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds: {arguments.seconds:g} is too short; give more than {WARNING_SECONDS:g}")
     if arguments.unpack is not None:
         unpack(arguments.unpack, arguments.state)
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     table = TABLES[arguments.table]
     if table.start is None and arguments.model is None:
         raise UserError(f"--model: table '{arguments.table}' needs the folder of a pretrained model")
-    chosen = chosen_arms(arguments.table, arguments.arms)
-    jobs = jobs_of(arguments.table, chosen, seeds)
-    refuse_changes(arguments, chosen)
+    jobs = all_jobs(arguments)
+    refuse_changes(arguments, list(dict.fromkeys(job.arm for job in jobs if job.arm != START)))
     plan = Plan(arguments.state, jobs, table.job_seconds, arguments.job_seconds)
     try:
         run_jobs(plan, arguments)

@@ -16,7 +16,16 @@ from octetrl.config.spec import ModelSpec
 from octetrl.records import GenerationRequest
 from tests.parity.shapes import CONTEXT, FULL, TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
-from tests.parity.sides import PRECISIONS, Pages, Sides, random_chunks, random_requests, random_sequences, random_tokens
+from tests.parity.sides import (
+    ONE_TENSOR,
+    PRECISIONS,
+    Pages,
+    Sides,
+    random_chunks,
+    random_requests,
+    random_sequences,
+    random_tokens,
+)
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +33,7 @@ pytestmark = pytest.mark.gpu
 FAST_MEAN, FAST_MAX = 0.0151, 0.063
 
 ALL = [(family, precision) for family in FULL for precision in PRECISIONS]
+ALL += [("qwen3", precision) for precision in ONE_TENSOR]
 SMALL = {  # wide enough for FP8's blocks to differ, small enough for many steps
     family: replace(
         spec, hidden_size=512, intermediate_size=1152, num_heads=8, num_kv_heads=2, head_size=64, vocab_size=4096

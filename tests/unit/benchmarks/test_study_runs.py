@@ -117,6 +117,55 @@ def test_arms_wait_for_their_start(tmp_path: Path) -> None:
     assert [one.name for one in plan.ready([])] == ["tiny-sums-bf16-0", "tiny-sums-fp8-0", "tiny-sums-start-1"]
 
 
+def test_jobs_are_spread_over_the_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "import json, os, pathlib, sys; state, arm, seed = sys.argv[1:]; place = pathlib.Path(state, 'lines');"
+    said += "place.mkdir(exist_ok=True); gpu = os.environ.get('CUDA_VISIBLE_DEVICES');"
+    said += "text = json.dumps(dict(seconds=0.1, gpu=gpu));"
+    said += "(place / f'smollm2-sums-{arm}-{seed}.json').write_text(text)"
+
+    def command(one: runs.Job, arguments: Any) -> list[str]:
+        return [sys.executable, "-c", said, str(arguments.state), one.arm, str(one.seed)]
+
+    monkeypatch.setattr(runs, "command_of", command)
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.02)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-a")
+    words = f"smollm2-sums --model m --arms bf16,fp8 --seeds 1 --jobs 1 --seconds 90 --state {tmp_path}".split()
+    runs.main([*words, "--then", "bf16:1:2"])
+    found = {path.stem: json.loads(path.read_text())["gpu"] for path in (tmp_path / "lines").iterdir()}
+    assert set(found) == {f"smollm2-sums-{one}" for one in ("bf16-0", "fp8-0", "bf16-1", "bf16-2")}
+    assert (found["smollm2-sums-bf16-0"], found["smollm2-sums-fp8-0"]) == ("3", "GPU-a")
+    assert set(found.values()) == {"3", "GPU-a"}
+
+
+def test_the_emptiest_gpu_takes_the_next_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(gpu: str | None) -> Any:
+        return SimpleNamespace(gpu=gpu)
+
+    assert runs.emptiest(["0", "1"], [on("0"), on("0"), on("1")]) == "1"
+    assert runs.emptiest(["0", "1"], [on("1"), on("0")]) == "0" and runs.emptiest([], [on(None)]) is None
+    for given, seen in (("", []), ("-1", []), ("2,0", ["2", "0"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert runs.visible_gpus() == seen
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert runs.visible_gpus() == ["0", "1"]
+
+
+def test_further_arms_come_behind_and_once(tmp_path: Path) -> None:
+    def names(*then: str) -> list[tuple[str, int]]:
+        given = SimpleNamespace(table="smollm2-sums", arms="bf16,fp8", seeds=1, first_seed=0, then=then)
+        return [(one.arm, one.seed) for one in runs.all_jobs(given)]  # type: ignore[arg-type]
+
+    assert names("bf16,fp8_full:0:2", "fp8:1:1") == [
+        *(("bf16", 0), ("fp8", 0), ("fp8_full", 0), ("bf16", 1), ("fp8_full", 1), ("fp8", 1)),
+    ]
+    for wrong in ("bf16", "bf16:1", "bf16:a:1", "bf16:1:-2"):
+        with pytest.raises(UserError, match="is not ARMS:FIRST:COUNT"):
+            names(wrong)
+    with pytest.raises(UserError, match="'fp9' is no arm"):
+        names("fp9:0:1")
+
+
 def test_a_job_that_always_fails_has_a_line_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_jobs(monkeypatch, steps=1, broken="fp8")
     runs.main(f"smollm2-sums --model m --arms bf16,fp8 --seeds 1 --jobs 2 --seconds 20 --state {tmp_path}".split())

@@ -87,14 +87,6 @@ def test_it_says_whether_the_host_has_room_for_a_checkpoints_copy(
     assert "will stop the run" not in check(capsys, "checkpoint.every=5", "--memory-gib", "80")[1]
 
 
-def test_a_model_without_qk_norm_keeps_k_in_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_config(folder, architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_position_embeddings=4096)
-    code, out, _ = check(capsys)
-    assert code == 0
-    assert "K bf16, V fp8" in out
-    assert "K stays BF16" in out
-
-
 def test_it_plans_for_a_gpu_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = check(capsys, "--memory-gib", "1")
     assert (code, err) == (0, "")

@@ -154,6 +154,8 @@ def test_fp8_adds_codes_and_for_training_the_transposed_ones() -> None:
         ({"kv_cache": "calibrated"}, FULL, 4 * 64 * 2),
         ({"kv_cache": "calibrated"}, Precisions([], [], ["V"]), 4 * 64 * 3),
         ({"kv_cache": "dynamic"}, FULL, 4 * (64 * 2 + 2 * 2 * 4)),
+        ({"kv_cache": "calibrated"}, Precisions([], [], ["K"]), 4 * 64 * 3),
+        ({"kv_cache": "int8"}, Precisions([], [], ["K"]), 4 * (64 * 3 + 2 * 4)),
     ],
 )
 def test_bytes_of_a_token_in_the_cache(fp8: dict, precisions: Precisions, expected: int) -> None:

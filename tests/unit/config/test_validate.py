@@ -152,6 +152,7 @@ IMPOSSIBLE = [
     ([("model.path", None), ("model.preset", "tiny"), ("model.tokenizer", "t")], "without weights"),
     ([("model.path", None), ("model.preset", "tiny"), ("model.init", "random")], "model.tokenizer"),
     ([("model.dtype", "float32"), ("precision", "fp8")], "no FP8 path"),
+    ([("precision", "fp8"), ("fp8.kv_cache_tensors", "k")], "fp8.kv_cache_tensors: 'k' has no effect"),
     ([("model.dtype", "float32"), ("trainer.optimizer.master", "stochastic_rounding")], "stochastic_rounding"),
     ([("cluster.device", "cpu"), ("precision", "fp8"), ("fp8.emulate", False)], "needs FP8 tensor cores"),
     ([("cluster.cpus", 2), ("cluster.gpus", 2)], "cannot be combined with cluster.gpus; keep one"),

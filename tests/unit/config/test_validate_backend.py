@@ -51,6 +51,11 @@ def test_combinations_that_cannot_be(field: str, value: Any, expected: str) -> N
     recipe_with((field, value))
 
 
+def test_vllm_has_no_k_or_v_alone_in_fp8() -> None:
+    said = problem_of(VLLM, ("fp8.kv_cache", "calibrated"), ("fp8.kv_cache_tensors", "v"))
+    assert "fp8.kv_cache_tensors: engine.backend: vllm stores K and V in one format; use both, or" in said
+
+
 OPENAI = (
     ("engine.backend", "openai"),
     ("engine.openai.base_url", "http://host:8000/v1"),

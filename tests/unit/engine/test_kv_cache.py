@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -47,6 +48,22 @@ def test_k_stays_bf16_where_fp8_would_ruin_it() -> None:
     k, v = KVCache(page, 1, CPU, torch.ones(2, 4)).layers[0].tensors
     assert (k.pages.dtype, v.pages.dtype) == (torch.bfloat16, E4M3)
     assert k.scale is None and v.scale is not None
+
+
+@pytest.mark.parametrize("alone", ["k", "v"])
+@pytest.mark.parametrize("mode", ["calibrated", "int8"])
+def test_the_recipe_may_leave_k_or_v_in_bf16(mode: Literal["calibrated", "int8"], alone: Literal["k", "v"]) -> None:
+    """Codes, scales and the count of clamped values are those of the chosen tensor alone."""
+    policy = precision_policy(SPEC, Fp8Config(kv_cache=mode, kv_cache_tensors=alone))
+    page = cache_format(SPEC, policy, torch.bfloat16, page_size=16)
+    cache = KVCache(page, 2, CPU, torch.ones(2, 4) if mode == "calibrated" else None)
+    coded, other = cache.layers[0].tensors if alone == "k" else reversed(cache.layers[0].tensors)
+    assert (coded.pages.dtype, other.pages.dtype) == (torch.int8 if mode == "int8" else E4M3, torch.bfloat16)
+    assert other.scale is None and other.token_scale is None
+    assert (coded.scale is not None, coded.token_scale is not None) == (mode == "calibrated", mode == "int8")
+    assert page.num_clamping_scales == (2 * 2 if mode == "calibrated" else 0)
+    assert page.bytes_per_page == 2 * 16 * 2 * (16 * 3 + (4 if mode == "int8" else 0))
+    assert sum(t.numel() * t.element_size() for t in tensors_of(cache)) == 2 * page.bytes_per_page
 
 
 def tensors_of(cache: KVCache) -> list[torch.Tensor]:

@@ -75,7 +75,9 @@ def test_is_the_chain(kv_mode: str, quantized: KVTensors, norm: bool) -> None:
     kv_store(k, v, want.k, want.v, _slots(want), *want.scales, saturated_2K=want_count)
     assert torch.equal(q, want_q) and q.is_contiguous()
     assert all(torch.equal(g, w) for g, w in zip(_stored(got), _stored(want), strict=True))
-    assert torch.equal(got_count, want_count) and (kv_mode != "calibrated" or got_count[int(quantized != "k")].sum() > 0)
+    assert torch.equal(got_count, want_count) and (
+        kv_mode != "calibrated" or got_count[int(quantized != "k")].sum() > 0
+    )
 
 
 @pytest.mark.usefixtures("interpreted")
