@@ -10,7 +10,7 @@ from octetrl.config.presets import preset_config
 from tests.unit.cli.test_check import check, folder, tokenizer, write_config  # noqa: F401
 
 
-def test_a_model_without_qk_norm_keeps_k_in_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_qk_norm_keeps_k_in_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     write_config(folder, architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_position_embeddings=4096)
     code, out, _ = check(capsys)
     assert code == 0
@@ -18,7 +18,7 @@ def test_a_model_without_qk_norm_keeps_k_in_bf16(folder: Path, capsys: pytest.Ca
     assert "K stays BF16" in out
 
 
-def test_k_or_v_alone_in_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_k_or_v_alone_in_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """Both leave 3 bytes of 4; a model whose K stays BF16 has no K to choose."""
     code, out, _ = check(capsys, "precision=fp8_full", "fp8.kv_cache_tensors=k")
     assert code == 0 and "K fp8, V bf16" in out and "V stays BF16: fp8.kv_cache_tensors is k" in out
@@ -31,7 +31,7 @@ def test_k_or_v_alone_in_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert code == 0 and "K bf16, V fp8" in out
 
 
-def test_latent_attention_caches_no_k_and_v(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latent_attention_caches_no_k_and_v(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     write_config(folder, **(preset_config("tiny-mla-moe") | {"max_position_embeddings": 4096}))
     code, _, err = check(capsys, "precision=fp8_full", "fp8.kv_cache_tensors=k")
     assert code == 2 and "'k' is not available for latent attention" in err and "use 'both'" in err
