@@ -193,7 +193,7 @@ class CachedTensor:
     scales: tuple[int, ...] = (0,)  # shape of the float32 scales of a token (dynamic) or of the layer (calibrated)
     scale_of: str = "head"  # what one scale belongs to, for messages
     codes_turned: bool = False
-    never_fp8: str | None = None  # why an FP8 cache stores it in the model's dtype; None: the cache stores E4M3 codes
+    never_fp8: str | None = None  # why an FP8 cache stores it in the model's dtype; None: the recipe decides
     calibrates: bool = True  # False: its codes always have scales of tokens; a calibrated cache is then a dynamic one
 
     @property

@@ -51,6 +51,11 @@ def shares_of(found: Attribution) -> dict[str, float]:
         ("fp8_rollout", {"fp8__bf16_first_layers": 1}, ["weights", "activations"]),
         ("fp8_full", {"fp8__kv_replay": False}, ["K", "V"]),
         ("fp8_full", {"fp8__kv_replay": False, "fp8__kv_cache": "dynamic"}, ["K", "V"]),
+        (
+            "fp8_full",
+            {"fp8__kv_replay": False, "fp8__kv_cache_tensors": "k", "fp8__train": False},
+            ["weights", "activations", "K"],
+        ),
         ("fp8_full", {"fp8__train": False, "fp8__kv_replay": False}, ["weights", "activations", "K", "V"]),
     ],
 )
