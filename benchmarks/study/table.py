@@ -5,9 +5,10 @@
 Reads the lines of complete jobs (runs.py). Writes `benchmarks/results/study_TABLE.json` with a row an arm and every
 line, `docs/pictures/study_TABLE.svg` with a panel an arm, and the table between `<!-- study: TABLE -->` and
 `<!-- study: end -->` of the document, if it has these. `--render` reads the result file instead of the lines. `--name`
-names the result of lines that do not belong beside those of the table. `--join RESULT` adds the lines of a result, if
-every seed that both have shows equal starts: an arm of it has the same rewards and accuracies in both. For a pretrained
-model, which all arms start from, equal accuracies of the start in BF16 are enough.
+names the result of lines that do not belong beside those of the table, and `--arms` takes the lines of these arms
+alone. `--join RESULT` adds the lines of a result, if every seed that both have shows equal starts: an arm of it has the
+same rewards and accuracies in both. For a pretrained model, which all arms start from, equal accuracies of the start in
+BF16 are enough.
 
 Accuracies are means over seeds with their standard errors, of complete runs; failed ones are counted. A difference is
 that to `bf16`, seed by seed (pairs.py). `start` is the model before training in the arm's own formats.
@@ -51,12 +52,18 @@ SHOWN = (
 )
 
 
-def read_lines(state: Path, table: str) -> list[Row]:
-    """All lines of a table, in the order of arms and seeds. UserError: there are none."""
+def read_lines(state: Path, table: str, arms: str | None = None) -> list[Row]:
+    """The lines of a table, in the order of arms and seeds; `arms`: of these alone. UserError: there are none."""
+    wanted = ARMS if arms is None else arms.split(",")
+    for arm in wanted:
+        if arm not in ARMS:
+            raise UserError(f"--arms: '{arm}' is no arm of the study; give some of {', '.join(ARMS)}")
     lines: list[Row] = [json.loads(path.read_text()) for path in (state / "lines").glob(f"{table}-*.json")]
-    found = [line for line in lines if line["table"] == table]
+    found = [line for line in lines if line["table"] == table and line["arm"] in wanted]
     if not found:
-        raise UserError(f"--state: '{state}' holds no line of table '{table}'; run `benchmarks.study.runs {table}`")
+        raise UserError(
+            f"--state: '{state}' holds no line of table '{table}' and these arms; run `benchmarks.study.runs {table}`"
+        )
     order = list(ARMS)
     return sorted(found, key=lambda line: (order.index(line["arm"]), line["seed"]))
 
@@ -239,6 +246,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--name", help="of the result; default: the table's")
+    parser.add_argument("--arms", help="only lines of these; default: all")
     parser.add_argument("--join", type=Path, help="a result file with lines of the same starts")
     parser.add_argument("--state", type=Path, default=Path("runs/study"))
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -251,7 +259,7 @@ def main(words: Sequence[str] | None = None) -> None:
     name = arguments.name or arguments.table
     path = arguments.out / f"study_{name}.json"
     if not arguments.render:
-        lines = read_lines(arguments.state, arguments.table)
+        lines = read_lines(arguments.state, arguments.table, arguments.arms)
         path = save(name, lines if arguments.join is None else joined(lines, arguments.join), arguments.out)
         print(f"wrote {path}")
     record = json.loads(path.read_text())

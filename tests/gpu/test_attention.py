@@ -218,7 +218,7 @@ def test_gradients(kv_mode, quantized, head_size, group):
 
 def test_a_padding_sequence_gives_zeros():
     q, k, v = random_qkv([8], 2, 4, 128, torch.bfloat16, device="cuda")
-    cache = filled_cache([8], k, v, "calibrated", True, 16)
+    cache = filled_cache([8], k, v, "calibrated", "both", 16)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table, -1)])
     contexts = torch.tensor([8, 0], dtype=torch.int32, device="cuda")
     cu_seqlens = cu_seqlens_of([1, 1], "cuda")

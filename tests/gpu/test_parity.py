@@ -131,7 +131,13 @@ def test_a_whole_context_decoded_token_by_token() -> None:
     check_trainer(sides, asked, answers)
 
 
-@pytest.mark.parametrize(("family", "precision"), [("qwen3", "bf16"), ("qwen3", "fp8_full"), ("qwen2.5", "fp8_full")])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        *(("qwen3", precision) for precision in ("bf16", "fp8_full", "fp8_full_k", "fp8_full_v", "fp8_int8_k")),
+        ("qwen2.5", "fp8_full"),
+    ],
+)
 def test_twenty_steps_repeat_their_bits_and_no_step_has_a_mismatch(family: str, precision: str) -> None:
     config = {"activation_checkpointing": "layer", "tokens_per_micro_batch": 1024}
     runs = [short_run(SMALL[family], precision, "cuda", 20, **config) for _ in range(2)]

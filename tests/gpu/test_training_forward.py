@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.config.schema import Fp8Config
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
@@ -41,6 +42,13 @@ FORMATS = {
     "fp8 less one": Fp8Config(rollout=True, train=True, ignore=("*.down_proj",)),
     "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
     "dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
+}
+CODES: tuple[KVMode, ...] = ("calibrated", "dynamic", "int8")
+TENSORS: tuple[KVTensors, ...] = ("k", "v")
+ALONE = {  # K or V in codes beside the other one in BF16
+    f"{mode}, {tensor} alone": Fp8Config(rollout=True, train=True, kv_cache=mode, kv_cache_tensors=tensor)
+    for mode in CODES
+    for tensor in TENSORS
 }
 LENGTHS = (700, 1, 333, 130, 64)
 KEEPS: tuple[Keep, ...] = ("everything", "attention", "layer")
@@ -87,6 +95,16 @@ class Case:
 def test_it_is_the_modules_to_the_bit_forward_and_to_rounding_backward(spec: ModelSpec, fp8: Fp8Config) -> None:
     """In FP8 a last bit of a BF16 gradient moves whole codes, so two backwards of one formula are as far apart as codes
     are; what must hold is that the written one is no further from a BF16 gradient than the modules' is."""
+    check_against_the_modules(spec, fp8)
+
+
+@pytest.mark.parametrize("fp8", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("spec", [SPECS["qwen3"], SPECS["llama"]], ids=["qwen3", "llama"])
+def test_so_it_is_with_k_or_v_alone_in_codes(spec: ModelSpec, fp8: Fp8Config) -> None:
+    check_against_the_modules(spec, fp8)
+
+
+def check_against_the_modules(spec: ModelSpec, fp8: Fp8Config) -> None:
     case = Case(spec, fp8)
     hidden, amax, gradients = case.run("layer")
     expected, expected_amax, expected_gradients = case.run(None)
@@ -114,7 +132,9 @@ def relative_error(given: Tensor, want: Tensor) -> float:
     return float((given.float() - want.float()).norm() / want.float().norm())
 
 
-@pytest.mark.parametrize("fp8", [FORMATS["bf16"], FORMATS["fp8_full"], FORMATS["dynamic"]], ids=str)
+@pytest.mark.parametrize(
+    "fp8", [FORMATS["bf16"], FORMATS["fp8_full"], FORMATS["dynamic"], ALONE["dynamic, k alone"]], ids=str
+)
 def test_what_is_kept_changes_no_bit(fp8: Fp8Config) -> None:
     case = Case(QWEN3, fp8)
     first = case.run("everything")

@@ -34,7 +34,7 @@ from octetrl.trainer.packing import pack
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.worker import Worker
 from tests.objectives import objective
-from tests.parity.sides import PRECISIONS, NoText, draw_weights, random_tokens, samples_of
+from tests.parity.sides import ONE_TENSOR, PRECISIONS, NoText, draw_weights, random_tokens, samples_of
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ def short_run(
     trains on its part of the micro-batches."""
     recipe = Recipe(
         model=ModelConfig(preset="tiny", init="random", context_length=spec.max_positions, lora=lora),
-        fp8=PRECISIONS[precision],
+        fp8=(PRECISIONS | ONE_TENSOR)[precision],
         algorithm=algorithm or objective(),
         rollout=RolloutConfig(temperature=0.9),
         engine=EngineConfig(

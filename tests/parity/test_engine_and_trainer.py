@@ -64,6 +64,9 @@ def test_k_or_v_alone_in_codes_has_equal_log_probs(precision: str) -> None:
     assert sides.policy.digest != both.policy.digest and answers != others
     alone = {name: stored for name, stored in sides.policy.cache}
     assert alone == {"K": "bf16", "V": "bf16"} | {precision[-1].upper(): "fp8"}
+    run = short_run(TINY["qwen3"], precision, "cpu", 2, answers=8, tokens_per_micro_batch=256)
+    assert_equal_in_every_step(run)
+    assert_learned(run)
 
 
 @TELLING

@@ -327,6 +327,17 @@ def test_jobs_of_different_trees_are_marked() -> None:
     assert table.where_measured(lines)["commit"].endswith("-dirty")
 
 
+def test_lines_of_some_arms_alone(tmp_path: Path) -> None:
+    for line in (line_of("bf16", 0, 0.8), line_of("fp8", 0, 0.7), line_of("fp8_full_k", 0, 0.6)):
+        job.write_line(job.line_path(tmp_path, "tiny-sums", line["arm"], 0), line)
+    assert [line["arm"] for line in table.read_lines(tmp_path, "tiny-sums")] == ["bf16", "fp8", "fp8_full_k"]
+    found = table.read_lines(tmp_path, "tiny-sums", "fp8_full_k,bf16")
+    assert [line["arm"] for line in found] == ["bf16", "fp8_full_k"]
+    for asked, why in (("fp9", "'fp9' is no arm"), ("fp8_full_v", "no line of table 'tiny-sums' and these arms")):
+        with pytest.raises(UserError, match=why):
+            table.read_lines(tmp_path, "tiny-sums", asked)
+
+
 def test_lines_join_a_result_whose_starts_are_equal(tmp_path: Path) -> None:
     path = table.save("x", [line_of("bf16", 0, 0.8), line_of("fp8", 0, 0.7)], tmp_path)
     new = [line_of("bf16", 0, 0.8), line_of("bf16_kv_int8", 0, 0.6), line_of("bf16", 1, 0.9)]
