@@ -240,20 +240,17 @@ class HostedWorker:
         assert self._receiver is not None, "`meet_for_weights` comes first"
         self._receiver.double()
 
-    def receive_weights(self) -> None:
-        """Into the second buffer, also beside an open session."""
+    def receive_weights(self) -> float:
+        """Into the second buffer, also beside an open session. Returns the seconds that they took to arrive."""
         assert self._receiver is not None, "`meet_for_weights` comes first"
         self._receiver.receive()
+        return self._receiver.seconds
 
     def adopt_weights(self) -> Published:
         """Generates with new weights from now on: those in the second buffer, otherwise those that it receives now. An
         open session takes them between two forwards. `time/publish_pause` is how long nothing was generated."""
         assert self._receiver is not None, "`meet_for_weights` comes first"
-        adopt, how = self._receiver.adopt, in_flight(self._plan.recipe.cluster, self._policy.policy.kv_mode)
-
-        def put() -> Published:
-            return self._policy.publish(adopt())
-
+        put, how = self._receiver.put_into_engine, in_flight(self._plan.recipe.cluster, self._policy.policy.kv_mode)
         with self._opens:
             session = self._session
             published = None if session is None else session.adopt(put, keeps_cache=how == "keep_cache")

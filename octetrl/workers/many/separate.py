@@ -57,6 +57,7 @@ class SeparateWorkers:
         self._spans, self._is_ahead, self._in_flight = context.spans, is_ahead, in_flight
         self.between_batches: Callable[[], AbstractContextManager[None]] = nullcontext
         self._sent_bytes = 0  # of the weights last sent
+        self._receive_seconds = 0.0  # that they took to arrive at the slowest worker
         self.pause_seconds = 0.0  # how long nothing could be generated when weights were last adopted
         self._published: Published | None = None  # and sent, but not adopted
         self._weights = threading.RLock()  # they are sent and adopted in different threads
@@ -114,13 +115,17 @@ class SeparateWorkers:
         with waits(), self._spans("send_weights"), self._weights:
             if self.is_doubled:
                 sending = self._trainer_team.begin(0, "send_weights")
-                self._engine_team.ask("publish", "receive_weights")
+                self._receive_seconds = max(self._engine_team.ask("publish", "receive_weights"))
                 self._collect_sent(sending)
             self._published = published
             if self._in_flight or not self.is_doubled:
                 self.adopt()
-        pause = {"time/publish_pause": self.pause_seconds} if self._in_flight or not self._is_ahead else {}
-        return replace(published, metrics={**published.metrics, "publish/sent_gb": self._sent_bytes / 1e9, **pause})
+        sent, seconds = self._sent_bytes / 1e9, self._receive_seconds
+        metrics = {"publish/sent_gb": sent, "publish/sent_gb_per_second": sent / seconds}
+        metrics["time/receive_weights"] = seconds
+        if self._in_flight or not self._is_ahead:
+            metrics["time/publish_pause"] = self.pause_seconds
+        return replace(published, metrics={**published.metrics, **metrics})
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self._trainers.load(saved, policy_version)
@@ -153,6 +158,7 @@ class SeparateWorkers:
         if sending is not None:
             self._collect_sent(sending)
         self.pause_seconds = max(one.metrics["time/publish_pause"] for one in held)
+        self._receive_seconds = max(one.metrics["time/receive_weights"] for one in held)
         for worker, one in enumerate(held):
             if (one.policy_version, one.weights_digest) != (published.policy_version, published.weights_digest):
                 raise WorkersDiffer(

@@ -3,6 +3,9 @@
     first trainer   codes, scales, tensors that are not FP8, KV scales -> buckets of bytes -> broadcast
     engine worker   the same tensors, in the same order, into a second buffer until `adopt`; without one in place
 
+On a GPU all of this runs on a stream of its own, beside the forwards of an open session. `broadcast` returns when the
+tensors have arrived, so whoever reads them next need not wait for that stream.
+
 The engine of a worker reads its trainer's tensors (engine/weights.py). So the tensors to send are those that the engine
 has, found by name in the trainer's model. A linear that is FP8 only in the rollout travels as BF16, and the engine
 quantises it. With LoRA only the adapters travel: the frozen weights came from the same file.
@@ -10,7 +13,10 @@ quantises it. With LoRA only the adapters travel: the frozen weights came from t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +27,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.host_memory import available_host_bytes
 from octetrl.config.weight_buffer import BufferChoice, batch_cache_bytes, choose_buffer
 from octetrl.fp8.kv_scales import KVScales
+from octetrl.records import Published
 from octetrl.trainer.peers import ProcessGroupPeers
 from octetrl.workers.worker import Worker
 
@@ -31,22 +38,46 @@ NONE = -1  # version of scales that are not there
 class Transfer(ProcessGroupPeers):
     """Rank 0 is the first of the workers that train, the others generate."""
 
+    _stream: torch.cuda.Stream | None = None
+
     def broadcast(self, tensors: Sequence[Tensor]) -> int:
         """Copies the tensors of rank 0 into those of all others, in place. Returns their bytes."""
-        total = 0
-        for bucket in _buckets(tensors):
-            size = sum(tensor.nbytes for tensor in bucket)
-            bytes_B = torch.empty(size, dtype=torch.uint8, device=self._device)
-            places = bytes_B.split([tensor.nbytes for tensor in bucket])
-            if self.share.rank == 0:
-                for place, tensor in zip(places, bucket, strict=True):
-                    place.copy_(_bytes_of(tensor))
-            self._finish(partial(self._collectives.broadcast, [bytes_B], BroadcastOptions()), "weights")  # from rank 0
-            if self.share.rank:
-                for place, tensor in zip(places, bucket, strict=True):
-                    _bytes_of(tensor).copy_(place)
-            total += size
-        return total
+        with self._on_own_stream():
+            return sum(self._broadcast_bucket(bucket) for bucket in _buckets(tensors))
+
+    def _broadcast_bucket(self, bucket: Sequence[Tensor]) -> int:
+        sizes = [tensor.nbytes for tensor in bucket]
+        if len(bucket) == 1 and bucket[0].device.type == self._device.type:  # large, such as an embedding: no copy
+            self._from_first(_bytes_of(bucket[0]))
+            return sizes[0]
+        bytes_B = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        places = bytes_B.split(sizes)
+        if self.share.rank == 0:
+            for place, tensor in zip(places, bucket, strict=True):
+                place.copy_(_bytes_of(tensor))
+        self._from_first(bytes_B)
+        if self.share.rank:
+            for place, tensor in zip(places, bucket, strict=True):
+                _bytes_of(tensor).copy_(place)
+        return sum(sizes)
+
+    def _from_first(self, bytes_B: Tensor) -> None:
+        self._finish(partial(self._collectives.broadcast, [bytes_B], BroadcastOptions()), "weights")  # from rank 0
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """On a GPU: begins after the work that has been launched, and ends on the host when its own work has ended.
+
+        On the current stream, which an open session uses too, each bucket would wait for the forwards in flight.
+        """
+        if self._device.type != "cuda":
+            yield
+            return
+        self._stream = stream = self._stream or torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # the tensors may have pending reads and writes
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
 
 class WeightSender:
@@ -75,6 +106,7 @@ class WeightReceiver:
         self._waiting: list[Tensor] | None = None  # the second buffer
         self._version: int | None = None
         self._scales: KVScales | None = None
+        self.seconds = 0.0  # that the last weights took to arrive, from the moment when their sender was ready
 
     def choose_buffer(self) -> BufferChoice:
         """By the recipe, or by the memory that is free now. It comes before the KV cache takes its share."""
@@ -93,6 +125,7 @@ class WeightReceiver:
     def receive(self) -> None:
         header = torch.zeros(2, dtype=torch.int64)
         self._transfer.broadcast([header])
+        began = time.perf_counter()
         version, scales_version = header.tolist()
         worker = self._worker
         targets = list(weight_tensors(worker) if self._waiting is None else self._waiting)
@@ -102,6 +135,7 @@ class WeightReceiver:
             self._scales = KVScales(scale_LS, scales_version)
             targets.append(scale_LS)
         self._transfer.broadcast(targets)
+        self.seconds = time.perf_counter() - began
         self._version = version
 
     def adopt(self) -> int:
@@ -111,13 +145,18 @@ class WeightReceiver:
             self.receive()
         assert self._version is not None, "`receive` comes first"
         worker = self._worker
-        if self._waiting is not None:
+        if self._waiting is not None:  # `publish` reads them back, so the buffer is free for the next ones afterwards
             for own, new in zip(weight_tensors(worker), self._waiting, strict=True):
                 _bytes_of(own).copy_(_bytes_of(new))
         worker.trainer.policy_version = self._version
         if self._scales is not None:
             worker.kv_scales = self._scales
         return self._version
+
+    def put_into_engine(self) -> Published:
+        """`adopt`, then `publish`. The metric `time/receive_weights` is how long the weights took to arrive."""
+        published = self._worker.publish(self.adopt())
+        return replace(published, metrics={**published.metrics, "time/receive_weights": self.seconds})
 
 
 def _beside(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -279,7 +279,9 @@ def test_a_second_buffer_is_allocated_before_the_cache_if_all_have_room(
                 sent = sent_bytes(run.config, worker._policy.spec, worker._policy.policy.precisions())
                 assert sent == pytest.approx(sum(one.nbytes for one in own), rel=0.01), "what `octetrl check` says"
         run.workers.between_batches = between_batches
-        assert run.workers.publish(0).metrics["publish/sent_gb"] > 0.0
+        metrics = run.workers.publish(0).metrics
+        sent, seconds = metrics["publish/sent_gb"], metrics["time/receive_weights"]
+        assert sent > 0.0 and metrics["publish/sent_gb_per_second"] == pytest.approx(sent / seconds)
         assert (run.workers.pause_seconds > 0.0) == (not doubles), "with a second buffer they wait for `adopt`"
     assert stops == ([] if doubles else ["begins", "ends"]), "weights arrive in place only while no batch is generated"
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from octetrl.models.weight_files import SINGLE
+from octetrl.workers.many import transfer
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of
 
@@ -51,3 +54,26 @@ def test_separate_workers_change_no_bit(
 def test_a_worker_that_holds_other_weights_than_were_sent_is_named(model: Path, tmp_path: Path) -> None:
     with run_on(1, model, tmp_path, engines=2, precision="bf16") as run:
         assert_a_wrong_worker_is_named(run)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 3000])
+def test_a_tensor_as_large_as_a_bucket_travels_without_one(
+    bucket_bytes: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishing compares what has arrived."""
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", bucket_bytes)
+    alone: list[bool] = []
+    travel = transfer.Transfer._from_first
+
+    def counted(self: transfer.Transfer, bytes_B: Tensor) -> None:
+        alone.append(bytes_B.nbytes > bucket_bytes)
+        travel(self, bytes_B)
+
+    monkeypatch.setattr(transfer.Transfer, "_from_first", counted)
+    with run_on(1, model, tmp_path, engines=1, precision="fp8_full") as run:
+        held = [next(worker._policy.trainer_model.parameters()) for worker in run.workers._team.workers]
+        with torch.no_grad():
+            held[0][:] += 1
+        (sent,) = {run.workers.publish(0).metrics[SENT]}
+        assert held[0].equal(held[1]) and sent > 0
+    assert all(alone) if bucket_bytes == 1 else {True, False} == set(alone)
