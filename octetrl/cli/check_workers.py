@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from octetrl.cli.check_device import GIB
 from octetrl.cli.check_memory import MemoryPlan
-from octetrl.config.kept_cache import cannot_keep, in_flight
+from octetrl.config.kept_cache import CACHE_OF_ANSWERS, cannot_keep, in_flight
 from octetrl.config.memory import CUDA_CONTEXT
 from octetrl.config.schema import Recipe
 from octetrl.config.tensor_cut import largest_cut, why_not_cut
@@ -59,8 +59,7 @@ def weight_buffer_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
 def kept_cache_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     """What becomes of the KV cache of unfinished answers if weights change in flight."""
     cluster, kv_mode = plan.recipe.cluster, plan.policy.kv_mode
-    what = {"off": None, "recompute_cache": "recomputed with the new weights", "keep_cache": "kept"}
-    said = what[in_flight(cluster, kv_mode)]
+    said = CACHE_OF_ANSWERS[in_flight(cluster, kv_mode)]
     if said is not None:
         yield "", f"the KV cache of unfinished answers is {said}"
     warning = cannot_keep(cluster, kv_mode)

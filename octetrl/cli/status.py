@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of
     refuse_empty(run, "run", "the folder of a run")
     folder = Path(run)
     is_alone = not (folder / STATUS_FILE).exists() and (folder / "metrics.jsonl").is_file()
-    for line in _last_step(folder) if is_alone else status_lines(folder):
+    for line in chain(_last_step(folder) if is_alone else status_lines(folder), _in_flight(folder)):
         typer.echo(line)
 
 
@@ -37,3 +38,19 @@ def _last_step(folder: Path) -> Iterator[str]:
     yield from record.left_out
     shown = f"./{folder}" if str(folder).startswith("-") else str(folder)
     yield f"written {ago} ago; `octetrl report {shlex.quote(shown)} --terminal` shows all steps"
+
+
+def _in_flight(folder: Path) -> Iterator[str]:
+    """What becomes of the KV cache of unfinished answers if weights change in flight, also where the recipe asks for
+    something else."""
+    from octetrl.config.kept_cache import CACHE_OF_ANSWERS
+    from octetrl.telemetry.report_data import read_recipe, read_where
+
+    in_force = read_where(folder).get("weights_in_flight")
+    said = CACHE_OF_ANSWERS.get(in_force) if isinstance(in_force, str) else None
+    if said is None:
+        return
+    cluster = read_recipe(folder).get("cluster")
+    asked = cluster.get("weights_in_flight") if isinstance(cluster, dict) else None
+    instead = f"; {asked} cannot keep a calibrated cache" if asked == "keep_cache" != in_force else ""
+    yield f"weights in flight: the KV cache of unfinished answers is {said}{instead}"

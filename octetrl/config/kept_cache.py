@@ -11,6 +11,8 @@ from typing import Literal
 from octetrl.config.blocks import KVMode
 from octetrl.config.cluster import ClusterConfig
 
+CACHE_OF_ANSWERS = {"off": None, "recompute_cache": "recomputed with the new weights", "keep_cache": "kept"}
+
 
 def in_flight(cluster: ClusterConfig, kv_mode: KVMode) -> Literal["off", "recompute_cache", "keep_cache"]:
     """What is in force of `weights_in_flight`. kv_mode: the cache's format, as the model allows it."""

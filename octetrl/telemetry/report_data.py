@@ -137,18 +137,27 @@ def read_run(folder: Path) -> RunRecord:
             unread += 1
     if not rows:
         raise UserError(f"report: '{path}' has no finished step yet; wait for the first one")
-    recipe = folder / "config.yaml"
-    try:
-        known = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)) if recipe.is_file() else {}
-    except (UserError, UnicodeDecodeError):
-        known = {}
     raised = [
         (line["step"], line["text"])
         for line in _objects(folder / WARNINGS)
         if isinstance(line.get("step"), int) and isinstance(line.get("text"), str)
     ]
-    where = next(_objects(folder / RUN_FILE), {})
-    return RunRecord(folder, known if isinstance(known, dict) else {}, rows, unread, raised, where)
+    return RunRecord(folder, read_recipe(folder), rows, unread, raised, read_where(folder))
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """The recipe of a run's folder; empty if it is missing or damaged."""
+    recipe = folder / "config.yaml"
+    try:
+        known = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)) if recipe.is_file() else {}
+    except (UserError, UnicodeDecodeError):
+        known = {}
+    return known if isinstance(known, dict) else {}
+
+
+def read_where(folder: Path) -> dict[str, Any]:
+    """The run.json of a run's folder; empty if it is missing or damaged."""
+    return next(_objects(folder / RUN_FILE), {})
 
 
 def _pairs(value: object) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from octetrl.cli.main import run_command
 from octetrl.cli.verbs import VERBS, command_line
 from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.schema import Recipe
+from octetrl.workers.many.status import StatusReport, WorkerStatus, write_status
 
 RECIPE = "model: {path: m}\nenvironment: {dataset: chain_sum}\noutput_dir: run\n"
 
@@ -175,6 +176,31 @@ def test_status_of_a_run_without_workers_is_its_last_step(recipe: str, capsys: p
     first, second = capsys.readouterr().out.splitlines()
     assert first == "step  2/30  reward 0.500  3.0 s"
     assert second.startswith("written ") and second.endswith(" ago; `octetrl report m --terminal` shows all steps")
+
+
+@pytest.mark.parametrize(
+    ("asked", "in_force", "said"),
+    [
+        ("keep_cache", "recompute_cache", "recomputed with the new weights; keep_cache cannot keep a calibrated cache"),
+        ("recompute_cache", "recompute_cache", "recomputed with the new weights"),
+        ("keep_cache", "keep_cache", "kept"),
+        ("off", None, None),
+        ("keep_cache", "something", None),
+    ],
+)
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "ended"])
+def test_status_says_what_becomes_of_the_cache_of_unfinished_answers(
+    is_live: bool, asked: str, in_force: str | None, said: str | None, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("m/config.yaml").write_text(f"steps: 30\ncluster: {{weights_in_flight: '{asked}'}}\n")
+    Path("m/run.json").write_text(json.dumps({"run": "1", **({"weights_in_flight": in_force} if in_force else {})}))
+    Path("m/metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.1}\n')
+    if is_live:
+        write_status(Path("m"), [StatusReport(WorkerStatus(0, "here", "", 7, "train", 1.0, True, 0.5), 0.0)])
+    assert run_command(["status", "m"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    line = f"weights in flight: the KV cache of unfinished answers is {said}"
+    assert last == line if said is not None else "weights in flight" not in last
 
 
 def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
