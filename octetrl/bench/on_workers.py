@@ -33,9 +33,9 @@ from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.build import start_team
+from octetrl.workers.many.build import start_team, workers_on
 from octetrl.workers.many.deadlines import Deadlines
-from octetrl.workers.many.tail import TailWorkers
+from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.team import Team
 from octetrl.workers.many.workers import ManyWorkers, TeamContext
 from octetrl.workers.worker import Worker
@@ -123,6 +123,16 @@ def measure_on(
     """
     if workers == EMBEDDED:
         return _on_embedded(model, recipe, device, measured, trains=trains)
+    with started(model, recipe, Spans(), trains=trains, start=start) as (team, many):
+        assert isinstance(many, ManyWorkers), "both roles are on each worker"
+        return measured(many, partial(_peaks, team, on_gpu=bool(recipe.cluster.num_gpus)))
+
+
+@contextmanager
+def started(
+    model: BenchModel, recipe: Recipe, spans: Spans, *, trains: bool = True, start: StartTeam = start_team
+) -> Iterator[tuple[Team, ManyWorkers | SeparateWorkers]]:
+    """The workers of a recipe that runs on Ray; they end with the context. `spans`: the driver's clock."""
     deadlines = Deadlines(recipe.cluster.deadlines)
     team = start(recipe, None, deadlines, trains=trains, build=partial(hosted_bench_worker, model))
     try:
@@ -132,10 +142,8 @@ def measure_on(
             eos_token_ids=frozenset(model.spec.eos_token_ids),
             decode=decoder_of(tokenizer_of(model)),
         )
-        context = TeamContext(Costs.of(model.spec), deadlines, Console("quiet", recipe.steps), Spans())
-        kind = TailWorkers if recipe.rollout.learn_beside_tail else ManyWorkers
-        many = kind(team, context, admission, trains=trains, size=recipe.cluster.tensor_parallel)
-        return measured(many, partial(_peaks, team, on_gpu=bool(recipe.cluster.num_gpus)))
+        context = TeamContext(Costs.of(model.spec), deadlines, Console("quiet", recipe.steps), spans)
+        yield team, workers_on(team, recipe, context, admission, trains=trains)
     finally:
         team.close()
 

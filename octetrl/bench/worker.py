@@ -11,7 +11,7 @@ from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.workers.build import BuiltWorker, Role
+from octetrl.workers.build import BuiltWorker, Role, keep_codes
 from octetrl.workers.worker import Worker
 
 
@@ -22,11 +22,12 @@ def bench_worker(
     spans: Spans,
     *,
     trains: bool = True,
+    draws: bool = True,
     peers: Peers = ALONE,
     loaders: Peers | None = None,
 ) -> Worker:
     """A worker of `model`, or of its part of it. Workers with the same seed on the same kind of device have the same
-    weights."""
+    weights. `draws` false: others generate."""
 
     return Worker(
         recipe,
@@ -38,6 +39,7 @@ def bench_worker(
         device=device,
         spans=spans,
         trains=trains,
+        draws=draws,
         peers=peers,
         loaders=loaders,
     )
@@ -55,6 +57,8 @@ def hosted_bench_worker(
     role: Role,
 ) -> BuiltWorker:
     """The same in a process of its own, for `WorkerPlan.build`."""
-    assert role == "both", "no bench has workers with roles"
-    worker = bench_worker(model, recipe, device, spans, trains=trains, peers=peers, loaders=loaders)
+    does = {"trains": trains and role != "generates", "draws": role != "trains"}
+    worker = bench_worker(model, recipe, device, spans, peers=peers, loaders=loaders, **does)
+    if role == "generates":
+        keep_codes(worker)
     return BuiltWorker(worker, loaded=worker.loaded)

@@ -61,6 +61,7 @@ from octetrl.cli.bench_options import (
     result_suffix,
     results_folder,
 )
+from octetrl.cli.bench_roles import MaxStaleness, Roles, WeightsInFlight, arms_of, measure_roles
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
@@ -124,7 +125,7 @@ AnswerTokens = Annotated[
     ),
 ]
 Lengths = Annotated[Literal["uniform", "lognormal"], typer.Option(help="Lengths of the answers.")]
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after a short one that is not timed.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after short ones that are not timed.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in the untimed step; 0: no such step.")]
 LearnShare = Annotated[
     float,
@@ -187,10 +188,15 @@ def step(
     gradients: Gradients = "local",
     tensor_parallel: TensorParallel = 1,
     learn_beside_tail: BesideTail = False,
+    roles: Roles = None,
+    max_staleness: MaxStaleness = None,
+    weights_in_flight: WeightsInFlight = None,
 ) -> None:
     """Measure a whole GRPO step under several precisions: produce, learn, publish, and the cost of calibration."""
     alone = _embedded_alone(learn_share, calibration, lora)
     cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
+    of_roles = (roles, max_staleness, weights_in_flight)
+    arms = arms_of(*of_roles, cluster=cluster, workers=workers, beside_tail=learn_beside_tail)
     precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, sums)
     from octetrl.bench.step import StepBench
@@ -219,7 +225,11 @@ def step(
         learn_beside_tail=learn_beside_tail,
         lora=_lora_of(lora),
     )
-    _measure(plan, folder, result_suffix(name, chosen_numerics), cluster, workers)
+    suffix = result_suffix(name, chosen_numerics)
+    if arms is not None and cluster is not None:
+        words = f"{found.name}_{result_name(cluster)}_roles_{roles}".replace("+", "_")
+        return measure_roles(plan, cluster, arms, folder, f"{words}{suffix}")
+    _measure(plan, folder, suffix, cluster, workers)
 
 
 def _embedded_alone(learn_share: float, calibration: str | None, lora: str | None) -> dict[str, bool]:

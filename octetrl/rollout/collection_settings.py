@@ -59,6 +59,9 @@ class CollectionSettings:
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
     context_length: int = 1 << 30  # tokens that a conversation may have
+    answer_limits: Callable[[Task], tuple[int, ...]] | None = (
+        None  # of each sibling, for a bench; None: `sampling` has it
+    )
     on_group: Callable[[int, RolloutGroup], None] | None = None  # gets each scored group's place and the group, early
     occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
 

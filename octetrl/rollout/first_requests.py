@@ -33,6 +33,7 @@ def request_of(task: Task, place: int, collection: CollectionSettings) -> Genera
         num_siblings=collection.group_size,
         seed=seed_of(collection.seed, collection.step, place),
         expected_tokens=collection.lengths.estimate(task, len(prompt_token_ids)),
+        answer_limits=() if collection.answer_limits is None else collection.answer_limits(task),
     )
 
 

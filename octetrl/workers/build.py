@@ -82,9 +82,14 @@ def build_worker(
         loaders=loaders,
     )
     if role == "generates":
-        worker.trainer_model.drop_fp8_weights()  # their codes are sent
-        worker.publish(worker.policy_version)
+        keep_codes(worker)
     return BuiltWorker(worker, scorer, worker.loaded)
+
+
+def keep_codes(worker: Worker) -> None:
+    """Frees the BF16 copies of FP8 weights, of a worker that only generates: their codes are sent."""
+    worker.trainer_model.drop_fp8_weights()
+    worker.publish(worker.policy_version)
 
 
 def model_scores(recipe: Recipe) -> bool:

@@ -238,6 +238,22 @@ def test_the_bench_of_a_step_runs_on_two_workers(
     assert two["publish/gather_ms"] > 0 and two["publish/link_gb_per_second"] > 0 and two["memory/peak_gb/worker_1"] > 0
 
 
+def test_the_bench_of_roles_compares_them_on_two_workers(
+    running: RayCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_two = ["--cpus", "2", "--address", "auto", "--roles", "1+1", "--layers", "1", "--precision", "fp8_full"]
+    in_flight = ["--weights-in-flight", "off,recompute_cache"]
+    assert run_command(["bench", "step", *on_two, *in_flight, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "fp8_full, parity, 1+1, recompute_cache: steps of" in shown.out and not shown.err
+    assert "…" not in shown.out
+    rows = json.loads((tmp_path / "step_tiny_1_layers_2_cpus_roles_1_1.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["both", "1+1", "1+1, recompute_cache"]
+    assert len({row["rollout/digest"] for row in rows}) == 1
+    assert all(row["mismatch/age_0/max_abs_diff"] == 0.0 and row["step/speedup_over_both"] > 0 for row in rows)
+    assert rows[1]["rollout/staleness"] == 1.0 and rows[1]["time/publish_pause"] > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

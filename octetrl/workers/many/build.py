@@ -25,6 +25,7 @@ from octetrl.workers.many.nodes import check_nodes
 from octetrl.workers.many.plan import BuildWorker
 from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.tail import TailWorkers
+from octetrl.workers.many.team import Team
 from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers, TeamContext
 
 if TYPE_CHECKING:
@@ -49,19 +50,23 @@ def build_many_workers(
         if recipe.algorithm.name == "reward_model":
             return ManyLearningWorkers(team, context, trains=trains)
         admission = admission_of(spec, tokenizer, recipe.model.context_length)
-        roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
-        if roles is not None and trains:
-            how = {
-                "is_ahead": recipe.cluster.max_staleness > 0,
-                "in_flight": recipe.cluster.weights_in_flight != "off",
-            }
-            return SeparateWorkers(team, roles, context, admission, **how)
-        kind = TailWorkers if trains and recipe.rollout.learn_beside_tail else ManyWorkers
-        return kind(team, context, admission, trains=trains, size=size)
+        return workers_on(team, recipe, context, admission, trains=trains)
     except BaseException:
         team.close()
         team.forget_logs()
         raise
+
+
+def workers_on(
+    team: Team, recipe: Recipe, context: TeamContext, admission: Admission, *, trains: bool
+) -> ManyWorkers | SeparateWorkers:
+    """The policy's workers in the processes of `team`, as the recipe divides their work."""
+    cluster = recipe.cluster
+    if cluster.roles is not None and trains:
+        how = {"is_ahead": cluster.max_staleness > 0, "in_flight": cluster.weights_in_flight != "off"}
+        return SeparateWorkers(team, cluster.roles, context, admission, **how)
+    kind = TailWorkers if trains and recipe.rollout.learn_beside_tail else ManyWorkers
+    return kind(team, context, admission, trains=trains, size=cluster.tensor_parallel)
 
 
 def admission_of(spec: ModelSpec, tokenizer: Tokenizer, context_length: int) -> Admission:

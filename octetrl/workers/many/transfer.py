@@ -4,7 +4,7 @@
     engine worker   the same tensors, in the same order, into a second buffer until `adopt`; without one in place
 
 On a GPU all of this runs on a stream of its own, beside the forwards of an open session. `broadcast` returns when the
-tensors have arrived, so whoever reads them next need not wait for that stream.
+tensors have arrived, so their next reader need not wait for that stream.
 
 The engine of a worker reads its trainer's tensors (engine/weights.py). So the tensors to send are those that the engine
 has, found by name in the trainer's model. A linear that is FP8 only in the rollout travels as BF16, and the engine

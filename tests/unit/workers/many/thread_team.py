@@ -25,13 +25,12 @@ from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker
 from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.build import admission_of
+from octetrl.workers.many.build import admission_of, workers_on
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan
 from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.status import StatusReport
-from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.many.team import Call
 from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer
 from octetrl.workers.model_shape import model_spec
@@ -119,15 +118,7 @@ def workers_of(
 ) -> ManyWorkers | SeparateWorkers:
     admission = admission_of(spec, tokenizer, recipe.model.context_length)
     context = TeamContext(Costs.of(spec), Deadlines(recipe.cluster.deadlines), console, spans)
-    roles, size = recipe.cluster.roles, recipe.cluster.tensor_parallel
-    if roles is not None:
-        how = {
-            "is_ahead": recipe.cluster.max_staleness > 0,
-            "in_flight": recipe.cluster.weights_in_flight != "off",
-        }
-        return SeparateWorkers(team, roles, context, admission, **how)
-    kind = TailWorkers if recipe.rollout.learn_beside_tail else ManyWorkers
-    return kind(team, context, admission, trains=trains, size=size)
+    return workers_on(team, recipe, context, admission, trains=trains)
 
 
 @contextmanager
