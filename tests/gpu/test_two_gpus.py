@@ -22,10 +22,15 @@ import torch
 from torch import Tensor
 
 from octetrl.config.cluster import ClusterConfig
+from octetrl.engine.cuda_graphs import DecodeGraphs
+from octetrl.records import RolloutGroup
+from octetrl.run.ahead import ahead_of
 from octetrl.run.build import build_run
 from octetrl.run.loop import train
 from octetrl.trainer.peers import Peers, ProcessGroupPeers, join_store, serve_store
 from octetrl.trainer.shards import Cut, Share, cut_rows
+from octetrl.workers.many import transfer
+from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.status import STATUS_FILE
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.gpu.test_doctor import WIDE
@@ -39,6 +44,8 @@ SHAPES = ((300, 64), (5,), (1100, 3), (128, 2), (512, 16), (1024, 8))  # the las
 DEADLINE_SECONDS = 60.0
 COUNT = 2
 ON_TWO: dict[str, Any] = {"cluster.device": "auto", "cluster.gpus": COUNT, "cluster.address": "auto"}
+ROLES: dict[str, Any] = {"cluster.device": "auto", "cluster.trainer_gpus": 1, "cluster.engine_gpus": 1}
+ROLES |= {"cluster.address": "auto"}
 ON_ONE: dict[str, Any] = {"cluster.device": "cuda"}
 RUN: dict[str, Any] = {
     "engine.kv_cache_tokens": 1 << 14,  # not a share of what is free, as runs stand side by side
@@ -140,6 +147,66 @@ def test_collectives_over_nccl_have_the_bits_of_gloo(tmp_path: Path) -> None:
         assert_equal(torch.load(tmp_path / f"{rank}.pt", weights_only=False), expected[rank])
 
 
+# --- weights beside an open session -------------------------------------------------------------------------
+
+SENT = ((1 << 21, torch.bfloat16), (300, torch.float8_e4m3fn), (70_000, torch.float32), (1 << 20, torch.float8_e4m3fn))
+
+
+def sent(number: int, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(size, generator=generator).to(device, dtype) for size, dtype in SENT]
+
+
+def receive_beside_graphs(rank: int, address: str, folder: Path) -> None:
+    """The process of a sender, or of a receiver in which another thread captures and replays graphs like a session."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    device = torch.device("cuda", 0)
+    transfer.BUCKET_BYTES = 1 << 20  # the first tensor, larger than a bucket, travels in place
+    link = transfer.Transfer(join_store(address), Share(rank, COUNT), device, deadline_seconds=60.0, name="weights")
+    ends, errors, captured = threading.Event(), list[BaseException](), [0]
+
+    def run_graphs() -> None:
+        ones_N = torch.ones(1 << 20, device=device)
+        graphs = DecodeGraphs(lambda size, *_: sum((ones_N[:size] * one for one in range(50)), ones_N[:size] * 0))
+        try:
+            while not ends.is_set():
+                cache: Any = object()  # a new one drops the graphs
+                for size in (1 << 10, 1 << 20, 1 << 10, 1 << 20):  # captured, then replayed
+                    assert graphs.run(size, False, False, cache).eq(1225.0).all()
+                    captured[0] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    beside = threading.Thread(target=run_graphs)
+    if rank:
+        beside.start()
+    held = [torch.zeros_like(one) for one in sent(0, device)]
+    equal = []
+    for number in range(20):
+        header = torch.tensor([number if rank == 0 else 0])  # on the host
+        tensors = sent(number, device) if rank == 0 else held
+        assert link.broadcast([header]) == 8 and link.broadcast(tensors) == sum(one.nbytes for one in held)
+        expected = sent(number, device)
+        equal.append(header.item() == number)
+        equal += [
+            one.view(torch.uint8).equal(other.view(torch.uint8)) for one, other in zip(tensors, expected, strict=True)
+        ]
+    ends.set()
+    if rank:
+        beside.join()
+    (folder / f"{rank}.json").write_text(json.dumps([all(equal), captured[0], [repr(one) for one in errors]]))
+    link.close()
+
+
+def test_weights_arrive_beside_graphs_that_are_captured_and_replayed(tmp_path: Path) -> None:
+    store, address = serve_store("127.0.0.1")
+    torch.multiprocessing.spawn(receive_beside_graphs, (address, tmp_path), nprocs=COUNT)
+    assert store is not None
+    sender, receiver = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(COUNT))
+    assert sender == [True, 0, []]
+    assert receiver[0] and receiver[1] > 0 and receiver[2] == []
+
+
 # --- runs ---------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +234,55 @@ def test_two_workers_sample_what_one_samples_and_publish_equal_weights(
 
 def without_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return unspread([{name: line[name] for name in line if name != "step"} for line in lines])
+
+
+def steps_on(
+    where: dict[str, Any], steps: int, model: Path, folder: Path
+) -> tuple[list[tuple[RolloutGroup, ...]], list[dict[str, Any]], list[str]]:
+    """What each step sampled, its metrics, and the digests of the weights that all workers hold at the end."""
+    changes = RUN | {"precision": "fp8_full", "checkpoint.every": 0, "steps": steps}
+    run = build_run(tiny_recipe(model, folder, changes | where))
+    run.ahead = ahead_of(run)
+    try:
+        drawn, lines = steps_of(run, steps)
+        if isinstance(run.workers, SeparateWorkers):
+            run.workers.adopt()
+        held = run.workers._team.ask("publish", "publish", run.workers.policy_version)
+    finally:
+        run.close()
+    for line in lines:
+        sent_gb = line.pop("publish/sent_gb", None)
+        assert (sent_gb is not None and sent_gb > 0.0) == ("cluster.trainer_gpus" in where)
+    lines = [{name: line[name] for name in line if not name.startswith("memory/")} for line in lines]
+    return drawn, lines, [one.weights_digest for one in held]
+
+
+def test_roles_on_gpus_of_their_own_change_no_bit(running: None, model: Path, tmp_path: Path) -> None:
+    drawn, lines, digests = steps_on(ON_TWO | {"cluster.gpus": 1}, 2, model, tmp_path / "both")
+    apart, separate, held = steps_on(ROLES, 2, model, tmp_path / "apart")
+    assert apart == drawn and separate == lines
+    assert [line["mismatch/max_abs_diff"] for line in separate] == [0.0, 0.0]
+    assert held == digests * 2
+
+
+def test_weights_ahead_arrive_in_a_second_buffer_and_in_place_with_the_same_bits(
+    running: None, model: Path, tmp_path: Path
+) -> None:
+    ahead = ROLES | {"cluster.max_staleness": 1}
+    runs = [steps_on(ahead | {"cluster.weight_buffer": one}, 3, model, tmp_path / one) for one in ("double", "single")]
+    assert runs[0] == runs[1]
+    _, lines, held = runs[0]
+    assert [line["rollout/staleness"] for line in lines] == [0.0, 1.0, 1.0]
+    assert lines[0]["mismatch/max_abs_diff"] == 0.0 and len(held) == COUNT and len(set(held)) == 1
+
+
+def test_weights_in_flight_reach_the_other_gpu(running: None, model: Path, tmp_path: Path) -> None:
+    changes = ROLES | {"cluster.max_staleness": 1, "cluster.weights_in_flight": "recompute_cache"}
+    _, lines, held = steps_on(changes, 3, model, tmp_path / "run")
+    assert [line["publish/policy_version"] for line in lines] == [1.0, 2.0, 3.0]
+    assert lines[0]["mismatch/max_abs_diff"] == 0.0 and all(line["rollout/staleness"] <= 1.0 for line in lines)
+    assert all(line.get("mismatch/age_0/max_abs_diff", 0.0) == 0.0 for line in lines)
+    assert len(held) == COUNT and len(set(held)) == 1
 
 
 def test_a_killed_worker_changes_nothing(finished: Path, model: Path, tmp_path: Path) -> None:
