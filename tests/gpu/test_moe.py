@@ -181,8 +181,8 @@ def test_routes_are_the_references_and_a_tokens_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_routes_of_what_is_not_finite_are_the_references(name: str) -> None:
-    """One NaN, several in one group, a row of NaN, infinities: every token gets `top_k` different experts, and NaN shows
-    in its weights."""
+    """One NaN, several in one group, a row of NaN, infinities: every token gets `top_k` different experts, and NaN
+    shows in its weights."""
     experts, rule = ROUTINGS[name]
     logits_TX = torch.randn(8, experts, device="cuda", generator=torch.Generator("cuda").manual_seed(3)).round()
     logits_TX[0, 5] = logits_TX[1, [3, 4, experts - 1]] = torch.nan
