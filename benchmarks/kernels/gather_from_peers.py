@@ -32,6 +32,7 @@ from octetrl.trainer.tensor_peers import TensorPeers, connect_grid
 SIZE = 2
 GATHERS, REPLAYS = 40, 15  # of a graph; of each graph
 ROWS = (1, 16, 64, 256)
+PRECISIONS = {torch.uint8: "fp8", torch.bfloat16: "bf16", torch.float32: "float32"}
 
 
 class What(NamedTuple):
@@ -128,7 +129,8 @@ def measured(peers: TensorPeers) -> list[dict[str, object]]:
             nccl = median_us(by_nccl(peers._collectives, mine))
             sent = mine.num_bytes / 1e3
             times = {"us": direct, "nccl_us": nccl, "gb_per_second": sent / direct}
-            rows_of_table.append({"what": what.name, "rows": rows, "sent_kb": sent, **times})
+            named = {"precision": PRECISIONS[what.dtype], "workload": what.name, "rows": rows}
+            rows_of_table.append({**named, "sent_kb": sent, **times})
     assert not memory.has_failed
     return rows_of_table
 
