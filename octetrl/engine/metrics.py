@@ -277,6 +277,6 @@ def session_metrics(
         kv_capacity_tokens=blocks.num_pages * blocks.page_size,
         kv_saturation=0.0 if share_LS is None else float(share_LS.sum()) / max(1, cache.page.num_clamping_scales),
         kv_saturation_LS=share_LS,
-        non_finite_tokens=int(runner.poisoned_tokens),
+        non_finite_tokens=runner.num_poisoned(),
         capture_seconds=0.0 if runner.graphs is None else runner.graphs.seconds,
     )

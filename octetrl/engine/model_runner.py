@@ -142,7 +142,7 @@ class ModelRunner:
 
     def num_poisoned(self) -> int:
         """Tokens that met a non-finite activation. RunFailed if a worker that shares the model did not write its part
-        of a forward in time, which leaves NaN."""
+        of a forward in time, which leaves NaN. Waits for the device."""
         memory = self.model.group.memory
         if memory is not None and memory.has_failed:
             raise RunFailed("a worker that shares this model did not write its part of a forward in time; see its log")

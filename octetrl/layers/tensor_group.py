@@ -12,6 +12,7 @@ T workers of the group, M tokens, C columns of all workers, L columns of one.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -126,13 +127,13 @@ def sum_own_columns(group: TensorGroup, partial_MC: Tensor) -> Tensor:
 
 def sum_of_one(group: TensorGroup, values: Tensor) -> Tensor:
     """The values [M, L], of a dtype of two bytes, that one worker has where all others have zeros, bit for bit: their
-    bytes are added."""
+    bytes are joined."""
     if group.size == 1:
         return values
     memory = direct_memory(group, values)
     if memory is not None:
         parts_MTL = gather_from_peers(memory, values.contiguous())[0].view(torch.int16).unflatten(1, (group.size, -1))
-        return parts_MTL.sum(1, dtype=torch.int16).view(values.dtype)
+        return reduce(torch.bitwise_or, parts_MTL.unbind(1)).view(values.dtype)  # a late peer's NaN has all bits
     parts = group.exchange(_in_parts(group, values.contiguous().view(torch.int16)))
     return _whole(group.stack(parts.sum(0, dtype=torch.int16)), values.view(torch.int16)).view(values.dtype)
 

@@ -74,6 +74,12 @@ class TensorPeers(ProcessGroupPeers):
             bytes(self._commands.gather(torch.tensor(list(sent), dtype=torch.uint8), "commands")[0].tolist())
         )
 
+    def agree(self, error: str | None, phase: str) -> str | None:
+        """PeersLost, too, if a worker did not write its part of an earlier forward in time."""
+        if self.memory is not None and self.memory.has_failed:
+            raise self._lost(PHASE, self._deadline_seconds, None)
+        return super().agree(error, phase)
+
     def exchange(self, parts: Tensor) -> Tensor:
         if not parts.numel():
             return parts

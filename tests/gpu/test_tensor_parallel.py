@@ -75,6 +75,7 @@ CASES = {
     "llama fp8": Case(SMALL["llama"], "fp8"),
     "qwen3 fp8_full": Case(SMALL["qwen3"], "fp8_full"),
     "qwen3 fp8_dynamic": Case(SMALL["qwen3"], "fp8_dynamic", 1),
+    "biases bf16": Case(replace(SMALL["llama"], qkv_bias=True, o_bias=True), "bf16", 1),
     "qwen2.5 fp8_full": Case(SMALL["qwen2.5"], "fp8_full"),
     "qwen3 fp8_full lora": Case(SMALL["qwen3"], "fp8_full", lora=LoraConfig(rank=8)),
     "qwen3-8b bf16": Case(FULL["qwen3"], "bf16", 1),  # two layers of its widths: tuned GEMMs, a large vocabulary

@@ -9,11 +9,12 @@ for the host and no argument changes from call to call, so the kernel can be cap
 No word is overwritten before it is read. A program has two slots in each inbox, uses them in turn and counts its
 calls. A peer writes a slot again two calls later, after its call in between has ended. For that it needed this
 program's flag of the call in between, which began after the earlier call, with all its reads, had ended. All workers
-make the same calls with the same shapes.
+make the same calls with the same shapes, each on one stream.
 
 A program writes before it waits, and waits only for the programs of its number. So workers cannot block each other,
 however many programs run at a time. After `polls` looks at a flag it gives up: the missing words become bytes of 255,
-which are NaN in BF16, float32 and E4M3, and `late` is set.
+which are NaN in BF16, float32 and E4M3, and `late` is set. The worker then calls no more. If it did, its flag could be
+two calls ahead of a slow peer's, which takes that as missing too.
 
 Layout: x and out row-major, rows of whole 4-byte words. An inbox is int32 [programs, 2, R, TILES, TILE], flags are
 int32 [programs, R]. An own word costs 4 bytes read, 4 written and 4 (R - 1) sent, a peer's word 4 read and 4 written.
@@ -133,7 +134,7 @@ def _gather_from_peers_kernel(
             while (behind < 0) & (looked < polls):
                 behind = tl.atomic_add(own_flag, 0, sem="acquire", scope="sys") - call
                 looked += 1
-            missing += tl.where(behind < 0, 1, 0)
+            missing += tl.where((behind < 0) | (behind > 1), 1, 0)  # a peer two calls ahead has written over its words
     if missing > 0:
         tl.atomic_xchg(late_ptr, 1, sem="relaxed")
     tl.debug_barrier()
@@ -175,6 +176,7 @@ def gather_from_peers(
     starts = tuple(width * rank for rank in range(memory.count + 1)) if starts is None else starts
     assert len(starts) == memory.count + 1 and starts[memory.rank + 1] - starts[memory.rank] == width, "another part"
     assert x_MW.is_contiguous() and all(start % per_word == 0 for start in starts), "rows are no whole words"
+    assert x_MW.shape[0] or flat_F is None or not flat_F.numel(), "flat words travel with rows"
     assert flat_F is None or (flat_F.is_contiguous() and flat_F.element_size() == 4 and flat_F.numel() % 4 == 0), "flat"
     rows = x_MW.shape[0]
     out_MC = x_MW.new_empty(-(-rows // 4) * 4, starts[-1])[:rows]

@@ -1,13 +1,14 @@
 """Sum the words of each row of many tensors, each word mixed with its place: what a digest of weights is made of.
 
-    factor[w]     = ((w + 1) * -0x61C8864680B583EB) | 1     int64, wraps around
-    product[r, w] = words[r, w] * factor[w]                 int64, wraps around
-    term[r, w]    = product ^ its upper half                no two words have the same term at one place
-    sum[r]        = sum over w of term                      int64, wraps around, so its order does not matter
+    first[w]  = (w + 1) * STRIDE | 1                                    int64, wraps around, as all that follows
+    second[w] = (first[w] ^ its upper half) * STRIDE | 1
+    term      = (word * first ^ its upper half) * second                no two words have the same term at one place
+    sum[r]    = sum over w of the row's terms                           its order does not matter
 
 Two words that changed places show, because their factors differ. An odd factor leaves a word's top bit where it is, so
-two changed signs would cancel in a sum of products: the upper half is added to the lower one by xor. A word has eight
-bytes. If a row's bytes are no multiple of eight, each byte is a word.
+changed signs would cancel in a sum of products. The xor brings that bit to the lower half, and the second factor makes
+what it adds depend on the place. `second` must not be linear in the place: then the changes of four words often cancel
+(w1 + w4 = w2 + w3). A word has eight bytes. If a row's bytes are no multiple of eight, each byte is a word.
 
 torch writes the products and reads them again, several passes over the memory; this kernel reads each word once. One
 launch takes all tensors (kernels/table.py). A long row is summed by several programs, which add their parts atomically:
@@ -48,9 +49,10 @@ def _add_sums(
         column_C = begin + tl.arange(0, CHUNK)
         inside_RC = (row_R < R)[:, None] & (column_C < W)[None, :]
         word_RC = tl.load(word_ptr + row_R[:, None] * W + column_C[None, :], mask=inside_RC, other=0).to(tl.int64)
-        factor_C = ((column_C.to(tl.int64) + 1) * STRIDE) | 1
-        product_RC = word_RC * factor_C[None, :]
-        total_RC += product_RC ^ ((product_RC >> 32) & 0xFFFFFFFF)
+        first_C = ((column_C.to(tl.int64) + 1) * STRIDE) | 1
+        second_C = ((first_C ^ ((first_C >> 32) & 0xFFFFFFFF)) * STRIDE) | 1
+        product_RC = word_RC * first_C[None, :]
+        total_RC += (product_RC ^ ((product_RC >> 32) & 0xFFFFFFFF)) * second_C[None, :]
     tl.atomic_add(sum_ptr + row_R, tl.sum(total_RC, axis=1), mask=row_R < R, sem="relaxed")
 
 
@@ -102,16 +104,21 @@ def sum_words_triton(tensors: Sequence[Tensor], sum_N: Tensor) -> Tensor:
 
 def mixed_with_places(words_W: Tensor) -> Tensor:
     """The terms of the sum, [..., W] int64."""
-    factor_W = (torch.arange(1, words_W.shape[-1] + 1, device=words_W.device) * STRIDE) | 1
-    products_W = words_W * factor_W
-    return products_W ^ ((products_W >> 32) & 0xFFFFFFFF)
+    first_W = (torch.arange(1, words_W.shape[-1] + 1, device=words_W.device) * STRIDE) | 1
+    return _with_upper_half(words_W * first_W) * ((_with_upper_half(first_W) * STRIDE) | 1)
+
+
+def _with_upper_half(words: Tensor) -> Tensor:
+    return words ^ ((words >> 32) & 0xFFFFFFFF)
 
 
 def sum_words_reference(tensors: Sequence[Tensor], sum_N: Tensor) -> Tensor:
     """The same in plain torch, in parts of rows that bound the memory of the products."""
     counts = [_rows_and_bytes(tensor)[0] for tensor in tensors]
     for tensor, sum_R in zip(tensors, sum_N.split(counts), strict=True):
-        words_RW = torch.atleast_2d(tensor.view(torch.uint8)).flatten(1)
+        if not tensor.numel():
+            continue
+        words_RW = tensor.reshape(len(sum_R), -1).view(torch.uint8)
         if words_RW.shape[1] % 8 == 0:
             words_RW = words_RW.view(torch.int64)
         step = max(1, PART // max(1, words_RW.shape[1]))

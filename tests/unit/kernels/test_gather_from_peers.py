@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octetrl.kernels.rows import gather_from_peers as module
 from octetrl.kernels.rows.gather_from_peers import PeerMemory, gather_from_peers, gather_from_peers_reference
+from octetrl.layers import tensor_group
 
 POLLS = 1 << 20
 
@@ -108,3 +109,40 @@ def wait_in_vain(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
 
 def test_a_peer_that_writes_nothing_leaves_nan(interpreted: None) -> None:
     torch.multiprocessing.spawn(wait_in_vain, shared_memory(2), nprocs=1)
+
+
+def come_too_late(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
+    """The first worker gives up twice, and its third call writes over what it wrote in the first."""
+    small_inbox()
+    hasty, slow = memory_of(0, inboxes, flags, polls=1), memory_of(1, inboxes, flags)
+    for value in (1.0, 2.0, 3.0):
+        gather_from_peers(hasty, torch.full((4, 64), value, dtype=torch.bfloat16))
+    out, _ = gather_from_peers(slow, torch.zeros(4, 64, dtype=torch.bfloat16))
+    assert slow.has_failed and out[:, :64].isnan().all() and not out[:, 64:].any()
+
+
+def test_words_that_a_peer_has_written_over_are_missing(interpreted: None) -> None:
+    torch.multiprocessing.spawn(come_too_late, shared_memory(2), nprocs=1)
+
+
+class Group:
+    """A group of two as its first worker sees it."""
+
+    rank, size = 0, 2
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self.memory = memory
+
+
+def join_in_vain(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
+    small_inbox()
+    memory: Any = memory_of(0, inboxes, flags, polls=3)
+    tensor_group.direct_memory = lambda group, values: group.memory  # as on a GPU
+    own = torch.zeros(5, 64, dtype=torch.bfloat16)
+    own[1] = torch.randn(64)  # the only token of this worker
+    assert tensor_group.sum_of_one(Group(memory), own).isnan().all()  # type: ignore[arg-type]
+
+
+def test_an_embedding_without_a_peers_part_is_nan(interpreted: None) -> None:
+    """Also of tokens that this worker owns: a wrong number could not be told from a right one."""
+    torch.multiprocessing.spawn(join_in_vain, shared_memory(2), nprocs=1)

@@ -22,8 +22,17 @@ def draw_bytes(*shape: int) -> torch.Tensor:
 
 
 def by_python(row: list[int]) -> int:
-    products = [signed(word * ((place + 1) * STRIDE | 1)) for place, word in enumerate(row)]
-    return signed(sum(product ^ (product % 2**64 >> 32) for product in products))
+    total = 0
+    for place, word in enumerate(row):
+        first = signed((place + 1) * STRIDE | 1)
+        second = folded(first) * STRIDE | 1
+        total += folded(signed(word * first)) * second
+    return signed(total)
+
+
+def folded(number: int) -> int:
+    """With its upper half in the lower one, too."""
+    return number ^ (number % 2**64 >> 32)
 
 
 def signed(number: int) -> int:
@@ -45,6 +54,8 @@ def test_a_row_is_all_but_the_first_dimension_and_any_dtype_is_bytes() -> None:
     assert torch.equal(run([words.view(torch.float8_e4m3fn).t().contiguous().t()]), wanted), "not contiguous"
     assert torch.equal(run([words.flatten()]), run([words.view(1, 24)]))
     assert torch.equal(run([draw(3, 0)]), torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(run([torch.zeros(3, 0)]), torch.zeros(3, dtype=torch.int64)), "floats without columns"
+    assert torch.equal(run([torch.tensor(2.0, dtype=torch.float64)]), run([torch.tensor([2.0], dtype=torch.float64)]))
 
 
 SHAPES = [(1, 1), (4, 512), (5, 700), (3, 1500), (9, 64), (0, 8), (2, 0)]
