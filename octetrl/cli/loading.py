@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from octetrl.config.imports import uncollected
+
 LOADING = "  loading PyTorch"
 
 
@@ -17,7 +19,8 @@ def loading_pytorch() -> Iterator[None]:
     if shows:
         print(LOADING, end="\r", file=sys.stderr, flush=True)
     try:
-        yield
+        with uncollected():
+            yield
     finally:
         if shows:
             print("\x1b[2K", end="\r", file=sys.stderr, flush=True)

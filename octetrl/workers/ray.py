@@ -27,17 +27,20 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from octetrl.config.errors import UserError
-from octetrl.config.schema import Recipe
-from octetrl.trainer.peers import PeersLost
-from octetrl.workers.build import build_worker
-from octetrl.workers.many.deadlines import Deadlines, WorkerLost
-from octetrl.workers.many.hosted import HostedWorker
-from octetrl.workers.many.plan import BuildWorker, WorkerPlan
-from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, write_status
-from octetrl.workers.many.team import Call
-from octetrl.workers.many.worker_log import last_lines
-from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes
+from octetrl.config.imports import uncollected
+
+with uncollected():  # a worker's process begins with this module
+    from octetrl.config.errors import UserError
+    from octetrl.config.schema import Recipe
+    from octetrl.trainer.peers import PeersLost
+    from octetrl.workers.build import build_worker
+    from octetrl.workers.many.deadlines import Deadlines, WorkerLost
+    from octetrl.workers.many.hosted import HostedWorker
+    from octetrl.workers.many.plan import BuildWorker, WorkerPlan
+    from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, write_status
+    from octetrl.workers.many.team import Call
+    from octetrl.workers.many.worker_log import last_lines
+    from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes
 
 CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight

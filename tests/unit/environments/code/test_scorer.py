@@ -101,7 +101,7 @@ def test_what_calls_may_return(function: str, args: list[Any], expected: object)
 @pytest.mark.parametrize("name", FORGERS)
 def test_code_that_writes_to_the_link(name: str) -> None:
     """It gets a 0, and never a broken judgement: that would spare the rollout."""
-    judge = CodeScorer(QUICK.model_copy(update={"wall_seconds": 4.0}), partial=True)
+    judge = CodeScorer(QUICK.model_copy(update={"wall_seconds": 4.0, "cpu_seconds": 1}), partial=True)
     calls = [*CALLS, {"args": [1, 1], "expected": [2]}, {"args": [], "expected": {"a": 1}}]
     for tests, function in ((FORGED_TESTS, {}), (calls, {"function": "add"})):
         answer = judge(Task("t", "p", metadata={"tests": tests, **function}), fenced(SERVE + FORGERS[name]))
