@@ -94,7 +94,7 @@ def test_the_pages_examples_and_a_drain_that_lets_all_finish(model: Path) -> Non
         if shutil.which("curl"):
             shown = subprocess.run(["bash", "-c", curl.replace("http://127.0.0.1:8000", here)], capture_output=True)
             assert b'"chat.completion"' in shown.stdout
-        chunks = iter(Serving(process, url).client.chat.completions.create(**LONG | {"max_tokens": 600, "n": 2}))
+        chunks = iter(Serving(process, url).client.chat.completions.create(**LONG | {"max_tokens": 300, "n": 2}))
         next(chunks)
         process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{here}/health").status_code == 503)

@@ -37,8 +37,17 @@ def separately(x: torch.Tensor, power_of_two: bool = False, square: bool = False
 
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("shape", [*SHAPES, (1100, 140)])
-def test_kernel_is_the_two_references(shape: tuple[int, int], power_of_two: bool, square: bool) -> None:
+@pytest.mark.parametrize(("shape", "blocks_together"), [*((shape, None) for shape in SHAPES), ((300, 140), 2)])
+def test_kernel_is_the_two_references(
+    shape: tuple[int, int],
+    blocks_together: int | None,
+    power_of_two: bool,
+    square: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last shape has more token blocks than programs take together."""
+    if blocks_together is not None:
+        monkeypatch.setattr(module, "TOKEN_BLOCKS", blocks_together)
     options = (power_of_two, square)
     for x in (on_the_grid(shape), poisoned(shape), torch.zeros(shape).bfloat16()):
         for got, want in zip(quantize_both_triton(x, *options), separately(x, *options), strict=True):

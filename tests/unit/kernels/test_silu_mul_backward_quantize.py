@@ -48,14 +48,20 @@ def test_is_the_separate_references(square: bool) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:.* encountered in")
 @pytest.mark.parametrize(
-    ("shape", "power_of_two", "square"),
+    ("shape", "options", "blocks_together"),
     [
-        *product([(1, 128), (128, 256), (130, 384), (40, 100), (0, 128)], [False, True], [False, True]),
-        ((1100, 128), False, True),  # more token blocks than programs take together; slow
+        *product([(1, 128), (130, 256)], product([False, True], [False, True]), [None]),
+        *product([(128, 128), (40, 100), (0, 128)], [(False, True), (True, False)], [None]),
+        ((300, 256), (False, True), 2),  # more token blocks than programs take together
     ],
 )
-def test_kernel_is_the_separate_kernels(shape: tuple[int, int], power_of_two: bool, square: bool) -> None:
+def test_kernel_is_the_separate_kernels(
+    shape: tuple[int, int], options: tuple[bool, bool], blocks_together: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interpreted both, so byte for byte; near the references, whose sigmoid is another."""
+    power_of_two, square = options
+    if blocks_together is not None:
+        monkeypatch.setattr(module, "TOKEN_BLOCKS", blocks_together)
     gate_up, dy = 2 * normal(shape[0], 2 * shape[1]), normal(*shape, seed=1)
     gate_up[:, :16] = 0
     dy[shape[0] // 2 :][:1] = 0

@@ -136,7 +136,7 @@ def test_sft_has_the_losses_of_one_worker_and_repeats_every_bit(
     loss_tolerance: float,
 ) -> None:
     """With four workers and three micro-batches, one worker has none."""
-    given = batches(20 if dtype == torch.float32 else 6, sft=True)
+    given = batches(10 if dtype == torch.float32 else 6, sft=True)
 
     def work(peers: Peers) -> Run:
         return trained(peers, given, objective(name="sft"), fp8=fp8, tied=tied, dtype=dtype)
