@@ -24,7 +24,7 @@ if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
     said=$("$python" -m venv --clear "$folder" 2>&1) || without "no environment ($(echo "$said" | tail -n 1))"
     theirs=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$theirs/zz_project.pth"
-    said=$(timeout 600 "$folder/bin/python" -m pip --disable-pip-version-check install -qq --progress-bar off \
+    said=$(timeout 600 "$folder/bin/python" -m pip --disable-pip-version-check install -qq --no-compile --progress-bar off \
         --constraint setup/outside.txt "${packages[@]}" 2>&1) || without "pip failed ($(echo "${said:-not done in 600 s}" | tail -n 1))"
     said=$("$folder/bin/python" -c 'import datasets, lm_eval, pytest, torch, verifiers' 2>&1) ||
         without "they can't be imported ($(echo "$said" | tail -n 1))"

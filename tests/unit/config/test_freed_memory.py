@@ -13,12 +13,16 @@ from octetrl.config.freed_memory import keep_freed_memory
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
 FAULTS = """
-import os, resource, torch
+import ctypes, resource
 from octetrl.config.freed_memory import keep_freed_memory
 if {keep}:
     assert keep_freed_memory({{}})
-def use():
-    torch.empty(16 << 20, dtype=torch.uint8).fill_(1)
+libc, size = ctypes.CDLL(None), 16 << 20
+def use():  # as torch allocates
+    place = ctypes.c_void_p()
+    assert libc.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
+    ctypes.memset(place, 1, size)
+    libc.free(place)
 for _ in range(20):  # malloc keeps the first seven remainders of its alignment apart
     use()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
