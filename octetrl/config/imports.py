@@ -1,4 +1,4 @@
-"""Imports of PyTorch and all that uses it, without garbage collection meanwhile."""
+"""Imports of large libraries, without garbage collection meanwhile."""
 
 from __future__ import annotations
 

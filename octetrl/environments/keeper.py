@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from octetrl.config.imports import uncollected
 from octetrl.environments.sandbox.linux import adopt_orphans, die_with_parent
 from octetrl.environments.sandbox.watch import lists_children, memory_bytes, processes
 
@@ -236,7 +237,8 @@ def _serve(descriptor: int) -> None:
     if payload is None:
         return
     try:
-        function: Callable[..., Any] = pickle.loads(payload)
+        with uncollected():
+            function: Callable[..., Any] = pickle.loads(payload)
     except BaseException as error:
         link.write(_failure(0, error))
         return
