@@ -38,6 +38,7 @@ CHANGES: dict[str, Any] = {
     "steps": STEPS,
     "checkpoint.every": 1,
     "evaluation.every": 2,
+    "rollout.max_new_tokens": 6,
     "trainer.minibatches": 2,
     "algorithm.kl_coefficient": 0.01,
     "trainer.optimizer.warmup_steps": 2,
