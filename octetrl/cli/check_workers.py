@@ -80,7 +80,7 @@ def _tensor_parallel(plan: MemoryPlan, least: int, has: int) -> Iterator[tuple[s
         needed = _training(part, gpus, size)
         fits = "fits" if needed <= has else "does not fit"
         yield "", f"cluster.tensor_parallel={size}: {needed / GIB:.1f} GiB on each of {gpus} GPUs, which {fits}"
-    yield "", "on GPUs it launches kernel by kernel so far, which is slow (docs/scale.md)"
+    yield "", "on GPUs its training launches kernel by kernel so far, which is slow (docs/scale.md)"
 
 
 def _training(plan: MemoryPlan, gpus: int, size: int = 1) -> int:

@@ -88,7 +88,7 @@ def test_a_model_that_does_not_fit_whole_needs_tensor_parallelism(recipe: Path) 
     sizes = [float(line.split(": ")[1].split(" GiB on each of 8 GPUs")[0]) for line in told[2:5]]
     assert sizes == sorted(sizes, reverse=True)
     assert ["which fits" in line for line in told[2:5]] == [size <= 140 for size in sizes]
-    assert told[5] == "on GPUs it launches kernel by kernel so far, which is slow (docs/scale.md)"
+    assert told[5] == "on GPUs its training launches kernel by kernel so far, which is slow (docs/scale.md)"
 
 
 def test_the_parts_are_those_of_each_worker(recipe: Path) -> None:
