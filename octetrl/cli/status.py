@@ -1,7 +1,8 @@
-"""`octetrl status`: what a run does now, from its folder: each of its workers, or its last step."""
+"""`octetrl status`: what a run does now, from its folder: each of its workers, and its last step."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -12,20 +13,69 @@ from typing import Annotated
 import typer
 
 from octetrl.config.errors import refuse_empty
+from octetrl.config.text import counted
 from octetrl.workers.many.status import STATUS_FILE, status_lines
+
+LOCK = "lock"  # in a run's folder, with the id of the process that holds it (run/output_folder.py)
 
 
 def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]) -> None:
-    """Show what a run does: each of its workers and its memory, or the last step."""
+    """Show what a run does: each of its workers and its memory, and the last step."""
     refuse_empty(run, "run", "the folder of a run")
     folder = Path(run)
-    is_alone = not (folder / STATUS_FILE).exists() and (folder / "metrics.jsonl").is_file()
-    for line in chain(_last_step(folder) if is_alone else status_lines(folder), _in_flight(folder)):
+    has_workers, has_step = (folder / STATUS_FILE).exists(), _has_step(folder)
+    lines: Iterator[str] = iter(())
+    if has_workers or not (has_step or (folder / LOCK).is_file()):
+        lines = status_lines(folder)  # which refuses what is no run
+    elif not has_step:
+        lines = _before_the_first_step(folder)
+    for line in chain(lines, _last_step(folder) if has_step else (), _in_flight(folder)):
         typer.echo(line)
 
 
+def _has_step(folder: Path) -> bool:
+    if not (folder / "metrics.jsonl").is_file():
+        return False
+    from octetrl.telemetry.sinks import METRICS_FILE, last_step
+
+    return last_step(folder / METRICS_FILE) > 0
+
+
+def _before_the_first_step(folder: Path) -> Iterator[str]:
+    """Of a folder that a run has taken, without workers that have reported and without a finished step."""
+    text = (folder / LOCK).read_text(errors="replace").strip()
+    process = int(text) if text.isdecimal() and len(text) < 10 else 0
+    is_resumable = (folder / "config.yaml").is_file()
+    if not process or not _runs(process):
+        then = f"`octetrl train {_shown(folder / 'config.yaml')} --resume` continues it" if is_resumable else ""
+        then = then or "start it again with the same command"
+        owner = f"process {process}" if process else "its process"
+        yield f"no finished step; {owner} has ended, or runs on another machine. If it has ended, {then}"
+        return
+    seconds = max(0.0, time.time() - (folder / LOCK).stat().st_mtime)
+    logs = len(list((folder / "logs").glob("worker_*.log")))
+    waits = "everything is built, and no step has ended" if is_resumable else "model and tasks are being loaded"
+    if logs and not is_resumable:
+        waits = f"{counted(logs, 'worker')} started, and not all have reported"
+    yield f"starting for {seconds:.0f} s, process {process}: {waits}"
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
+def _shown(path: Path) -> str:
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
+
+
 def _last_step(folder: Path) -> Iterator[str]:
-    """Of a run in one process, or of one that has ended."""
+    """The line of the last finished step, and how long ago it was written."""
     from octetrl.telemetry.report_data import read_run
     from octetrl.telemetry.sinks import METRICS_FILE
     from octetrl.telemetry.step_line import StepLine, duration, line
@@ -36,8 +86,7 @@ def _last_step(folder: Path) -> Iterator[str]:
     yield line(StepLine(total if isinstance(total, int) else step).parts(step, row))
     ago = duration(time.time() - (folder / METRICS_FILE).stat().st_mtime) or "0 s"
     yield from record.left_out
-    shown = f"./{folder}" if str(folder).startswith("-") else str(folder)
-    yield f"written {ago} ago; `octetrl report {shlex.quote(shown)} --terminal` shows all steps"
+    yield f"written {ago} ago; `octetrl report {_shown(folder)} --terminal` shows all steps"
 
 
 def _in_flight(folder: Path) -> Iterator[str]:

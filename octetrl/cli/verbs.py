@@ -42,7 +42,7 @@ VERBS = {
         "Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
     ),
     "check": Verb("check:check", "Show what a recipe means, what it needs, and every problem it has."),
-    "status": Verb("status:status", "Show what a run does: each of its workers and its memory, or the last step."),
+    "status": Verb("status:status", "Show what a run does: each of its workers and its memory, and the last step."),
     "doctor": Verb(
         "doctor:doctor",
         "Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does.",

@@ -11,6 +11,18 @@ from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 
 
+def describe_roles(recipe: Recipe) -> str | None:
+    """Which workers train and which generate, and how far ahead. None if every worker does both."""
+    cluster = recipe.cluster
+    if cluster.roles is None:
+        return None
+    trainers, engines = cluster.roles
+    train = "worker 0 trains" if trainers == 1 else f"workers 0 to {trainers - 1} train"
+    last = trainers + engines - 1
+    generate = f"worker {last} generates" if engines == 1 else f"workers {trainers} to {last} generate"
+    return f"{train}, {generate}; cluster.max_staleness: {cluster.max_staleness}"
+
+
 def role_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield what of the recipe does not go with `cluster.roles`."""
     algorithm = recipe.algorithm

@@ -18,6 +18,7 @@ from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.text import ESCAPE, counted
 from octetrl.config.validate_overdraw import describe_overdraw
+from octetrl.config.validate_roles import describe_roles
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.given import is_given
 from octetrl.fp8.policy import formats_by_layer, precision_policy
@@ -66,6 +67,7 @@ def banner(run: Run) -> Screen:
     rows = [
         ("precision", settings["precision"]),
         ("device", _device(recipe, run.console)),
+        ("roles", describe_roles(recipe) or ""),
         ("data", _data(run)),
         ("step", _step(recipe)),
         ("over-drawing", describe_overdraw(recipe) or ""),

@@ -93,6 +93,7 @@ class HostedWorker:
             total=self._micro_batches[1],
             read_gb=self._loaded.read_bytes / 1e9,
             quantized_gb=self._loaded.quantized_bytes / 1e9,
+            role=self._plan.role,
         )
 
     @property

@@ -29,6 +29,14 @@ class WorkerPlan:
     build: BuildWorker = build_worker  # another function with its arguments, for a bench
     modules: tuple[str, ...] = ()  # folders in which modules of the recipe are found, such as the recipe's own
 
+    @property
+    def role(self) -> str:
+        """trains or generates; empty: it does both, as all do outside training."""
+        roles = self.recipe.cluster.roles
+        if roles is None or not self.trains:
+            return ""
+        return "trains" if self.rank < roles[0] else "generates"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:

@@ -37,10 +37,12 @@ class WorkerStatus:
     total: int = 0  # 0: it does not train
     read_gb: float = 0.0  # of weights, from files, when it was built
     quantized_gb: float = 0.0  # of weights, in the model's dtype
+    role: str = ""  # trains or generates; empty: it does both
 
     @property
     def place(self) -> str:
-        return f"worker {self.rank} (host {self.host}, {f'GPU {self.gpu}' if self.gpu else 'CPU'})"
+        role = f", {self.role}" if self.role else ""
+        return f"worker {self.rank}{role} (host {self.host}, {f'GPU {self.gpu}' if self.gpu else 'CPU'})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,51 @@ def test_status_of_a_run_without_workers_is_its_last_step(recipe: str, capsys: p
     assert second.startswith("written ") and second.endswith(" ago; `octetrl report m --terminal` shows all steps")
 
 
+def test_status_of_live_workers_has_the_last_step_too(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m/config.yaml").write_text("steps: 30\n")
+    Path("m/metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5, "time/step": 3.0}\n')
+    write_status(Path("m"), [StatusReport(WorkerStatus(0, "here", "", 7, "train", 1.0, True, 0.5), 0.0)])
+    assert run_command(["status", "m"]) == 0
+    worker, step, written = capsys.readouterr().out.splitlines()
+    assert worker.startswith("worker 0 (host here, CPU): train for")
+    assert step == "step  2/30  reward 0.500  3.0 s" and written.startswith("written ")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((), "model and tasks are being loaded"),
+        (("logs/worker_0.log",), "1 worker started, and not all have reported"),
+        (("logs/worker_0.log", "config.yaml", "metrics.jsonl"), "everything is built, and no step has ended"),
+    ],
+)
+def test_status_of_a_run_that_starts(
+    files: Sequence[str], said: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run/logs").mkdir(parents=True)
+    for name in files:
+        Path("run", name).touch()
+    lock = Path("run/lock")
+    lock.write_text(str(os.getpid()))
+    assert run_command(["status", "run"]) == 0
+    begin, _, end = capsys.readouterr().out.partition(f" s, process {os.getpid()}: ")
+    assert begin.startswith("starting for ") and end == f"{said}\n"
+
+
+@pytest.mark.parametrize("written", ["2000000000", "", "x", "9" * 5000])
+def test_status_of_a_run_that_ended_while_it_started(
+    written: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    Path("run/lock").write_text(written)
+    assert run_command(["status", "run"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("no finished step; ") and line.endswith("start it again with the same command")
+    Path("run/config.yaml").touch()
+    assert run_command(["status", "run"]) == 0
+    assert "`octetrl train run/config.yaml --resume` continues it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("asked", "in_force", "said"),
     [

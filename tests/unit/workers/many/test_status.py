@@ -6,12 +6,15 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octetrl.config.errors import UserError
+from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
+from octetrl.workers.many.plan import WorkerPlan
 from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, status_lines, write_status
 from octetrl.workers.many.worker_log import last_lines
 
@@ -27,6 +30,20 @@ def test_each_worker_has_a_line(tmp_path: Path) -> None:
         " quantised 8.2 GB of weights",
         "worker 1 (host here, CPU): idle for 13 s after publish, 0.5 GB, process 78, silent for 11 s",
     ]
+
+
+def test_a_worker_with_a_role_says_it(tmp_path: Path) -> None:
+    write_status(tmp_path, [StatusReport(replace(GPU, role="trains"), 0.0)])
+    (line,) = status_lines(tmp_path)
+    assert line.startswith("worker 0, trains (host gpu1, GPU 3): train for")
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_first_workers_train(trains: bool) -> None:
+    cluster = ClusterConfig(trainer_cpus=2, engine_cpus=1)
+    recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=cluster)
+    roles = [WorkerPlan(recipe, rank, 3, trains, ".", None).role for rank in range(3)]
+    assert roles == (["trains", "trains", "generates"] if trains else ["", "", ""])
 
 
 def test_an_old_file_names_the_run_that_stopped(tmp_path: Path) -> None:
