@@ -141,10 +141,16 @@ class ClusterConfig(Section):
 
 def lacking_gpus(cluster: ClusterConfig, has: int, where: str, remedy: str) -> str:
     """Say that `where` has fewer GPUs than the workers need. `remedy`: what to do if fewer workers are not wanted."""
-    wanted = cluster.num_gpus
+    wanted, workers = cluster.num_gpus, cluster.num_workers
+    needs = f"{wanted} GPUs were asked for, {where} has {has}"
+    if cluster.roles is not None:
+        trainers, engines = cluster.roles
+        given = f"cluster.trainer_gpus: {trainers} with engine_gpus: {engines}"
+        fewer = f"use cluster.trainer_cpus={trainers} cluster.engine_cpus={engines} instead, remove them"
+        return f"{given}: {needs}; {'lower them' if has > 1 else fewer}, or {remedy}"
     field = "gpus" if cluster.gpus is not None else "workers_per_gpu" if cluster.nodes is None else "nodes"
-    fewer = "lower it" if has else f"use cluster.cpus={cluster.num_workers} instead, remove it"
-    return f"cluster.{field}: {wanted} GPUs were asked for, {where} has {has}; {fewer}, or {remedy}"
+    fewer = "lower it" if has else f"use cluster.cpus={workers} instead, remove it"
+    return f"cluster.{field}: {needs}; {fewer}, or {remedy}"
 
 
 def local_lack(cluster: ClusterConfig, visible: int) -> str | None:
@@ -247,7 +253,7 @@ def _role_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     elif len(given) == 1:
         kind = kinds.pop()
         text = f"{given[0]}: needs both cluster.trainer_{kind}s and cluster.engine_{kind}s; give both, or use {kind}s"
-        yield Problem(tuple(given), text)
+        yield Problem((f"cluster.trainer_{kind}s", f"cluster.engine_{kind}s"), text)
     for name in ("gpus", "cpus", "nodes", "gpus_per_node"):
         if getattr(cluster, name) is not None:
             text = f"{given[0]}: cannot be combined with cluster.{name}; keep one of the two"

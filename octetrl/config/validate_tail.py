@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octetrl.config.algorithm import DistillConfig, PpoConfig, ReinforcePpBaselineConfig, ReinforcePpConfig
-from octetrl.config.cluster import ROLE_FIELDS
 from octetrl.config.objective_settings import CorrectionSettings, KlSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
@@ -37,8 +36,10 @@ def tail_problems(recipe: Recipe) -> Iterator[Problem]:
             " beside the tail'); give cluster.gpus or cluster.cpus of 2 or more, or set it to false"
         )
         yield Problem((FIELD, "cluster.gpus", "cluster.cpus"), text)
+    kind = "cpus" if cluster.on_cpus else "gpus"
+    roles = (f"cluster.trainer_{kind}", f"cluster.engine_{kind}")
     rules = (
-        (cluster.roles is not None, ROLE_FIELDS, "workers that generate do not train; use cluster.gpus,"),
+        (cluster.roles is not None, roles, f"workers that generate do not train; use cluster.{kind},"),
         (
             cluster.tensor_parallel > 1,
             ("cluster.tensor_parallel",),

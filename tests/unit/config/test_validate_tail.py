@@ -65,7 +65,7 @@ def test_a_kl_term_of_the_loss_streams() -> None:
         ),
         (
             {"cluster.cpus": None, "cluster.trainer_cpus": 1, "cluster.engine_cpus": 1},
-            "workers that generate do not train",
+            "cluster.trainer_cpus: workers that generate do not train; use cluster.cpus, or",
         ),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
