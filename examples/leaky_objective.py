@@ -1,6 +1,6 @@
 """An objective of one's own: a clip that keeps a share of the gradient outside the clip range.
 
-octetrl train demo_grpo algorithm.name=examples.leaky_objective:leaky algorithm.leak=0.2
+octetrl train demo_grpo algorithm.name=examples.leaky_objective:leaky algorithm.leak=0.2 output_dir=runs/leaky
 """
 
 from __future__ import annotations

@@ -135,6 +135,23 @@ def test_a_reason_is_a_sentence() -> None:
         assert one.reason is None or len(one.reason) > 20, f"{name(one)}: say why it is not run"
 
 
+def refuse_folder_of_the_demo(text: str) -> None:
+    """Raise for a command that trains in a folder where `octetrl demo` has left a run: it would be refused."""
+    joined = text.replace("\\\n", " ")
+    for recipe, rest in re.findall(r"octetrl train (demo_\w+)((?:\s+[\w.-]+=[^\s`]*|\s+--\w+)*)", joined):
+        words = rest.split()
+        given = [word.partition("=")[2] for word in words if word.startswith("output_dir=")]
+        shipped = yaml.safe_load((REPO / f"octetrl/recipes/{recipe}.yaml").read_text(encoding="utf-8"))
+        folder = [shipped.get("output_dir"), *given][-1]
+        is_taken = folder in ("runs/demo/grpo", "runs/demo/sft") and "--resume" not in words
+        assert not is_taken, f"octetrl train {recipe}: `octetrl demo` has a run in {folder}; give output_dir=..."
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(f"examples/{path.name}" for path in (REPO / "examples").glob("*.py"))])
+def test_commands_leave_the_runs_of_the_demo_alone(page: str) -> None:
+    refuse_folder_of_the_demo((REPO / page).read_text(encoding="utf-8"))
+
+
 BAD = """\
 ```python
 import octetrl.no_such_module
@@ -164,3 +181,7 @@ def test_wrong_snippets_are_noticed() -> None:
         check_yaml(part)
     with pytest.raises(AssertionError, match="no module"):
         check_shell(shell.text)
+    for command in ("octetrl train demo_grpo cluster.cpus=2", "octetrl train demo_sft", "octetrl train demo_grpo"):
+        with pytest.raises(AssertionError, match=r"give output_dir=\.\.\."):
+            refuse_folder_of_the_demo(f"text `{command}` text output_dir=runs/x")
+    refuse_folder_of_the_demo("`octetrl train demo_grpo steps=2 \\\n    output_dir=runs/x`, `octetrl train demo_dapo`")
