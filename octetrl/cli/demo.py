@@ -25,12 +25,13 @@ def demo(
     """Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)."""
     keep_freed_memory(os.environ)
     os.environ.update(short_spin(os.environ))  # before torch is loaded
-    from octetrl.run.demo import run_demo
+    from octetrl.run.demo import COLD_START, phases_of, run_demo
 
     try:
         run_demo(Path(to), again=again)
     except (KeyboardInterrupt, Terminated):
-        steps = {name: last_saved_step(Path(to) / name) for name in ("grpo", "sft")}  # the later phase first
+        begun = ("grpo", "sft") if COLD_START in phases_of(Path(to)) else ("sft",)  # the later phase first
+        steps = {name: last_saved_step(Path(to) / name) for name in begun}
         saved = next((f"step {step} of {name} is saved" for name, step in steps.items() if step), "no step is saved")
         typer.echo(f"{saved}; the same command continues the demo", err=True)
         raise

@@ -37,6 +37,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import Task
 from octetrl.run.build import full_precision
+from octetrl.run.early import RECIPE_FILE
 from octetrl.run.environment import build_environment, build_taskset
 from octetrl.run.evaluate import EvalReport, evaluate_checkpoint
 from octetrl.run.export import export_run
@@ -88,7 +89,16 @@ def run_demo(folder: Path, *, again: bool = False) -> None:
 
 
 def train_or_resume(recipe: Recipe) -> None:
-    """Train from the last checkpoint if there is one, else from the start."""
+    """Train from the last checkpoint if there is one, else from the start. Raises UserError for a run of another
+    model."""
+    saved = Path(recipe.output_dir) / RECIPE_FILE
+    model = load_recipe(str(saved)).model if saved.exists() else recipe.model
+    if model.path != recipe.model.path:
+        raise UserError(
+            f"--to: '{recipe.output_dir}' holds a run that the demo did not start: it trains"
+            f" '{model.path or model.preset}', and the demo '{recipe.model.path}'; move the run away, or give another"
+            " folder"
+        )
     resumes = any((Path(recipe.output_dir) / "checkpoints").glob("step_*"))
     if not resumes:
         shutil.rmtree(recipe.output_dir, ignore_errors=True)
@@ -106,6 +116,11 @@ def prepare_folder(folder: Path, *, again: bool = False) -> list[str]:
     remove what an earlier demo wrote in it. Raises UserError for files of others."""
     found = [name for name in WRITTEN if (folder / name).exists()]
     complete = phases_of(folder)
+    if (folder / MARKER).is_file() and COLD_START not in complete and (folder / "grpo" / RECIPE_FILE).exists():
+        raise UserError(
+            f"--to: '{folder / 'grpo'}' holds a run that the demo did not start, because its SFT is not finished; move"
+            " the run away, or give another folder"
+        )
     if complete and FINISHED not in complete and not again:
         return complete
     if found and not (folder / MARKER).is_file():

@@ -147,7 +147,10 @@ def refuse_folder_of_the_demo(text: str) -> None:
         assert not is_taken, f"octetrl train {recipe}: `octetrl demo` has a run in {folder}; give output_dir=..."
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted(f"examples/{path.name}" for path in (REPO / "examples").glob("*.py"))])
+EXAMPLES = sorted(f"examples/{path.name}" for path in (REPO / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES])
 def test_commands_leave_the_runs_of_the_demo_alone(page: str) -> None:
     refuse_folder_of_the_demo((REPO / page).read_text(encoding="utf-8"))
 

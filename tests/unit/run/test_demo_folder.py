@@ -9,6 +9,7 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.config.errors import Terminated, UserError
+from octetrl.config.load import dump_recipe
 from octetrl.run import demo
 from octetrl.run.demo import COLD_START, FINISHED, MADE, MARKER, note_phase, prepare_folder
 from tests.e2e.tiny_run import tiny_recipe
@@ -51,6 +52,35 @@ def test_what_no_demo_wrote_is_refused_and_stays(tmp_path: Path) -> None:
     assert not (tmp_path / MARKER).exists()
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("phases", [(), (MADE,)])
+def test_a_run_that_is_there_before_the_cold_start_is_no_run_of_the_demo(
+    phases: tuple[str, ...], again: bool, tmp_path: Path
+) -> None:
+    prepare_folder(tmp_path)
+    for phase in phases:
+        note_phase(tmp_path, phase)
+    own = tmp_path / "grpo" / "config.yaml"
+    own.parent.mkdir()
+    own.touch()
+    with pytest.raises(UserError, match=r"grpo' holds a run that the demo did not start, because its SFT is not"):
+        prepare_folder(tmp_path, again=again)
+    assert own.exists()
+    note_phase(tmp_path, MADE)
+    note_phase(tmp_path, COLD_START)
+    assert prepare_folder(tmp_path) != [] and own.exists(), "the demo's own"
+
+
+def test_a_run_of_another_model_is_neither_continued_nor_removed(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path / "model", tmp_path / "grpo")
+    (tmp_path / "grpo").mkdir()
+    own = tmp_path / "grpo" / "config.yaml"
+    own.write_text(dump_recipe(tiny_recipe(tmp_path / "mine", tmp_path / "grpo")))
+    with pytest.raises(UserError, match=r"it trains '.*/mine', and the demo '.*/model'; move the run away"):
+        demo.train_or_resume(recipe)
+    assert own.exists()
+
+
 def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine").touch()
@@ -76,13 +106,21 @@ def test_threads_of_torch_spin_for_a_short_time_unless_told_otherwise(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("saved", "said"), [((), "no step"), (("sft/checkpoints/step_000007",), "step 7 of sft"), (SAVED, "step 2 of grpo")]
+    ("saved", "is_trained", "said"),
+    [
+        ((), False, "no step"),
+        (SAVED[:1], False, "step 7 of sft"),
+        (SAVED[:1], True, "step 7 of sft"),
+        (SAVED, True, "step 2 of grpo"),
+        (SAVED, False, "step 7 of sft"),  # the other run is not the demo's
+    ],
 )
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
 def test_a_demo_that_is_stopped_names_the_saved_step(
     error: type[BaseException],
     code: int,
     saved: tuple[str, ...],
+    is_trained: bool,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -96,6 +134,8 @@ def test_a_demo_that_is_stopped_names_the_saved_step(
     for folder in saved:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "manifest.json").touch()
+    if is_trained:
+        note_phase(tmp_path, COLD_START)
     assert run_command(["demo", "--to", str(tmp_path)]) == code
     assert f"{said} is saved; the same command continues the demo" in capsys.readouterr().err
 
