@@ -274,8 +274,8 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
     yield from _numerics(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
     if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
-        yield "warning", f"FP8 training is hardly faster than BF16 with {given:,} tokens a micro-batch at this width;"
-        yield "", f"raise trainer.tokens_per_micro_batch to {wanted:,} or more, or take precision: bf16"
+        text = f"FP8 training is hardly faster than BF16 with {given:,} tokens a micro-batch at this width; raise"
+        yield "warning", f"{text} trainer.tokens_per_micro_batch to {wanted:,} or more, or take precision: bf16"
 
 
 def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
@@ -298,9 +298,9 @@ def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterat
         if device.on_gpu and why_no_fixed_order(recipe, policy, "rollout") is not None:
             yield (
                 "warning",
-                "engine.speculation may change answers: without the fused kernels of a GPU a row's bits may",
+                "engine.speculation may change answers: without the fused kernels of a GPU a row's bits may depend on"
+                " the number of rows; take model.dtype bfloat16, or engine.speculation.name none",
             )
-            yield "", "depend on the number of rows; take model.dtype bfloat16, or engine.speculation.name none"
 
 
 def _share(linears: Sequence[LinearFormat], side: Side) -> str:

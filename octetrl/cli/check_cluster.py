@@ -9,6 +9,7 @@ from octetrl.cli.check_turns import turns_line
 from octetrl.config.cluster import ClusterConfig, local_lack, whole_weights_problem
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
+from octetrl.config.validate_roles import describe_roles
 from octetrl.fp8.policy import PrecisionPolicy
 
 LEAST_MICRO_BATCHES = 4  # of a worker
@@ -26,21 +27,25 @@ def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "cluster", f"{count} worker{'s' if count > 1 else ''} on {place}{joined}"
     if not cluster.starts_ray and not _answers(str(cluster.address)):
         yield "", f"warning: nothing answers at {cluster.address} from this machine; start Ray there before the run"
-    if cluster.roles is not None:
-        yield "", f"{cluster.roles[0]} of them train, {cluster.roles[1]} generate"
+    roles = describe_roles(recipe)
+    if roles is not None:
+        yield "", roles
+        both = "the memory below is that of a worker that does both: a worker that trains has no KV cache, and one"
+        yield "", f"{both} that generates no gradients, optimizer or activations"
         count = cluster.num_trainers
     groups, size = cluster.num_groups, cluster.tensor_parallel
     if size > 1:
         yield "", f"{groups} group{'s' if groups > 1 else ''} of {size} workers, which share one model by rows"
         yield "", "the memory below is that of the worker with the largest part of the model"
     elif count > 1:
-        yield "", "the memory below is that of each worker: codes, activations, a KV cache, and its share of the"
-        yield "", "optimizer's states"
+        if roles is None:
+            each = "the memory below is that of each worker: codes, activations, a KV cache, and its share of the"
+            yield "", f"{each} optimizer's states"
         few = micro_batches_of_longest(recipe)
         if few < LEAST_MICRO_BATCHES * count:
-            yield "", f"warning: at their longest, a step's sequences fill {few} micro-batches of an update; {count}"
-            yield "", f"workers need {LEAST_MICRO_BATCHES} each, or some wait for others. Lower trainer.minibatches or"
-            yield "", "trainer.tokens_per_micro_batch, give a step more sequences, or use fewer workers"
+            what = f"at their longest, a step's sequences fill {few} micro-batches of an update; {count} workers need"
+            lower = "Lower trainer.minibatches or trainer.tokens_per_micro_batch, give a step more sequences, or"
+            yield "", f"warning: {what} {LEAST_MICRO_BATCHES} each, or some wait for others. {lower} use fewer workers"
 
 
 def _answers(address: str) -> bool:

@@ -1,17 +1,36 @@
-"""How `octetrl check` prints a section: a title, and a name and a text on each line."""
+"""How `octetrl check` prints a section: a title, and a name and a text on each line.
+
+On a terminal a text that is too long for it continues below its own beginning. A pipe gets it on one line.
+"""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator
 
 import typer
+
+LEAST_WIDTH = 40  # of a text; a narrower terminal breaks it itself
 
 
 def print_lines(title: str, lines: Iterator[tuple[str, str]]) -> None:
     """Print a section, or nothing if it has no lines."""
     rows = list(lines)  # all of them first: a section is shown whole or not at all
     width = max(20, *(len(name) + 2 for name, _ in rows)) if rows else 20
+    room = shutil.get_terminal_size().columns - width - 2 if sys.stdout.isatty() else None
     if rows:
         typer.echo(title)
     for name, value in rows:
-        typer.echo(f"  {name:<{width}}{value}")
+        first, *others = wrapped(value, room)
+        typer.echo(f"  {name:<{width}}{first}")
+        for other in others:
+            typer.echo(f"  {'':<{width}}{other}")
+
+
+def wrapped(text: str, room: int | None) -> list[str]:
+    """The lines of a text. `room`: columns; None: as many as it needs."""
+    if room is None or room < LEAST_WIDTH or len(text) <= room:
+        return [text]
+    return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from octetrl.cli.check_device import GIB, Device
+from octetrl.cli.check_device import Device
 from octetrl.cli.fitting import Change, fewest_checkpointed_layers, fits, smallest_changes
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
@@ -19,6 +19,7 @@ from octetrl.config.memory import (
 from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
+from octetrl.config.text import binary_size as size
 from octetrl.config.worker_memory import on_each_worker
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy, scoring_policy
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec
@@ -91,13 +92,16 @@ def memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     if estimate.kv_cache_tokens is None:
         share = f"{recipe.engine.kv_memory_fraction:.0%} of the memory left"
         yield "KV cache", f"{'?':>12}   {share}, {estimate.kv_bytes_per_token:,} bytes a token"
+    sharing = _workers_that_share(plan)
     of_device = "" if device.num_bytes is None else f"   of {size(device.num_bytes)}"
+    if of_device and sharing > 1:
+        of_device += f" that {sharing} workers share"
     if estimate.takes_turns and estimate.kv_bytes_per_token:
         training = estimate.training_bytes
         of_device += f"; {size(training)} while training, with the KV cache freed"
     yield "total", f"{size(estimate.total_bytes):>12}{of_device}"
     if device.num_bytes is not None:
-        yield from _room(estimate, device.num_bytes)
+        yield from _room(estimate, device.num_bytes // sharing, sharing)
         if device.on_gpu:
             fewest = fewest_checkpointed_layers(recipe, plan.spec.num_layers, device.num_bytes, plan.of_worker)
             yield from _less_checkpointing(recipe.trainer, plan.spec.num_layers, fewest)
@@ -164,8 +168,14 @@ def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
     return spec, precision_policy(spec, fp8, recipe.numerics).precisions()
 
 
-def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, str]]:
-    """What a larger KV cache could take."""
+def _workers_that_share(plan: MemoryPlan) -> int:
+    """Number of workers on the device: all of a run on the CPU of this machine, and `workers_per_gpu` on a GPU."""
+    cluster = plan.recipe.cluster
+    return cluster.workers_per_gpu if plan.device.on_gpu else cluster.num_workers
+
+
+def _room(estimate: MemoryEstimate, device_bytes: int, sharing: int) -> Iterator[tuple[str, str]]:
+    """What a larger KV cache could take. device_bytes: of one worker, if several share the device evenly."""
     if estimate.total_bytes > device_bytes or not estimate.kv_bytes_per_token:
         return
     room = device_bytes - estimate.bytes_when("always")
@@ -173,8 +183,7 @@ def _room(estimate: MemoryEstimate, device_bytes: int) -> Iterator[tuple[str, st
     if not estimate.takes_turns:
         room -= estimate.bytes_when("training")
     tokens = room // estimate.kv_bytes_per_token
-    yield "room for KV cache", f"{size(room):>12}   {tokens:,} tokens, if nothing else uses the memory"
-
-
-def size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"
+    if room < 0:
+        return
+    alone = "if nothing else uses the memory" if sharing == 1 else f"if the {sharing} workers share the memory evenly"
+    yield "room for KV cache", f"{size(room):>12}   {tokens:,} tokens, {alone}"

@@ -11,6 +11,7 @@ from octetrl.config.kept_cache import CACHE_OF_ANSWERS, cannot_keep, in_flight
 from octetrl.config.memory import CUDA_CONTEXT
 from octetrl.config.schema import Recipe
 from octetrl.config.tensor_cut import largest_cut, why_not_cut
+from octetrl.config.text import binary_size
 from octetrl.config.weight_buffer import batch_cache_bytes, choose_buffer, held_bytes, sent_bytes
 
 USUAL_GPUS = (1, 2, 4, 8)
@@ -47,7 +48,7 @@ def weight_buffer_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     weights, cache = sent_bytes(*model), batch_cache_bytes(*model)
     if device.num_bytes is None and cluster.weight_buffer == "auto" and recipe.engine.backend != "vllm":
         yield "new weights", "in a second buffer if the GPU's memory allows it, else in a pause"
-        yield "", f"the buffer takes {weights / 1e9:.2f} GB, the KV cache of a whole batch {cache / 1e9:.2f} GB"
+        yield "", f"the buffer takes {binary_size(weights)}, the KV cache of a whole batch {binary_size(cache)}"
         return
     free = (device.num_bytes or 0) - held_bytes(*model) - (CUDA_CONTEXT if device.on_gpu else 0)
     choice = choose_buffer(recipe, weights=weights, cache=cache, free=free)

@@ -70,6 +70,7 @@ from octetrl.config.lora import adapter_elements
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
+from octetrl.config.text import binary_size
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 
 Format = Literal["bf16", "fp8"]
@@ -319,7 +320,7 @@ def _activations(
         what_of = "logits" if frozen else "logits and lm_head's gradient"
         waiting = value_bytes * spec.vocab_rows * spec.hidden_size  # lm_head's gradient, held for the embedding's
         backward += waiting if spec.tied_embeddings and not frozen else 0
-    how = f"one layer's backward ({backward / 2**30:.2f}) or {what_of} ({logits / 2**30:.2f})"
+    how = f"one layer's backward ({binary_size(backward)}) or {what_of} ({binary_size(logits)})"
     return [
         MemoryPart("activations", kept, f"{tokens:,} tokens, {what[keep]}", "training"),
         MemoryPart("working set", max(backward, logits), how, "training"),

@@ -26,6 +26,11 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
+def binary_size(num_bytes: int) -> str:
+    """A size of memory: `1.97 MiB`, `23.54 GiB`."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.2f} MiB"
+
+
 class TextTooLong(ValueError):
     """A text whose length alone shows that it has more than `limit` tokens. `tokens`: the fewest that it can have."""
 

@@ -17,10 +17,14 @@ def describe_roles(recipe: Recipe) -> str | None:
     if cluster.roles is None:
         return None
     trainers, engines = cluster.roles
-    train = "worker 0 trains" if trainers == 1 else f"workers 0 to {trainers - 1} train"
-    last = trainers + engines - 1
-    generate = f"worker {last} generates" if engines == 1 else f"workers {trainers} to {last} generate"
+    train, generate = _workers(0, trainers, "train"), _workers(trainers, engines, "generate")
     return f"{train}, {generate}; cluster.max_staleness: {cluster.max_staleness}"
+
+
+def _workers(first: int, count: int, do: str) -> str:
+    if count == 1:
+        return f"worker {first} {do}s"
+    return f"workers {first} {'and' if count == 2 else 'to'} {first + count - 1} {do}"
 
 
 def role_problems(recipe: Recipe) -> Iterator[Problem]:

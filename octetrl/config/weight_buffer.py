@@ -15,6 +15,7 @@ from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import Precisions, kv_bytes_per_token
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
+from octetrl.config.text import binary_size
 
 SMALL_SHARE = 0.1  # of the memory for the KV cache
 
@@ -30,7 +31,7 @@ class BufferChoice:
 def choose_buffer(recipe: Recipe, *, weights: int, cache: int, free: int) -> BufferChoice:
     """Choose for a worker that generates. All in bytes. weights: what an update sends. cache: `batch_cache_bytes`.
     free: memory of the device before the KV cache takes its share."""
-    setting, size = recipe.cluster.weight_buffer, _gigabytes(weights)
+    setting, size = recipe.cluster.weight_buffer, binary_size(weights)
     if setting == "double":
         return BufferChoice(True, f"cluster.weight_buffer: double, {size}")
     if setting == "single":
@@ -39,11 +40,11 @@ def choose_buffer(recipe: Recipe, *, weights: int, cache: int, free: int) -> Buf
         return BufferChoice(True, f"vLLM's KV cache leaves {size} for it; with single the cache gets them")
     left = max(0, int((free - weights) * recipe.engine.kv_memory_fraction))
     if cache <= left:
-        return BufferChoice(True, f"beside its {size} the KV cache of a whole batch, {_gigabytes(cache)}, fits")
+        return BufferChoice(True, f"beside its {size} the KV cache of a whole batch, {binary_size(cache)}, fits")
     if weights <= SMALL_SHARE * free:
         return BufferChoice(True, f"its {size} are {weights / free:.1%} of the memory for the KV cache")
-    why = f"beside a second buffer of {size} the KV cache has {_gigabytes(left)}, and a whole batch needs"
-    return BufferChoice(False, f"{why} {_gigabytes(cache)}")
+    why = f"beside a second buffer of {size} the KV cache has {binary_size(left)}, and a whole batch needs"
+    return BufferChoice(False, f"{why} {binary_size(cache)}")
 
 
 def batch_cache_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
@@ -82,7 +83,3 @@ def _elements(spec: ModelSpec, names: Collection[str]) -> int:
 
 def _wide(recipe: Recipe) -> int:
     return 2 if recipe.model.dtype == "bfloat16" else 4
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"

@@ -11,6 +11,7 @@ import pytest
 
 from octetrl.cli.check_cluster import worker_lines
 from octetrl.cli.check_device import Device
+from octetrl.cli.check_lines import wrapped
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_workers import kept_cache_lines, weight_buffer_lines, worker_memory_lines
 from octetrl.config.memory import MemoryEstimate
@@ -111,7 +112,7 @@ def test_an_address_where_nothing_answers_is_a_warning() -> None:
 
 
 def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
-    """Two copies of 9.44 GB of weights, and the KV cache of 256 answers, fit on a GPU or do not."""
+    """Two copies of 8.79 GiB of weights, and the KV cache of 256 answers, fit on a GPU or do not."""
 
     def said(gib: float, *words: str, engines: int = 1) -> list[str]:
         ahead = ("cluster.trainer_gpus=1", f"cluster.engine_gpus={engines}", "cluster.max_staleness=1")
@@ -122,17 +123,17 @@ def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
     assert list(weight_buffer_lines(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=2"))) == []
     where, why = said(140)
     assert where == "new weights in a second buffer, while answers are generated"
-    assert re.fullmatch(r"beside its 9.44 GB the KV cache of a whole batch, [\d.]+ GB, fits", why)
+    assert re.fullmatch(r"beside its 8.79 GiB the KV cache of a whole batch, [\d.]+ GiB, fits", why)
     crowded = said(140, "engine.max_batch=1024", "rollout.prompts_per_step=512")
-    assert crowded[0] == where and crowded[1] == "its 9.44 GB are 6.7% of the memory for the KV cache"
+    assert crowded[0] == where and crowded[1] == "its 8.79 GiB are 6.7% of the memory for the KV cache"
     where, why = said(24)
     assert where == "new weights in a pause between two batches"
     # 0.85 of 24 GiB less two copies of the weights and 0.6 GB; 256 answers of 2,048 tokens with 73,728 bytes each
-    buffer = "beside a second buffer of 9.44 GB the KV cache has 5.35 GB, and a whole batch needs"
-    assert why == f"{buffer} 38.7 GB"
+    buffer = "beside a second buffer of 8.79 GiB the KV cache has 4.98 GiB, and a whole batch needs"
+    assert why == f"{buffer} 36.00 GiB"
     odd = ("rollout.prompts_per_step=31", "rollout.group_size=7")
-    assert said(24, *odd, engines=2)[1] == f"{buffer} 16.5 GB", "109 of 217 answers"
-    assert said(24, "engine.kv_cache_tokens=100000")[1] == f"{buffer} 7.37 GB"
+    assert said(24, *odd, engines=2)[1] == f"{buffer} 15.33 GiB", "109 of 217 answers"
+    assert said(24, "engine.kv_cache_tokens=100000")[1] == f"{buffer} 6.87 GiB"
     assert said(24, "cluster.weights_in_flight=recompute_cache")[0] == "new weights in a pause between two forwards"
     assert "second buffer" in said(24, "cluster.weight_buffer=double")[0]
     assert said(140, "cluster.weight_buffer=single")[1] == "cluster.weight_buffer: single"
@@ -141,6 +142,40 @@ def test_where_new_weights_arrive_and_why(recipe: Path) -> None:
     device = replace(unknown.device, num_bytes=None)
     found = replace(unknown, recipe=unknown.recipe.model_copy(update={"cluster": cluster}), device=device)
     assert "if the GPU's memory allows it" in next(weight_buffer_lines(found))[1]
+
+
+def test_workers_on_one_machine_share_its_memory(recipe: Path) -> None:
+    cpu = Device("CPU", False, 8 * 2**30, is_here=False)
+
+    def shown(*words: str) -> dict[str, str]:
+        return dict(memory_lines(replace(plan(recipe, "tiny", 140, *words), device=cpu)))
+
+    one, four = shown(), shown("cluster.cpus=4")
+    assert one["total"].endswith("of 8.00 GiB") and one["room for KV cache"].endswith("if nothing else uses the memory")
+    assert four["total"].endswith("of 8.00 GiB that 4 workers share")
+    size, rest = four["room for KV cache"].split(" GiB ")
+    assert float(size) < 2.0 and rest.endswith("if the 4 workers share the memory evenly")
+    assert re.search(
+        r"backward \([\d.]+ [GM]iB\) or logits and lm_head's gradient \([\d.]+ [GM]iB\)", one["working set"]
+    )
+
+
+def test_roles_say_what_the_memory_is_of() -> None:
+    def said(**cluster: int) -> list[str]:
+        recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=ClusterConfig(**cluster))
+        return [text for _, text in worker_lines(recipe)]
+
+    _, roles, memory = said(trainer_cpus=1, engine_cpus=1)
+    assert roles.startswith("worker 0 trains, worker 1 generates;") and "a worker that trains has no KV cache" in memory
+    assert "that of each worker" in said(cpus=2)[1]
+
+
+def test_a_long_text_continues_below_itself_on_a_terminal() -> None:
+    text = f"{'1.97 MiB':>12}   " + "a text of several words " * 5
+    lines = wrapped(text.strip(), 60)
+    assert max(map(len, lines)) <= 60 and " ".join(lines) == text.strip()
+    assert wrapped(text.rstrip(), 60)[0].startswith("    1.97 MiB   a text"), "columns stay"
+    assert wrapped(text, None) == wrapped(text, 20) == [text]
 
 
 def test_what_becomes_of_the_cache_of_unfinished_answers(recipe: Path) -> None:
