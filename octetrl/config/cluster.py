@@ -276,12 +276,12 @@ def _in_flight_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     if cluster.weight_buffer != "auto" and not cluster.max_staleness:
         text = (
             f"cluster.weight_buffer: {cluster.weight_buffer} has no effect without batches that are generated ahead;"
-            " give cluster.max_staleness=1 or more, or remove it"
+            " give cluster.max_staleness=1 or more, or cluster.weight_buffer=auto"
         )
         yield Problem(("cluster.weight_buffer", "cluster.max_staleness"), text)
     if cluster.weights_in_flight != "off" and not cluster.max_staleness:
         text = (
             f"cluster.weights_in_flight: {cluster.weights_in_flight} has no effect without batches that are generated"
-            " ahead; give cluster.max_staleness=1 or more, or remove it"
+            " ahead; give cluster.max_staleness=1 or more, or cluster.weights_in_flight=off"
         )
         yield Problem(("cluster.weights_in_flight", "cluster.max_staleness"), text)

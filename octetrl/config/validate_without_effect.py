@@ -13,8 +13,8 @@ def settings_without_effect(recipe: Recipe) -> Iterator[Problem]:
     trainer, checkpoint, evaluation = recipe.trainer, recipe.checkpoint, recipe.evaluation
     if checkpoint.batches_ahead == "saved" and not recipe.cluster.max_staleness:
         text = (
-            "checkpoint.batches_ahead: saved has no effect without batches that are generated ahead; set"
-            " cluster.max_staleness, or leave it out"
+            "checkpoint.batches_ahead: saved has no effect without batches that are generated ahead; give"
+            " cluster.max_staleness=1 or more, or checkpoint.batches_ahead=drawn_again"
         )
         yield Problem(("checkpoint.batches_ahead", "cluster.max_staleness"), text)
     if trainer.checkpointed_layers is not None and trainer.activation_checkpointing == "none":

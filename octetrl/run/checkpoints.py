@@ -30,6 +30,7 @@ from octetrl.run.build import Run
 from octetrl.run.resume import CURSOR, Cursor
 from octetrl.trainer import checkpoint
 from octetrl.trainer.checkpoint import StagedCheckpoint
+from octetrl.workers.many.deadlines import WorkerLost
 
 
 class Checkpoints:
@@ -87,8 +88,8 @@ class Checkpoints:
         try:
             yield
             self._wait()
-        except BaseException:
-            self._abandon(run)
+        except BaseException as error:
+            self._abandon(run, error)
             raise
         finally:
             self._thread.shutdown()
@@ -224,11 +225,12 @@ class Checkpoints:
         if self._saving is not None:
             wait_for([self._saving])
 
-    def _abandon(self, run: Run) -> None:
+    def _abandon(self, run: Run, cause: BaseException) -> None:
         """After an error of the run: waits for the save in flight, drops one that was not begun."""
         self._settle()
         if self._saving is not None and (error := self._saving.exception()) is not None:
-            run.console.warn(f"the last save failed as well: {error}")
+            is_same = isinstance(error, WorkerLost) and isinstance(cause, WorkerLost)
+            run.console.warn(f"the last save failed as well: {'its worker is lost' if is_same else error}")
         self._saving = None
         if self._staged is not None:
             self._staged.discard()

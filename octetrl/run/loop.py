@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
@@ -25,6 +26,7 @@ from octetrl.run.build import Run, build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.device import generators_put_back
 from octetrl.run.earlier_answers import remember_answers
+from octetrl.run.early import RECIPE_FILE
 from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
@@ -44,7 +46,7 @@ from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.sample_texts import sample_texts
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, open_sinks, steps_until
-from octetrl.trainer.checkpoint import check_complete, step_of
+from octetrl.trainer.checkpoint import check_complete, latest_of, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.many.deadlines import WorkerLost
 
@@ -73,9 +75,20 @@ def train(
                 return _train(recipe, folder, given, resume=resume, optimizer_of=optimizer_of)
             except WorkerLost as lost:
                 if not restarts:
-                    raise
+                    raise WorkerLost(f"{lost}\n  {after_loss(folder.path, folder.run_id)}") from lost
                 restarts, resume = restarts - 1, True
                 Console(recipe.logging.console, recipe.steps).warn(f"{lost}\n  building all workers again")
+
+
+def after_loss(folder: Path, run_id: str | None) -> str:
+    """What a run that lost a worker leaves, and how it continues."""
+    if not (folder / RECIPE_FILE).exists():
+        return "the run had not begun; start it again"
+    last = latest_of(folder / CHECKPOINTS, run_id)
+    how = "continue with --resume (in Python resume=True), or give cluster.max_restarts"
+    if last is None:
+        return f"no checkpoint is there yet: {how}, and the run begins again at step 1"
+    return f"the last checkpoint is step {step_of(last)}, in {folder / CHECKPOINTS}: {how}"
 
 
 def _train(

@@ -271,10 +271,8 @@ class RayTeam:
         lines = () if self._logs is None else last_lines(self._log_of(worker))
         if not lines and status is not None:  # its log lies on another machine
             lines = status.last_lines
-        printed = "".join(f"\n    {line}" for line in lines) or " nothing"
-        return WorkerLost(
-            f"{self.place(worker)} was lost in phase {phase} after {seconds:.1f} s: {why}; it printed:{printed}"
-        )
+        printed = "; it printed:" * bool(lines) + "".join(f"\n    {line}" for line in lines)
+        return WorkerLost(f"{self.place(worker)} was lost in phase {phase} after {seconds:.1f} s: {why}{printed}")
 
     def _without_peer(self, worker: int, error: PeersLost) -> WorkerLost:
         """Of a worker whose connection to another one broke: that one, if it died, else the one that noticed it."""

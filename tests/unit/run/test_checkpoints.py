@@ -16,11 +16,13 @@ from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.base import NoTasks
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.checkpoints import Checkpoints
+from octetrl.run.loop import after_loss
 from octetrl.run.resume import Cursor
 from octetrl.run.tiny_model import save_tokenizer
 from octetrl.trainer import checkpoint, state_writer
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.state_writer import StateWriter
+from octetrl.workers.many.deadlines import WorkerLost
 
 
 class OneTensor:
@@ -168,6 +170,35 @@ def test_an_error_of_the_run_is_not_hidden_by_a_failed_save(run: Any, saves: Che
         raise RuntimeError("the lights went out")
     assert saved(saves) == {"step_000002": 2.0}
     assert len(run.console.texts) == 1 and "the last save failed as well: checkpoint" in run.console.texts[0]
+
+
+def test_a_save_that_lost_its_worker_does_not_repeat_the_error_of_the_run(
+    run: Any, saves: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = WorkerLost("worker 0 was lost; it printed:\n    words")
+
+    def write_state(folder: Path, *, copied: bool) -> list[WrittenFile]:
+        raise lost
+
+    with pytest.raises(WorkerLost), saves.open(run, 0):
+        monkeypatch.setattr(run.workers, "write_state", write_state)
+        stage(saves, run, 1)
+        saves.write()
+        saves.latest()
+        raise WorkerLost(f"step 2: {lost}") from lost
+    assert run.console.texts == ["the last save failed as well: its worker is lost"]
+
+
+def test_a_run_that_lost_a_worker_names_its_last_checkpoint(run: Any, saves: Checkpoints, tmp_path: Path) -> None:
+    assert after_loss(tmp_path, "run").startswith("the run had not begun")
+    (tmp_path / "config.yaml").touch()
+    assert "no checkpoint is there yet: continue with --resume" in after_loss(tmp_path, "run")
+    with saves.open(run, 0):
+        stage(saves, run, 3)
+        saves.write()
+        saves.latest()
+    said = after_loss(saves.folder.parent, "run")
+    assert said.startswith(f"the last checkpoint is step 3, in {saves.folder}: continue with --resume")
 
 
 def test_half_updated_weights_are_not_saved_as_the_step_before(run: Any, saves: Checkpoints) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,8 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 from ray.exceptions import RayActorError
 
 from octetrl.config.cluster import ClusterConfig
-from octetrl.workers.ray import _why, lacking_module
+from octetrl.workers.many.status import WorkerStatus
+from octetrl.workers.ray import RayTeam, _why, lacking_module
 from octetrl.workers.ray_cluster import _kept_stderr, other_versions, variables_of_ray
 
 DEAD = """The actor died unexpectedly before finishing this task.
@@ -101,3 +104,10 @@ def test_threads_of_workers_on_a_cpu_spin_for_a_short_time_unless_told_otherwise
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert variables_of_ray(ClusterConfig(cpus=2)) == usual
+
+
+@pytest.mark.parametrize(("lines", "end"), [((), "it died"), (("last",), "it died; it printed:\n    last")])
+def test_a_lost_worker_that_printed_nothing_says_nothing_of_it(lines: tuple[str, ...], end: str) -> None:
+    status = WorkerStatus(0, "here", "", 7, "train", 1.0, True, 0.5, last_lines=lines)
+    team: Any = SimpleNamespace(_check_ray=lambda: None, _heard=[status], _logs=None, place=lambda worker: "worker 0")
+    assert str(RayTeam.lose(team, 0, "train", 2.0, "it died")) == f"worker 0 was lost in phase train after 2.0 s: {end}"
