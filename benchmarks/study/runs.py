@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,7 @@ from benchmarks.study.job import (
     start_recipe,
     write_line,
 )
+from benchmarks.study.refusals import make_folder, refuse_numbers
 from octetrl.config.errors import UserError
 from octetrl.telemetry.bench_record import provenance
 
@@ -262,14 +264,21 @@ def _visible(folder: Path) -> list[Path]:
 
 def unpack(folder: Path, state: Path) -> None:
     """Put packed files into the state. Files that the state has already stay as they are."""
-    pieces = sorted(folder.glob(f"{PIECE}*"))
+    pieces = sorted(folder.glob(f"{PIECE}*")) if folder.is_dir() else []
     if not pieces:
         raise UserError(f"--unpack: '{folder}' holds no {PIECE}00; give the folder that --pack wrote")
     state.mkdir(parents=True, exist_ok=True)
     aside = state / ".unpacked"
     shutil.rmtree(aside, ignore_errors=True)
-    with tarfile.open(fileobj=io.BytesIO(b"".join(piece.read_bytes() for piece in pieces)), mode="r:gz") as archive:
-        archive.extractall(aside, filter="data")
+    try:
+        data = b"".join(piece.read_bytes() for piece in pieces)
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+            archive.extractall(aside, filter="data")
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(
+            f"--unpack: the pieces in '{folder}' are damaged or incomplete ({error}); copy all of them again"
+        ) from error
     place = aside / PLACE
     packed_from = json.loads(place.read_text())["state"] if place.exists() else str(state)
     for name in ("lines", "before", "starts", "runs"):
@@ -348,15 +357,18 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--start-change", action="append", default=[], metavar="section.key=value")
     parser.add_argument("--change", action="append", default=[], metavar="section.key=value", help="of all arms")
     arguments = parser.parse_args(words)
-    if arguments.seconds <= WARNING_SECONDS:
-        parser.error(f"--seconds: {arguments.seconds:g} is too short; give more than {WARNING_SECONDS:g}")
+    refuse_numbers(arguments, least_seconds=WARNING_SECONDS)
     if arguments.unpack is not None:
+        make_folder("--state", arguments.state)
         unpack(arguments.unpack, arguments.state)
     table = TABLES[arguments.table]
     if table.start is None and arguments.model is None:
         raise UserError(f"--model: table '{arguments.table}' needs the folder of a pretrained model")
     jobs = all_jobs(arguments)
     refuse_changes(arguments, list(dict.fromkeys(job.arm for job in jobs if job.arm != START)))
+    make_folder("--state", arguments.state)
+    if arguments.pack is not None:
+        make_folder("--pack", arguments.pack)
     plan = Plan(arguments.state, jobs, table.job_seconds, arguments.job_seconds)
     try:
         run_jobs(plan, arguments)
