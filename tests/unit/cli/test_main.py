@@ -191,7 +191,7 @@ def test_status_of_live_workers_has_the_last_step_too(recipe: str, capsys: pytes
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ((), "model and tasks are being loaded"),
+        ((), "workers, model and tasks are being started"),
         (("logs/worker_0.log",), "1 worker started, and not all have reported"),
         (("logs/worker_0.log", "config.yaml", "metrics.jsonl"), "everything is built, and no step has ended"),
     ],
