@@ -54,8 +54,10 @@ def _before_the_first_step(folder: Path) -> Iterator[str]:
         return
     seconds = max(0.0, time.time() - (folder / LOCK).stat().st_mtime)
     logs = len(list((folder / "logs").glob("worker_*.log")))
-    waits = "everything is built, and no step has ended" if is_resumable else "workers, model and tasks are being started"
-    if logs and not is_resumable:
+    waits = "workers, model and tasks are being started"
+    if is_resumable:
+        waits = "everything is built, and no step has ended"
+    elif logs:
         waits = f"{counted(logs, 'worker')} started, and not all have reported"
     yield f"starting for {seconds:.0f} s, process {process}: {waits}"
 
