@@ -76,6 +76,8 @@ def saying(engine: Any, token_ids: Sequence[int]) -> Iterator[None]:
     model, place = runner.model, 0
 
     class Scripted:
+        group = model.group
+
         def __call__(self, *inputs: Any) -> torch.Tensor:
             return model(*inputs)
 

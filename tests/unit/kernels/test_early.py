@@ -31,7 +31,7 @@ def test_only_products_of_the_rollout_start_early(kind: Any, monkeypatch: pytest
     """The trainer writes weights and their codes right in front of a product."""
     asked: list[bool] = []
 
-    def gemm(x: object, w: object, *, early: bool = False) -> torch.Tensor:
+    def gemm(x: object, w: object, *, early: bool = False, is_part: bool = False) -> torch.Tensor:
         asked.append(early)
         return torch.zeros(4, 128)
 
