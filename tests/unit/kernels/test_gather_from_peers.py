@@ -125,6 +125,42 @@ def test_words_that_a_peer_has_written_over_are_missing(interpreted: None) -> No
     torch.multiprocessing.spawn(come_too_late, shared_memory(2), nprocs=1)
 
 
+def be_a_call_ahead(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
+    """The second worker has raised its flag of the first call, and has read nothing when the first worker has written
+    its words of the second call."""
+    small_inbox()
+    fast, slow = memory_of(0, inboxes, flags, polls=1), memory_of(1, inboxes, flags)
+    flags[0][:, 1] = 1
+    for value in (1.0, 2.0):
+        gather_from_peers(fast, torch.full((4, 64), value, dtype=torch.bfloat16))
+    for value in (1.0, 2.0):
+        out, _ = gather_from_peers(slow, torch.zeros(4, 64, dtype=torch.bfloat16))
+        assert (out[:, :64] == value).all() and not out[:, 64:].any()
+    assert not slow.has_failed
+
+
+def test_a_peer_that_is_a_call_ahead_writes_beside_what_is_still_read(interpreted: None) -> None:
+    torch.multiprocessing.spawn(be_a_call_ahead, shared_memory(2), nprocs=1)
+
+
+def test_behind_the_rows_there_is_memory_for_a_multiple_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GEMM reads groups of four rows."""
+    monkeypatch.setattr(module, "_launch", lambda *arguments: None)
+    memory = memory_of(0, *shared_memory(2))
+    for rows, in_memory in ((1, 4), (4, 4), (5, 8)):
+        out, _ = gather_from_peers(memory, torch.zeros(rows, 64, dtype=torch.uint8))
+        assert out.shape == (rows, 128) and out.untyped_storage().nbytes() == in_memory * 128
+
+
+@pytest.mark.parametrize(
+    ("width", "starts"), [(3, None), (4, (0, 4, 7)), (3, (0, 3, 8))], ids=["all", "a peer's", "its own"]
+)
+def test_rows_that_are_no_whole_words_are_refused(width: int, starts: tuple[int, ...] | None) -> None:
+    memory = memory_of(0, *shared_memory(2))
+    with pytest.raises(AssertionError, match="rows are no whole words"):
+        gather_from_peers(memory, torch.zeros(2, width, dtype=torch.bfloat16), starts)
+
+
 class Group:
     """A group of two as its first worker sees it."""
 
