@@ -20,8 +20,8 @@ from octetrl.layers.tensor_group import (
     join_codes,
     join_columns,
     own_columns,
-    sum_own_columns,
     sum_over,
+    sum_own_columns,
 )
 from tests.grid import run_grid
 from tests.unit.kernels.test_gather_from_peers import (
