@@ -17,7 +17,13 @@ from octetrl.kernels.quantize.quantize_weights import (
 )
 from octetrl.kernels.quantize.quantize_weights import quantize_weights as run
 from tests.unit.kernels.interpreting import interpret
-from tests.unit.kernels.quantize_cases import assert_same_bytes, interpreted, on_the_grid  # noqa: F401
+from tests.unit.kernels.quantize_cases import (
+    assert_nearly_same_codes,
+    assert_same_bytes,
+    interpreted,  # noqa: F401
+    off_the_grid,
+    on_the_grid,
+)
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.filterwarnings("ignore:.* encountered in divide")]
 
@@ -55,6 +61,36 @@ def test_each_weight_has_the_bytes_of_the_reference(power_of_two: bool, quantize
     assert callable(quantize)
     quantize(jobs, power_of_two)
     assert_right(jobs, power_of_two)
+
+
+@pytest.mark.parametrize("quantize", [quantize_weights_triton, quantize_weights_reference, run])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_scales_are_powers_of_two_only_where_they_are_asked_for(power_of_two: bool, quantize: object) -> None:
+    """In the table and beside it. On the grid every scale is a power of two."""
+    jobs = {
+        f"{shape} {turned}": job(off_the_grid(shape), turned) for shape in [*SHAPES, *ODD] for turned in (False, True)
+    }
+    assert callable(quantize)
+    quantize(jobs, power_of_two)
+    for one in jobs.values():
+        assert_nearly_same_codes(one.out, quantize_weight_reference(one.w_NK, power_of_two))
+    scales = torch.cat([one.out.scale.flatten() for one in jobs.values()])
+    assert (torch.frexp(scales).mantissa == 0.5).all() == power_of_two
+
+
+@pytest.mark.parametrize("which", ["codes", "transposed codes", "scales"])
+def test_places_that_are_not_contiguous_are_refused(which: str) -> None:
+    """The kernel would write beside them."""
+    w, transposed = on_the_grid((128, 256)), torch.zeros(256, 128, dtype=E4M3)
+    out = Quantized(torch.zeros(128, 256, dtype=E4M3), torch.zeros(1, 2))
+    if which == "codes":
+        out = Quantized(torch.zeros(256, 128, dtype=E4M3).t(), out.scale)
+    elif which == "scales":
+        out = Quantized(out.codes, torch.zeros(1, 4)[:, ::2])
+    else:
+        transposed = torch.zeros(128, 256, dtype=E4M3).t()
+    with pytest.raises(AssertionError, match="must be contiguous"):
+        quantize_weights_triton({"w": QuantizedWeight(w, out, transposed)})
 
 
 def test_rows_of_a_weight_are_written_into_their_place() -> None:
