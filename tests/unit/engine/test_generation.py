@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from octetrl.config.errors import UserError
+from octetrl.engine.model_runner import ModelRunner
 from octetrl.fp8.kv_scales import KVScales, same_bits
+from octetrl.models.rollout_forward import rollout_forward
 from octetrl.records import FinishReason, GenerationProgress
 from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, SCALES, policy_of, request, tiny_engine, tiny_model
 
@@ -169,19 +173,29 @@ def test_scales_are_read_back_as_given_and_bad_ones_refused() -> None:
     assert same_bits(engine.kv_scales, SCALES)
 
 
-def test_saturation_is_counted_by_layer_and_head() -> None:
+@pytest.mark.parametrize("is_fused", [False, True], ids=["modules", "fused"])
+@pytest.mark.parametrize(("layer", "head"), [(0, 1), (1, 2)], ids=["K", "V"])
+def test_saturation_is_counted_by_layer_and_head(
+    layer: int, head: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_fused:
+
+        def fused(runner: ModelRunner, *inputs: Any, counts: bool = True) -> Tensor:
+            return rollout_forward(runner.model, *inputs)
+
+        monkeypatch.setattr(ModelRunner, "_forward", fused)
     engine = tiny_engine("fp8_full")
     engine.generate([request()])
     assert engine.metrics is not None and engine.metrics.kv_saturation == 0.0
     narrow = SCALES.scale_LS.clone()
-    narrow[1, 2] = 1e-6
+    narrow[layer, head] = 1e-6
     engine.set_kv_scales(KVScales(narrow, 0))
     for _ in range(2):  # each call counts from zero
         engine.generate([request()])
         share = engine.metrics.kv_saturation_LS
         assert share is not None
-        assert share[1, 2] > 0.9 and share.count_nonzero() == 1
-        assert engine.metrics.kv_saturation == pytest.approx(float(share[1, 2]) / 8)
+        assert share[layer, head] > 0.9 and share.count_nonzero() == 1
+        assert engine.metrics.kv_saturation == pytest.approx(float(share[layer, head]) / 8)
 
 
 def test_logits_that_are_not_finite_are_an_error_that_names_the_request() -> None:
