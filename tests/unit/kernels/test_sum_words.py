@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from octetrl.kernels.rows import sum_words
-from octetrl.kernels.rows.sum_words import STRIDE, sum_words_reference, sum_words_triton
+from octetrl.kernels.rows.sum_words import BYTES, PAIRS, STRIDE, WORDS, sum_words_reference, sum_words_triton
 from octetrl.kernels.rows.sum_words import sum_words as run
+from octetrl.kernels.table import ALIGNED, Table, table_of
 from tests.unit.kernels.interpreting import interpret
 
 ANY = 1 << 62
@@ -70,6 +71,24 @@ def test_the_kernel_has_the_integers_of_torch(shapes: list[tuple[int, int]], mon
         tensors += [draw(3, 7), draw_bytes(5, 601), draw_bytes(9), draw(1, 65)[0, 1:].view(4, 16)]
     sums = torch.zeros(2, sum(len(one) if one.dim() > 1 else 1 for one in tensors), dtype=torch.int64)
     assert torch.equal(sum_words_triton(tensors, sums[0]), sum_words_reference(tensors, sums[1]))
+
+
+def test_pairs_of_words_are_loaded_only_where_every_row_begins_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a GPU cannot load 16 bytes at once. The interpreter can."""
+    kinds: list[int] = []
+
+    def kept(entries: list[tuple[int, ...]], programs: list[int], device: torch.device) -> Table:
+        kinds.extend(kind for _, kind, *_ in entries)
+        return table_of(entries, programs, device)
+
+    interpret(monkeypatch, sum_words)
+    monkeypatch.setattr(sum_words, "table_of", kept)
+    words = draw(1, 65)[0]
+    assert words.data_ptr() % ALIGNED == 0
+    between = words[1:].view(4, 16)
+    tensors = [words[:64].view(4, 16), between, words[:63].view(9, 7), words.view(torch.uint8)[1:504].view(1, 503)]
+    sum_words_triton(tensors, torch.zeros(4 + 4 + 9 + 1, dtype=torch.int64))
+    assert kinds == [PAIRS, WORDS, WORDS, BYTES]
 
 
 def test_a_tensor_that_moved_or_changed_has_another_sum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 
 from octetrl.models.weight_files import SINGLE
+from octetrl.records import Published
 from octetrl.workers.many import transfer
+from octetrl.workers.many.hosted import HostedWorker
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of
 
@@ -77,3 +81,58 @@ def test_a_tensor_as_large_as_a_bucket_travels_without_one(
         (sent,) = {run.workers.publish(0).metrics[SENT]}
         assert held[0].equal(held[1]) and sent > 0
     assert all(alone) if bucket_bytes == 1 else {True, False} == set(alone)
+
+
+def let_it_take(worker: HostedWorker, seconds: float) -> None:
+    """From now on the worker reports that weights took so long to arrive, and generation paused twice as long."""
+    receive, adopt = type(worker).receive_weights, type(worker).adopt_weights
+
+    def receive_weights() -> float:
+        receive(worker)
+        return seconds
+
+    def adopt_weights() -> Published:
+        published = adopt(worker)
+        clock = {"time/publish_pause": 2 * seconds, "time/receive_weights": seconds}
+        return replace(published, metrics={**published.metrics, **clock})
+
+    worker.receive_weights, worker.adopt_weights = receive_weights, adopt_weights  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("buffer", ["single", "double"])
+def test_times_are_those_of_the_slowest_worker(buffer: str, model: Path, tmp_path: Path) -> None:
+    ahead = int(buffer == "double")
+    with run_on(1, model, tmp_path, engines=2, ahead=ahead, buffer=buffer, precision="bf16") as run:
+        workers, team = run.workers, run.workers._team
+        assert workers.is_doubled == (buffer == "double")
+        for seconds in ((7.0, 3.0), (3.0, 7.0)):
+            for worker, one in zip(team.workers[1:], seconds, strict=True):
+                let_it_take(worker, one)
+            metrics = workers.publish(0).metrics
+            assert metrics["time/receive_weights"] == 7.0
+            assert metrics["publish/sent_gb_per_second"] == metrics[SENT] / 7.0
+            begun = len(team.begun)
+            workers.adopt()
+            assert workers.pause_seconds == 14.0
+            workers.adopt()
+            adopted = [worker for worker, verb in team.begun[begun:] if verb == "adopt_weights"]
+            assert adopted == ([1, 2] if workers.is_doubled else []), "weights are adopted once"
+
+
+def test_the_time_of_receiving_begins_when_the_sender_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def broadcast(tensors: list[Tensor]) -> int:
+        is_header = len(tensors) == 1 and tensors[0].dtype == torch.int64
+        clock[0] += 100.0 if is_header else 2.0  # it comes when the trainer has published
+        if is_header:
+            tensors[0].copy_(torch.tensor([5, transfer.NONE]))
+        return 0
+
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(transfer, "weight_tensors", lambda worker: [torch.zeros(3)])
+    worker: Any = SimpleNamespace(trainer=SimpleNamespace(policy_version=0))
+    link: Any = SimpleNamespace(broadcast=broadcast)
+    receiver = transfer.WeightReceiver(worker, link)
+    assert receiver.adopt() == worker.trainer.policy_version == 5
+    assert receiver.seconds == 2.0
