@@ -171,13 +171,14 @@ class ClusterSteps:
     def step(self, number: int) -> ClusterTimes:
         workers = self.workers
         workers.forget_prefixes()
-        workers.time_metrics()  # forgets what was before
+        workers.time_metrics(), workers.rollout_metrics()  # forgets what was before
         began = self._now()
         update, produced, micro_batches, tokens = self._update(number)
         learnt = self._now()
         workers.publish(update.policy_version)
         ended = self._now()
         requantize, exchanged = update.metrics["time/requantize"], workers.time_metrics()
+        rollout = workers.rollout_metrics()
         return ClusterTimes(
             produce=produced - began,
             learn=learnt - produced - requantize,
@@ -190,7 +191,8 @@ class ClusterSteps:
             max_abs_diff=update.metrics[DIFFERENCE],
             compared_tokens=tokens,
             micro_batches=micro_batches,
-            preemptions=workers.rollout_metrics()["rollout/preemptions"],
+            preemptions=rollout["rollout/preemptions"],
+            capture=rollout.get("time/capture"),
             beside_tail_share=update.metrics.get("train/beside_tail_share", 0.0),
         )
 

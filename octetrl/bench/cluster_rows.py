@@ -9,6 +9,7 @@ from octetrl.bench.cluster import ClusterBench, ClusterTurn
 from octetrl.bench.cluster_memory import estimated_bytes
 from octetrl.bench.on_workers import Arm, cluster_fields, compare_workers, peak_fields
 from octetrl.bench.step import DIFFERENCE
+from octetrl.bench.step_rows import capture_fields
 from octetrl.bench.turns import Row
 from octetrl.telemetry.metrics import MISMATCH
 
@@ -61,7 +62,7 @@ def _row(bench: ClusterBench, rounds: Sequence[ClusterTurn]) -> Row:
         DIFFERENCE: max(one.max_abs_diff for one in steps),
         "mismatch/tokens": sum(one.compared_tokens for one in steps),
     }
-    row |= {f"time/{name}": seconds for name, seconds in phases.items()}
+    row |= {f"time/{name}": seconds for name, seconds in phases.items()} | capture_fields(steps)
     row |= _exchange(rounds, phases["publish"])
     return row | peak_fields([turn.peak_gb for turn in rounds])
 

@@ -5,10 +5,11 @@
     N+M            N workers train and M generate, `cluster.max_staleness` versions ahead
     N+M, HOW       the same with `cluster.weights_in_flight`
 
-A turn builds the workers of one arm and makes steps of a run (workload_run.py) in a row: short ones, then as many
-whole ones as fill the pipeline, then the timed ones. While the last timed step trains, the batch after it is generated,
-as in the middle of a run. All arms have equal work: prompts of the same step have the same tokens, and answers the same
-lengths. Turns alternate, A B C C B A.
+A turn builds the workers of one arm and makes steps of a run (workload_run.py) in a row: short ones, then at least one
+whole one and as many as fill the pipeline, then the timed ones. Short answers end together, so the first whole step
+reaches new batch sizes, captures their graphs and compiles their kernels. While the last timed step trains, the batch
+after it is generated, as in the middle of a run. All arms have equal work: prompts of the same step have the same
+tokens, and answers the same lengths. Turns alternate, A B C C B A.
 
 The tokens and log-probs of the first step have a digest. All arms sample them with the same weights, so it is equal.
 """
@@ -81,8 +82,9 @@ class RolesBench:
         return (tokens, max(1, tokens - 1)) if tokens else ()
 
     def untimed(self, arm: RolesArm) -> int:
-        """Steps before the timed ones: the short ones, and whole ones until a batch is as old as it will be."""
-        return len(self.short) + arm.max_staleness
+        """Steps before the timed ones: the short ones, then whole ones until all batch sizes were reached and a batch
+        is as old as it will be."""
+        return len(self.short) + max(1, arm.max_staleness)
 
     def recipe(self, precision: str, numerics: Numerics, arm: RolesArm) -> Recipe:
         """The recipe of one arm, on a Ray that this process is connected to."""

@@ -115,6 +115,7 @@ class PhaseTimes:
     compared_tokens: int
     micro_batches: int  # of all groups
     preemptions: float
+    capture: float | None = None  # of CUDA graphs, part of produce; None on a CPU
 
     @property
     def total(self) -> float:
@@ -293,6 +294,7 @@ class StepArm:
             produce_peak=produce_peak,
             learn_peak=worker.memory_metrics().get("memory/peak_gb"),
             preemptions=generation.preemptions,
+            capture=generation.session_capture_seconds,
             kv_capacity_tokens=generation.kv_capacity_tokens,
             pace=clock.pace([one.token_ids_T.numel() for one in self._batch.minibatches[0]]),
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from octetrl.bench.memory import checkpointed_layers
-from octetrl.bench.step import DIFFERENCE, StepBench, StepTurn, estimate_bytes
+from octetrl.bench.step import DIFFERENCE, PhaseTimes, StepBench, StepTurn, estimate_bytes
 from octetrl.bench.turns import Row, compared
 from octetrl.config.schema import Numerics
 from octetrl.telemetry.metrics import MISMATCH
@@ -66,6 +66,7 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
     for phase, seconds in phases.items():
         row[f"time/{phase}"] = seconds
         row[f"step/{phase}_share"] = seconds / total
+    row |= capture_fields(steps)
     if bench.lora is not None:
         row |= {"step/lora_rank": bench.lora.rank, "step/lora_experts": bench.lora.experts}
     paces = [step.pace for step in steps if step.pace is not None]
@@ -80,6 +81,12 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         row["memory/produce_peak_gb"] = max(step.produce_peak or 0.0 for step in steps)
         row["memory/learn_peak_gb"] = max(step.learn_peak or 0.0 for step in steps)
     return row
+
+
+def capture_fields(steps: Sequence[PhaseTimes]) -> dict[str, float]:
+    """`time/capture`; nothing where no graphs are captured, on a CPU."""
+    captures = [step.capture for step in steps if step.capture is not None]
+    return {"time/capture": statistics.median(captures)} if captures else {}
 
 
 def calibration_rows(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:

@@ -32,6 +32,7 @@ CALIBRATION_TOKENS = 4096
 LONGEST_SHOWN = 60  # characters of what was given, in an error
 GROUPED = " grouped"  # at the end of a workload's name
 DIGITS = 7  # of a number on the command line, at most
+MOST_ANSWERS, MOST_PROMPT_TOKENS = 1_000_000, 1 << 26  # of a bench; their requests then take at most about 3 GB
 _NUMBER = f"([0-9]{{1,{DIGITS}}})"
 _SHAPE = re.compile(rf"{_NUMBER}x{_NUMBER}\+{_NUMBER}")
 _SPAN = re.compile(f"{_NUMBER}(?:-{_NUMBER})?")
@@ -263,6 +264,13 @@ def check_positions(shape: Shape, max_positions: int, model: str, remedy: str = 
             f"workload {shape}: prompt and answer take {shape.prompt} + {shape.answer} tokens and {model} has"
             f" {max_positions} positions; {remedy}"
         )
+
+
+def check_size(answers: int, prompt_tokens: int, remedy: str) -> None:
+    """Raises UserError if requests would fill the host's memory, before they are made."""
+    for count, most, what in ((answers, MOST_ANSWERS, "answers"), (prompt_tokens, MOST_PROMPT_TOKENS, "prompt tokens")):
+        if count > most:
+            raise UserError(f"workload: {count:,} {what} were requested, and a bench has at most {most:,}; {remedy}")
 
 
 def _shown(text: str) -> str:

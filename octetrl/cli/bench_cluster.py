@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from octetrl.cli.bench_options import check_checkpointing, choice_of, make_folder, print_table
-from octetrl.config.cluster import ClusterConfig
+from octetrl.cli.bench_options import (
+    check_checkpointing,
+    choice_of,
+    legend_of,
+    make_folder,
+    print_table,
+    refuse_empty,
+    shown,
+)
+from octetrl.config.cluster import ClusterConfig, cluster_problems
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_CPUS, MOST_GPUS
 from octetrl.config.tensor_cut import MOST_WORKERS
@@ -30,6 +38,7 @@ COLUMNS = {  # key of a row: heading, format
     "step/tokens_per_second": ("tokens/s", ",.0f"),
     "step/tokens_per_second_per_worker": ("tokens/s\neach", ",.0f"),
     "time/produce": ("produce\ns", ",.2f"),
+    "time/capture": ("capture\ns", ",.2f"),
     "produce/efficiency": ("effi-\nciency", ".1%"),
     "time/learn": ("learn\ns", ",.2f"),
     "learn/efficiency": ("effi-\nciency", ".1%"),
@@ -45,15 +54,36 @@ COLUMNS = {  # key of a row: heading, format
     "time/startup": ("start\ns", ".1f"),
 }
 MOST_EFFICIENCY, MOST_OVER_EMBEDDED = 1.25, 1.0  # shares; larger ones are noise
-LEGEND = (
-    "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. beside"
-    " tail: share of the tokens trained on before the last answer ended; learn is then what was left. publish: new"
-    " weights on all workers, and the engines' check of them; GB/s of what a worker receives. gather: the exchange"
-    " alone. link: speed of one large exchange, measured when the workers start. efficiency: speed of each worker"
-    " compared with one worker on Ray. over embedded: time of a step on Ray beyond that of the embedded worker. peak:"
-    " of the worker with the largest, the KV cache included; on a CPU the process. estimate: a worker's training"
-    " without the KV cache, by `octetrl check`."
+LEGEND = (  # key of a column, or nothing, and what it means
+    ("", "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales."),
+    ("time/capture", "capture: CUDA graphs of new batch sizes, a part of produce."),
+    (
+        "step/beside_tail_share",
+        "beside tail: share of the tokens trained on before the last answer ended; learn is then what was left.",
+    ),
+    ("", "publish: new weights on all workers, and the engines' check of them."),
+    ("step/publish_gb_per_second", "GB/s: of what a worker receives."),
+    ("publish/gather_ms", "gather: the exchange alone."),
+    ("publish/link_gb_per_second", "link: speed of one large exchange, measured when the workers start."),
+    ("step/efficiency", "efficiency: speed of each worker compared with one worker on Ray."),
+    ("step/over_embedded", "over embedded: time of a step on Ray beyond that of the embedded worker."),
+    ("memory/peak_gb", "peak: of the worker with the largest, the KV cache included; on a CPU the process."),
+    ("memory/estimate_gb", "estimate: a worker's training without the KV cache, by `octetrl check`."),
 )
+OPTIONS = {  # words about a recipe, longer ones first: those about options
+    "or rollout.learn_beside_tail: false": "or leave --learn-beside-tail out",
+    "rollout.learn_beside_tail": "--learn-beside-tail",
+    "cluster.max_staleness": "--max-staleness",
+    "cluster.weights_in_flight": "--weights-in-flight",
+    "cluster.tensor_parallel": "--tensor-parallel",
+    "cluster.gradients": "--gradients",
+    "cluster.address": "--address",
+    "cluster.gpus": "--gpus",
+    "cluster.cpus": "--cpus",
+    "trainer.gradients": "--gradient-sums",
+    "trainer.weight_codes": "--weight-codes",
+}
+CAPTURES = "give --steps 3 or more: rows have medians"
 
 BesideTail = Annotated[
     bool,
@@ -112,6 +142,10 @@ def cluster_of(
             raise UserError(
                 f"{option}: it is for the embedded worker alone; leave it out, or leave out --gpus and --cpus"
             )
+    if address is not None:
+        refuse_empty("--address", address, "host:port, auto or local")
+        for problem in cluster_problems(ClusterConfig(address=address)):
+            raise UserError(in_options(problem.text))
     mode: Any = choice_of("--gradients", gradients, ClusterConfig.model_fields["gradients"].annotation.__args__)  # type: ignore[union-attr]
     for option, count, limit in (("--gpus", gpus, MOST_GPUS), ("--cpus", cpus, MOST_CPUS)):
         if count is not None and count > limit:
@@ -166,6 +200,7 @@ def measure_cluster(step: StepBench, cluster: ClusterConfig, workers: str | None
     from octetrl.bench.cluster import ClusterBench, measure
     from octetrl.bench.cluster_memory import check_memory
     from octetrl.bench.cluster_rows import rows_of
+    from octetrl.bench.fair_times import capture_warnings
     from octetrl.bench.on_workers import check_cut, connected, digest_warnings
     from octetrl.telemetry.bench_record import write_result
 
@@ -181,8 +216,9 @@ def measure_cluster(step: StepBench, cluster: ClusterConfig, workers: str | None
     rows = rows_of(plan, turns)
     title = f"step, {step.model.name} on {step.device.type} workers, {step.workload.name}"
     names = ("precision", "step/numerics", "cluster/kind", "cluster/workers")
-    print_table(title, names, columns_of(beside_tail=step.learn_beside_tail), rows, LEGEND)
-    for line in [*noise_warnings(rows), *digest_warnings(turns)]:
+    columns = shown(columns_of(beside_tail=step.learn_beside_tail), rows)
+    print_table(title, names, columns, rows, legend_of(LEGEND, columns))
+    for line in [*capture_warnings(rows, names, CAPTURES), *noise_warnings(rows), *digest_warnings(turns)]:
         typer.echo(line, err=True)
     path = write_result("step", name, rows, folder)
     typer.echo(f"wrote {path}")
@@ -226,7 +262,14 @@ def check_tail(plan: ClusterBench) -> None:
         if max(plan.counts) < 2:
             raise UserError("--learn-beside-tail: one worker samples and trains in turns; raise --gpus or --cpus")
         for problem in tail_problems(recipe):
-            raise UserError(f"--learn-beside-tail: {problem.text}")
+            raise UserError(in_options(problem.text))
+
+
+def in_options(text: str) -> str:
+    """A recipe's problem in the words of the options."""
+    for field, option in OPTIONS.items():
+        text = text.replace(field, option)
+    return text.replace("; remove it", "; leave it out")
 
 
 def _say(number: int, turn: ClusterTurn) -> None:

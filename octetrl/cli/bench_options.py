@@ -13,18 +13,30 @@ import typer
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
 from octetrl.config.presets import refuse_unknown_model
-from octetrl.config.schema import Numerics, TrainerConfig
+from octetrl.config.schema import EngineConfig, Numerics, TrainerConfig
+from octetrl.config.section import Section
 
 if TYPE_CHECKING:
     import torch
 
     from octetrl.bench.model import BenchModel
     from octetrl.bench.turns import Row
+    from octetrl.config.cluster import ClusterConfig
 
 RESULTS = Path("benchmarks/results")
 TABLE_WIDTH = 150
 NUMERICS: tuple[Numerics, ...] = ("parity", "fast")
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
+
+
+def most_of(section: type[Section], field: str) -> int:
+    """The upper limit of a recipe's field, for the option that sets it."""
+    limits = (getattr(one, "le", None) for one in section.model_fields[field].metadata)
+    return next(limit for limit in limits if limit is not None)
+
+
+MOST_STEPS = 1_000_000  # of a round. A recipe allows more, so the untimed steps fit beside them
+MOST_ROUNDS = 10_000
 
 
 def _known_model(model: str | None) -> str | None:
@@ -44,19 +56,27 @@ PrecisionList = Annotated[str, typer.Option("--precision", help="Precisions to c
 Rounds = Annotated[
     int,
     typer.Option(
-        min=1, help="Measurements of each precision. Every second round has the reverse order, against drift."
+        min=1,
+        max=MOST_ROUNDS,
+        help="Measurements of each precision. Every second round has the reverse order, against drift.",
     ),
 ]
 Layers = Annotated[
     int | None, typer.Option(min=1, help="Use only this many of the model's layers, for a small machine.")
 ]
-MaxBatch = Annotated[int, typer.Option(min=1, help="Largest number of sequences decoded together.")]
+MaxBatch = Annotated[
+    int,
+    typer.Option(min=1, max=most_of(EngineConfig, "max_batch"), help="Largest number of sequences decoded together."),
+]
 KVFraction = Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")]
 Sigma = Annotated[
     float | None,
     typer.Option(min=0.0, max=3.0, help="lognormal: standard deviation of the logarithm of the length. Default: 0.7."),
 ]
-Out = Annotated[Path | None, typer.Option(help="Folder of the JSON. Default: benchmarks/results if there, else here.")]
+Out = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Folder of the JSON. Default: benchmarks/results if there, else here."),
+]
 Name = Annotated[
     str | None,
     typer.Option(help="The JSON is BENCH_MODEL_NAME.json. Default: BENCH_MODEL.json, with the numerics if not parity."),
@@ -104,7 +124,21 @@ RouterSkew = Annotated[
         help="Mixtures of experts: loads of experts follow Zipf's law with this exponent. 0: the model's routers.",
     ),
 ]
-LogprobChunk = Annotated[int, typer.Option(min=1, help="Number of trained tokens whose logits exist at once.")]
+LogprobChunk = Annotated[
+    int,
+    typer.Option(
+        min=1, max=most_of(TrainerConfig, "logprob_chunk"), help="Number of trained tokens whose logits exist at once."
+    ),
+]
+
+PrefillChunk = Annotated[
+    int | None,
+    typer.Option(
+        min=16,
+        max=most_of(EngineConfig, "prefill_chunk"),
+        help="Tokens of prompts in one forward. Default: a recipe's.",
+    ),
+]
 
 
 def choices(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
@@ -117,6 +151,12 @@ def choices(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
         again = "; repeat all of them with --rounds" if option == "--precision" else "; name each once"
         raise UserError(f"{option}: '{text}' names a value twice{again}")
     return names
+
+
+def refuse_empty(option: str, text: str, allowed: str) -> None:
+    """Raise UserError if the value is empty. `allowed`: what to give instead."""
+    if not text.strip():
+        raise UserError(f"{option}: '{text}' is empty; give {allowed}, or leave it out")
 
 
 def precisions_of(text: str) -> tuple[str, ...]:
@@ -139,8 +179,10 @@ def result_suffix(name: str | None, numerics: tuple[Numerics, ...] = ("parity",)
     return f"_{name}"
 
 
-def results_folder(out: Path | None) -> Path:
-    folder = out or (RESULTS if RESULTS.is_dir() else Path())
+def results_folder(out: str | None) -> Path:
+    if out is not None:
+        refuse_empty("--out", out, "a folder, such as results, or '.' for this one")
+    folder = Path(out) if out is not None else RESULTS if RESULTS.is_dir() else Path()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out: '{folder}' is a file; give a folder")
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
@@ -158,10 +200,18 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"--out: cannot write in '{folder}' (Permission denied); give another folder")
 
 
-def device_of(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+def device_of(device: Literal["auto", "cpu", "cuda"], cluster: ClusterConfig | None = None) -> torch.device:
+    """The device of this process or of the workers. Raises UserError if it is a GPU and there is none."""
+    import torch
+
     from octetrl.config.schema import ClusterConfig
     from octetrl.run.device import resolve_device
 
+    if device == "cuda" and cluster is not None and not torch.cuda.is_available():
+        raise UserError(
+            f"--gpus: {cluster.num_workers} GPUs were requested, but this machine has no usable GPU; use --cpus"
+            f" {cluster.num_workers}, where FP8 is emulated, or install a CUDA build of torch"
+        )
     return resolve_device(ClusterConfig(device=device))
 
 
@@ -202,6 +252,17 @@ def choice_of(option: str, text: str, allowed: Sequence[str]) -> str:
     if text not in allowed:
         raise UserError(f"{option}: '{text}' is not one of {', '.join(allowed)}{nearest(text, allowed)}")
     return text
+
+
+def shown(columns: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """The columns that some row has a figure for."""
+    return {key: column for key, column in columns.items() if any(key in row for row in rows)}
+
+
+def legend_of(parts: Iterable[tuple[str, str]], columns: Iterable[str]) -> str:
+    """The sentences of the columns that are shown. `parts`: key of a column, or nothing, and what to say."""
+    keys = set(columns)
+    return " ".join(text for key, text in parts if not key or key in keys)
 
 
 def print_table(

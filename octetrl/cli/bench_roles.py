@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octetrl.cli.bench_cluster import check_codes
-from octetrl.cli.bench_options import check_checkpointing, choices, make_folder, print_table
+from octetrl.cli.bench_cluster import check_codes, in_options
+from octetrl.cli.bench_options import check_checkpointing, choices, legend_of, make_folder, print_table, shown
 from octetrl.config.cluster import ClusterConfig, cluster_problems
 from octetrl.config.errors import UserError
 from octetrl.config.kept_cache import cannot_keep
@@ -28,6 +28,7 @@ COLUMNS = {  # key of a row: heading, format
     "step/tokens_per_second": ("tokens/s", ",.0f"),
     "step/samples_per_second": ("samples/s", ",.2f"),
     "time/rollout": ("generate\ns", ",.2f"),
+    "time/capture": ("capture\ns", ",.2f"),
     "time/train": ("train\ns", ",.2f"),
     "step/wait_for_batch_share": ("training\nwaits", ".1%"),
     "step/wait_for_weights_share": ("generating\nwaits", ".1%"),
@@ -41,15 +42,32 @@ COLUMNS = {  # key of a row: heading, format
     "memory/peak_gb": ("peak\nGB", ".1f"),
     "time/startup": ("start\ns", ".1f"),
 }
-LEGEND = (
-    "step: mean time from the end of a step to the end of the next. both: every worker samples and trains. N+M: N"
-    " workers train and M generate. generate, train: the time of each; of N+M they overlap. training waits, generating"
-    " waits: share of the step in which one side waits for the other. publish: new weights on the workers that train."
-    " pause: nothing is generated, because the engines take new weights. transfer: new weights to the workers that"
-    " generate, and its speed. staleness: mean age of a token in versions. largest difference: of log-probs, engine to"
-    " trainer, of tokens that the trainer's own weights sampled, in all steps. peak: of the worker with the largest."
-    " start: until the first timed step, those before it included."
+LEGEND = (  # key of a column, or nothing, and what it means
+    (
+        "",
+        "step: mean time from the end of a step to the end of the next. both: every worker samples and trains. N+M: N"
+        " workers train and M generate.",
+    ),
+    ("time/train", "generate, train: the time of each; of N+M they overlap."),
+    ("time/capture", "capture: CUDA graphs of new batch sizes, a part of generate."),
+    (
+        "step/wait_for_batch_share",
+        "training waits, generating waits: share of the step in which one side waits for the other.",
+    ),
+    ("train/beside_tail_share", "beside tail: share of the tokens trained on before the last answer ended."),
+    ("time/publish", "publish: new weights on the workers that train."),
+    ("time/publish_pause", "pause: nothing is generated, because the engines take new weights."),
+    ("time/receive_weights", "transfer: new weights to the workers that generate, and its speed."),
+    ("rollout/staleness", "staleness: mean age of a token in versions."),
+    (
+        "mismatch/age_0/max_abs_diff",
+        "largest difference: of log-probs, engine to trainer, of tokens that the trainer's own weights sampled, in all"
+        " steps.",
+    ),
+    ("memory/peak_gb", "peak: of the worker with the largest."),
+    ("time/startup", "start: until the first timed step, those before it included."),
 )
+CAPTURES = "compare with more --steps"
 
 Roles = Annotated[
     str | None,
@@ -94,7 +112,7 @@ def arms_of(
     from octetrl.bench.roles import RolesArm
 
     versions = 1 if max_staleness is None else max_staleness
-    kinds: Any = choices("--weights-in-flight", in_flight or "off", IN_FLIGHT)
+    kinds: Any = choices("--weights-in-flight", "off" if in_flight is None else in_flight, IN_FLIGHT)
     if not versions and kinds != ("off",):
         raise UserError(
             "--weights-in-flight: it needs batches that are generated ahead; give --max-staleness 1 or more"
@@ -118,6 +136,7 @@ def _roles_of(text: str, cluster: ClusterConfig) -> tuple[int, int]:
 
 def measure_roles(step: StepBench, cluster: ClusterConfig, arms: tuple[RolesArm, ...], folder: Path, name: str) -> None:
     """Measure, print and write the file."""
+    from octetrl.bench.fair_times import capture_warnings, drain_warnings
     from octetrl.bench.on_workers import connected
     from octetrl.bench.roles import RolesBench, digest_warnings, measure
     from octetrl.bench.roles_memory import check_memory
@@ -132,12 +151,12 @@ def measure_roles(step: StepBench, cluster: ClusterConfig, arms: tuple[RolesArm,
     with connected(cluster):
         turns = measure(plan, _say)
     rows = rows_of(plan, turns)
-    columns = {key: value for key, value in COLUMNS.items() if any(key in row for row in rows)}
+    columns, names = shown(COLUMNS, rows), ("precision", "step/numerics", "arm")
     title = (
         f"steps in a row, {step.model.name} on {cluster.num_workers} {step.device.type} workers, {step.workload.name}"
     )
-    print_table(title, ("precision", "step/numerics", "arm"), columns, rows, LEGEND)
-    for line in digest_warnings(turns):
+    print_table(title, names, columns, rows, legend_of(LEGEND, columns))
+    for line in (*capture_warnings(rows, names, CAPTURES), *drain_warnings(rows), *digest_warnings(turns)):
         typer.echo(line, err=True)
     typer.echo(f"wrote {write_result('step', name, rows, folder)}")
 
@@ -150,8 +169,7 @@ def check_arms(plan: RolesBench) -> None:
         for precision in plan.step.precisions:
             recipe = plan.recipe(precision, "parity", arm)
             for problem in (*tail_problems(recipe), *cluster_problems(recipe.cluster)):
-                option = "--learn-beside-tail" if arm.beside_tail else "--roles"
-                raise UserError(f"{option}: {problem.text}")
+                raise UserError(in_options(problem.text))
             if cannot_keep(recipe.cluster, precision_policy(plan.model.spec, recipe.fp8).kv_mode) is not None:
                 raise UserError(
                     f"--weights-in-flight: {precision} has a calibrated KV cache, which keep_cache recomputes; use"

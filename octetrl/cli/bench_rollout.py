@@ -14,6 +14,7 @@ from octetrl.bench.workload import (
     Shape,
     Workload,
     check_positions,
+    check_size,
     fixed_lengths,
     lognormal_lengths,
     recorded_lengths,
@@ -31,6 +32,7 @@ from octetrl.cli.bench_options import (
     NumericsList,
     Out,
     PrecisionList,
+    PrefillChunk,
     Rounds,
     RouterSkew,
     Seed,
@@ -120,9 +122,6 @@ Separate = Annotated[
     ),
 ]
 GroupSize = Annotated[int | None, typer.Option(min=1, help="Siblings that share a prompt. Default: 8; on a CPU 4.")]
-PrefillChunk = Annotated[
-    int | None, typer.Option(min=16, help="Tokens of prompts in one forward. Default: a recipe's.")
-]
 Hints = Annotated[
     bool,
     typer.Option(
@@ -158,6 +157,7 @@ class _Asked:
     group_size: int
     seed: int
     remedy: str  # where a shape is too long for the model
+    size_remedy: str  # where it is too large for a bench
     hints: bool
     separate: bool  # siblings
 
@@ -212,7 +212,7 @@ def rollout(
     shapes, suffix = _shapes(workload or ()), result_suffix(name, modes)
     from octetrl.bench.rollout import Bench
 
-    on_gpu = (chosen := device_of(device_name(cluster, device))).type == "cuda"
+    on_gpu = (chosen := device_of(device_name(cluster, device), cluster)).type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
     only_ours = any((profile, kinds, modes != ("parity",), prefill_chunk, router_skew, cluster))
@@ -220,9 +220,10 @@ def rollout(
     found = model_of(model, layers, on_gpu=on_gpu)
     check_skew(router_skew, found.name, found.spec)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
+    smaller = "give a smaller --workload" if shapes else "lower --requests or --prompt"
     shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
     siblings, spread = group_size or (8 if on_gpu else 4), 0.7 if sigma is None else sigma
-    asked = _Asked(shapes, requests, lengths, spread, siblings, seed, remedy, hints, separate_siblings)
+    asked = _Asked(shapes, requests, lengths, spread, siblings, seed, remedy, smaller, hints, separate_siblings)
     plan = Bench(
         model=found,
         precisions=precisions,
@@ -361,6 +362,7 @@ def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
         return
     for shape in asked.shapes:
         check_positions(shape, positions, model.name, asked.remedy)
+        check_size(shape.requests, -(-shape.requests // asked.group_size) * shape.prompt, asked.size_remedy)
         if asked.lengths == "fixed":
             yield fixed_lengths(shape, asked.group_size, vocab_size, asked.seed)
         else:

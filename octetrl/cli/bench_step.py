@@ -13,11 +13,13 @@ from octetrl.bench.workload import (
     Shape,
     Workload,
     check_positions,
+    check_size,
     lognormal_lengths,
     uniform_lengths,
 )
 from octetrl.cli.arguments import Address, Cpus, Device, Gpus
 from octetrl.cli.bench_cluster import (
+    CAPTURES,
     BesideTail,
     Gradients,
     TensorParallel,
@@ -30,6 +32,7 @@ from octetrl.cli.bench_cluster import (
 from octetrl.cli.bench_options import (
     CODES,
     MASTER,
+    MOST_STEPS,
     STATES,
     SUMS,
     Checkpointing,
@@ -53,19 +56,24 @@ from octetrl.cli.bench_options import (
     check_checkpointing,
     choices,
     device_of,
+    legend_of,
     make_folder,
     model_of,
+    most_of,
     numerics_of,
     precisions_of,
     print_table,
+    refuse_empty,
     result_suffix,
     results_folder,
+    shown,
 )
 from octetrl.cli.bench_roles import MaxStaleness, Roles, WeightsInFlight, arms_of, measure_roles
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
-from octetrl.config.schema import LoraConfig
+from octetrl.config.limits import MOST_COMPLETIONS
+from octetrl.config.schema import LoraConfig, RolloutConfig
 from octetrl.config.validate_experts import expert_problems
 from octetrl.config.validate_training_memory import training_memory_problems
 from octetrl.telemetry.metrics import MISMATCH
@@ -83,6 +91,7 @@ COLUMNS = {  # key of a row: heading, format
     "step/step_speedup_over_bf16": ("to\nbf16", ".2f"),
     "step/tokens_per_second": ("tokens/s", ",.0f"),
     "time/produce": ("produce\ns", ",.2f"),
+    "time/capture": ("capture\ns", ",.2f"),
     "step/produce_share": ("of the\nstep", ".1%"),
     "step/produce_speedup_over_bf16": ("to\nbf16", ".2f"),
     "rollout/preemptions": ("pre-\nempted", ",d"),
@@ -106,15 +115,30 @@ CALIBRATION_COLUMNS = {
     "calibration/added_ms": ("over\noff", ",.1f"),
     "calibration/step_share": ("of the\nstep", ".2%"),
 }
-LEGEND = (
-    "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales. publish: new"
-    " FP8 codes and the engine's check of them; GB/s of codes. tokens/s: prompts and answers over the whole step."
-    " mismatch: mean exp|engine - trainer| of log-probs, 1 if they are equal; then the largest difference and the"
-    " number of tokens. peak: memory of learn and publish, the KV cache freed; estimate: the same by `octetrl check`."
+LEGEND = (  # key of a column, or nothing, and what it means
+    ("", "produce: generation, and samples with random rewards. learn: forward, backward, update, KV scales."),
+    ("time/capture", "capture: CUDA graphs of new batch sizes, a part of produce."),
+    ("", "publish: new FP8 codes and the engine's check of them."),
+    ("step/publish_gb_per_second", "GB/s: of codes."),
+    (
+        "",
+        "tokens/s: prompts and answers over the whole step. mismatch: mean exp|engine - trainer| of log-probs, 1 if"
+        " they are equal; then the largest difference and the number of tokens.",
+    ),
+    ("memory/learn_peak_gb", "peak: memory of learn and publish, the KV cache freed."),
+    ("memory/estimate_gb", "estimate: memory of learn and publish by `octetrl check`."),
 )
 
-Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of a step. Default: 64; on a CPU 2.")]
-Group = Annotated[int | None, typer.Option(min=2, help="Siblings of a prompt. Default: 8; on a CPU 2.")]
+Prompts = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=most_of(RolloutConfig, "prompts_per_step"), help="Prompts of a step. Default: 64; on a CPU 2."
+    ),
+]
+Group = Annotated[
+    int | None,
+    typer.Option(min=2, max=MOST_COMPLETIONS, help="Siblings of a prompt. Default: 8; on a CPU 2."),
+]
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Default: 512; on a CPU 8.")]
 AnswerTokens = Annotated[
     str | None,
@@ -125,7 +149,9 @@ AnswerTokens = Annotated[
     ),
 ]
 Lengths = Annotated[Literal["uniform", "lognormal"], typer.Option(help="Lengths of the answers.")]
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after short ones that are not timed.")]
+Steps = Annotated[
+    int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per round, after short ones that are not timed.")
+]
 Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in the untimed step; 0: no such step.")]
 LearnShare = Annotated[
     float,
@@ -201,7 +227,7 @@ def step(
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, sums)
     from octetrl.bench.step import StepBench
 
-    chosen = device_of(device_name(cluster, device))
+    chosen = device_of(device_name(cluster, device), cluster)
     on_gpu = chosen.type == "cuda"
     usual = ON_GPU if on_gpu else ON_CPU
     found = model_of(model, layers, on_gpu=on_gpu)
@@ -259,6 +285,8 @@ def _check_lora(plan: StepBench) -> None:
 
 
 def _modes_of(calibration: str | None) -> tuple[str, ...]:
+    if calibration is not None:
+        refuse_empty("--calibration", calibration, f"some of {MODES}, or none")
     return () if calibration == "none" else choices("--calibration", calibration or MODES, MODES.split(","))
 
 
@@ -292,6 +320,7 @@ def _workload(
     longest = Shape(prompts * group, prompt, answers.longest)
     positions, vocab_size = model.spec.max_positions, model.spec.vocab_size
     check_positions(longest, positions, model.name, "shorten --prompt-tokens or --answer-tokens")
+    check_size(longest.requests, prompts * prompt, "lower --prompts, --group or --prompt-tokens")
     if sigma is None:
         return uniform_lengths(prompts, group, prompt, answers, vocab_size, seed)
     return lognormal_lengths(longest, group, vocab_size, seed, sigma=sigma, max_positions=positions)
@@ -303,6 +332,7 @@ def _measure(plan: StepBench, folder: Path, suffix: str, cluster: ClusterConfig 
         raise UserError("--learn-beside-tail: it is for workers on Ray; add --gpus N or --cpus N, or leave it out")
     if cluster is not None:
         return measure_cluster(plan, cluster, workers, folder, f"{model}_{result_name(cluster)}{suffix}")
+    from octetrl.bench.fair_times import capture_warnings
     from octetrl.bench.step import check_memory, measure
     from octetrl.bench.step_rows import calibration_rows, rows_of
     from octetrl.telemetry.bench_record import write_result
@@ -317,11 +347,14 @@ def _measure(plan: StepBench, folder: Path, suffix: str, cluster: ClusterConfig 
         "" if plan.learn_share == 1.0 else f", learning time extrapolated from {plan.learn_share:.0%} of the groups"
     )
     title = f"step, {plan.model.name} on {plan.device.type}, {plan.workload.name}{learnt}"
-    print_table(title, ("precision", "step/numerics"), COLUMNS, rows, LEGEND)
+    columns, names = shown(COLUMNS, rows), ("precision", "step/numerics")
+    print_table(title, names, columns, rows, legend_of(LEGEND, columns))
     costs = calibration_rows(plan, turns)
     if costs:
         title = f"calibration, forward and backward of {costs[0]['calibration/tokens']:,} tokens"
         print_table(title, ("precision", "numerics", "calibration"), CALIBRATION_COLUMNS, costs)
+    for line in capture_warnings(rows, names, CAPTURES):
+        typer.echo(line, err=True)
     path = write_result("step", f"{model}{suffix}", rows, folder, calibration=costs)
     typer.echo(f"wrote {path}")
 

@@ -17,6 +17,7 @@ from octetrl.cli.bench_on_workers import measure_train, micro_batches_of
 from octetrl.cli.bench_options import (
     CODES,
     MASTER,
+    MOST_STEPS,
     STATES,
     SUMS,
     Checkpointing,
@@ -41,6 +42,7 @@ from octetrl.cli.bench_options import (
     device_of,
     make_folder,
     model_of,
+    most_of,
     numerics_of,
     precisions_of,
     print_table,
@@ -83,7 +85,14 @@ LEGEND = (
     " start: time to the first step."
 )
 
-Tokens = Annotated[int | None, typer.Option(min=16, help="Tokens of a micro-batch. Default: 16384; on a CPU 64.")]
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        min=16,
+        max=most_of(TrainerConfig, "tokens_per_micro_batch"),
+        help="Tokens of a micro-batch. Default: 16384; on a CPU 64.",
+    ),
+]
 Lengths = Annotated[
     str | None,
     typer.Option(
@@ -93,7 +102,7 @@ Lengths = Annotated[
     ),
 ]
 Mean = Annotated[int | None, typer.Option(min=2, help="lognormal: the mean length. Default: 2048.")]
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round, after one that is not timed.")]
+Steps = Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per round, after one that is not timed.")]
 MicroBatches = Annotated[
     int | None,
     typer.Option(min=1, help="Micro-batches of a step. Default: 2; with --gpus or --cpus 4 for each worker."),
@@ -155,7 +164,7 @@ def train(
     from octetrl.bench.mix import Mix
     from octetrl.bench.train import TrainBench
 
-    chosen = device_of(device_name(cluster, device))
+    chosen = device_of(device_name(cluster, device), cluster)
     on_gpu = chosen.type == "cuda"
     found = model_of(model, layers, on_gpu=on_gpu)
     usual_tokens, usual_length = ON_GPU if on_gpu else ON_CPU

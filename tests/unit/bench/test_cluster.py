@@ -96,7 +96,7 @@ def test_learning_beside_the_tail_needs_several_workers() -> None:
         check_tail(replace(plan, step=replace(plan.step, learn_beside_tail=True)))
     plan = bench(2)
     shards = replace(plan, cluster=plan.cluster.model_copy(update={"gradients": "sharded"}))
-    with pytest.raises(UserError, match=r"--learn-beside-tail: .*cluster\.gradients: sharded adds"):
+    with pytest.raises(UserError, match=r"--learn-beside-tail: --gradients: sharded adds"):
         check_tail(replace(shards, step=replace(plan.step, learn_beside_tail=True)))
 
 
