@@ -7,6 +7,7 @@ import typer
 from octetrl.cli.bench_rollout import rollout
 from octetrl.cli.bench_step import step
 from octetrl.cli.bench_train import train
+from octetrl.config.sigterm import terminable
 
 bench = typer.Typer()
 
@@ -16,6 +17,5 @@ def measure_a_part() -> None:
     """Measure a part of the system: a table, and JSON."""
 
 
-bench.command("rollout")(rollout)
-bench.command("train")(train)
-bench.command("step")(step)
+for verb in (rollout, train, step):
+    bench.command(verb.__name__)(terminable()(verb))  # what a verb started ends with it

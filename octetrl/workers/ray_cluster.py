@@ -46,6 +46,16 @@ FREED_SECONDS = 5.0  # until Ray knows that a GPU is free again
 PLACES_SECONDS = 30  # until GPUs of several machines are reserved
 
 
+_WATCHERS: dict[int, int] = {}  # process of each watcher -> descriptor of its pipe
+
+
+def stopped_at_once() -> None:
+    """Tell the watchers that the user ends this process now, and has been told so. Called by a handler of a signal."""
+    for pipe in _WATCHERS.values():
+        with contextlib.suppress(OSError):
+            os.write(pipe, ray_watcher.STOPPED)
+
+
 @dataclass(slots=True)
 class RayCluster:
     """A Ray that this process is connected to."""
@@ -90,12 +100,13 @@ class RayCluster:
             return []
         return ray_watcher.processes_of(self.folder, exempt={os.getpid(), self.watcher.pid})
 
-    def dismiss_watcher(self) -> None:
-        """Lets it remove what is left, without a word about our end."""
+    def dismiss_watcher(self, word: bytes = ray_watcher.BYE) -> None:
+        """Lets it remove what is left, without a line about our end."""
         watcher, self.watcher = self.watcher, None
         if watcher is not None and watcher.stdin is not None:
+            _WATCHERS.pop(watcher.pid, None)
             with contextlib.suppress(OSError):
-                watcher.stdin.write(ray_watcher.BYE)
+                watcher.stdin.write(word)
                 watcher.stdin.close()
 
 
@@ -147,6 +158,8 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
+    if watcher.stdin is not None:
+        _WATCHERS[watcher.pid] = watcher.stdin.fileno()
     started = RayCluster(is_ours=True, folder=folder, watcher=watcher)
     guard = StartGuard(cluster.deadlines.silent_seconds, started.processes, started.dismiss_watcher)
     try:

@@ -7,7 +7,7 @@ this Ray, copies Ray's logs into the run folder if the run began (it has a confi
 killed run that had not begun it removes the files. The processes are found by that folder's name, which is unique: in
 their environment, or among the open files of an actor.
 
-At its end the run sends a byte. Without it the process was killed, or ended by Ray, which has lost a process of its
+At its end the run sends a byte, and another one where the user ended it at once. Without it the process was killed, or ended by Ray, which has lost a process of its
 own. Nobody else can say so then: one line on stderr does.
 """
 
@@ -27,6 +27,7 @@ STATUS_FILE = "workers.json"  # workers/many/status.py
 LOCK_FILE = "lock"  # run/output_folder.py
 MARK = "OCTETRL_RAY_FOLDER"  # in the environment of Ray's processes
 BYE = b"."  # from a run that ends by itself
+STOPPED = b"!"  # from one that the user ended at once, and that said so
 SECONDS = 5.0  # until what does not die is left alone
 KILLED = "the run's process was killed, or ended by Ray, which lost its raylet or gcs_server; nothing of it still runs"
 
@@ -54,7 +55,7 @@ def main(folder: Path, run_folder: Path | None) -> None:
         with contextlib.suppress(OSError):
             remove_files(run_folder)
     shutil.rmtree(folder, ignore_errors=True)
-    if said != BYE:
+    if said not in (BYE, STOPPED):
         how = "continue with --resume" if has_begun else "nothing was written"
         with contextlib.suppress(OSError):
             os.write(2, f"octetrl: {KILLED}; {how}\n".encode())
