@@ -63,10 +63,12 @@ def measure_rollout(bench: Bench, cluster: ClusterConfig, workers: str | None, f
     """Measure, print and write the file."""
     from octetrl.bench.cluster_rollout import ClusterRollout, measure, rows_of
     from octetrl.bench.on_workers import check_cut, connected, digest_warnings
+    from octetrl.bench.rollout_memory import check_memory
     from octetrl.telemetry.bench_record import write_result
 
     plan = ClusterRollout(bench, cluster, counts_of(workers, cluster))
     check_cut(cluster, bench.model)
+    check_memory(plan)
     make_folder(folder)  # now, so that minutes of measuring are not lost
     with connected(cluster):
         turns = measure(plan, _say_rollout)
@@ -80,6 +82,15 @@ def measure_rollout(bench: Bench, cluster: ClusterConfig, workers: str | None, f
         for line in digest_warnings([turn for turn in turns if turn.workload is workload]):
             typer.echo(line, err=True)
     typer.echo(f"wrote {write_result('rollout', name, rows, folder)}")
+
+
+def check_embedded(bench: Bench) -> None:
+    """Raise UserError if the weights of the embedded worker do not fit."""
+    from octetrl.bench.cluster_rollout import ClusterRollout
+    from octetrl.bench.on_workers import EMBEDDED
+    from octetrl.bench.rollout_memory import check_memory
+
+    check_memory(ClusterRollout(bench, ClusterConfig(), (EMBEDDED,)))
 
 
 def measure_train(bench: TrainBench, cluster: ClusterConfig, workers: str | None, folder: Path, name: str) -> None:

@@ -21,7 +21,7 @@ from octetrl.bench.workload import (
 )
 from octetrl.cli.arguments import Address, Cpus, Device, Gpus
 from octetrl.cli.bench_cluster import TensorParallel, Workers, cluster_of, device_name, result_name
-from octetrl.cli.bench_on_workers import measure_rollout
+from octetrl.cli.bench_on_workers import check_embedded, measure_rollout
 from octetrl.cli.bench_options import (
     TABLE_WIDTH,
     KVFraction,
@@ -238,11 +238,12 @@ def rollout(
         router_skew=router_skew,
         prefill_chunk=prefill_chunk,
     )
+    if cluster is not None:
+        return measure_rollout(plan, cluster, workers, folder, f"{found.name}_{result_name(cluster)}{suffix}")
+    check_embedded(plan)
     make_folder(folder)  # now, so that minutes of measuring are not lost
     if backends != (OURS,):
         return measure_backends(plan, backends, folder, found.name + suffix)
-    if cluster is not None:
-        return measure_rollout(plan, cluster, workers, folder, f"{found.name}_{result_name(cluster)}{suffix}")
     _measure(plan, folder, found.name + suffix, profile, drafted)
 
 

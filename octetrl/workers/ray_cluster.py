@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,6 +121,7 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
         ray_worker.print_to_stdstream = _print_nothing
     with ray_terminable():
         found = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(str(cluster.address))
+        _set_again(signal.SIGTERM)
     try:
         _check_places(cluster)
     except BaseException:
@@ -130,7 +132,7 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
 
 @contextmanager
 def ray_terminable() -> Iterator[None]:
-    """`terminable`. Ray is kept from setting its handler, which would stay and print a stack of C++."""
+    """`terminable`. Ray is kept from setting its handlers, which would stay and print a stack of C++."""
     set_by_ray = ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = _print_nothing
     try:
@@ -138,6 +140,13 @@ def ray_terminable() -> Iterator[None]:
             yield
     finally:
         ray_utils.set_sigterm_handler = set_by_ray
+
+
+def _set_again(number: signal.Signals) -> None:
+    """Replace the handler of Ray's C++ by Python's, which it has replaced."""
+    handler = signal.getsignal(number)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(number, handler)
 
 
 def _print_nothing(*_: object, **__: object) -> None:

@@ -7,8 +7,8 @@ this Ray, copies Ray's logs into the run folder if the run began (it has a confi
 killed run that had not begun it removes the files. The processes are found by that folder's name, which is unique: in
 their environment, or among the open files of an actor.
 
-At its end the run sends a byte, and another one where the user ended it at once. Without it the process was killed, or ended by Ray, which has lost a process of its
-own. Nobody else can say so then: one line on stderr does.
+At its end the run sends a byte, and another one where the user ended it at once. Without one the process was killed, or
+ended by Ray, which has lost a process of its own. Nobody else can say so then: one line on stderr does.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_a_gpu_is_asked_for_the_tables_workloads(tmp_path: Path, monkeypatch: py
         return []
 
     monkeypatch.setattr(bench_rollout, "measure", measure)
-    monkeypatch.setattr(cli, "device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(cli, "device_of", lambda *_: torch.device("cuda"))
     for sizes in ((), ("--answer", "64"), ("--workload", "8x16+8")):
         assert run_command(["bench", "rollout", "--out", str(tmp_path), *sizes]) == 0
     names = [[workload.name for workload in plan.workloads] for plan in plans]

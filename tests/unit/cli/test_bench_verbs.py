@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_the_defaults_do(
         planned.append(plan)
         return []
 
-    monkeypatch.setattr(f"octetrl.cli.bench_{verb}.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(f"octetrl.cli.bench_{verb}.device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(f"octetrl.bench.{verb}.measure", measured)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 150_700_000_000))
     wide = ["--optimizer-states", "float32", "--master", "float32"]
@@ -242,18 +243,56 @@ WRONG = [
     (
         "step",
         ["--cpus", "4", "--roles", "2+2", "--tensor-parallel", "2"],
-        "--roles: cluster.tensor_parallel: workers that only train or only generate have whole models so far",
+        "--tensor-parallel: workers that only train or only generate have whole models so far; leave it out",
     ),
     (
         "step",
         ["--cpus", "2", "--roles", "1+1", "--learn-beside-tail", "--gradients", "sharded"],
-        "--learn-beside-tail: rollout.learn_beside_tail: ",
+        "--learn-beside-tail: --gradients: sharded adds",
     ),
     (
         "step",
         ["--cpus", "2", "--roles", "1+1", "--weight-codes", "remade"],
         "--weight-codes: remade needs whole weights",
     ),
+    ("step", ["--cpus", "2", "--address", "foo"], "--address: 'foo' is not host:port, auto or local"),
+    (
+        "step",
+        ["--cpus", "2", "--address", ""],
+        "--address: '' is empty; give host:port, auto or local, or leave it out",
+    ),
+    ("train", ["--cpus", "2", "--address", " "], "--address: ' ' is empty"),
+    ("step", ["--calibration", ""], "--calibration: '' is empty; give some of fused,off,exact, or none"),
+    ("step", ["--out", ""], "--out: '' is empty; give a folder"),
+    ("rollout", ["--out", ""], "--out: '' is empty; give a folder"),
+    (
+        "step",
+        ["--cpus", "2", "--roles", "1+1", "--weights-in-flight", ""],
+        "--weights-in-flight: '' is not one of off,",
+    ),
+    ("step", ["--steps", "99999999999"], "--steps: '99999999999' is out of range; it must be at most 1000000"),
+    ("step", ["--cpus", "2", "--steps", "99999999999"], "--steps: '99999999999' is out of range"),
+    ("step", ["--cpus", "2", "--roles", "1+1", "--steps", "1000000000"], "--steps: '1000000000' is out of range"),
+    ("step", ["--group", "100001"], "--group: '100001' is out of range; it must be at most 100000"),
+    ("step", ["--group", "9999999999"], "--group: '9999999999' is out of range"),
+    ("step", ["--prompts", "1000001"], "--prompts: '1000001' is out of range; it must be at most 1000000"),
+    ("step", ["--prompts", "99999999999"], "--prompts: '99999999999' is out of range"),
+    (
+        "step",
+        ["--prompts", "1000", "--group", "1001"],
+        "workload: 1,001,000 answers were requested, and a bench has at",
+    ),
+    (
+        "step",
+        ["--logprob-chunk", "16777217"],
+        "--logprob-chunk: '16777217' is out of range; it must be at most 16777216",
+    ),
+    ("train", ["--logprob-chunk", "16777217"], "--logprob-chunk: '16777217' is out of range"),
+    ("train", ["--tokens", "9999999999999"], "--tokens: '9999999999999' is out of range"),
+    ("rollout", ["--requests", "99999999999"], "workload: 99,999,999,999 answers were requested"),
+    ("rollout", ["--max-batch", "99999999999"], "--max-batch: '99999999999' is out of range"),
+    ("rollout", ["--model", "llama-3.1-70b"], "--precision: weights in bf16 take at least 1"),
+    ("rollout", ["--model", "llama-3.1-70b", "--cpus", "2"], "--precision: weights in bf16 take at least 1"),
     ("step", ["--cpus", "2", "--lora", "8"], "--lora: it is for the embedded worker alone"),
     (
         "step",
@@ -271,8 +310,30 @@ def test_a_wrong_input_is_one_line(
     verb: str, arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("octetrl.bench.rollout_memory.available_host_bytes", lambda: 100_000_000_000)
     assert run_command(["bench", verb, "--device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("octetrl: ") and error.count("\n") == 1
     assert said in error
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_workers_on_the_cpu_are_advised(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_command(["bench", "step", "--gpus", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "--gpus: 2 GPUs were requested" in error and "use --cpus 2," in error and "--device" not in error
+
+
+@pytest.mark.parametrize("verb", ["train", "step", "rollout"])
+def test_sigterm_ends_it_with_one_line(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def terminated(*_: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the test's process would end"
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(f"octetrl.bench.{verb}.measure", terminated)
+    assert run_command(["bench", verb, "--device", "cpu", "--out", str(tmp_path), "--layers", "1"]) == 143
+    assert capsys.readouterr().err == "octetrl: stopped by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
