@@ -84,13 +84,14 @@ def measure_rollout(bench: Bench, cluster: ClusterConfig, workers: str | None, f
     typer.echo(f"wrote {write_result('rollout', name, rows, folder)}")
 
 
-def check_embedded(bench: Bench) -> None:
-    """Raise UserError if the weights of the embedded worker do not fit."""
+def make_folder_for(bench: Bench, folder: Path) -> None:
+    """Make the folder of the results. Raises UserError if the weights of the embedded worker do not fit."""
     from octetrl.bench.cluster_rollout import ClusterRollout
     from octetrl.bench.on_workers import EMBEDDED
     from octetrl.bench.rollout_memory import check_memory
 
     check_memory(ClusterRollout(bench, ClusterConfig(), (EMBEDDED,)))
+    make_folder(folder)
 
 
 def measure_train(bench: TrainBench, cluster: ClusterConfig, workers: str | None, folder: Path, name: str) -> None:

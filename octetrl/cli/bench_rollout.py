@@ -21,7 +21,7 @@ from octetrl.bench.workload import (
 )
 from octetrl.cli.arguments import Address, Cpus, Device, Gpus
 from octetrl.cli.bench_cluster import TensorParallel, Workers, cluster_of, device_name, result_name
-from octetrl.cli.bench_on_workers import check_embedded, measure_rollout
+from octetrl.cli.bench_on_workers import make_folder_for, measure_rollout
 from octetrl.cli.bench_options import (
     TABLE_WIDTH,
     KVFraction,
@@ -38,7 +38,6 @@ from octetrl.cli.bench_options import (
     Seed,
     Sigma,
     device_of,
-    make_folder,
     model_of,
     numerics_of,
     precisions_of,
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
 ON_GPU, ON_CPU = (Shape(128, 512, 4096), Shape(256, 512, 1024)), (Shape(8, 16, 32),)  # of the first, what is not given
 DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file
 KERNELS_SHOWN = 20
+SMALLER = "lower --requests or --prompt, or give a smaller --workload"
 COLUMNS = {  # key of a row: heading, format
     "rollout/tokens_per_second": ("tokens/s", ",.0f"),
     "rollout/speedup_over_bf16": ("to\nbf16", ".2f"),
@@ -157,7 +157,6 @@ class _Asked:
     group_size: int
     seed: int
     remedy: str  # where a shape is too long for the model
-    size_remedy: str  # where it is too large for a bench
     hints: bool
     separate: bool  # siblings
 
@@ -220,10 +219,9 @@ def rollout(
     found = model_of(model, layers, on_gpu=on_gpu)
     check_skew(router_skew, found.name, found.spec)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
-    smaller = "give a smaller --workload" if shapes else "lower --requests or --prompt"
     shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
     siblings, spread = group_size or (8 if on_gpu else 4), 0.7 if sigma is None else sigma
-    asked = _Asked(shapes, requests, lengths, spread, siblings, seed, remedy, smaller, hints, separate_siblings)
+    asked = _Asked(shapes, requests, lengths, spread, siblings, seed, remedy, hints, separate_siblings)
     plan = Bench(
         model=found,
         precisions=precisions,
@@ -240,8 +238,7 @@ def rollout(
     )
     if cluster is not None:
         return measure_rollout(plan, cluster, workers, folder, f"{found.name}_{result_name(cluster)}{suffix}")
-    check_embedded(plan)
-    make_folder(folder)  # now, so that minutes of measuring are not lost
+    make_folder_for(plan, folder)  # now, so that minutes of measuring are not lost
     if backends != (OURS,):
         return measure_backends(plan, backends, folder, found.name + suffix)
     _measure(plan, folder, found.name + suffix, profile, drafted)
@@ -363,7 +360,7 @@ def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
         return
     for shape in asked.shapes:
         check_positions(shape, positions, model.name, asked.remedy)
-        check_size(shape.requests, -(-shape.requests // asked.group_size) * shape.prompt, asked.size_remedy)
+        check_size(shape.requests, -(-shape.requests // asked.group_size) * shape.prompt, SMALLER)
         if asked.lengths == "fixed":
             yield fixed_lengths(shape, asked.group_size, vocab_size, asked.seed)
         else:

@@ -106,8 +106,9 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def end_at_once() -> None:
     ray = sys.modules.get("octetrl.workers.ray_cluster")
-    if hasattr(ray, "stopped_at_once"):  # its import may have been interrupted
-        ray.stopped_at_once()
+    stopped_at_once = getattr(ray, "stopped_at_once", None)  # None also where its import was interrupted
+    if stopped_at_once is not None:
+        stopped_at_once()
     os.write(2, (_CLEAN if os.isatty(2) else b"\n") + b"octetrl: stopped at once\n")
     os._exit(INTERRUPTED)
 

@@ -91,6 +91,7 @@ def test_a_gpu_is_asked_for_the_tables_workloads(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(bench_rollout, "measure", measure)
     monkeypatch.setattr(cli, "device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 150_700_000_000))
     for sizes in ((), ("--answer", "64"), ("--workload", "8x16+8")):
         assert run_command(["bench", "rollout", "--out", str(tmp_path), *sizes]) == 0
     names = [[workload.name for workload in plan.workloads] for plan in plans]
