@@ -190,7 +190,8 @@ def test_the_commands_print_and_write_a_row_for_each_number_of_workers(
     on_two = ["--cpus", "2", "--workers", "embedded,2", "--precision", "bf16", *options]
     assert run_command(["bench", verb, *on_two, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert told in shown.out and not shown.err
+    warned = [line for line in shown.err.splitlines() if "such times compare nothing" not in line]  # on a busy machine
+    assert told in shown.out and not warned
     (written,) = tmp_path.glob(f"{verb}_tiny*_2_cpus.json")
     embedded, two = json.loads(written.read_text())["rows"]
     assert (embedded["cluster/kind"], two["cluster/kind"], two["cluster/workers"]) == ("embedded", "ray", 2)
