@@ -200,7 +200,7 @@ class Attempt:
         assert "Traceback" not in said, said
         own = [line for line in said.splitlines() if line.startswith("octetrl: ")]
         if code:
-            assert own and said.splitlines()[-1] in (own[-1], *_printed_of_worker(said)), said
+            assert own and said.splitlines()[-1] in (own[-1], *_further_lines(said)), said
             assert code == (-signal.SIGKILL if moment is not None and moment.victim == "driver" else 1), (code, said)
             if code == -signal.SIGKILL and not (self.run / "config.yaml").exists():
                 assert not list(self.run.iterdir()), "nothing was written, as the line says"
@@ -210,9 +210,10 @@ class Attempt:
             assert not own, said
 
 
-def _printed_of_worker(said: str) -> list[str]:
-    """Lines that belong to a message: what the lost worker printed."""
-    return [line for line in said.splitlines() if line.startswith("    ")]
+def _further_lines(said: str) -> list[str]:
+    """Lines that belong to a message: what the lost worker printed, and how the run continues."""
+    how = ("    ", "  the last checkpoint is step ", "  no checkpoint is there yet: ")
+    return [line for line in said.splitlines() if line.startswith(how)]
 
 
 def ray_folder_of(driver: int) -> Path | None:

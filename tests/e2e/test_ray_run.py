@@ -245,7 +245,8 @@ def test_the_bench_of_roles_compares_them_on_two_workers(
     in_flight = ["--weights-in-flight", "off,recompute_cache"]
     assert run_command(["bench", "step", *on_two, *in_flight, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert "fp8_full, parity, 1+1, recompute_cache: steps of" in shown.out and not shown.err
+    warned = [line for line in shown.err.splitlines() if "cannot be shorter than" not in line]  # of so short steps
+    assert "fp8_full, parity, 1+1, recompute_cache: steps of" in shown.out and not warned
     assert "…" not in shown.out
     rows = json.loads((tmp_path / "step_tiny_1_layers_2_cpus_roles_1_1.json").read_text())["rows"]
     assert [row["arm"] for row in rows] == ["both", "1+1", "1+1, recompute_cache"]
