@@ -36,11 +36,11 @@ class VocabularyRows:
 
     def whole(self, logits_NW: Tensor) -> Tensor:
         """Logits of all rows, [N, V]."""
-        memory = direct_memory(self.group, logits_NW)
+        widest = max(map(len, self._shares))
+        memory = direct_memory(self.group, logits_NW, widest)
         if memory is not None:
             starts = (*(share.start for share in self._shares), self.vocab_size)
             return gather_from_peers(memory, logits_NW.contiguous(), starts)[0]
-        widest = max(map(len, self._shares))
         padded_NW = torch.nn.functional.pad(logits_NW, (0, widest - logits_NW.shape[1]))
         parts = self.group.stack(padded_NW)
         return torch.cat([part[:, : len(share)] for part, share in zip(parts, self._shares, strict=True)], dim=1)

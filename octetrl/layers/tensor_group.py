@@ -88,11 +88,14 @@ def join_rows(group: TensorGroup, x_L: Tensor) -> Tensor:
     return x_L if group.size == 1 else group.stack(x_L.contiguous()).flatten(0, 1)
 
 
-def direct_memory(group: TensorGroup, values: Tensor) -> PeerMemory | None:
-    """The memory by which `values` of all workers travel; None: by `stack`. In a captured graph always by memory."""
+def direct_memory(group: TensorGroup, values: Tensor, widest: int | None = None) -> PeerMemory | None:
+    """The memory by which `values` of all workers travel; None: by `stack`. In a captured graph always by memory.
+
+    All workers must choose alike. `widest`: the columns of the worker with most, where they differ."""
     if group.memory is None or not values.is_cuda:
         return None
-    return group.memory if values.nbytes <= DIRECT_BYTES or torch.cuda.is_current_stream_capturing() else None
+    most = values.nbytes if widest is None else values.shape[0] * widest * values.element_size()
+    return group.memory if most <= DIRECT_BYTES or torch.cuda.is_current_stream_capturing() else None
 
 
 def own_columns(group: TensorGroup, x_MC: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ class Group:
 def join_in_vain(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
     small_inbox()
     memory: Any = memory_of(0, inboxes, flags, polls=3)
-    tensor_group.direct_memory = lambda group, values: group.memory  # as on a GPU
+    tensor_group.direct_memory = lambda group, values, widest=None: group.memory  # as on a GPU
     own = torch.zeros(5, 64, dtype=torch.bfloat16)
     own[1] = torch.randn(64)  # the only token of this worker
     assert tensor_group.sum_of_one(Group(memory), own).isnan().all()  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def joined_through_memory(rank: int, inboxes: list[Tensor], flags: list[Tensor])
     tensor_cut.VOCAB_CHUNK = CHUNK
     module: Any
     for module in (tensor_group, cut_rows):
-        module.direct_memory = lambda group, values: group.memory  # as on a GPU
+        module.direct_memory = lambda group, values, widest=None: group.memory  # as on a GPU
     memory = memory_of(rank, inboxes, flags)
     assert_joined(MemoryGroup(rank, len(inboxes), memory))
     assert not memory.has_failed
@@ -113,3 +113,38 @@ def test_sums_are_added_in_the_order_of_ranks() -> None:
     want_MC = torch.tensor(in_order).repeat(4, 3)
     for rank, (whole_MC, own_ML) in enumerate(run_grid(1, 3, lambda peers: summed(peers.group))):
         assert torch.equal(whole_MC, want_MC) and torch.equal(own_ML, want_MC[:, 2 * rank : 2 * rank + 2])
+
+
+class OnGpu:
+    """As much of a tensor on a GPU as the choice between memory and NCCL looks at."""
+
+    is_cuda = True
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.shape, self.nbytes = (rows, columns), rows * columns * 4
+
+    def element_size(self) -> int:
+        return 4
+
+    def contiguous(self) -> OnGpu:
+        return self
+
+
+def test_workers_with_unequal_shares_choose_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one would wait in NCCL, the other for the first one's flag. The widest share decides."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cut_rows, "gather_from_peers", lambda *_: ["through memory"])
+    memory: Any = object()
+    both = [VocabularyRows(16_424, MemoryGroup(rank, 2, memory)) for rank in (0, 1)]
+    assert len(both[0].own) < len(both[1].own)
+
+    def way(vocabulary: VocabularyRows, rows: int) -> str:
+        logits: Any = OnGpu(rows, len(vocabulary.own))
+        try:
+            return str(vocabulary.whole(logits))
+        except TypeError:  # `pad` wants a tensor
+            return "over NCCL"
+
+    ways = {rows: {way(vocabulary, rows) for vocabulary in both} for rows in (1, 254, 255, 256, 257)}
+    assert all(len(chosen) == 1 for chosen in ways.values()), ways
+    assert ways[1] != ways[257], "both ways occur"
