@@ -8,8 +8,9 @@ alone. Then all workers gather known values once. If anything fails on one worke
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from octetrl.kernels.rows.gather_from_peers import PROGRAMS, PeerMemory, gather_from_peers, inbox_words
 from octetrl.trainer.peers import Peers
 
+Result = TypeVar("Result")
 PHASE = "peer memory"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TRIAL_POLLS = 60_000_000  # some 40 s: a worker may compile the kernel first
@@ -48,15 +50,15 @@ def open_peer_memory(peers: Peers, device: torch.device, deadline_seconds: float
         words = inbox_words(count)
         own = torch.zeros(words + PROGRAMS * count, dtype=torch.int32, device=device)  # the flags lie behind the inbox
         torch.cuda.synchronize(device)
-        handles = peers.gather_records(_handle_of(own), PHASE)
-        error, opened = None, list[Tensor | None]()
-        try:
-            opened = [None if at == rank else _open(handle, device) for at, handle in enumerate(handles)]
-        except RuntimeError as failure:
-            error = f"a GPU's memory cannot be opened on another: {str(failure).strip().splitlines()[0]}"
+        handle, error = _tried(lambda: _handle_of(own))
         error = peers.agree(error, PHASE)
         if error is not None:
             return None, error
+        handles = peers.gather_records(handle, PHASE)
+        opened, error = _tried(lambda: [None if at == rank else _open(one, device) for at, one in enumerate(handles)])
+        error = peers.agree(error, PHASE)
+        if error is not None or opened is None:
+            return None, error or ""
         addresses = [(own if one is None else one).data_ptr() for one in opened]
         made = OpenedMemory(own, opened, _memory(rank, own, words, addresses, TRIAL_POLLS))
         error = peers.agree(None if _passes(made.memory) else "a trial over the GPUs' memory failed", PHASE)
@@ -65,6 +67,14 @@ def open_peer_memory(peers: Peers, device: torch.device, deadline_seconds: float
             return None, error
         made.memory = _memory(rank, own, words, addresses, polls_of(deadline_seconds), made.memory.calls)
         return made, ""
+
+
+def _tried(work: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """What `work` returns, or why CUDA refuses it."""
+    try:
+        return work(), None
+    except RuntimeError as failure:
+        return None, f"a GPU's memory cannot be opened on another: {str(failure).strip().splitlines()[0]}"
 
 
 def polls_of(deadline_seconds: float) -> int:
