@@ -156,7 +156,7 @@ class ClusterSteps:
         shorter. A kernel compiles once for multiples of 16 tokens and once for other numbers."""
         if not self.bench.warmup_tokens:
             return
-        samples = self._produce(self.bench.workload.cut(self.bench.warmup_tokens), number=-1)
+        samples = self._produce(self.bench.workload.stairs(self.bench.warmup_tokens), number=-1)
         room = 2 * self._count * self.bench.trainer.tokens_per_micro_batch
         few: list[Sample] = []
         for sample in samples:

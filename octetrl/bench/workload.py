@@ -30,6 +30,7 @@ from octetrl.records import GenerationRequest, SamplingParams
 
 CALIBRATION_TOKENS = 4096
 LONGEST_SHOWN = 60  # characters of what was given, in an error
+STAIRS = 256  # sizes of a batch that a warm-up visits
 GROUPED = " grouped"  # at the end of a workload's name
 DIGITS = 7  # of a number on the command line, at most
 MOST_ANSWERS, MOST_PROMPT_TOKENS = 1_000_000, 1 << 26  # of a bench; their requests then take at most about 3 GB
@@ -124,6 +125,18 @@ class Workload:
             )
             for request in self.requests
         )
+
+    def stairs(self, tokens: int) -> tuple[GenerationRequest, ...]:
+        """The same requests with short answers that end one after another, for a warm-up: the i-th has at most `tokens`
+        + i tokens, and every `STAIRS` answers i begins anew. So the batch takes every size on its way to the end, and
+        what a size compiles and tunes is not timed."""
+        requests, first = [], 0
+        for request in self.requests:
+            most = [tokens + (first + place) % STAIRS for place in range(request.num_siblings)]
+            first += request.num_siblings
+            limits = [min(step, length) for step, length in zip(most, _lengths_of(request), strict=True)]
+            requests.append(replace(request, sampling=_answers(max(limits)), answer_limits=tuple(limits)))
+        return tuple(requests)
 
     def hinted(self) -> Workload:
         """Each request with the mean length of the answers to its prompt, as a run knows it from the task's last

@@ -18,6 +18,7 @@ from octetrl.bench.model import find_model
 from octetrl.bench.profile import BETWEEN_KERNELS, kernel_rows, short_name
 from octetrl.bench.rollout import Bench, build_arm, measure, rows_of
 from octetrl.bench.workload import (
+    STAIRS,
     LengthRange,
     Shape,
     Workload,
@@ -135,6 +136,15 @@ def test_a_warm_up_is_the_same_prompts_with_shorter_answers() -> None:
     ragged = lognormal_lengths(Shape(8, 11, 20), 4, VOCAB, 0, sigma=0.8, max_positions=1024)
     expected = [(prompt, min(answer, 15)) for prompt, answer in ragged.siblings]
     assert Workload("cut", ragged.cut(15)).siblings == expected
+
+
+def test_a_warm_up_by_stairs_ends_one_answer_after_another() -> None:
+    stairs = Workload("stairs", fixed_lengths(Shape(600, 3, 700), 2, VOCAB, 0).stairs(4)).siblings
+    assert stairs == [(3, 4 + place % STAIRS) for place in range(600)]
+    assert Workload("stairs", SMALL.stairs(100)).siblings == SMALL.siblings
+    ragged = lognormal_lengths(Shape(8, 11, 20), 4, VOCAB, 0, sigma=0.8, max_positions=1024)
+    expected = [(prompt, min(answer, 9 + place)) for place, (prompt, answer) in enumerate(ragged.siblings)]
+    assert Workload("stairs", ragged.stairs(9)).siblings == expected
 
 
 def rollout(task: str, prompt: int, answers: tuple[int, ...]) -> Rollout:
