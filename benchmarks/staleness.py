@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="demo_grpo")
     parser.add_argument("--staleness", type=numbers, default=[0, 1, 2, 4])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--cpus", type=numbers, default=[1, 1], help="workers that train, workers that generate")
@@ -264,7 +265,7 @@ def main() -> None:
         Path(work).mkdir(parents=True, exist_ok=True)
         arms = [
             Arm(staleness, seed, Path(work) / f"{staleness}_{seed}")
-            for seed in range(arguments.seeds)
+            for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)
             for staleness in arguments.staleness[:: -1 if seed % 2 else 1]
         ]
         failed = run_arms(arms, arguments)

@@ -44,7 +44,7 @@ from tests.parity.sides import PRECISIONS, draw_weights
 from tests.required import missing
 from tests.unit.trainer.tiny_trainer import random_samples, supervised
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("a shared model")]
 SIZE, DEADLINE_SECONDS = 2, 120.0
 REPLAYS = 200
 SMALL: dict[str, ModelSpec] = {
