@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from octetrl.telemetry import bench_record
+from octetrl.telemetry.source_digest import BENCHMARKS, PACKAGE, SCRIPTS, digest_of_commit
 
 Row = Mapping[str, object]
 RESULTS = Path(__file__).parent / "results"
@@ -24,3 +27,22 @@ def need_hopper(bench: str, or_else: str = "") -> None:
 def write_result(bench: str, name: str, rows: Sequence[Row], folder: Path = RESULTS, **further: Sequence[Row]) -> Path:
     """Write the rows (flat, one a precision and workload) and return the file. `further`: more lists of rows."""
     return bench_record.write_result(bench, name, rows, folder, **further)
+
+
+def is_dirty(result: Row) -> bool:
+    """Whether other files were measured than those of the commit that the result names, as far as git can say: of the
+    package, and for a script of `benchmarks/` of those. `test_results_name_commits_that_git_has` finds commits of which
+    git can't say it."""
+    commit = str(result["commit"])
+    counted = {"source_digest": (PACKAGE, ""), "benchmarks_digest": (BENCHMARKS, SCRIPTS)}
+    return commit.endswith("-dirty") or any(
+        digest_of_commit(commit, *files) not in (None, result[name])
+        for name, files in counted.items()
+        if name in result
+    )
+
+
+def model_of(result: Mapping[str, Any]) -> str | None:
+    """The model of a result, as its command gives it. None: the command leaves it to the bench."""
+    named = re.search(r"--model[ =](\S+)", str(result.get("command")))
+    return Path(named[1]).name if named else None

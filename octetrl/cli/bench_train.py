@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from octetrl.bench.train import TrainBench, TrainTurn
     from octetrl.bench.turns import Row
 
+MOST_MICRO_BATCHES = 10_000  # of a step: all of them are drawn into memory before the first is trained on
 ON_GPU, ON_CPU = (16_384, "4096"), (64, "16")  # tokens of a micro-batch, lengths
 COLUMNS = {  # key of a row: heading, format
     "train/tokens_per_second": ("tokens/s", ",.0f"),
@@ -105,7 +106,11 @@ Mean = Annotated[int | None, typer.Option(min=2, help="lognormal: the mean lengt
 Steps = Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per round, after one that is not timed.")]
 MicroBatches = Annotated[
     int | None,
-    typer.Option(min=1, help="Micro-batches of a step. Default: 2; with --gpus or --cpus 4 for each worker."),
+    typer.Option(
+        min=1,
+        max=MOST_MICRO_BATCHES,
+        help="Micro-batches of a step. Default: 2; with --gpus or --cpus 4 for each worker.",
+    ),
 ]
 WithOptimizer = Annotated[
     bool,

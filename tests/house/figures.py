@@ -15,8 +15,9 @@ Each number of a column is that field of some row of the file, rounded as it is 
   those of that workload.
 
 A cell with as many numbers as rows count shows them in the file's order. A cell `8,100 to 8,409` shows the lowest and
-the highest of them. The path may be a pattern (`rollout_*.json`).
-Behind its bench a file's name is a value of its rows too: `qwen3-0.6b` of those in `rollout_qwen3-0.6b.json`.
+the highest of them. The path may be a pattern (`rollout_*.json`), and several paths may follow each other with a comma.
+Behind its bench a file's name is a value of its rows too: `qwen3-0.6b` of those in `rollout_qwen3-0.6b.json`. Only in a
+column `measured_model` a name is that of the model, as the command of the result gives it.
 
 **Prose** with measured numbers (those with %, ms, µs, GB, tokens/s, TFLOP/s, TB/s, and decimals with `times`), a table
 of decimals and an indented block have a marker as their first line, one of
@@ -40,7 +41,7 @@ import re
 from functools import cache
 from typing import Any
 
-from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
+from benchmarks.record import is_dirty, model_of
 from tests.house.markdown import Paragraph, Table
 from tests.house.tree import REPO
 
@@ -53,6 +54,7 @@ UNIT = r"(?:%|\s?(?:ms|µs|GB|GB/s|TB/s|TFLOP/s|tokens/s|tokens a second)\b)"
 MEASURED = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?:({UNIT})|(?<=\.\d)\stimes\b|(?<=\.\d\d)\stimes\b)")
 RANGE = re.compile(r"\s*[-−+\d.,e%k]+ to [-−+\d.,e%k]+\s*")
 PURE = re.compile(r"[-−+]?\d[\d,]*(?:\.\d+)?%?")
+MODEL = "measured_model"
 Row = dict[str, Any]
 
 
@@ -70,28 +72,16 @@ def shown_as(measured: float, shown: str) -> bool:
 @cache
 def measured_rows(pattern: str) -> list[Row]:
     """The rows of all files that a marker means, each with its file's name behind the bench."""
-    paths = sorted(REPO.glob(pattern))
-    assert paths, f"no file is {pattern}"
+    found = [sorted(REPO.glob(one)) for one in pattern.split(",")]
+    assert all(found), f"no file is {pattern}"
     return [
         row | of_file
+        for paths in found
         for path in paths
         for result in [json.loads(path.read_text(encoding="utf-8"))]
-        for of_file in [{"file": path.stem.partition("_")[2], "dirty": is_dirty(result)}]
+        for of_file in [{"file": path.stem.partition("_")[2], "dirty": is_dirty(result), MODEL: model_of(result)}]
         for row in result["rows"]
     ]
-
-
-def is_dirty(result: Row) -> bool:
-    """Whether other files were measured than those of the commit that the result names, as far as git can say: of the
-    package, and for a script of `benchmarks/` of those. `test_results_name_commits_that_git_has` finds commits of which
-    git can't say it."""
-    commit = str(result["commit"])
-    counted = {"source_digest": (), "benchmarks_digest": (BENCHMARKS, SCRIPTS)}
-    return commit.endswith("-dirty") or any(
-        digest_of_commit(commit, *files) not in (None, result[name])
-        for name, files in counted.items()
-        if name in result
-    )
 
 
 # ---------------------------------------------------------------- tables
@@ -101,7 +91,7 @@ def named_rows(cells: list[str], rows: list[Row]) -> list[Row]:
     """The measured rows that a row of a table is about: all, unless it names what they hold."""
     names = {name for cell in cells for name in NAME.findall(cell)}
     names |= {word.lower() for word in PRECISION.findall(cells[0])}
-    named = [row for row in rows if names <= {value for value in row.values() if isinstance(value, str)}]
+    named = [row for row in rows if names <= {row[key] for key in row.keys() - {MODEL} if isinstance(row[key], str)}]
     assert named, f"row '{cells[0]}' names {sorted(names)}, which no measured row holds"
     return named
 
@@ -119,13 +109,17 @@ def check_table(table: Table, rows: list[Row]) -> None:
     """Raise naming the first number of the table that its column's field does not hold."""
     assert len(table.columns) == len(table.header), f"the marker of {table.header} names {len(table.columns)} columns"
     for cells in table.rows:
-        named = named_rows(cells, rows)
+        of_columns = list(zip(cells, table.columns, workloads(table.header), strict=True))
+        named = named_rows([cell for cell, field, _ in of_columns if field != MODEL], rows)
         if table.columns[0] != "-":
             (key,) = NUMBER.findall(cells[0])
             named = [row for row in named if shown_as(row[table.columns[0]], key)]
         said = f"row '{cells[0]}': † marks results of a dirty tree, and only those"
         assert ("†" in cells[0]) == any(row.get("dirty") for row in named), said
-        for cell, field, workload in list(zip(cells, table.columns, workloads(table.header), strict=True))[1:]:
+        for cell in (cell for cell, field, _ in of_columns if field == MODEL):
+            named = [row for row in named if f"`{row.get(MODEL)}`" == cell]
+            assert named, f"row '{cells[0]}': no measured row is of the model {cell}"
+        for cell, field, workload in [one for one in of_columns[1:] if one[1] != MODEL]:
             where = f"row '{cells[0]}'" + (f", workload {workload}" if workload else "")
             held = [row for row in named if workload in (None, row["workload"])]
             _check_cell(cell, field, held, f"{table.marker}, {where}")

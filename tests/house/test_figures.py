@@ -226,3 +226,12 @@ def test_a_pattern_tells_files_apart() -> None:
     assert {"llama-3.1-8b", "qwen3-0.6b"} <= {row["file"] for row in rows}
     with pytest.raises(AssertionError, match="no file is"):
         measured_rows("benchmarks/results/no_such_*.json")
+
+
+def test_several_files_follow_each_other_with_a_comma() -> None:
+    first, second = (f"benchmarks/results/step_qwen3-8b_2_gpus{end}.json" for end in ("", "_bf16"))
+    rows = measured_rows(f"{first},{second}")
+    assert [row["precision"] for row in rows] == ["fp8_full"] * 2 + ["bf16"] * 2
+    assert {row["measured_model"] for row in rows} == {"qwen3-8b"}
+    with pytest.raises(AssertionError, match="no file is"):
+        measured_rows(f"{first},benchmarks/results/no_such.json")

@@ -289,6 +289,12 @@ WRONG = [
     ),
     ("train", ["--logprob-chunk", "16777217"], "--logprob-chunk: '16777217' is out of range"),
     ("train", ["--tokens", "9999999999999"], "--tokens: '9999999999999' is out of range"),
+    (
+        "train",
+        ["--micro-batches", "10001"],
+        "--micro-batches: '10001' is out of range; it must be at most 10000",
+    ),
+    ("train", ["--cpus", "2", "--micro-batches", "99999999999"], "--micro-batches: '99999999999' is out of range"),
     ("rollout", ["--requests", "99999999999"], "workload: 99,999,999,999 answers were requested"),
     ("rollout", ["--max-batch", "99999999999"], "--max-batch: '99999999999' is out of range"),
     ("rollout", ["--model", "llama-3.1-70b"], "--precision: weights in bf16 take at least 1"),
