@@ -128,7 +128,7 @@ class Workload:
 
     def stairs(self, tokens: int) -> tuple[GenerationRequest, ...]:
         """The same requests with short answers that end one after another, for a warm-up: the i-th has at most `tokens`
-        + i tokens, and every `STAIRS` answers i begins anew. So the batch takes every size on its way to the end, and
+        + i tokens, and every `STAIRS` answers i begins again. So the batch takes every size on its way to the end, and
         what a size compiles and tunes is not timed."""
         requests, first = [], 0
         for request in self.requests:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
-from octetrl.cli.check_backend import backend_lines, backend_memory_lines, backend_problems_here
+from octetrl.cli.check_backend import backend_lines, backend_problems_here
 from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
 from octetrl.cli.check_device import Device, find_device, missing_fp8, missing_gpu
 from octetrl.cli.check_environments import environment_lines
@@ -25,7 +25,7 @@ from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_rehearsal import refuse_problems, rehearsal_problems
 from octetrl.cli.check_sample import refuse_sample, show_sample
 from octetrl.cli.check_server import check_server
-from octetrl.cli.check_workers import kept_cache_lines, weight_buffer_lines, worker_memory_lines
+from octetrl.cli.check_workers import role_sections, worker_memory_lines
 from octetrl.cli.fitting import Change
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.blocks import StackedLinearLayout
@@ -128,8 +128,9 @@ def _plan(
         print_lines("model", _model(recipe, spec))
         print_lines("precision", chain(_precision(recipe, spec, policy, device), backend_lines(recipe)))
         plan = MemoryPlan.of(recipe, largest_part(recipe, spec), policy, device)
-        lines = memory_lines(plan), backend_memory_lines(plan), worker_memory_lines(plan)
-        print_lines("memory", chain(*lines, weight_buffer_lines(plan), kept_cache_lines(plan)))
+        both = chain(memory_lines(plan), worker_memory_lines(plan))
+        for title, lines in [("memory", both)] if recipe.cluster.roles is None else role_sections(plan):
+            print_lines(title, lines)
         return problems, plan.problem(lambda changes: _is_allowed(name, overrides, changes))
     except UserError as error:
         return [*problems, str(error)], None

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octetrl.cli.check_device import Device
-from octetrl.cli.check_memory import MemoryPlan, size
 from octetrl.config.objective_settings import CorrectionSettings
 from octetrl.config.schema import Recipe
-from octetrl.config.vllm import RESERVE, VLLM_VERSION, vllm_weight_bytes, why_no_vllm
-from octetrl.config.weight_buffer import sent_bytes
+from octetrl.config.vllm import VLLM_VERSION, why_no_vllm
 
 
 def backend_problems_here(recipe: Recipe, device: Device) -> list[str]:
@@ -20,22 +18,6 @@ def backend_problems_here(recipe: Recipe, device: Device) -> list[str]:
         return ["engine.backend: vllm needs an NVIDIA GPU, and this machine has none; plan for one with --memory-gib"]
     why = why_no_vllm()
     return [] if why is None else [why]
-
-
-def backend_memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
-    """What vLLM needs on a worker that only generates, whose parts are not those of the memory section."""
-    recipe, precisions = plan.recipe, plan.policy.precisions()
-    if recipe.engine.backend != "vllm" or recipe.cluster.roles is None:
-        return
-    sent = sent_bytes(recipe, plan.spec, precisions)
-    own = vllm_weight_bytes(plan.spec, precisions.fp8_rollout) + RESERVE
-    share = f"{recipe.engine.kv_memory_fraction:.0%} of the rest for its KV cache"
-    if recipe.engine.kv_cache_tokens is not None:
-        share = f"and a KV cache of {recipe.engine.kv_cache_tokens:,} tokens"
-    yield (
-        "a worker that generates",
-        f"{size(sent)} of weights from the trainers, {size(own)} for vLLM, {share}",
-    )
 
 
 def _where(recipe: Recipe) -> str:

@@ -30,8 +30,6 @@ def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     roles = describe_roles(recipe)
     if roles is not None:
         yield "", roles
-        both = "the memory below is that of a worker that does both: a worker that trains has no KV cache, and one"
-        yield "", f"{both} that generates no gradients, optimizer or activations"
         count = cluster.num_trainers
     groups, size = cluster.num_groups, cluster.tensor_parallel
     if size > 1:

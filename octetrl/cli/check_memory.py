@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from octetrl.cli.check_device import Device
-from octetrl.cli.fitting import Change, fewest_checkpointed_layers, fits, smallest_changes
+from octetrl.cli.fitting import FREE_SHARE, Change, draws_one, fewest_checkpointed_layers, fits, smallest_changes
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
@@ -16,6 +16,7 @@ from octetrl.config.memory import (
     ScalarModel,
     estimate_memory,
 )
+from octetrl.config.role_memory import of_engine, of_trainer
 from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.spec import ModelSpec
@@ -59,6 +60,16 @@ class MemoryPlan:
         """The same for each of its workers."""
         return on_each_worker(recipe, self.estimate(recipe), self.device.num_bytes)
 
+    def of_trainer(self, recipe: Recipe) -> MemoryEstimate:
+        """The same for a worker that only trains."""
+        return of_trainer(recipe, self.estimate(recipe))
+
+    def of_engine(self, recipe: Recipe) -> MemoryEstimate:
+        """The same for a worker that only generates."""
+        device, precisions = self.device, self.policy.precisions()
+        whole = self.estimate(recipe)
+        return of_engine(recipe, self.spec, precisions, whole, on_gpu=device.on_gpu, available=device.num_bytes)
+
     def problem(self, is_allowed: Callable[[Sequence[Change]], bool]) -> str | None:
         """One line if the recipe needs more than the device has, with the smallest changes that make it fit.
 
@@ -68,25 +79,57 @@ class MemoryPlan:
         cluster = self.recipe.cluster
         if available is None or cluster.on_cpus or cluster.workers_per_gpu > 1:
             return None  # not known, or several workers share it
-        if fits(self.recipe, self.estimate(self.recipe), available):
+        what = self._lack(self.recipe, available)
+        if what is None:
             return None
-        needs = self.of_worker(self.recipe)
-        needed, tokens = needs.total_bytes, needs.kv_cache_tokens
-        what = f"it needs {size(needed)} of {size(available)}"
-        if needed <= available:
-            what = f"{size(available)} leave room for {tokens or 0:,} tokens of the KV cache, less than one rollout"
-        found = smallest_changes(self.recipe, self.estimate, available, is_allowed, on_gpu=self.device.on_gpu)
+        spare = FREE_SHARE if self.device.on_gpu else 1.0
+        found = smallest_changes(
+            self.recipe,
+            lambda recipe: self._lack(recipe, available, spare) is None,
+            is_allowed,
+            on_gpu=self.device.on_gpu,
+        )
         ways = [" ".join(change.override for change in changes) for changes in found]
         remedy = f"it fits with {'; or with '.join(ways)}"
         if not ways:
             remedy = "no smaller setting makes it fit; use a smaller model, model.lora={}, or a device with more memory"
         return f"memory: {what}; {remedy}"
 
+    def _lack(self, recipe: Recipe, available: int, spare: float = 1.0) -> str | None:
+        """What a worker needs more than there is. `spare`: share of the memory that training may use."""
+        if recipe.cluster.roles is not None:
+            return self._lack_of_a_role(recipe, available, spare)
+        if fits(recipe, self.estimate(recipe), available, spare=spare):
+            return None
+        needs = self.of_worker(recipe)
+        if needs.total_bytes > available:
+            return f"it needs {size(needs.total_bytes)} of {size(available)}"
+        return _too_few(needs, available)
+
+    def _lack_of_a_role(self, recipe: Recipe, available: int, spare: float) -> str | None:
+        training, engine = self.of_trainer(recipe).training_bytes, self.of_engine(recipe)
+        if training > spare * available:
+            return f"a worker that trains needs {size(training)} of {size(available)}"
+        if engine.total_bytes > available:
+            return f"a worker that generates needs {size(engine.total_bytes)} of {size(available)}"
+        return None if draws_one(recipe, engine) else f"on a worker that generates {_too_few(engine, available)}"
+
+
+def _too_few(needs: MemoryEstimate, available: int) -> str:
+    tokens = needs.kv_cache_tokens or 0
+    return f"{size(available)} leave room for {tokens:,} tokens of the KV cache, less than one rollout"
+
 
 def memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     """The estimate of a worker by part, with what a larger KV cache or fewer checkpointed layers could use."""
+    estimate = plan.of_worker(plan.recipe)
+    yield from estimate_lines(plan, estimate)
+    yield from training_lines(plan, estimate, plan.of_worker)
+
+
+def estimate_lines(plan: MemoryPlan, estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
+    """The parts, their sum, and what a larger KV cache could use."""
     recipe, device = plan.recipe, plan.device
-    estimate = plan.of_worker(recipe)
     for part in estimate.parts:
         yield part.name, f"{size(part.num_bytes):>12}   {part.how}"
     if estimate.kv_cache_tokens is None:
@@ -102,9 +145,16 @@ def memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     yield "total", f"{size(estimate.total_bytes):>12}{of_device}"
     if device.num_bytes is not None:
         yield from _room(estimate, device.num_bytes // sharing, sharing)
-        if device.on_gpu:
-            fewest = fewest_checkpointed_layers(recipe, plan.spec.num_layers, device.num_bytes, plan.of_worker)
-            yield from _less_checkpointing(recipe.trainer, plan.spec.num_layers, fewest)
+
+
+def training_lines(
+    plan: MemoryPlan, estimate: MemoryEstimate, of_recipe: Callable[[Recipe], MemoryEstimate]
+) -> Iterator[tuple[str, str]]:
+    """Whether fewer layers need to be checkpointed, and what saving needs. of_recipe: estimates the same worker."""
+    recipe, device = plan.recipe, plan.device
+    if device.num_bytes is not None and device.on_gpu:
+        fewest = fewest_checkpointed_layers(recipe, plan.spec.num_layers, device.num_bytes, of_recipe)
+        yield from _less_checkpointing(recipe.trainer, plan.spec.num_layers, fewest)
     if saves_beside_steps(recipe):
         yield from _copy_for_saving(recipe, saved_state(recipe, plan.spec, plan.critic), estimate, device)
 

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from octetrl.cli.check_device import GIB
-from octetrl.cli.check_memory import MemoryPlan
+from octetrl.cli.check_memory import MemoryPlan, estimate_lines, training_lines
 from octetrl.config.kept_cache import CACHE_OF_ANSWERS, cannot_keep, in_flight
-from octetrl.config.memory import CUDA_CONTEXT
+from octetrl.config.role_memory import buffer_choice
 from octetrl.config.schema import Recipe
 from octetrl.config.tensor_cut import largest_cut, why_not_cut
 from octetrl.config.text import binary_size
-from octetrl.config.weight_buffer import batch_cache_bytes, choose_buffer, held_bytes, sent_bytes
+from octetrl.config.weight_buffer import batch_cache_bytes, sent_bytes
 
 USUAL_GPUS = (1, 2, 4, 8)
 MOST_GPUS = 65_536  # the most that a recipe may ask for
 SIZES = (2, 4, 8)  # of groups of workers that share a model
+
+
+def role_sections(plan: MemoryPlan) -> Iterator[tuple[str, Iterator[tuple[str, str]]]]:
+    """The memory of a worker that trains and of one that generates: a title and its lines for each."""
+    recipe = plan.recipe
+    trainer, engine = plan.of_trainer(recipe), plan.of_engine(recipe)
+    train = chain(estimate_lines(plan, trainer), training_lines(plan, trainer, plan.of_trainer))
+    yield "memory of a worker that trains", chain(train, worker_memory_lines(plan))
+    generate = chain(estimate_lines(plan, engine), weight_buffer_lines(plan), kept_cache_lines(plan))
+    yield "memory of a worker that generates", generate
 
 
 def worker_memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
@@ -31,9 +42,12 @@ def worker_memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
         return
     if cluster.num_workers == 1 and _training(plan, 1) <= has:
         return
-    counts = sorted({*USUAL_GPUS, cluster.num_workers})
+    counts = sorted({*USUAL_GPUS, cluster.num_trainers})
     sizes = ", ".join(f"{count}: {_training(plan, count) / GIB:.1f}" for count in counts)
-    yield "each of N GPUs", f"{sizes} GiB while training, with the KV cache freed"
+    if cluster.roles is None:
+        yield "each of N GPUs", f"{sizes} GiB while training, with the KV cache freed"
+    else:
+        yield "each of N trainers", f"{sizes} GiB"
     least = _training(plan, MOST_GPUS)
     if least > has:
         yield from _tensor_parallel(plan, least, has)
@@ -45,13 +59,12 @@ def weight_buffer_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     if not cluster.max_staleness:
         return
     model = recipe, plan.spec, plan.policy.precisions()
-    weights, cache = sent_bytes(*model), batch_cache_bytes(*model)
-    if device.num_bytes is None and cluster.weight_buffer == "auto" and recipe.engine.backend != "vllm":
+    choice = buffer_choice(*model, plan.estimate(recipe), on_gpu=device.on_gpu, available=device.num_bytes)
+    if choice is None:
+        weights, cache = binary_size(sent_bytes(*model)), binary_size(batch_cache_bytes(*model))
         yield "new weights", "in a second buffer if the GPU's memory allows it, else in a pause"
-        yield "", f"the buffer takes {binary_size(weights)}, the KV cache of a whole batch {binary_size(cache)}"
+        yield "", f"the buffer takes {weights}, the KV cache of a whole batch {cache}"
         return
-    free = (device.num_bytes or 0) - held_bytes(*model) - (CUDA_CONTEXT if device.on_gpu else 0)
-    choice = choose_buffer(recipe, weights=weights, cache=cache, free=free)
     pause = "between two batches" if cluster.weights_in_flight == "off" else "between two forwards"
     yield "new weights", "in a second buffer, while answers are generated" if choice.doubles else f"in a pause {pause}"
     yield "", choice.why
@@ -81,13 +94,22 @@ def _tensor_parallel(plan: MemoryPlan, least: int, has: int) -> Iterator[tuple[s
         needed = _training(part, gpus, size)
         fits = "fits" if needed <= has else "does not fit"
         yield "", f"cluster.tensor_parallel={size}: {needed / GIB:.1f} GiB on each of {gpus} GPUs, which {fits}"
+    if plan.recipe.cluster.roles is not None:
+        yield "", "it needs cluster.gpus: workers that only train or only generate have whole models so far"
     yield "", "on GPUs its training launches kernel by kernel so far, which is slow (docs/scale.md)"
 
 
 def _training(plan: MemoryPlan, gpus: int, size: int = 1) -> int:
-    return plan.of_worker(_on(plan.recipe, gpus, size)).training_bytes
+    recipe = _on(plan.recipe, gpus, size)
+    of_worker = plan.of_worker if recipe.cluster.roles is None else plan.of_trainer
+    return of_worker(recipe).training_bytes
 
 
 def _on(recipe: Recipe, gpus: int, size: int) -> Recipe:
-    update = {"gpus": gpus, "nodes": None, "gpus_per_node": None, "tensor_parallel": size}
+    """The recipe with so many GPUs that train. Workers that share a model do both."""
+    if recipe.cluster.roles is not None and size == 1:
+        update: dict[str, int | None] = {"trainer_gpus": gpus}
+    else:
+        update = {"gpus": gpus, "nodes": None, "gpus_per_node": None, "tensor_parallel": size}
+        update |= {"trainer_gpus": None, "engine_gpus": None}
     return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=update)})

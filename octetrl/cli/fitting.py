@@ -49,8 +49,13 @@ def fits(recipe: Recipe, estimate: MemoryEstimate, available: int, *, spare: flo
     if estimate.total_bytes > available or training > spare * available:
         return False
     draws = recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
+    return not draws or draws_one(recipe, estimate)
+
+
+def draws_one(recipe: Recipe, estimate: MemoryEstimate) -> bool:
+    """Whether the KV cache holds the longest rollout."""
     tokens = estimate.kv_cache_tokens
-    return not draws or tokens is None or tokens >= _longest(recipe)
+    return tokens is None or tokens >= _longest(recipe)
 
 
 def fewest_checkpointed_layers(recipe: Recipe, num_layers: int, device_bytes: int, estimate: Estimate) -> int | None:
@@ -71,19 +76,21 @@ def fewest_checkpointed_layers(recipe: Recipe, num_layers: int, device_bytes: in
 
 def smallest_changes(
     recipe: Recipe,
-    estimate: Estimate,
-    available: int,
+    does_fit: Callable[[Recipe], bool],
     is_allowed: Callable[[Sequence[Change]], bool],
     *,
     on_gpu: bool,
 ) -> list[tuple[Change, ...]]:
-    """At most three sets of changes that fit, all of the smallest possible size. Empty if no set fits."""
+    """At most three sets of changes that fit, all of the smallest possible size. Empty if no set fits.
+
+    does_fit: whether a changed recipe fits the device, with some memory to spare.
+    """
 
     def works(changes: Sequence[Change]) -> bool:
         changed = recipe
         for change in changes:
             changed = change.apply(changed)
-        return fits(changed, estimate(changed), available, spare=FREE_SHARE if on_gpu else 1.0)
+        return does_fit(changed)
 
     possible = [change for change in _changes(recipe, on_gpu) if is_allowed([change])]
     if not works(possible):
@@ -126,6 +133,8 @@ def _changes(recipe: Recipe, on_gpu: bool) -> Iterator[Change]:
     if trainer.logprob_chunk > LEAST_CHUNK:
         yield Change("trainer.logprob_chunk", LEAST_CHUNK)
     yield from _fewer("trainer.tokens_per_micro_batch", trainer.tokens_per_micro_batch, _longest(recipe))
+    if cluster.roles is not None and cluster.weight_buffer == "double":
+        yield Change("cluster.weight_buffer", "single")
     yield from _optimizer_changes("trainer.optimizer", trainer.optimizer, recipe, on_gpu)
     if recipe.algorithm.name == "ppo":
         yield from _optimizer_changes("critic.optimizer", recipe.critic.optimizer, recipe, on_gpu)

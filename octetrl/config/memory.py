@@ -195,7 +195,7 @@ def estimate_memory(
     parts += [_vllm(spec, precisions)] if recipe.engine.backend == "vllm" else []
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     taken = sum(part.num_bytes for part in parts if part.when != "training")
-    tokens = _kv_cache_tokens(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
+    tokens = kv_cache_capacity(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
     if tokens is not None:
         how = f"{tokens:,} tokens of {per_token:,} bytes"
         parts.append(MemoryPart("KV cache", tokens * per_token, how, "generating"))
@@ -382,8 +382,8 @@ class _LayerMemory:
             of_weights += blocks[place].of_weights
 
 
-def _kv_cache_tokens(recipe: Recipe, per_token: int, on_gpu: bool, free_bytes: int | None) -> int | None:
-    """Capacity of the KV cache, in whole pages, by the engine's rule: `kv_cache_tokens` if given, on a GPU a share of
+def kv_cache_capacity(recipe: Recipe, per_token: int, on_gpu: bool, free_bytes: int | None) -> int | None:
+    """Tokens of the KV cache, in whole pages, by the engine's rule: `kv_cache_tokens` if given, on a GPU a share of
     the free memory, on a CPU enough for a step's requests."""
     engine, rollout = recipe.engine, recipe.rollout
     if engine.kv_cache_tokens is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.cli.check_backend import backend_lines, backend_memory_lines, backend_problems_here
+from octetrl.cli.check_backend import backend_lines, backend_problems_here
 from octetrl.cli.check_device import Device
 from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.check_server import server_lines
@@ -18,7 +18,7 @@ from octetrl.config.schema import Recipe
 from octetrl.config.validate import build_recipe
 from octetrl.config.validate_backend import backend_spec_problems, without_effect
 from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
-from octetrl.config.weight_buffer import choose_buffer, sent_bytes
+from octetrl.config.weight_buffer import choose_buffer
 from octetrl.fp8.parity import refused_gate, why_not_equal
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
@@ -174,25 +174,17 @@ def test_what_several_workers_cannot_do(changes: list[tuple[str, Any]], expected
 def test_check_says_what_several_workers_need() -> None:
     spec = spec_from_config(preset_config("qwen3-8b"))
 
-    def shown(*changes: tuple[str, Any]) -> tuple[str, dict[str, str], dict[str, int]]:
+    def shown(*changes: tuple[str, Any]) -> tuple[str, dict[str, int]]:
         recipe = recipe_with(VLLM, FULL, *changes)
         plan = MemoryPlan.of(recipe, spec, precision_policy(spec, recipe.fp8), GPU)
         lines = list(backend_lines(recipe))
         parts = {part.name: part.num_bytes for part in plan.of_worker(recipe).parts}
-        return str(lines), dict(backend_memory_lines(plan)), parts
+        return str(lines), parts
 
     alone, several = shown(), shown(("cluster.gpus", 4), ("cluster.address", "auto"))
     assert "on each of the 4 workers" in several[0] and "has the same seed on every worker" in several[0]
-    assert several[2]["vLLM"] == alone[2]["vLLM"] and several[2]["optimizer"] < alone[2]["optimizer"] // 3
-    assert not alone[1] and not several[1] and "seed" not in alone[0]
-    said, memory, _ = shown(*ROLES)
-    (line,) = memory.values()
-    assert "on each of the 6 workers that generate" in said and line.endswith("85% of the rest for its KV cache")
-    full = recipe_with(FULL)
-    sent = sent_bytes(full, spec, precision_policy(spec, full.fp8).precisions())
-    assert line.startswith(f"{sent / (1 << 30):.2f} GiB of weights from the trainers, ")
-    (sized,) = shown(*ROLES, ("engine.kv_cache_tokens", 4096))[1].values()
-    assert sized.endswith("and a KV cache of 4,096 tokens")
+    assert several[1]["vLLM"] == alone[1]["vLLM"] and several[1]["optimizer"] < alone[1]["optimizer"] // 3
+    assert "seed" not in alone[0] and "on each of the 6 workers that generate" in shown(*ROLES)[0]
 
 
 def test_vllms_cache_leaves_room_for_new_weights() -> None:
