@@ -2,49 +2,96 @@
 
 from __future__ import annotations
 
-import subprocess
+import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from benchmarks.recovery import Watched, measure
+from benchmarks.recovery import Watched, check_disk, find_model, main, measure, write_model
+from benchmarks.recovery_reward import varied
 from octetrl.config.errors import UserError
+from octetrl.config.schema import ModelConfig, OptimizerConfig, Recipe, TrainerConfig
+from octetrl.data.tokenizer import load_tokenizer
+from octetrl.models.families import load_spec
+from octetrl.models.weight_files import SINGLE
 
 RUN = """
 import json, subprocess, sys, time
-folder, resumed = sys.argv[1:]
+from pathlib import Path
+folder, resumed, done, code = Path(sys.argv[1]), *map(int, sys.argv[2:])
 
 def step(number):
-    with open(f"{folder}/metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": number, "time/step": 0.5, "mismatch/max_abs_diff": 0.0}) + "\\n")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": number, "time/step": 0.5, "mismatch/max_abs_diff": 0.1 * number}) + "\\n")
+
+def steps(first, last):
+    for number in range(first, last + 1):
+        step(number)
 
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-with open(f"{folder}/workers.json", "w") as file:
-    json.dump({"workers": [{"pid": 1}, {"pid": worker.pid}]}, file)
-step(1), step(2)
+(folder / "workers.json").write_text(json.dumps({"workers": [{"pid": 1}, {"pid": worker.pid}]}))
+steps(1, 2)
+time.sleep(0.5), steps(3, done)
+(folder / "checkpoints" / "step_000002").mkdir(parents=True)
 worker.wait()
-time.sleep(0.2), print("worker 1 ended\\n  building all workers again", flush=True)
-time.sleep(0.4), print(f"resumed after step {resumed} from a folder", flush=True)
-time.sleep(0.3), step(3), step(4)
+time.sleep(0.2), print("worker 1 ended\\n  building all workers again")
+time.sleep(0.4), print(f"resumed after step {resumed} from a folder")
+(folder / "metrics.jsonl").write_text("")
+steps(1, resumed)
+time.sleep(0.3), steps(resumed + 1, 4)
+sys.exit(code)
 """
 
 
-def watched(folder: Path, resumed: int) -> Watched:
-    return Watched([sys.executable, "-c", RUN, str(folder), str(resumed)], folder)
+def watched(folder: Path, *, resumed: int = 2, done: int = 2, code: int = 0) -> Watched:
+    """A run that saves step 2 when `done` steps have ended, and ends with `code`."""
+    return Watched([sys.executable, "-c", RUN, str(folder), str(resumed), str(done), str(code)], folder)
 
 
 def test_the_times_of_a_killed_worker(tmp_path: Path) -> None:
-    found = measure(watched(tmp_path, 2), after=0.2)
+    found = measure(watched(tmp_path), after=0.2)
     assert found["recovery/notice_seconds"] >= 0.2 and found["recovery/build_seconds"] >= 0.4
     assert found["recovery/step_seconds"] >= 0.3 and found["time/step"] == 0.5
+    assert found["recovery/steps_again"] == 1 and found["mismatch/max_abs_diff"] == 0.4
     parts = sum(found[f"recovery/{part}_seconds"] for part in ("notice", "build", "step"))
-    assert parts - 0.401 <= found["recovery/lost_seconds"] <= parts + 0.001, "at most 0.4 s were left of the step"
+    assert parts - 0.501 <= found["recovery/lost_seconds"] <= parts + 0.001, "at most 0.5 s were left of the step"
+
+
+def test_a_worker_is_killed_only_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
+    """It took longer than the third step, so the third and the fourth step are lost."""
+    found = measure(watched(tmp_path, done=3), after=0.0)
+    assert found["recovery/steps_again"] == 2
 
 
 def test_a_step_that_ended_first_measures_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="had ended before its worker was missed"):
-        measure(watched(tmp_path, 3), after=0.2)
+        measure(watched(tmp_path, resumed=3), after=0.2)
+
+
+def test_a_run_that_fails_later_is_an_error_and_leaves_no_process(tmp_path: Path) -> None:
+    run = watched(tmp_path, code=3)
+    with pytest.raises(UserError, match="recovered, and then ended with exit code 3:"):
+        measure(run, after=0.0)
+    assert run.process.poll() == 3
+
+
+def test_the_weights_of_a_preset_are_a_models_folder(tmp_path: Path) -> None:
+    spec, folder = find_model("tiny")
+    assert folder is None
+    write_model(spec, tmp_path / "model")
+    assert find_model(str(tmp_path / "model")) == (load_spec(tmp_path / "model"), tmp_path / "model")
+    assert load_spec(tmp_path / "model").num_parameters == spec.num_parameters
+    assert load_tokenizer(tmp_path / "model", spec.vocab_size).eos_token_id is not None
+    weight = load_file(tmp_path / "model" / SINGLE)["model.layers.0.mlp.down_proj.weight"].float()
+    assert weight.std().item() == pytest.approx(weight.shape[1] ** -0.5, rel=0.05)
+    assert weight.unique(dim=0).shape == weight.shape, "no two rows are equal"
+
+
+def test_siblings_have_different_rewards() -> None:
+    assert len({varied(None, "") for _ in range(100)}) > 5
 
 
 def test_a_run_that_ends_is_named_with_its_last_lines(tmp_path: Path) -> None:
@@ -53,7 +100,39 @@ def test_a_run_that_ends_is_named_with_its_last_lines(tmp_path: Path) -> None:
         measure(run, after=0.2)
 
 
-def test_bad_settings_are_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.recovery", "--cpus", "2", "--model", "tiny", "trainer.epoch=2"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and "did you mean" in ended.stderr and "Traceback" not in ended.stderr
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--cpus", "2", "--model", "tiny", "trainer.epoch=2"], "did you mean"),
+        (["--cpus", "2", "--model", "tiy"], "--model: 'tiy' is neither a folder nor one of the presets"),
+        (["--cpus", "1", "--model", "tiny"], "a run of one worker cannot go on without it; give 2 or more"),
+        (["--cpus", "2", "--after", "1.5"], "--after: 1.5 is out of range"),
+        (["--cpus", "2", "--folder", "/no/such"], "--folder: '/no/such' is not a folder"),
+        (["--gpus", "4000"], "4000 GPUs were asked for, this machine has"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], says: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["recovery", *words])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert says in str(ended.value) and "\n" not in str(ended.value) and not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_too_small_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, _ = find_model("qwen3-8b")
+    recipe = Recipe(
+        model=ModelConfig(preset="tiny", init="random"),
+        trainer=TrainerConfig(optimizer=OptimizerConfig(states="8bit", master="stochastic_rounding")),
+    )
+    usage = shutil.disk_usage(tmp_path)
+    for free, fits in ((90e9, True), (70e9, False)):
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: usage._replace(free=int(free)))
+        with (
+            nullcontext()
+            if fits
+            else pytest.raises(UserError, match="--folder: model and checkpoints take about 82 GB")
+        ):
+            check_disk(recipe, spec, tmp_path, writes_model=True)
