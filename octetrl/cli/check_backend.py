@@ -24,7 +24,11 @@ def _where(recipe: Recipe) -> str:
     cluster = recipe.cluster
     if cluster.roles is not None:
         return f"on each of the {cluster.roles[1]} workers that generate"
-    return "in the trainer's process" if cluster.num_workers == 1 else f"on each of the {cluster.num_workers} workers"
+    if cluster.num_workers == 1:
+        return "in the trainer's process"
+    if cluster.tensor_parallel > 1:
+        return f"in each group of {cluster.tensor_parallel} of the {cluster.num_workers} workers"
+    return f"on each of the {cluster.num_workers} workers"
 
 
 def backend_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -32,6 +36,12 @@ def backend_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.engine.backend != "vllm":
         return
     yield "rollout backend", f"vLLM {VLLM_VERSION}, {_where(recipe)}, with weights of its own"
+    size = recipe.cluster.tensor_parallel
+    if size > 1:
+        yield (
+            "tensor parallelism",
+            f"by vLLM itself, on {size} ranks, of which each has columns of o_proj and down_proj",
+        )
     yield "log-probs", "of the sampled tokens, after the temperature; those of the trainer differ, see numerics"
     if (recipe.cluster.roles or (0, recipe.cluster.num_workers))[1] > 1:
         yield "", "a request has the same seed on every worker; vLLM's sums, and so a token, may depend on the batch"

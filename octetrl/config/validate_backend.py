@@ -9,7 +9,7 @@ from octetrl.config.openai import MOST_STOPS, openai_problems
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
-from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE, padded_vocabulary
 
 FIELD = "engine.backend"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose parameters have the same rows here and in vLLM
@@ -48,9 +48,9 @@ def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
     rules = (
         (cluster.device == "cpu" or cluster.on_cpus, _cpu_field(recipe), "needs NVIDIA GPUs; run there,"),
         (
-            cluster.tensor_parallel > 1,
+            (cluster.gpus_per_node or 0) % cluster.tensor_parallel > 0,
             "cluster.tensor_parallel",
-            "has a whole model on each worker's GPU; set it to 1,",
+            "keeps the workers that share a model on one machine; give a multiple of it as gpus_per_node,",
         ),
         (
             cluster.weights_in_flight != "off",
@@ -101,6 +101,13 @@ def backend_spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     if spec.family not in FAMILIES:
         text = f"{FIELD}: vllm is not told the parameters of {spec.family}; it knows {', '.join(FAMILIES)}"
         yield Problem((FIELD,), f"{text}; use engine.backend: octetrl")
+    size, rows = recipe.cluster.tensor_parallel, padded_vocabulary(spec.vocab_size)
+    if rows % size:
+        text = (
+            f"cluster.tensor_parallel: engine.backend: vllm cuts the vocabulary in equal parts, and {size} does not"
+            f" divide its {rows:,} rows; use a power of two, or engine.backend: octetrl"
+        )
+        yield Problem(("cluster.tensor_parallel", FIELD), text)
     if recipe.fp8.rollout:
         sizes = {part.name: part.rows for _, linear in spec.linears() for part in linear.parts[:-1]}
         for name, rows in sizes.items():

@@ -10,6 +10,7 @@ from octetrl.config.spec import ModelSpec
 VLLM_VERSION = "0.25.1"  # the one whose calls and layouts were read
 LEAST_TEMPERATURE = 0.01  # it raises smaller ones to it, with nothing but a log line
 MOST_TEMPERATURE = 2.0  # it refuses larger ones, when a request arrives
+VOCABULARY_PAD = 64  # it pads the rows of embedding and lm_head to a multiple of it
 RESERVE = 3 << 30  # bytes for vLLM's activations, captured graphs and cuBLAS
 
 
@@ -25,6 +26,11 @@ def why_no_vllm() -> str | None:
             f" vllm=={VLLM_VERSION}, or use octetrl"
         )
     return None
+
+
+def padded_vocabulary(vocab_size: int) -> int:
+    """Rows of embedding and lm_head in vLLM, on all ranks together."""
+    return -(-vocab_size // VOCABULARY_PAD) * VOCABULARY_PAD
 
 
 def vllm_weight_bytes(spec: ModelSpec, fp8_rollout: Collection[str]) -> int:

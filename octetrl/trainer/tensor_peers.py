@@ -12,11 +12,12 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed import Store, Work
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore, Store, Work
 
 from octetrl.kernels.rows.gather_from_peers import PeerMemory
 from octetrl.trainer.peer_memory import OpenedMemory, open_peer_memory
@@ -39,16 +40,17 @@ class TensorPeers(ProcessGroupPeers):
         self, store: Store, share: Share, device: torch.device, *, deadline_seconds: float = 600.0, name: str
     ) -> None:
         self._in_flight: deque[Running] = deque()
+        self._store, self._name = store, name
         super().__init__(store, share, device, deadline_seconds=deadline_seconds, name=name)
         while self._in_flight:  # NCCL has connected after this
             self._complete(self._in_flight.popleft())
-        self._commands: ProcessGroupPeers = self
+        self.commands: ProcessGroupPeers = self  # between the hosts; over them no exchange waits for a forward
         self._opened: OpenedMemory | None = None
         if device.type == "cuda":
-            self._commands = ProcessGroupPeers(
+            self.commands = ProcessGroupPeers(
                 store, share, torch.device("cpu"), deadline_seconds=deadline_seconds, name=f"{name} commands"
             )
-            self._opened, why_not = open_peer_memory(self._commands, device, deadline_seconds)
+            self._opened, why_not = open_peer_memory(self.commands, device, deadline_seconds)
             if self._opened is None:
                 print(f"decode steps are not captured, because parts of the model travel over NCCL: {why_not}")
 
@@ -71,7 +73,7 @@ class TensorPeers(ProcessGroupPeers):
         """The first worker's value, a record of this package, on all workers."""
         sent = pickle.dumps(value) if self.rank == 0 else b""
         return pickle.loads(
-            bytes(self._commands.gather(torch.tensor(list(sent), dtype=torch.uint8), "commands")[0].tolist())
+            bytes(self.commands.gather(torch.tensor(list(sent), dtype=torch.uint8), "commands")[0].tolist())
         )
 
     def agree(self, error: str | None, phase: str) -> str | None:
@@ -79,6 +81,18 @@ class TensorPeers(ProcessGroupPeers):
         if self.memory is not None and self.memory.has_failed:
             raise self._lost(PHASE, self._deadline_seconds, None)
         return super().agree(error, phase)
+
+    def join_default_group(self) -> None:
+        """Makes torch.distributed's default group of these workers, for a library that computes by it. Ours is free:
+        all our groups are beside it."""
+        assert not distributed.is_initialized(), "this process has a default group already"
+        distributed.init_process_group(
+            "nccl" if self._device.type == "cuda" else "gloo",
+            store=PrefixStore(f"{self._name} default", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self._deadline_seconds),
+        )
 
     def exchange(self, parts: Tensor) -> Tensor:
         if not parts.numel():
@@ -102,8 +116,8 @@ class TensorPeers(ProcessGroupPeers):
         self._in_flight.clear()
         if self._opened is not None:
             self._opened.close()
-        if self._commands is not self:
-            self._commands.close()
+        if self.commands is not self:
+            self.commands.close()
         super().close()
 
 

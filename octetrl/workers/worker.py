@@ -107,7 +107,7 @@ class Worker:
             tokenizer=tokenizer,
             device=device,
             trains=trains,
-            rank=(loaders or peers).share.rank,
+            peers=loaders or peers,
         )
         self.kv_scales: KVScales | None = None
         self.earlier_scales: dict[int, KVScales] = {}  # by policy version, where batches are drawn ahead

@@ -7,6 +7,8 @@
 
 vLLM's memory for weights comes back with random content, and its scales as 1. So nothing is drawn before both were
 written and read back. Parity with the trainer is not promised: vLLM's kernels add in other orders.
+
+With `cluster.tensor_parallel` the workers of a group have one vLLM together (ranks.py), and call every method together.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from octetrl.backends.one_session import OneSession
 from octetrl.backends.vllm.calls import Started
 from octetrl.backends.vllm.metrics import VllmMetrics
+from octetrl.backends.vllm.ranks import Ranks, together
 from octetrl.backends.vllm.session import VllmSession, checked
 from octetrl.backends.vllm.weights import VllmWeights
 from octetrl.config.errors import UserError
@@ -39,7 +42,8 @@ SLEEP_LEVEL = 2  # frees weights too; level 1 would copy them to the host
 class VllmBackend(OneSession[VllmMetrics]):
     """`RolloutBackend` over a started engine, which is put to sleep at once.
 
-    `context_length` and `config` must be those that the engine was started with (settings.py).
+    `context_length` and `config` must be those that the engine was started with (settings.py). `spec`: of this worker's
+    part of the model. `ranks`: the workers that have the others; None: it has the model whole.
     """
 
     NAME = "vLLM"
@@ -53,11 +57,13 @@ class VllmBackend(OneSession[VllmMetrics]):
         tokenizer: Tokenizer,
         config: EngineConfig,
         context_length: int,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         self.policy_version = 0
         self._vllm, self._config, self._policy = vllm, config, policy
-        self._model = VllmWeights(spec, policy)
+        self._ranks = ranks
+        self._model = VllmWeights(spec, policy, ranks)
         self._weights: WeightSet | None = None  # the last put in
         self._digest = ""  # of all of them, read back from vLLM
         self._scales: KVScales | None = None
@@ -81,8 +87,7 @@ class VllmBackend(OneSession[VllmMetrics]):
         keep its random values.
         """
         self._refuse_while_open("put_weights")
-        if weights.kv_scales is not None and not bool((weights.kv_scales.scale_LS > 0).all()):
-            raise ValueError("KV scales: a scale is not above 0; look at the amax of K and V")
+        together(self._ranks, "publish", lambda: _check_above_zero(weights.kv_scales))
         self._wake_memory("weights")
         self._apply(lambda model: self._model.put(model, weights))
         self._weights, self.policy_version = weights, weights.policy_version
@@ -103,10 +108,10 @@ class VllmBackend(OneSession[VllmMetrics]):
             self._load_again()
         if self._has_cache and self._scales is not None:
             scales = self._scales
-            self._apply(lambda model: self._model.check_scales(model, scales))
+            together(self._ranks, "publish", lambda: self._apply(lambda model: self._model.check_scales(model, scales)))
         made_for_vllm = self._policy.uses_fp8("rollout") and not self._weights.codes
-        if made_for_vllm and self._read_back(covers_all=True) != self._digest:
-            raise RuntimeError(
+        if made_for_vllm:
+            self._compare_digest(
                 f"publish: vLLM's weights are not those of policy version {self.policy_version} any more, which were"
                 " put in; stopping"
             )
@@ -120,22 +125,30 @@ class VllmBackend(OneSession[VllmMetrics]):
 
     def _load_again(self) -> None:
         """The last weights again, after a sleep. Their tensors are the trainer's: an update changes them."""
-        weights, digest = self._weights, self._digest
+        weights = self._weights
         if weights is None:
             raise RuntimeError("vLLM has no weights yet; put_weights comes before generate")
         self._wake_memory("weights")
         self._apply(lambda model: self._model.put(model, weights))
-        if self._read_back(covers_all=True) != digest:
-            raise RuntimeError(
-                f"the weights of policy version {weights.policy_version} changed while vLLM slept; publish before"
-                " generate"
-            )
+        self._compare_digest(
+            f"the weights of policy version {weights.policy_version} changed while vLLM slept; publish before generate"
+        )
+
+    def _compare_digest(self, otherwise: str) -> None:
+        """Raises RuntimeError with this text if what vLLM holds is not what was last put in."""
+        found = self._read_back(covers_all=True)
+
+        def compare() -> None:
+            if found != self._digest:
+                raise RuntimeError(otherwise)
+
+        together(self._ranks, "publish", compare)
 
     def _write_scales(self) -> None:
         if self._policy.kv_mode == "none" or self._scales is None:
             return
         scales = self._scales
-        self._apply(lambda model: self._model.put_scales(model, scales))
+        together(self._ranks, "publish", lambda: self._apply(lambda model: self._model.put_scales(model, scales)))
 
     def _check_calibrated(self) -> None:
         """A calibrated cache needs the scales of the weights that vLLM holds."""
@@ -157,11 +170,14 @@ class VllmBackend(OneSession[VllmMetrics]):
         if self._has_weights or self._has_cache:
             if not (self._has_weights and self._has_cache):
                 self._wake_memory("weights" if self._has_cache else "kv_cache")  # vLLM sleeps as a whole
-            with _one_reading_of_free_memory():
-                self._vllm.engine.sleep(level=SLEEP_LEVEL)
+            together(self._ranks, "sleep", self._sleep)
             self._has_weights = self._has_cache = False
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+
+    def _sleep(self) -> None:
+        with _one_reading_of_free_memory():
+            self._vllm.engine.sleep(level=SLEEP_LEVEL)
 
     def wake(self) -> None:
         """Weights, cache and scales, so that requests can be served."""
@@ -178,6 +194,13 @@ class VllmBackend(OneSession[VllmMetrics]):
             return
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        together(self._ranks, "wake", lambda: self._map_memory(which))
+        if which == "weights":
+            self._has_weights = True
+        else:
+            self._has_cache = True
+
+    def _map_memory(self, which: str) -> None:
         try:
             self._vllm.engine.wake_up(tags=[which])
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -185,10 +208,6 @@ class VllmBackend(OneSession[VllmMetrics]):
                 f"engine.backend: vLLM's {which} do not fit beside the trainer ({error}); lower"
                 " engine.kv_memory_fraction or engine.kv_cache_tokens, or use trainer.optimizer.offload=true"
             ) from error
-        if which == "weights":
-            self._has_weights = True
-        else:
-            self._has_cache = True
 
     def forget_prefixes(self) -> None:
         """The next request prefills its whole prompt. A sleep has dropped them already."""
@@ -224,6 +243,7 @@ class VllmBackend(OneSession[VllmMetrics]):
             stamp=(self.policy_version, self._policy.digest),
             on_close=self._closed,
             on_progress=on_progress,
+            ranks=self._ranks,
         )
         with self._opened(session):
             yield session
@@ -236,6 +256,11 @@ class VllmBackend(OneSession[VllmMetrics]):
         """The result of `function` on vLLM's model."""
         (result,) = self._vllm.engine.apply_model(function)
         return result
+
+
+def _check_above_zero(scales: KVScales | None) -> None:
+    if scales is not None and not bool((scales.scale_LS > 0).all()):
+        raise ValueError("KV scales: a scale is not above 0; look at the amax of K and V")
 
 
 @contextmanager

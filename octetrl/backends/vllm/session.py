@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.vllm.calls import LLMEngine, RequestOutput, Started, block_pool_of, scheduler_of
 from octetrl.backends.vllm.metrics import Tally, VllmMetrics
+from octetrl.backends.vllm.ranks import Ranks, step_together
 from octetrl.config.errors import UserError
 from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from octetrl.engine.admission import Admission
@@ -27,7 +28,7 @@ Ended = tuple[RunningSequence, Completion]
 
 class VllmSession(AdapterSession[str, VllmMetrics]):
     """Created by `VllmBackend.session`. Leaving it cancels unfinished requests. `stamp`: policy version and precision
-    digest of every completion."""
+    digest of every completion. `ranks`: of a tensor-parallel vLLM, whose sessions are stepped together."""
 
     def __init__(
         self,
@@ -40,8 +41,10 @@ class VllmSession(AdapterSession[str, VllmMetrics]):
         stamp: tuple[int, str],
         on_close: Callable[[VllmMetrics], None],
         on_progress: OnProgress | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(on_close)
+        self._ranks = ranks
         self._vllm, self._admission, self._decode = vllm, admission, decode
         self._page_size, self._stamp, self._on_progress = page_size, stamp, on_progress
         self._tally = Tally(max_batch)
@@ -85,9 +88,8 @@ class VllmSession(AdapterSession[str, VllmMetrics]):
         )
 
     def _drop(self, keys: list[str]) -> None:
-        if keys:
-            self._engine.abort_request(list(keys))
         for name in keys:
+            self._engine.abort_request([name])  # of several, vLLM would free the pages in the order of a set
             self._running.pop(name)
             self._reported.pop(name, None)
         self._rest()
@@ -129,7 +131,7 @@ class VllmSession(AdapterSession[str, VllmMetrics]):
         assert self._is_open, "the session is closed"
         if not self._running:
             return []
-        outputs = self._engine.step()
+        outputs = step_together(self._ranks, self._engine.step)
         running, _ = scheduler_of(self._engine).get_request_counts()
         self._tally.count_step(running, self.pages_in_use / max(1, self.num_pages))
         ended = []

@@ -18,6 +18,12 @@ from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.fp8.policy import PrecisionPolicy
 
 GIB = 2**30
+ON_RANKS: Mapping[str, Any] = {  # of a tensor-parallel vLLM
+    "distributed_executor_backend": "external_launcher",
+    # NCCL adds the parts: what follows needs one process that sees all GPUs, and a worker sees its own alone
+    "disable_custom_all_reduce": True,
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False, "enable_sp": False, "fuse_gemm_comms": False}},
+}
 
 
 def cache_bytes_per_token(spec: ModelSpec, policy: PrecisionPolicy) -> int:
@@ -47,10 +53,17 @@ def check_room(tokens: int, context_length: int, needed: int, device_bytes: int)
 
 
 def engine_arguments(
-    config: EngineConfig, policy: PrecisionPolicy, *, folder: str, context_length: int, cache_bytes: int
+    config: EngineConfig,
+    policy: PrecisionPolicy,
+    *,
+    folder: str,
+    context_length: int,
+    cache_bytes: int,
+    ranks: int = 1,
 ) -> Mapping[str, Any]:
-    """`EngineArgs` of vLLM, with its compiler and its graphs. context_length in tokens, cache_bytes of all pages."""
-    return {
+    """`EngineArgs` of vLLM, with its compiler and its graphs. context_length in tokens, cache_bytes of all pages of one
+    rank."""
+    return ({} if ranks == 1 else {"tensor_parallel_size": ranks, **ON_RANKS}) | {
         "model": folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,

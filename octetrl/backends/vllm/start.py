@@ -5,6 +5,9 @@ into vLLM's in place, and read back from where its kernels read them: no handles
 copy in flight. vLLM's asynchronous front (`AsyncLLM`) needs a core in another process, so this is its synchronous
 engine, whose `step` the session calls. The core still schedules a forward ahead of the one whose results it reads.
 
+Each rank of a tensor-parallel vLLM starts in its worker's process too (vLLM's external launcher). vLLM uses
+torch.distributed's default group if there is one, so they make it first.
+
 vLLM sets global state when it starts: seeds of the random generators and the precision of float32 products. Both are
 restored, because the trainer lives in the same process.
 """
@@ -25,10 +28,16 @@ import numpy as np
 import torch
 
 from octetrl.backends.vllm.calls import LLMEngine, Started
+from octetrl.backends.vllm.ranks import Ranks, together
 from octetrl.config.errors import UserError
 from octetrl.config.vllm import why_no_vllm
 
 FORCED = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}  # otherwise vLLM requantises weights to power-of-two scales on Hopper
+FORCED_ON_RANKS = {  # these need one process that sees all GPUs, or make the default group in another way
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
+}
 ENVIRONMENT = {  # unless the user set them
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",  # kernels are compiled when a shape first occurs
@@ -75,13 +84,26 @@ def write_model(config: Mapping[str, Any], folder: Path) -> Path:
     return folder
 
 
-def start_vllm(settings: Mapping[str, Any], rank: int = 0) -> Started:
-    """An engine with these `EngineArgs`. `rank`: of several workers'. Raises UserError without vLLM, and for what vLLM
-    refuses."""
+def _place_of(ranks: Ranks) -> dict[str, str]:
+    """What vLLM's external launcher reads from the environment."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "LOCAL_RANK": str(device)}
+
+
+def _refuse_without_vllm() -> None:
     why = why_no_vllm()
     if why is not None:
         raise UserError(why)
+
+
+def start_vllm(settings: Mapping[str, Any], rank: int = 0, ranks: Ranks | None = None) -> Started:
+    """An engine with these `EngineArgs`. `rank`: of several workers'. `ranks`: those that start one vLLM together.
+    Raises UserError without vLLM, and for what vLLM refuses."""
+    together(ranks, "start", _refuse_without_vllm)
     prepare_environment(rank=rank)
+    if ranks is not None:
+        os.environ.update(FORCED_ON_RANKS | _place_of(ranks))
+        ranks.join_default_group()
     from vllm import EngineArgs, SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind

@@ -4,21 +4,29 @@ The copies are in place, so captured graphs stay valid. Nothing is quantised aga
 `fp8_rollout` the trainer has no codes, and our quantiser makes them from its BF16 weights, as for our own engine.
 Every parameter of vLLM's model must be covered: one that kept its dummy value is an error.
 
+A rank of a tensor-parallel vLLM holds a part of the model, which is made from the workers' rows (parts.py). All ranks
+then call `put` and `digest` together, and an error of one is raised on all.
+
 KV scales: vLLM has one scale for all heads of K in a layer, and one for V. The largest of our scales of the heads is
-used. Q is quantised too, with scale 1: E4M3 holds magnitudes from 2^-6 to 448 with the same relative precision.
+used, on a rank that of its own heads. Q is quantised too, with scale 1: E4M3 holds magnitudes from 2^-6 to 448 with the
+same relative precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octetrl.backends.vllm.names import attention_name, vllm_name
+from octetrl.backends.vllm.parts import VOCABULARY, VllmParts
+from octetrl.backends.vllm.ranks import Ranks, together
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.weight_digest import digest_and_flags
+from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.kv_scales import KVScales, split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight
@@ -28,85 +36,119 @@ Q_SCALE = 1.0
 LETTERS = "kvq"
 
 
-class VllmWeights:
-    """Weights and KV scales in vLLM's model of this shape and precision."""
+PUBLISH = "publish"
+PARTS_OF_FP8 = (("weight", "weight"), ("scale", "weight_scale_inv"))  # our name and vLLM's
 
-    def __init__(self, spec: ModelSpec, policy: PrecisionPolicy) -> None:
-        self._spec, self._policy = spec, policy
+
+class VllmWeights:
+    """Weights and KV scales in vLLM's model of this shape and precision. `spec`: of this worker's part."""
+
+    def __init__(self, spec: ModelSpec, policy: PrecisionPolicy, ranks: Ranks | None = None) -> None:
+        self._spec, self._policy, self._ranks = spec, policy, ranks
+        self._parts = VllmParts(spec, ranks)
         self._fp8 = [linear.name for linear in policy.linears if linear.rollout == "fp8"]
 
     @torch.inference_mode()
     def put(self, model: Any, weights: WeightSet) -> None:
         """Copies all parameters. Raises RuntimeError naming a parameter that would keep its dummy value, or that has
         another shape; ValueError naming a weight that is not finite."""
-        held = dict(model.named_parameters())
+        held = together(self._ranks, PUBLISH, lambda: self._places(model, weights))
         made: dict[str, tuple[Tensor, Tensor]] = {}
         for name, given in self._others(weights).items():
-            _copy(self._held(held, vllm_name(name), given), given)
+            self._write(held[vllm_name(name)], name, given)
         for name in self._fp8:
             codes, scale = weights.codes.get(name, (None, None))
             if codes is None or scale is None:
                 weight = weights.tensors[f"{name}.weight"]
                 codes, scale = quantize_weight(weight, self._policy.power_of_two, name=name, check=False)
                 made[name] = (weight, scale)
-            for ours, theirs in ((codes, "weight"), (scale, "weight_scale_inv")):
-                _copy(self._held(held, f"{vllm_name(name)}.{theirs}", ours), ours)
-        check_scales(made)
+            for given, (own, theirs) in zip((codes, scale), PARTS_OF_FP8, strict=True):
+                self._write(held[f"{vllm_name(name)}.{theirs}"], f"{name}.{own}", given)
+        together(self._ranks, PUBLISH, lambda: check_scales(made))
+
+    def _places(self, model: Any, weights: WeightSet) -> dict[str, Tensor]:
+        """All parameters of vLLM by its names, of the vocabulary without padding."""
+        held = dict(model.named_parameters())
+        found: dict[str, Tensor] = {}
+        for name, given in self._others(weights).items():
+            found[vllm_name(name)] = self._held(held, vllm_name(name), name, given.shape, given.dtype)
+        for name in self._fp8:
+            shape = (weights.codes[name][0] if name in weights.codes else weights.tensors[f"{name}.weight"]).shape
+            blocks = [-(-size // BLOCK) for size in shape]
+            for ours, dtype, (own, end) in zip((shape, blocks), (E4M3, torch.float32), PARTS_OF_FP8, strict=True):
+                theirs = f"{vllm_name(name)}.{end}"
+                found[theirs] = self._held(held, theirs, f"{name}.{own}", ours, dtype)
         if held:
             raise RuntimeError(f"publish: vLLM's '{min(held)}' is none of ours and would keep its random values")
+        return found
+
+    def _held(
+        self, held: dict[str, Tensor], theirs: str, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """vLLM's parameter, which is taken out of `held`. Of an embedding, which vLLM pads, the rows of the vocabulary;
+        the padding becomes zero. `shape`: of our part of it."""
+        if theirs not in held:
+            raise RuntimeError(f"publish: vLLM's model has no parameter '{theirs}'; vLLM changed the model's layout")
+        found, wanted = held.pop(theirs), self._parts.shape(name, shape)
+        is_sound = found.dtype == dtype
+        if name in VOCABULARY:
+            rows = self._parts.vocabulary_rows
+            is_sound &= self._ranks is None or found.shape[0] == rows  # on ranks it decides which rows are where
+            found[wanted[0] :].zero_()
+            found = found[: wanted[0]]
+        if found.shape != wanted or not is_sound:
+            raise RuntimeError(
+                f"publish: vLLM's '{theirs}' is {tuple(found.shape)} in {found.dtype}, and the trainer's is"
+                f" {wanted} in {dtype}; vLLM changed its layout"
+            )
+        return found
+
+    def _write(self, found: Tensor, name: str, given: Tensor) -> None:
+        for start, piece in self._parts.pieces(name, given):
+            _copy(found[start : start + piece.shape[0]], piece)
+
+    def _is_same(self, found: Tensor, name: str, given: Tensor) -> Tensor:
+        """Whether vLLM's parameter has the bytes that `given` asks for, on the device."""
+        equal = [_equal(found[at : at + one.shape[0]], one) for at, one in self._parts.pieces(name, given)]
+        return torch.stack(equal).all() if equal else torch.ones((), dtype=torch.bool, device=given.device)
 
     @torch.inference_mode()
     def digest(self, model: Any, weights: WeightSet, *, covers_all: bool = False) -> str:
-        """Compares every byte with `weights`, as last put in. The same digest as our own engine's: with `covers_all` it
-        covers the BF16 weights whose codes were made here, too."""
+        """Compares every byte with `weights`, as last put in. Of a whole model it is the same digest as our own
+        engine's: with `covers_all` it covers the BF16 weights whose codes were made here, too."""
         version, held = weights.policy_version, dict(model.named_parameters())
         compared: list[tuple[str, Tensor]] = []
         read: list[Tensor] = []
         for index, name in enumerate(self._fp8):
-            theirs = [held[f"{vllm_name(name)}.{end}"] for end in ("weight", "weight_scale_inv")]
+            theirs = [held[f"{vllm_name(name)}.{end}"] for _, end in PARTS_OF_FP8]
             read += theirs
             given: Sequence[Tensor] = weights.codes.get(name, ())
             weight = weights.tensors.get(f"{name}.weight")
             if index == version % len(self._fp8) and weight is not None:
                 fresh = quantize_weight(weight, self._policy.power_of_two, name=name, check=False)
                 given = (*given, *fresh)
-            compared += [(name, _equal(theirs[at % 2], one)) for at, one in enumerate(given)]
+            ends = cycle(zip(theirs, PARTS_OF_FP8, strict=True))
+            for one, (found, (own, _)) in zip(given, ends, strict=False):
+                compared.append((name, self._is_same(found, f"{name}.{own}", one)))
         others = self._others(weights)
         for name, one in others.items():
-            compared.append((name, _equal(held[vllm_name(name)][: one.shape[0]], one)))
+            compared.append((name, self._is_same(held[vllm_name(name)], name, one)))
         if covers_all:
             made = {f"{name}.weight" for name in self._fp8 if name not in weights.codes}
             for name, one in weights.tensors.items():
                 if name in others:
-                    read.append(held[vllm_name(name)][: one.shape[0]])
+                    rows, *_ = self._parts.shape(name, one.shape)
+                    read.append(held[vllm_name(name)][:rows])
                 elif name in made:
                     read.append(one)
         digest, flags = digest_and_flags(version, read, [equal for _, equal in compared])
-        for (name, _), equal in zip(compared, flags, strict=True):
-            if not equal:
-                raise RuntimeError(f"publish: vLLM's '{name}' differs from the trainer's at policy version {version}")
+        together(self._ranks, PUBLISH, lambda: _refuse([name for name, _ in compared], flags, version))
         return digest
 
     def _others(self, weights: WeightSet) -> Mapping[str, Tensor]:
         """Parameters that are not FP8, by our name."""
         fp8 = {f"{name}.weight" for name in self._fp8}
         return {name: tensor for name, tensor in weights.tensors.items() if name not in fp8}
-
-    def _held(self, held: dict[str, Tensor], name: str, given: Tensor) -> Tensor:
-        """vLLM's parameter, which is taken out of `held`. Of an embedding, which vLLM pads, the rows of the vocabulary;
-        the padding becomes zero."""
-        if name not in held:
-            raise RuntimeError(f"publish: vLLM's model has no parameter '{name}'; vLLM changed the model's layout")
-        found = held.pop(name)
-        if "embed_tokens" in name or name.startswith("lm_head"):
-            found[given.shape[0] :].zero_()
-            found = found[: given.shape[0]]
-        if found.shape != given.shape or found.dtype != given.dtype:
-            raise RuntimeError(
-                f"publish: vLLM's '{name}' is {tuple(found.shape)} in {found.dtype}, and the trainer's is"
-                f" {tuple(given.shape)} in {given.dtype}; vLLM changed its layout"
-            )
-        return found
 
     # ------------------------------------------------------------ KV scales
 
@@ -146,6 +188,12 @@ class VllmWeights:
             for layer, row in enumerate(scales.scale_LS)
         ]
         return [(k, v) for k, v in torch.stack(pairs).tolist()]
+
+
+def _refuse(names: Sequence[str], flags: Sequence[bool], version: int) -> None:
+    for name, equal in zip(names, flags, strict=True):
+        if not equal:
+            raise RuntimeError(f"publish: vLLM's '{name}' differs from the trainer's at policy version {version}")
 
 
 def _scales_of(attention: Any) -> Tensor:
