@@ -38,10 +38,7 @@ def backend_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "rollout backend", f"vLLM {VLLM_VERSION}, {_where(recipe)}, with weights of its own"
     size = recipe.cluster.tensor_parallel
     if size > 1:
-        yield (
-            "tensor parallelism",
-            f"by vLLM itself, on {size} ranks, of which each has columns of o_proj and down_proj",
-        )
+        yield "tensor parallelism", f"by vLLM itself, {size} ranks; each has columns of o_proj and of down_proj"
     yield "log-probs", "of the sampled tokens, after the temperature; those of the trainer differ, see numerics"
     if (recipe.cluster.roles or (0, recipe.cluster.num_workers))[1] > 1:
         yield "", "a request has the same seed on every worker; vLLM's sums, and so a token, may depend on the batch"

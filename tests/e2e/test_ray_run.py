@@ -194,12 +194,14 @@ def test_a_worker_that_stalls_ends_the_step_and_is_named(
     wait_for(lambda: not Path("/proc", str(stopped)).exists())
 
 
-def test_two_workers_with_a_vllm_each(running: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM is a double, which the workers' processes import."""
+@pytest.mark.parametrize("size", [1, 2], ids=["each", "together"])
+def test_two_workers_with_vllm(size: int, running: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is a double, which the workers' processes import: one each, or one that shares the model between them."""
     monkeypatch.setattr("octetrl.workers.many.build.build_worker", build_worker_with_double)
     monkeypatch.setattr("octetrl.config.validate_backend.BLOCK", 1)  # the tiny model has fewer rows
-    model = make_model(tmp_path / "model", tie_word_embeddings=False)
-    recipe = tiny_recipe(model, tmp_path / "run", JOINED | {"engine.max_batch": 4})
+    model = make_model(tmp_path / "model", tie_word_embeddings=False, **(WIDE if size > 1 else {}))
+    changes = JOINED | {"engine.max_batch": 4, "cluster.tensor_parallel": size}
+    recipe = tiny_recipe(model, tmp_path / "run", changes)
     run = build_run(recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "vllm"})}))
     try:
         (groups,), (line,) = steps_of(run, 1)

@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from octetrl.config.vllm import why_no_vllm
 from tests.house.tree import REPO
+from tests.required import missing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_vllm() is not None, reason=str(why_no_vllm()))]
 
@@ -27,6 +29,17 @@ def test_two_workers_on_one_gpu(kind: str, precision: str) -> None:
     command = [sys.executable, "-m", "tests.gpu.vllm_two_workers", kind, precision]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0 and f"{kind}, {precision}: passed" in done.stdout, done.stdout + done.stderr[-4000:]
+
+
+@pytest.mark.xdist_group("two GPUs")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+def test_one_vllm_on_two_gpus(precision: str) -> None:
+    if torch.cuda.device_count() < 2:
+        missing("two-gpus", "fewer than two GPUs are visible")
+    command = [sys.executable, "-m", "tests.gpu.vllm_tensor_parallel", precision]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and f"{precision}: passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 @pytest.mark.timeout(1800)

@@ -22,6 +22,7 @@ from octetrl.workers.many.workers import WorkersDiffer
 from octetrl.workers.worker import Worker
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model, tiny_recipe
+from tests.grid import WIDE
 from tests.unit.backends.vllm_workers import CountingDouble, build_double
 from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of
 
@@ -165,6 +166,31 @@ def test_workers_that_only_generate(
         assert [double_of(worker).sleeps for worker in others] == [1, 1], "as they start, and never for an update"
         assert [double_of(worker).prefix_resets for worker in others] == [1 if ahead else 2] * 2, "at each update"
         assert run.workers.path_metrics() == {}, "no worker generates with our kernels"
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [({}, 4), (CASES["turns"], 2), (CASES["fp8 rollout"], 2)],
+    ids=["two groups", "turns", "fp8 rollout"],
+)
+def test_workers_that_share_a_model_have_one_vllm_in_step(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
+    """Its forwards meet on all ranks (`CountingDouble`), and it draws what one worker draws."""
+    model = make_model(tmp_path / "model", tie_word_embeddings=False, **WIDE)
+    drawn: list[list[list[tuple[int, ...]]]] = []
+    for workers in (0, count):
+        spread = SPREAD | changes
+        with run_on(workers, model, tmp_path / str(workers), size=2, backend="vllm", **spread) as run:
+            groups, lines = steps_of(run, 2)
+            drawn.append([tokens(one) for one in groups])
+            if not workers:
+                continue
+            assert [versions(one) for one in groups] == [{0}, {1}]
+            assert drawing_of(run) == set(range(0, count, 2)), "only leaders are asked"
+            assert lines[-1]["publish/policy_version"] == 2.0
+            doubles = [double_of(worker) for worker in workers_of(run)]
+            assert all(double.sleeps >= 3 and not double.requests for double in doubles)
+            assert run.workers.last_session.completions == len(tokens(groups[-1]))  # type: ignore[attr-defined]
+    assert drawn[0] == drawn[1]
 
 
 def test_what_a_workers_vllm_holds_is_compared_with_what_was_sent(model: Path, tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from octetrl.backends.vllm import calls, start
+from octetrl.backends.vllm.settings import ON_RANKS
 from octetrl.backends.vllm.weights import LETTERS
-from octetrl.config.vllm import VLLM_VERSION
+from octetrl.config.vllm import VLLM_VERSION, VOCABULARY_PAD
 from tests.unit.backends.test_vllm_start import ENGINE_ARGUMENTS
+from tests.unit.backends.test_vllm_start import ON_RANKS as ARGUMENTS_ON_RANKS
 from tests.unit.backends.vllm_double import Sampling
 
 
@@ -110,12 +112,12 @@ def test_what_start_imports_is_there() -> None:
     for one in found:
         text = ast.unparse(parsed(one.module or ""))
         assert all(re.search(rf"\b{alias.name}\b", text) for alias in one.names), one.module
-    for name in start.FORCED | start.ENVIRONMENT:
+    for name in start.FORCED | start.FORCED_ON_RANKS | start.ENVIRONMENT:
         assert not name.startswith("VLLM_") or f'"{name}"' in _text("envs.py"), name
 
 
 def test_settings_have_these_names() -> None:
-    assert attributes("vllm.engine.arg_utils", "EngineArgs") >= ENGINE_ARGUMENTS
+    assert attributes("vllm.engine.arg_utils", "EngineArgs") >= ENGINE_ARGUMENTS | ARGUMENTS_ON_RANKS
     own = {one.name for one in fields(Sampling)} | {"output_kind", "detokenize", "flat_logprobs"}
     assert own <= attributes("vllm.sampling_params", "SamplingParams")
     assert "DELTA" in ast.unparse(class_of("vllm.sampling_params", "RequestOutputKind"))
@@ -144,3 +146,38 @@ def test_scheduling_resumes_when_all_memory_is_awake() -> None:
 def test_a_sleep_reads_free_memory_where_the_adapter_holds_it() -> None:
     text = ast.unparse(class_of("vllm.v1.worker.gpu_worker", "Worker"))
     assert text.count("torch.accelerator.get_memory_info()") >= 2 and "Memory usage increased after sleeping." in text
+
+
+# ---------------------------------------------------------------- ranks of a tensor-parallel vLLM
+
+
+def test_a_rank_joins_the_default_group_that_is_there() -> None:
+    text = _text("distributed/parallel_state.py")
+    assert "if not torch.distributed.is_initialized():" in text
+    executor = ast.unparse(class_of("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher"))
+    assert "os.environ['RANK']" in executor and "os.environ['LOCAL_RANK']" in executor
+
+
+def test_the_passes_that_are_turned_off_have_these_names() -> None:
+    names = attributes("vllm.config.compilation", "PassConfig")
+    assert names >= set(ON_RANKS["compilation_config"]["pass_config"])
+
+
+def test_the_vocabulary_is_cut_in_equal_parts_of_the_padded_rows() -> None:
+    place = "vllm.model_executor.layers.vocab_parallel_embedding"
+    assert f"DEFAULT_VOCAB_PADDING_SIZE = {VOCABULARY_PAD}" in ast.unparse(parsed(place))
+    text = ast.unparse(class_of(place, "VocabParallelEmbedding"))
+    assert "divide(self.num_embeddings_padded, self.tp_size)" in text
+    assert "pad_vocab_size(self.org_vocab_size, self.padding_size)" in text
+
+
+def test_all_ranks_get_all_logits() -> None:
+    """So that each samples the same tokens."""
+    text = ast.unparse(class_of("vllm.platforms.interface", "Platform"))
+    assert re.search(r"def use_all_gather\(cls\).*?return True", text, re.DOTALL)
+    assert "use_all_gather" not in _text("platforms/cuda.py")
+
+
+def test_several_aborts_are_a_set() -> None:
+    """The adapter aborts one request at a time, because the order of a set differs between ranks."""
+    assert "request_ids = set(request_ids)" in ast.unparse(class_of("vllm.v1.core.sched.scheduler", "Scheduler"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -28,6 +29,7 @@ from octetrl.config.schema import EngineConfig, Recipe
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.config.weight_buffer import sent_bytes
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.layers.tensor_group import OneWorker
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config
 from octetrl.workers.build_engine import build_vllm
@@ -46,6 +48,9 @@ ENGINE_ARGUMENTS = {
     *("max_num_batched_tokens", "block_size", "enable_prefix_caching", "kv_cache_dtype", "kv_cache_memory_bytes"),
     *("gpu_memory_utilization", "logprobs_mode", "enable_sleep_mode", "disable_log_stats", "enforce_eager", "seed"),
 }
+ON_RANKS = {
+    *("tensor_parallel_size", "distributed_executor_backend", "disable_custom_all_reduce", "compilation_config"),
+}  # those of a tensor-parallel vLLM
 
 
 def policy_of(precision: str) -> PrecisionPolicy:
@@ -79,6 +84,8 @@ class Installed:
         if self.refuses is not None:
             raise self.refuses
         policy = policy_of("fp8_full" if arguments.kv_cache_dtype == "fp8_e4m3" else "bf16")
+        if hasattr(arguments, "tensor_parallel_size"):
+            return VllmDouble(torch.nn.Module(), vocab_size=90)
         ours = dict(Decoder(SPEC, policy, "train", device="meta", backend="emulated").named_parameters())
         pages = arguments.kv_cache_memory_bytes // arguments.block_size // cache_bytes_per_token(SPEC, policy) - 1
         return VllmDouble(tensors_of(SPEC, policy, ours), vocab_size=90, num_pages=pages)  # type: ignore[arg-type]
@@ -89,7 +96,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
     found = Installed()
 
     def engine_args(**given: Any) -> SimpleNamespace:
-        assert set(given) == ENGINE_ARGUMENTS
+        assert set(given) - ON_RANKS == ENGINE_ARGUMENTS and ON_RANKS & set(given) in (set(), ON_RANKS)
         return SimpleNamespace(**given)
 
     contents = {
@@ -174,6 +181,49 @@ def test_another_version_is_refused_before_anything_starts(
     with pytest.raises(UserError, match=r"vllm 0.26.0 is installed, and only 0.25.1 was tried"):
         start_vllm(arguments_of("bf16", tmp_path))
     assert not hasattr(installed, "arguments")
+
+
+class TwoRanks(OneWorker):
+    """The second of two workers, of which the first says what it is told to say."""
+
+    rank, size = 1, 2
+    has_joined = False
+
+    def __init__(self, first: Any = None) -> None:
+        self.commands, self.first = self, first
+
+    def join_default_group(self) -> None:
+        assert "vllm" in sys.modules and os.environ["RANK"] == "1"
+        self.has_joined = True
+
+    def gather_records(self, record: Any, phase: str) -> list[Any]:
+        return [self.first, record]
+
+    def maximum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
+        return values
+
+
+def test_a_rank_starts_by_the_external_launcher_in_a_group_that_was_made_before(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "1")
+    write_model({}, tmp_path)
+    how: dict[str, Any] = {"folder": str(tmp_path), "context_length": 64, "cache_bytes": 1 << 16}
+    ranks = TwoRanks()
+    start_vllm(engine_arguments(CONFIG, policy_of("bf16"), ranks=2, **how), 3, ranks)
+    found, arguments = installed.environment, installed.arguments
+    assert ranks.has_joined and arguments.distributed_executor_backend == "external_launcher"
+    assert arguments.tensor_parallel_size == 2 and arguments.disable_custom_all_reduce
+    assert not any(arguments.compilation_config["pass_config"].values())
+    assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["1", "2", "0"]
+    assert found["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0" and found["VLLM_CACHE_ROOT"].endswith("/worker_3")
+
+
+def test_a_rank_does_not_start_where_another_has_no_vllm(installed: Installed, tmp_path: Path) -> None:
+    ranks = TwoRanks(["engine.backend: vllm is not installed", True])
+    with pytest.raises(UserError, match="vllm is not installed"):
+        start_vllm(arguments_of("bf16", tmp_path), 3, ranks)
+    assert not ranks.has_joined and not hasattr(installed, "arguments")
 
 
 # ---------------------------------------------------------------- settings

@@ -32,8 +32,9 @@ from octetrl.fp8.policy import PrecisionPolicy
 VOCABULARY_PAD = 64  # vLLM pads the rows of embedding and lm_head to a multiple of it
 
 
-def tensors_of(spec: ModelSpec, policy: PrecisionPolicy, ours: dict[str, torch.Tensor]) -> nn.Module:
-    """A module with vLLM's parameters and attention's scale buffers, all undefined. `ours`: parameters by our name."""
+def tensors_of(spec: ModelSpec, policy: PrecisionPolicy, ours: dict[str, torch.Tensor], ranks: int = 1) -> nn.Module:
+    """A module with vLLM's parameters and attention's scale buffers, all undefined. `ours`: parameters by our name, of
+    the whole model. `ranks`: of a tensor-parallel vLLM, of which the module is one's."""
     root = nn.Module()
     fp8 = {f"{one.name}.weight": one.name for one in policy.linears if one.rollout == "fp8"}
     for name, tensor in ours.items():
@@ -41,10 +42,10 @@ def tensors_of(spec: ModelSpec, policy: PrecisionPolicy, ours: dict[str, torch.T
         if name in ("embedding.weight", "lm_head.weight"):
             rows = -(-rows // VOCABULARY_PAD) * VOCABULARY_PAD
         is_fp8 = name in fp8
-        shape = (rows, *tensor.shape[1:])
+        shape = shape_on_rank(vllm_name(name), (rows, *tensor.shape[1:]), ranks)
         _put(root, vllm_name(name), torch.empty(shape, dtype=torch.float8_e4m3fn if is_fp8 else tensor.dtype))
         if is_fp8:
-            blocks = [-(-size // 128) for size in tensor.shape]
+            blocks = [-(-size // 128) for size in shape]
             _put(root, f"{vllm_name(fp8[name])}.weight_scale_inv", torch.empty(blocks))
     for layer in range(spec.num_layers):
         for letter in "qkv":
@@ -52,6 +53,16 @@ def tensors_of(spec: ModelSpec, policy: PrecisionPolicy, ours: dict[str, torch.T
             attention.register_buffer(f"_{letter}_scale", torch.tensor(1.0))
             setattr(attention, f"_{letter}_scale_float", 1.0)
     return root
+
+
+def shape_on_rank(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """`ColumnParallelLinear` and the vocabulary are cut by rows, `RowParallelLinear` by columns; its bias is whole."""
+    rows, *columns = shape
+    if any(part in name for part in ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")):
+        return (rows // ranks, *columns)
+    if any(part in name for part in ("o_proj", "down_proj")):
+        return (rows, *(width // ranks for width in columns))
+    return shape
 
 
 def _module(root: nn.Module, name: str) -> nn.Module:

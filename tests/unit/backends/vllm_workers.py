@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octetrl.backends.vllm.backend import VllmBackend
+from octetrl.backends.vllm.ranks import Ranks
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import PrecisionPolicy
@@ -15,24 +16,41 @@ from tests.unit.backends.vllm_double import VllmDouble, tensors_of
 
 
 class CountingDouble(VllmDouble):
-    """Counts how often it slept."""
+    """Counts how often it slept. On ranks its forwards meet: all must run the same requests."""
 
     sleeps = 0
+    ranks: Ranks | None = None
+
+    def step(self) -> list[Any]:
+        outputs = super().step()
+        if self.ranks is not None:
+            met = self.ranks.commands.gather_records([one.name for one in self.launched or ()], "forward")
+            assert all(names == met[0] for names in met), f"the ranks run different forwards: {met}"
+        return outputs
 
     def sleep(self, level: int = 1) -> None:
         self.sleeps += 1
         super().sleep(level)
 
 
-def build_double(recipe: Recipe, spec: ModelSpec, *, policy: PrecisionPolicy, tokenizer: Any, **_: Any) -> VllmBackend:
+def build_double(
+    recipe: Recipe,
+    spec: ModelSpec,
+    *,
+    policy: PrecisionPolicy,
+    tokenizer: Any,
+    ranks: Ranks | None = None,
+    **_: Any,
+) -> VllmBackend:
     """In place of `build_vllm` of workers/build_engine.py."""
-    shapes = Decoder(spec, policy, "train", device="meta", backend="emulated")
+    shapes = Decoder(spec.whole, policy, "train", device="meta", backend="emulated")
     ours = {name: one.detach() for name, one in shapes.named_parameters()}
     context = recipe.model.context_length
     how = {"vocab_size": spec.vocab_size, "num_pages": 256, "max_model_len": context}
-    double = CountingDouble(tensors_of(spec, policy, ours), **how)
+    double = CountingDouble(tensors_of(spec, policy, ours, spec.tensor.size), **how)
+    double.ranks = ranks
     settings: dict[str, Any] = {"config": recipe.engine, "context_length": context, "tokenizer": tokenizer}
-    return VllmBackend(double, spec=spec, policy=policy, **settings)
+    return VllmBackend(double, spec=spec, policy=policy, ranks=ranks, **settings)
 
 
 def build_worker_with_double(*arguments: Any, **settings: Any) -> BuiltWorker:

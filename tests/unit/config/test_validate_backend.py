@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
@@ -17,6 +18,7 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import build_recipe
 from octetrl.config.validate_backend import backend_spec_problems, without_effect
+from octetrl.config.validate_tensor import tensor_problems
 from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
 from octetrl.config.weight_buffer import choose_buffer
 from octetrl.fp8.parity import refused_gate, why_not_equal
@@ -157,7 +159,13 @@ ROLES = (("cluster.trainer_gpus", 2), ("cluster.engine_gpus", 6))
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ([("cluster.gpus", 2), ("cluster.tensor_parallel", 2)], "cluster.tensor_parallel: engine.backend: vllm has a"),
+        (
+            [
+                *(("cluster.address", "auto"), ("cluster.nodes", 2), ("cluster.gpus_per_node", 3)),
+                ("cluster.tensor_parallel", 2),
+            ],
+            "cluster.tensor_parallel: engine.backend: vllm keeps the workers that share a model on one machine; give a",
+        ),
         (
             [*ROLES, ("cluster.max_staleness", 1), ("cluster.weights_in_flight", "recompute_cache")],
             "cluster.weights_in_flight: engine.backend: vllm cannot change weights while it generates; set it to off",
@@ -169,6 +177,26 @@ ROLES = (("cluster.trainer_gpus", 2), ("cluster.engine_gpus", 6))
 def test_what_several_workers_cannot_do(changes: list[tuple[str, Any]], expected: str) -> None:
     assert expected in problem_of(VLLM, *changes)
     recipe_with(*changes)
+
+
+SHARED = (("cluster.gpus", 4), ("cluster.tensor_parallel", 2))
+
+
+def test_workers_that_share_a_model() -> None:
+    """By vLLM's own tensor parallelism. What is not cut at whole blocks is refused, and so are separate roles."""
+    assert texts(recipe_with(VLLM, FULL, *SHARED)) == []
+    lines = dict(backend_lines(recipe_with(VLLM, FULL, *SHARED)))
+    assert lines["rollout backend"].endswith("in each group of 2 of the 4 workers, with weights of its own")
+    assert lines["tensor parallelism"].startswith("by vLLM itself, 2 ranks")
+    spec = spec_from_config(preset_config("qwen3-0.6b"))
+    (text,) = [one.text for one in tensor_problems(recipe_with(VLLM, *SHARED), replace(spec, intermediate_size=3200))]
+    assert text.startswith("cluster.tensor_parallel: 2, but 2 parts of the intermediate size 3,200 are not multiples")
+    thirds = recipe_with(VLLM, ("cluster.gpus", 3), ("cluster.tensor_parallel", 3))
+    (text,) = [one.text for one in backend_spec_problems(thirds, spec)]
+    assert text.startswith(
+        "cluster.tensor_parallel: engine.backend: vllm cuts the vocabulary in equal parts, and 3 does"
+    )
+    assert "whole models so far" in problem_of(VLLM, *ROLES, ("cluster.tensor_parallel", 2))
 
 
 def test_check_says_what_several_workers_need() -> None:
