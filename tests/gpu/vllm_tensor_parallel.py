@@ -107,12 +107,11 @@ def logs_shown(folder: Path, beside: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def begin_one(precision: str, model: Path, folder: Path) -> subprocess.Popen[str]:
-    """One GPU's answers, by a process whose compiled graphs have a folder of their own."""
+    """One GPU's answers, by a process whose compiled graphs have a folder of their own. It prints into one.log."""
     command = [sys.executable, "-m", "tests.gpu.vllm_tensor_parallel", precision, "--one", str(model)]
     environment = os.environ | {"VLLM_CACHE_ROOT": str(folder / "compiled")}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=Path.cwd()
-    )
+    with (folder / "one.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def one_gpu(precision: str, model: Path) -> None:
@@ -157,10 +156,10 @@ def main(precision: str, options: Sequence[str]) -> None:
         try:
             with logs_shown(folder / "run", beside):
                 answers = two_gpus(precision, model, folder / "run", clock)
-            said, _ = beside.communicate(timeout=120)
+            beside.wait(timeout=120)
         finally:
             beside.kill()
-        assert beside.returncode == 0, f"one GPU's vLLM failed:\n{said[-3000:]}"
+        assert beside.returncode == 0, "\n".join(["one GPU's vLLM failed:", *last_lines(folder / "one.log", 30)])
         clock.say("one GPU's answers")
         compare(precision, answers, json.loads((model / "greedy.json").read_text()))
     print(f"{precision}: passed", flush=True)

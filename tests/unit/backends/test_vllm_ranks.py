@@ -176,6 +176,13 @@ def without_scale(rank: Rank) -> None:
     rank.publish(1)
 
 
+def with_other_padding(rank: Rank) -> None:
+    if rank.spec.tensor.rank == 1:
+        head = rank.double.model.lm_head
+        head.weight = torch.nn.Parameter(torch.zeros(4160, QWEN.hidden_size, dtype=torch.bfloat16))  # type: ignore[union-attr]
+    rank.publish(1)
+
+
 def with_nan(rank: Rank) -> None:
     if rank.spec.tensor.rank == 1:
         with torch.no_grad():
@@ -213,10 +220,11 @@ def without_memory(rank: Rank) -> None:
         (damaged("lm_head.weight"), "bf16", "'lm_head.weight' differs from the trainer's at policy version 0"),
         (damaged("model.layers.1.mlp.down_proj.weight"), "fp8 rollout", "are not those of policy version 0 any more"),
         (without_scale, "fp8_full", "no parameter 'model.layers.0.self_attn.o_proj.weight_scale_inv'"),
+        (with_other_padding, "bf16", "vLLM's 'lm_head.weight' is ("),
         (with_nan, "fp8 rollout", "layers.1.mlp.down_proj"),
         (with_a_scale_of_zero, "fp8_full", "KV scales: a scale is not above 0"),
     ],
-    ids=["codes", "scales", "vocabulary", "codes made here", "layout", "NaN", "KV scale"],
+    ids=["codes", "scales", "vocabulary", "codes made here", "layout", "padding", "NaN", "KV scale"],
 )
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(
     work: Callable[[Rank], object], fp8: str, expected: str, monkeypatch: pytest.MonkeyPatch
