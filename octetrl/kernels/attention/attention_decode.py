@@ -57,101 +57,68 @@ from octetrl.kernels.attention.attention_order import (
     operand_dtype,
     rows_of_tiles,
     skipped_chunks,
-    total_of_columns,
     update_columns,
+)
+from octetrl.kernels.attention.decode_chunks import (
+    AHEAD,
+    _attention_merge_kernel,
+    chunk_results,
+    store_chunk,
+    store_out,
+    whole_chunk,
 )
 from octetrl.kernels.attention.decode_layout import DecodeTile, KeySplit
 from octetrl.kernels.attention.kv_store import by_key
-from octetrl.kernels.early import let_next_start, lets_next_start
-from octetrl.kernels.quantize.quantize_activation import block_scale, e4m3_byte, magnitude_bits
+from octetrl.kernels.early import lets_next_start
 
 COUNTED = 64  # a program counts the chunks of at least so many sequences, so most batch sizes share one kernel
-AHEAD = 16  # chunks that the merging kernel loads at a time
 
 
 @triton.jit
-def _kept_columns(x_RC, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr):
-    """The first `KEPT` columns; the others are copies of these."""
-    if KEPT == COLUMNS:
-        return x_RC
-    copy = tl.arange(0, COLUMNS // KEPT)[None, :, None]
-    return tl.sum(tl.where(copy == 0, tl.reshape(x_RC, [ROWS, COLUMNS // KEPT, KEPT]), 0.0), 1)
+def _rows_together(offset_ptr, first_B, num_rows, ROWS: tl.constexpr):
+    """Number of rows that the program of each row `first_B` serves: 0 if the program of an earlier row serves it.
+
+    A sequence's rows follow one another, with offsets from 0. Every `ROWS`-th of them begins a new program.
+    """
+    offset_B = tl.load(offset_ptr + first_B, mask=first_B < num_rows, other=0)
+    begins_B = offset_B % ROWS == 0
+    count_B = begins_B.to(tl.int32)
+    for behind in tl.static_range(1, ROWS):
+        other_B = tl.load(offset_ptr + first_B + behind, mask=first_B + behind < num_rows, other=0)
+        count_B += (begins_B & (other_B == offset_B + behind)).to(tl.int32)
+    return count_B
 
 
 @triton.jit
-def _whole_chunk(
-    m_C, l_XC, o_DC, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr
-):  # fmt: skip
-    """m, l [KEPT] and o [D, KEPT] of a chunk whose tiles are done."""
-    m_1C = _kept_columns(tl.reshape(m_C, [1, COLUMNS]), 1, COLUMNS, KEPT)
-    l_XC = _kept_columns(l_XC, CLASSES, COLUMNS, KEPT)
-    o_DC = _kept_columns(o_DC, BLOCK_D, COLUMNS, KEPT)
-    return tl.reshape(m_1C, [KEPT]), total_of_columns(l_XC, KEPT), o_DC
+def _row_of_columns(rows, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The row of each column, among the program's `rows`. Columns that are left over copy the last row's."""
+    return tl.maximum(tl.minimum(tl.arange(0, COLUMNS) // GROUP, rows - 1), 0)
 
 
 @triton.jit
-def _store_quantized(
-    out_DC, code_ptr, scale_ptr, offset_DC, scale_offset_C, own_C, POWER_OF_TWO: tl.constexpr
-):  # fmt: skip
-    """Store codes and scale of each column, which is one 1x128 block, from the BF16 rounding of the output."""
-    x_DC = out_DC.to(tl.bfloat16).to(tl.float32)
-    scale_C, inverse_C = block_scale(tl.max(magnitude_bits(x_DC), 0), POWER_OF_TWO)
-    tl.store(code_ptr + offset_DC, e4m3_byte(x_DC * inverse_C[None, :]), mask=own_C[None, :])
-    tl.store(scale_ptr + scale_offset_C, scale_C, mask=own_C)
-
-
-@triton.jit
-def _store_out(
-    l_C, o_DC, out_ptr, out_scale_ptr, v_scale_ptr, sequence, num_keys, kv_head, head_C, own_C,
-    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, V_MODE: tl.constexpr,
-    QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-):  # fmt: skip
-    """The outputs of some heads of one kv head, from the total of all chunks."""
-    d_D = tl.arange(0, BLOCK_D)
-    out_scale = 1.0
-    if V_MODE == 1:
-        out_scale = tl.load(v_scale_ptr + kv_head)
-    l_safe_C = tl.where(num_keys > 0, l_C, 1.0)  # a padding sequence gives zeros; NaN stays NaN
-    out_DC = o_DC * tl.div_rn(tl.zeros_like(l_C) + out_scale, l_safe_C)[None, :]
-    out_offset_DC = (sequence * HEADS + head_C)[None, :] * HEAD_SIZE + d_D[:, None]
-    if QUANTIZE:
-        scale_offset_C = head_C * tl.num_programs(1) + sequence
-        _store_quantized(out_DC, out_ptr, out_scale_ptr, out_offset_DC, scale_offset_C, own_C, POWER_OF_TWO)
-    else:
-        own_DC = own_C[None, :] & (d_D < HEAD_SIZE)[:, None]
-        tl.store(out_ptr + out_offset_DC, out_DC.to(out_ptr.dtype.element_ty), mask=own_DC)
-
-
-@triton.jit
-def _store_chunk(
-    m_C, l_C, o_DC, m_ptr, l_ptr, o_ptr, row,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    """m, l [S, H] and o [S, H, D] of one chunk and the heads from `row` on."""
-    d_D = tl.arange(0, BLOCK_D)
+def _places(rows, row_stride, GROUP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr):
+    """Where the results of each column of a chunk lie, relative to the first; and whether the column has any."""
     column_C = tl.arange(0, KEPT)
-    own_C = column_C < GROUP
-    own_DC = own_C[None, :] & (d_D < HEAD_SIZE)[:, None]
-    tl.store(m_ptr + row + column_C, m_C, mask=own_C)
-    tl.store(l_ptr + row + column_C, l_C, mask=own_C)
-    tl.store(o_ptr + (row + column_C)[None, :] * HEAD_SIZE + d_D[:, None], o_DC, mask=own_DC)
+    if ROWS == 1:
+        return column_C, column_C < GROUP
+    return column_C // GROUP * row_stride + column_C % GROUP, column_C // GROUP < rows
 
 
 @triton.jit
 def _attend(
-    q_ptr, k_pages, v_pages, table_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, first_row,
-    sequence, kv_head, first, end, num_keys,
+    q_ptr, k_pages, v_pages, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, first_place,
+    row_stride, sequence, rows, kv_head, first, end, num_keys,
     stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
     stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table, base_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr,
     V_MODE: tl.constexpr, K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the keys from `first` to `end`, in whole chunks.
+    """Attention of `rows` rows from `sequence` on over the keys from `first` to `end`, in whole chunks.
 
-    Returns their total: m, l [KEPT] and o [D, KEPT]. With `SPLIT` it stores every chunk instead, the first at row
-    `first_row`, and returns the last one.
+    Returns their total: m, l [KEPT] and o [D, KEPT]. With `SPLIT` it stores every chunk instead, the first at
+    `first_place`, and returns the last one. `num_keys`: keys of the last row, which has the most.
     """
     d_D = tl.arange(0, BLOCK_D)
     n_N = tl.arange(0, N)
@@ -159,10 +126,14 @@ def _attend(
     head_D = d_D < HEAD_SIZE
     K_INTERLEAVED: tl.constexpr = TMA and K_MODE > 0
     q_d_D = interleaved_index(d_D) if K_INTERLEAVED else d_D
-    q_DC = tl.load(
-        q_ptr + sequence * stride_q_token + head_C[None, :] * stride_q_head + q_d_D[:, None],
-        mask=head_D[:, None], other=0.0,
-    ).to(K_OPERAND)  # fmt: skip
+    q_ptr_1C = q_ptr + sequence * stride_q_token + head_C[None, :] * stride_q_head
+    fewest = num_keys
+    if ROWS > 1:
+        row_C = _row_of_columns(rows, COLUMNS, GROUP)
+        q_ptr_1C += row_C[None, :] * stride_q_token
+        keys_C = tl.load(contexts_ptr + sequence + row_C)
+        fewest = tl.load(contexts_ptr + sequence)
+    q_DC = tl.load(q_ptr_1C + q_d_D[:, None], mask=head_D[:, None], other=0.0).to(K_OPERAND)
     score_scale = base_scale
     if K_MODE == 1:
         score_scale = base_scale * tl.load(k_scale_ptr + kv_head)
@@ -174,7 +145,7 @@ def _attend(
     m_chunk_C = tl.full([COLUMNS], LOWEST, tl.float32)
     l_chunk_XC = tl.zeros([CLASSES, COLUMNS], tl.float32)
     o_chunk_DC = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
-    begin = tl.maximum(first, (num_keys - WINDOW) // N * N) if WINDOW > 0 else first  # the first tile that is read
+    begin = tl.maximum(first, (fewest - WINDOW) // N * N) if WINDOW > 0 else first  # the first tile that is read
     page = load_pages(table_ptr, begin, num_keys, PAGE_SIZE, N)
     for start in tl.range(begin, end, N, num_stages=STAGES):
         key_N = start + n_N
@@ -199,13 +170,19 @@ def _attend(
             v_scale_N = tl.load(v_scale_ptr + scale_N, mask=present_N, other=0.0)
         s_NC = tl.dot(k_ND, q_DC)
         s_NC = s_NC * (k_scale_N * score_scale)[:, None] if K_MODE == 2 else s_NC * score_scale
-        read_N = present_N & (key_N + WINDOW >= num_keys) if WINDOW > 0 else present_N
-        s_NC = tl.where(read_N[:, None], s_NC, float("-inf"))
+        if ROWS > 1:
+            read_NC = key_N[:, None] < keys_C[None, :]
+            read_NC = read_NC & (key_N[:, None] + WINDOW >= keys_C[None, :]) if WINDOW > 0 else read_NC
+        else:
+            read_N = present_N & (key_N + WINDOW >= num_keys) if WINDOW > 0 else present_N
+            read_NC = read_N[:, None]
+        s_NC = tl.where(read_NC, s_NC, float("-inf"))
         if start % CHUNK == 0 and start > first:  # the chunk before is whole
-            whole = _whole_chunk(m_chunk_C, l_chunk_XC, o_chunk_DC, BLOCK_D, COLUMNS, KEPT)
+            whole = whole_chunk(m_chunk_C, l_chunk_XC, o_chunk_DC, BLOCK_D, COLUMNS, KEPT)
             if SPLIT:
-                row = first_row + (start - first - 1) // CHUNK * HEADS
-                _store_chunk(*whole, m_ptr, l_ptr, o_ptr, row, GROUP, HEAD_SIZE, BLOCK_D, KEPT)
+                place = first_place + (start - first - 1) // CHUNK * HEADS
+                places = _places(rows, row_stride, GROUP, KEPT, ROWS)
+                store_chunk(*whole, m_ptr, l_ptr, o_ptr, place, *places, HEAD_SIZE, BLOCK_D)
             else:
                 m_C, l_C, o_DC = merge_columns(m_C, l_C, o_DC, *whole)
             m_chunk_C = tl.full([COLUMNS], LOWEST, tl.float32)
@@ -225,17 +202,18 @@ def _attend(
         m_chunk_C, l_chunk_XC, o_chunk_DC = update_columns(
             s_NC, m_chunk_C, l_chunk_XC, o_chunk_DC, v_DN, v_scale_N, COLUMNS, N, V_MODE, TMA and V_TURNED
         )
-    whole = _whole_chunk(m_chunk_C, l_chunk_XC, o_chunk_DC, BLOCK_D, COLUMNS, KEPT)
+    whole = whole_chunk(m_chunk_C, l_chunk_XC, o_chunk_DC, BLOCK_D, COLUMNS, KEPT)
     if SPLIT:
-        row = first_row + (end - first - 1) // CHUNK * HEADS
-        _store_chunk(*whole, m_ptr, l_ptr, o_ptr, row, GROUP, HEAD_SIZE, BLOCK_D, KEPT)
+        place = first_place + (end - first - 1) // CHUNK * HEADS
+        places = _places(rows, row_stride, GROUP, KEPT, ROWS)
+        store_chunk(*whole, m_ptr, l_ptr, o_ptr, place, *places, HEAD_SIZE, BLOCK_D)
         return whole
     return merge_columns(m_C, l_C, o_DC, *whole)
 
 
 @triton.jit(do_not_specialize=["stride_table", "num_sequences", "max_chunks"])
 def _attention_decode_kernel(
-    q_ptr, k_pages, v_pages, out_ptr, out_scale_ptr, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr,
+    q_ptr, k_pages, v_pages, out_ptr, out_scale_ptr, table_ptr, contexts_ptr, offset_ptr, k_scale_ptr, v_scale_ptr,
     m_ptr, l_ptr, o_ptr, num_sequences, max_chunks,
     stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
     stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table, base_scale,
@@ -243,31 +221,47 @@ def _attention_decode_kernel(
     COLUMNS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr,
     V_MODE: tl.constexpr, K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
     QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """`SEQUENCES` 0: one sequence and kv head, to the output. Else at least B: a share of all chunks, to m, l and o."""
     kv_head = tl.program_id(0)  # all heads of a page are one piece of memory, so their programs are neighbours
+    row_stride = max_chunks * HEADS
+    rows = 1
     if SEQUENCES == 0:
         sequence = tl.program_id(1).to(tl.int64)
-        num_keys = tl.load(contexts_ptr + sequence)
+        if ROWS > 1:
+            rows = _rows_together(offset_ptr, sequence, num_sequences, ROWS)
+            num_keys = tl.load(contexts_ptr + sequence + tl.maximum(rows - 1, 0), mask=rows > 0, other=0)
+        else:
+            num_keys = tl.load(contexts_ptr + sequence)
         _, l_C, o_DC = _attend(
-            q_ptr, k_pages, v_pages, table_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, 0,
-            sequence, kv_head, 0, num_keys, num_keys,
+            q_ptr, k_pages, v_pages, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, 0,
+            row_stride, sequence, rows, kv_head, 0, num_keys, num_keys,
             stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
             stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table,
             base_scale, HEADS, GROUP, HEAD_SIZE, BLOCK_D, PAGE_SIZE, COLUMNS, KEPT, N, CHUNK, K_MODE, V_MODE, K_OPERAND,
-            V_OPERAND, TMA, V_TURNED, False, STAGES, WINDOW,
+            V_OPERAND, TMA, V_TURNED, False, STAGES, WINDOW, ROWS,
         )  # fmt: skip
         column_C = tl.arange(0, KEPT)
-        _store_out(
+        own_C = column_C < GROUP
+        if ROWS > 1:
+            own_C = column_C // GROUP < rows
+            sequence += _row_of_columns(rows, KEPT, GROUP)
+            num_keys = tl.load(contexts_ptr + sequence)
+        store_out(
             l_C, o_DC, out_ptr, out_scale_ptr, v_scale_ptr, sequence, num_keys, kv_head,
-            kv_head * GROUP + column_C % GROUP, column_C < GROUP,
+            kv_head * GROUP + column_C % GROUP, own_C,
             HEADS, HEAD_SIZE, BLOCK_D, V_MODE, QUANTIZE, POWER_OF_TWO,
         )  # fmt: skip
     else:
         sequence_B = tl.arange(0, SEQUENCES)
         keys_B = tl.load(contexts_ptr + sequence_B, mask=sequence_B < num_sequences, other=0)
         skipped_B = skipped_chunks(keys_B, WINDOW, CHUNK)
+        if ROWS > 1:
+            rows_B = _rows_together(offset_ptr, sequence_B, num_sequences, ROWS)
+            last_B = sequence_B + rows_B - 1
+            keys_B = tl.load(contexts_ptr + last_B, mask=(rows_B > 0) & (sequence_B < num_sequences), other=0)
+            skipped_B = tl.where(rows_B > 0, skipped_B, 0)
         chunks_B = (keys_B + CHUNK - 1) // CHUNK - skipped_B
         end_B = tl.cumsum(chunks_B, 0)
         total = tl.sum(chunks_B, 0)
@@ -280,50 +274,20 @@ def _attention_decode_kernel(
             num_keys = tl.load(contexts_ptr + sequence)
             chunk += skipped_chunks(num_keys, WINDOW, CHUNK)
             first = chunk * CHUNK
+            if ROWS > 1:
+                rows = _rows_together(offset_ptr, sequence, num_sequences, ROWS)
+                num_keys = tl.load(contexts_ptr + sequence + rows - 1)
             end = tl.minimum(first + (last - item) * CHUNK, num_keys)
             _attend(
-                q_ptr, k_pages, v_pages, table_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr,
-                (sequence * max_chunks + chunk) * HEADS + kv_head * GROUP, sequence, kv_head, first, end, num_keys,
+                q_ptr, k_pages, v_pages, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr,
+                (sequence * max_chunks + chunk) * HEADS + kv_head * GROUP, row_stride, sequence, rows, kv_head, first,
+                end, num_keys,
                 stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page,
                 stride_v_head, stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token,
                 stride_table, base_scale, HEADS, GROUP, HEAD_SIZE, BLOCK_D, PAGE_SIZE, COLUMNS, KEPT, N, CHUNK, K_MODE,
-                V_MODE, K_OPERAND, V_OPERAND, TMA, V_TURNED, True, STAGES, WINDOW,
+                V_MODE, K_OPERAND, V_OPERAND, TMA, V_TURNED, True, STAGES, WINDOW, ROWS,
             )  # fmt: skip
             item += (end - first + CHUNK - 1) // CHUNK
-
-
-@triton.jit(do_not_specialize=["max_chunks"])
-def _attention_merge_kernel(
-    m_ptr, l_ptr, o_ptr, out_ptr, out_scale_ptr, contexts_ptr, v_scale_ptr, max_chunks,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr, V_MODE: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    WINDOW: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Output of one sequence and head from its chunks; `AHEAD` chunks are loaded at a time."""
-    let_next_start(EARLY)
-    head = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64)
-    num_keys = tl.load(contexts_ptr + sequence)
-    num_chunks = (num_keys + CHUNK - 1) // CHUNK
-    d_D = tl.arange(0, BLOCK_D)
-    row = sequence * max_chunks * HEADS + head
-    m_C = tl.full([1], LOWEST, tl.float32)
-    l_C = tl.zeros([1], tl.float32)
-    o_DC = tl.zeros([BLOCK_D, 1], tl.float32)
-    for first in tl.range(skipped_chunks(num_keys, WINDOW, CHUNK), num_chunks, AHEAD, num_stages=1):
-        for ahead in tl.static_range(AHEAD):  # past the last chunk: a merge that changes nothing
-            chunk = first + ahead + tl.arange(0, 1)
-            there_C = chunk < num_chunks
-            row_C = row + chunk * HEADS
-            m_chunk_C = tl.load(m_ptr + row_C, mask=there_C, other=LOWEST)
-            l_chunk_C = tl.load(l_ptr + row_C, mask=there_C, other=0.0)
-            there_DC = there_C[None, :] & (d_D < HEAD_SIZE)[:, None]
-            o_chunk_DC = tl.load(o_ptr + row_C[None, :] * HEAD_SIZE + d_D[:, None], mask=there_DC, other=0.0)
-            m_C, l_C, o_DC = merge_columns(m_C, l_C, o_DC, m_chunk_C, l_chunk_C, o_chunk_DC)
-    _store_out(
-        l_C, o_DC, out_ptr, out_scale_ptr, v_scale_ptr, sequence, num_keys, head // GROUP, head + tl.arange(0, 1),
-        tl.arange(0, 1) == 0, HEADS, HEAD_SIZE, BLOCK_D, V_MODE, QUANTIZE, POWER_OF_TWO,
-    )  # fmt: skip
 
 
 def attention_decode_triton(
@@ -340,20 +304,27 @@ def attention_decode_triton(
     tile: DecodeTile | None = None,
     split: KeySplit | Literal["chosen"] | None = "chosen",
     window: int | None = None,
+    draft_offset_B: Tensor | None = None,
 ) -> Tensor | Quantized:
-    """One query per sequence. Scales in any form of `mode_of`; `quantize` only at head size 128.
+    """One query per sequence, or draft rows. Scales in any form of `mode_of`; `quantize` only at head size 128.
+
     `tile` and `split` replace the chosen layout; no bit depends on them. `split=None`: one program per sequence.
+    draft_offset_B: as in `attention_paged`; rows of one sequence then share its keys, if there is a layout for them.
     """
     (num_sequences, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
     assert num_sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
     assert q_BHD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
     assert not quantize or head_size == BLOCK, f"a head of {head_size} is not one block of {BLOCK}"
+    group = num_heads // num_kv_heads
+    if draft_offset_B is not None:
+        assert draft_offset_B.shape == context_lens_B.shape and draft_offset_B.is_contiguous(), "offsets of drafts"
+        tile = tile or DecodeTile.of_drafts(k_cache, v_cache, group)
+    rows = 1 if draft_offset_B is None or tile is None else tile.rows(group)
     if split == "chosen":
-        split = KeySplit.chosen(q_BHD, k_cache, v_cache, block_table_BP.shape[1])
+        split = KeySplit.chosen(q_BHD, k_cache, v_cache, block_table_BP.shape[1], rows)
     max_chunks, programs = (0, num_sequences) if split is None else (split.max_chunks, split.programs)
     tile = tile or DecodeTile.chosen(k_cache, v_cache, programs * num_kv_heads)
-    group = num_heads // num_kv_heads
     columns = max(tile.columns, triton.next_power_of_2(group))
     k_mode, v_mode = mode_of(k_scale), mode_of(v_scale)
     token_scales = [scale for scale in (k_scale, v_scale) if mode_of(scale) == "dynamic" and scale is not None]
@@ -362,7 +333,7 @@ def attention_decode_triton(
     pages = (rows_of_tiles(k_cache), rows_of_tiles(v_cache)) if tma else (k_cache, v_cache)
     out_BHD = torch.empty(q_BHD.shape, dtype=torch.uint8 if quantize else q_BHD.dtype, device=q_BHD.device)
     out_scale_HB = torch.empty(num_heads, num_sequences, device=q_BHD.device) if quantize else None
-    m_BSH, l_BSH, o_BSHD = _chunk_results(q_BHD, max_chunks) if split else (None, None, None)
+    m_BSH, l_BSH, o_BSHD = chunk_results(q_BHD, max_chunks) if split else (None, None, None)
     shape = {
         "HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_D": block_of_head(head_size),
         "CHUNK": KV_CHUNK, "V_MODE": MODE_NUMBER[v_mode], "POWER_OF_TWO": power_of_two, "WINDOW": window or 0,
@@ -370,16 +341,16 @@ def attention_decode_triton(
     }  # fmt: skip
     if num_sequences > 0:
         _attention_decode_kernel[(num_kv_heads, programs)](
-            q_BHD, *pages, out_BHD, out_scale_HB, block_table_BP, context_lens_B, k_scale, v_scale,
+            q_BHD, *pages, out_BHD, out_scale_HB, block_table_BP, context_lens_B, draft_offset_B, k_scale, v_scale,
             m_BSH, l_BSH, o_BSHD, num_sequences, max_chunks,
             q_BHD.stride(0), q_BHD.stride(1), *k_cache.stride()[:3], *by_key(v_cache).stride(), *stride_scale,
             block_table_BP.stride(0), softmax_scale * LOG2E, PAGE_SIZE=page_size, COLUMNS=columns,
-            KEPT=min(columns, max(8, triton.next_power_of_2(group))), N=KV_TILE, K_MODE=MODE_NUMBER[k_mode],
-            K_OPERAND=TRITON_DTYPE[operand_dtype(k_cache.dtype, k_mode)],
+            KEPT=columns if rows > 1 else min(columns, max(8, triton.next_power_of_2(group))), N=KV_TILE,
+            K_MODE=MODE_NUMBER[k_mode], K_OPERAND=TRITON_DTYPE[operand_dtype(k_cache.dtype, k_mode)],
             V_OPERAND=TRITON_DTYPE[operand_dtype(v_cache.dtype, v_mode)],
             TMA=tma, V_TURNED=is_code(v_cache.dtype), QUANTIZE=quantize and split is None,
             SEQUENCES=0 if split is None else max(COUNTED, triton.next_power_of_2(num_sequences)),
-            STAGES=tile.stages, **shape, **({"maxnreg": tile.registers} if q_BHD.is_cuda else {}),
+            STAGES=tile.stages, ROWS=rows, **shape, **({"maxnreg": tile.registers} if q_BHD.is_cuda else {}),
         )  # fmt: skip
     if num_sequences > 0 and split is not None:
         _attention_merge_kernel[(num_heads, num_sequences)](
@@ -389,10 +360,3 @@ def attention_decode_triton(
     if out_scale_HB is None:
         return out_BHD
     return Quantized(out_BHD.flatten(1).view(E4M3), out_scale_HB.t())
-
-
-def _chunk_results(q_BHD: Tensor, max_chunks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for m and l [B, S, H] and o [B, S, H, D] of every chunk, in float32."""
-    B, H, D = q_BHD.shape
-    m_BSH, l_BSH = torch.empty(2, B, max_chunks, H, device=q_BHD.device).unbind()
-    return m_BSH, l_BSH, torch.empty(B, max_chunks, H, D, device=q_BHD.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from octetrl.fp8.format import is_code
 from octetrl.kernels.attention.attention_order import KV_CHUNK
 
+MOST_ROWS = 16  # of a program
 MULTIPROCESSORS = 132  # of an H100 or H200
 PADDED_HEAD_SIZES = (80, 96)  # to 128; 16 columns, so that Triton emits wgmma, as for prefill
 SPLIT_BYTES = 1 << 26  # the largest size of the chunks' outputs
@@ -26,6 +27,20 @@ class DecodeTile:
     columns: int
     stages: int
     registers: int | None = None
+
+    def rows(self, group: int) -> int:
+        """Number of draft rows of one sequence that a program serves, with `group` query heads each."""
+        return min(self.columns // group, MOST_ROWS)
+
+    @classmethod
+    def of_drafts(cls, k_cache: Tensor, v_cache: Tensor, group: int) -> DecodeTile | None:
+        """The tile in which draft rows of one sequence share its keys. None: each row reads them alone."""
+        k_codes, v_codes = is_code(k_cache.dtype), is_code(v_cache.dtype)
+        if k_codes != v_codes:
+            return None
+        columns = max(16 if k_codes else 32, triton.next_power_of_2(2 * group))
+        stages = 2 if k_cache.shape[3] <= 128 else 1
+        return cls(columns, 3 if k_codes and k_cache.shape[3] <= 128 else stages)
 
     @classmethod
     def chosen(cls, k_cache: Tensor, v_cache: Tensor, num_programs: int) -> DecodeTile:
@@ -58,8 +73,9 @@ class KeySplit:
     programs: int
 
     @classmethod
-    def chosen(cls, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, num_pages: int) -> KeySplit | None:
+    def chosen(cls, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, num_pages: int, rows: int = 1) -> KeySplit | None:
         """The split for this batch, whose block table has `num_pages` columns; None: a program takes a whole sequence.
+        A program serves at most `rows` rows.
 
         Codes need three programs a multiprocessor to read at full speed, BF16 needs half of one. With fewer sequences
         than that, their keys are split. The lengths are unknown here. Sequences of one length would be up to 16% faster
@@ -71,6 +87,6 @@ class KeySplit:
         enough, programs = (3 * MULTIPROCESSORS, 2 * MULTIPROCESSORS) if codes else (64, 3 * MULTIPROCESSORS)
         max_chunks = triton.cdiv(num_pages * page_size, KV_CHUNK)
         size = 4 * num_sequences * max_chunks * num_heads * head_size
-        if max_chunks == 1 or num_sequences * num_kv_heads >= enough or size > SPLIT_BYTES:
+        if max_chunks == 1 or triton.cdiv(num_sequences, rows) * num_kv_heads >= enough or size > SPLIT_BYTES:
             return None
         return cls(max_chunks, min(num_sequences * max_chunks, triton.cdiv(programs, num_kv_heads)))
