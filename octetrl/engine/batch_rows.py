@@ -109,6 +109,10 @@ class BatchRows:
         state = (self._integers_5R, self._fractions_3R, self._table_RW, self._page_size)
         return gather_rows(self._plan_4R[0, :batch], *state, self._plan_4R[1:3, :batch] if drafts else None)
 
+    def draft_offsets(self, batch: int) -> Tensor:
+        """How far the draft of each row lies behind its sequence's query, int64 [batch]; 0 in a sequence's own row."""
+        return self._plan_4R[2, :batch]
+
     def advance(self, batch: int, token_B: Tensor, logprob_B: Tensor, *, drafts: bool = False) -> Tensor:
         """Each sequence's token, or the last that its right drafts led to, becomes its next query. Returns tokens and
         log-probs as int32 [2, B], the log-probs bit by bit."""

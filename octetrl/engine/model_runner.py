@@ -181,6 +181,7 @@ class ModelRunner:
             context_lens_B=inputs.length_B,
             max_query_len=1,
             max_context_len=self._max_tokens,
+            draft_offset_B=self._rows.draft_offsets(size) if drafts else None,
         )
         hidden_BE = self._forward(inputs.token_B, inputs.position_B, context, counts=not drafts)
         logits_BV = self.model.logits(hidden_BE)

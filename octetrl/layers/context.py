@@ -63,7 +63,7 @@ class LayerCache:
 class PagedContext:
     """Rollout: the page slot of each new token and the keys of each sequence.
 
-    The last query of sequence b is at key position `context_lens_B[b] - 1`.
+    The last query of sequence b is at key position `context_lens_B[b] - 1`. Rows of drafts are sequences too.
     """
 
     layers: tuple[LayerCache, ...]
@@ -73,6 +73,7 @@ class PagedContext:
     context_lens_B: Tensor  # int32, this chunk included
     max_query_len: int
     max_context_len: int = field(default=0)
+    draft_offset_B: Tensor | None = None  # int64, how far each row's draft lies behind its sequence's query; None: none
 
 
 Context = PackedContext | PagedContext

@@ -67,7 +67,7 @@ from octetrl.kernels.attention.decode_chunks import (
     store_out,
     whole_chunk,
 )
-from octetrl.kernels.attention.decode_layout import DecodeTile, KeySplit
+from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout, KeySplit
 from octetrl.kernels.attention.kv_store import by_key
 from octetrl.kernels.early import lets_next_start
 
@@ -87,12 +87,6 @@ def _rows_together(offset_ptr, first_B, num_rows, ROWS: tl.constexpr):
         other_B = tl.load(offset_ptr + first_B + behind, mask=first_B + behind < num_rows, other=0)
         count_B += (begins_B & (other_B == offset_B + behind)).to(tl.int32)
     return count_B
-
-
-@triton.jit
-def _row_of_columns(rows, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The row of each column, among the program's `rows`. Columns that are left over copy the last row's."""
-    return tl.maximum(tl.minimum(tl.arange(0, COLUMNS) // GROUP, rows - 1), 0)
 
 
 @triton.jit
@@ -129,7 +123,7 @@ def _attend(
     q_ptr_1C = q_ptr + sequence * stride_q_token + head_C[None, :] * stride_q_head
     fewest = num_keys
     if ROWS > 1:
-        row_C = _row_of_columns(rows, COLUMNS, GROUP)
+        row_C = tl.minimum(tl.arange(0, COLUMNS) // GROUP, rows - 1)  # what is left over copies the last row
         q_ptr_1C += row_C[None, :] * stride_q_token
         keys_C = tl.load(contexts_ptr + sequence + row_C)
         fewest = tl.load(contexts_ptr + sequence)
@@ -223,17 +217,16 @@ def _attention_decode_kernel(
     QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`SEQUENCES` 0: one sequence and kv head, to the output. Else at least B: a share of all chunks, to m, l and o."""
+    """`SEQUENCES` 0: one sequence and kv head, to the output. Else at least B: a share of all chunks, to m, l and o.
+
+    `ROWS` > 1, only where keys are split: so many draft rows of a sequence share a program.
+    """
     kv_head = tl.program_id(0)  # all heads of a page are one piece of memory, so their programs are neighbours
     row_stride = max_chunks * HEADS
     rows = 1
     if SEQUENCES == 0:
         sequence = tl.program_id(1).to(tl.int64)
-        if ROWS > 1:
-            rows = _rows_together(offset_ptr, sequence, num_sequences, ROWS)
-            num_keys = tl.load(contexts_ptr + sequence + tl.maximum(rows - 1, 0), mask=rows > 0, other=0)
-        else:
-            num_keys = tl.load(contexts_ptr + sequence)
+        num_keys = tl.load(contexts_ptr + sequence)
         _, l_C, o_DC = _attend(
             q_ptr, k_pages, v_pages, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, 0,
             row_stride, sequence, rows, kv_head, 0, num_keys, num_keys,
@@ -243,14 +236,9 @@ def _attention_decode_kernel(
             V_OPERAND, TMA, V_TURNED, False, STAGES, WINDOW, ROWS,
         )  # fmt: skip
         column_C = tl.arange(0, KEPT)
-        own_C = column_C < GROUP
-        if ROWS > 1:
-            own_C = column_C // GROUP < rows
-            sequence += _row_of_columns(rows, KEPT, GROUP)
-            num_keys = tl.load(contexts_ptr + sequence)
         store_out(
             l_C, o_DC, out_ptr, out_scale_ptr, v_scale_ptr, sequence, num_keys, kv_head,
-            kv_head * GROUP + column_C % GROUP, own_C,
+            kv_head * GROUP + column_C % GROUP, column_C < GROUP,
             HEADS, HEAD_SIZE, BLOCK_D, V_MODE, QUANTIZE, POWER_OF_TWO,
         )  # fmt: skip
     else:
@@ -309,20 +297,20 @@ def attention_decode_triton(
     """One query per sequence, or draft rows. Scales in any form of `mode_of`; `quantize` only at head size 128.
 
     `tile` and `split` replace the chosen layout; no bit depends on them. `split=None`: one program per sequence.
-    draft_offset_B: as in `attention_paged`; rows of one sequence then share its keys, if there is a layout for them.
+    draft_offset_B: as in `attention_paged`; rows of one sequence share a program if there is a `DraftLayout`.
     """
     (num_sequences, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
     assert num_sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
     assert q_BHD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
     assert not quantize or head_size == BLOCK, f"a head of {head_size} is not one block of {BLOCK}"
-    group = num_heads // num_kv_heads
+    group, rows = num_heads // num_kv_heads, 1
     if draft_offset_B is not None:
         assert draft_offset_B.shape == context_lens_B.shape and draft_offset_B.is_contiguous(), "offsets of drafts"
-        tile = tile or DecodeTile.of_drafts(k_cache, v_cache, group)
-    rows = 1 if draft_offset_B is None or tile is None else tile.rows(group)
+        shared = DraftLayout.chosen(q_BHD, k_cache, v_cache, block_table_BP.shape[1], tile)
+        rows, tile, split = shared or (1, None, split)
     if split == "chosen":
-        split = KeySplit.chosen(q_BHD, k_cache, v_cache, block_table_BP.shape[1], rows)
+        split = KeySplit.chosen(q_BHD, k_cache, v_cache, block_table_BP.shape[1])
     max_chunks, programs = (0, num_sequences) if split is None else (split.max_chunks, split.programs)
     tile = tile or DecodeTile.chosen(k_cache, v_cache, programs * num_kv_heads)
     columns = max(tile.columns, triton.next_power_of_2(group))

@@ -38,6 +38,7 @@ def attention_paged(
     quantize_out: bool = False,
     power_of_two: bool = False,
     window: int | None = None,
+    draft_offset_B: Tensor | None = None,
 ) -> Tensor | Quantized:
     """out [T, H, D] in q's dtype; with `quantize_out`, `quantize_activation(out.flatten(1), power_of_two)`.
 
@@ -45,6 +46,10 @@ def attention_paged(
     cu_seqlens_q_B1, context_lens_B: int32. A context of 0 marks a padding sequence, whose rows are zero (codes 0, scale
     1). Scales as in `kv_store`. max_query_len: the largest number of queries of a sequence, 1 for pure decode; T if not
     given. window: a query reads so many keys, its own included; None: all.
+
+    draft_offset_B: int64, for decode: row b verifies a draft so far behind its sequence's query; 0 in the sequence's own
+    row. The rows of a sequence follow one another, with offsets 0, 1, 2 and so on, one table and one key more each. On a
+    GPU such rows may read their keys together, with the same bits (`DraftLayout`). None: there are no drafts.
     """
     scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale)
     arguments = (
@@ -58,7 +63,8 @@ def attention_paged(
         *scales,
     )
     if q_THD.is_cuda:
-        return attention_paged_triton(*arguments, max_query_len, quantize_out, power_of_two, window)
+        how = (max_query_len, quantize_out, power_of_two, window, draft_offset_B)
+        return attention_paged_triton(*arguments, *how)
     out_THD = attention_paged_reference(*arguments, window=window)
     return quantize_activation(out_THD.flatten(1), power_of_two) if quantize_out else out_THD
 
@@ -130,6 +136,7 @@ def attention_paged_triton(
     quantize_out: bool = False,
     power_of_two: bool = False,
     window: int | None = None,
+    draft_offset_B: Tensor | None = None,
 ) -> Tensor | Quantized:
     """`attention_paged`: the decode kernel if every sequence has one query, else the rows kernel."""
     page_size, head_size = k_cache.shape[2:]
@@ -140,7 +147,10 @@ def attention_paged_triton(
     v_scale = scale_in_use(v_cache, v_scale_K, v_token_scale)
     if max_query_len == 1:
         tables = (q_THD, k_cache, v_cache, block_table_BP, context_lens_B, softmax_scale, k_scale, v_scale)
-        out = attention_decode_triton(*tables, quantize_out and head_size == BLOCK, power_of_two, window=window)
+        quantizes = quantize_out and head_size == BLOCK
+        out = attention_decode_triton(
+            *tables, quantizes, power_of_two, window=window, draft_offset_B=draft_offset_B
+        )
         if isinstance(out, Quantized):
             return out
         out_THD = out

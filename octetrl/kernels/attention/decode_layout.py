@@ -1,11 +1,13 @@
-"""How decode is laid out on a GPU: the tile of one program, and whether the keys of a sequence are split.
+"""How decode is laid out on a GPU: the tile of one program, whether the keys of a sequence are split, and whether draft
+rows of one sequence share a program.
 
-No bit depends on either. All figures are of an H200 at head size 128 (docs/log.md).
+No bit depends on any of these. All figures are of an H200 at head size 128 (docs/log.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
@@ -13,9 +15,10 @@ from torch import Tensor
 from octetrl.fp8.format import is_code
 from octetrl.kernels.attention.attention_order import KV_CHUNK
 
-MOST_ROWS = 16  # of a program
 MULTIPROCESSORS = 132  # of an H100 or H200
 PADDED_HEAD_SIZES = (80, 96)  # to 128; 16 columns, so that Triton emits wgmma, as for prefill
+LARGEST_SHARED_HEAD = 128  # larger heads of several draft rows need more registers than there are
+MOST_ROWS = 16  # draft rows of a program
 SPLIT_BYTES = 1 << 26  # the largest size of the chunks' outputs
 
 
@@ -27,20 +30,6 @@ class DecodeTile:
     columns: int
     stages: int
     registers: int | None = None
-
-    def rows(self, group: int) -> int:
-        """Number of draft rows of one sequence that a program serves, with `group` query heads each."""
-        return min(self.columns // group, MOST_ROWS)
-
-    @classmethod
-    def of_drafts(cls, k_cache: Tensor, v_cache: Tensor, group: int) -> DecodeTile | None:
-        """The tile in which draft rows of one sequence share its keys. None: each row reads them alone."""
-        k_codes, v_codes = is_code(k_cache.dtype), is_code(v_cache.dtype)
-        if k_codes != v_codes:
-            return None
-        columns = max(16 if k_codes else 32, triton.next_power_of_2(2 * group))
-        stages = 2 if k_cache.shape[3] <= 128 else 1
-        return cls(columns, 3 if k_codes and k_cache.shape[3] <= 128 else stages)
 
     @classmethod
     def chosen(cls, k_cache: Tensor, v_cache: Tensor, num_programs: int) -> DecodeTile:
@@ -73,9 +62,8 @@ class KeySplit:
     programs: int
 
     @classmethod
-    def chosen(cls, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, num_pages: int, rows: int = 1) -> KeySplit | None:
+    def chosen(cls, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, num_pages: int) -> KeySplit | None:
         """The split for this batch, whose block table has `num_pages` columns; None: a program takes a whole sequence.
-        A program serves at most `rows` rows.
 
         Codes need three programs a multiprocessor to read at full speed, BF16 needs half of one. With fewer sequences
         than that, their keys are split. The lengths are unknown here. Sequences of one length would be up to 16% faster
@@ -87,6 +75,37 @@ class KeySplit:
         enough, programs = (3 * MULTIPROCESSORS, 2 * MULTIPROCESSORS) if codes else (64, 3 * MULTIPROCESSORS)
         max_chunks = triton.cdiv(num_pages * page_size, KV_CHUNK)
         size = 4 * num_sequences * max_chunks * num_heads * head_size
-        if max_chunks == 1 or triton.cdiv(num_sequences, rows) * num_kv_heads >= enough or size > SPLIT_BYTES:
+        if max_chunks == 1 or num_sequences * num_kv_heads >= enough or size > SPLIT_BYTES:
             return None
         return cls(max_chunks, min(num_sequences * max_chunks, triton.cdiv(programs, num_kv_heads)))
+
+
+class DraftLayout(NamedTuple):
+    """How many draft rows of one sequence a program serves, its tile, and how the keys are split."""
+
+    rows: int
+    tile: DecodeTile
+    split: KeySplit
+
+    @classmethod
+    def chosen(
+        cls, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, num_pages: int, tile: DecodeTile | None = None
+    ) -> DraftLayout | None:
+        """The layout of a forward with drafts. None: each row reads its keys alone, as without drafts.
+
+        The keys are always split, because the host does not know how many programs have rows. The tile has the most
+        columns with which no register is spilled. `tile` replaces it, whatever the head size and the cache. Rows of a
+        cache with only K or only V in codes stay alone: with K in BF16 and V in codes, a tile of 32 columns had other
+        bits or read outside memory (docs/log.md).
+        """
+        (num_rows, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
+        codes = is_code(k_cache.dtype)
+        if tile is None and (head_size > LARGEST_SHARED_HEAD or codes != is_code(v_cache.dtype)):
+            return None
+        tile = tile or DecodeTile(columns=16 if codes else 32, stages=3)
+        rows = min(tile.columns // (num_heads // num_kv_heads), MOST_ROWS)
+        max_chunks = triton.cdiv(num_pages * page_size, KV_CHUNK)
+        if rows < 2 or 4 * num_rows * max_chunks * num_heads * head_size > SPLIT_BYTES:
+            return None
+        programs = (2 if codes else 3) * MULTIPROCESSORS
+        return cls(rows, tile, KeySplit(max_chunks, min(num_rows * max_chunks, triton.cdiv(programs, num_kv_heads))))

@@ -101,3 +101,21 @@ class PagedCache:
         sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         page = self.block_table.cpu()[sequence, position // self.page_size].long()
         return (page * self.page_size + position % self.page_size).to(self.device)
+
+
+@dataclass(frozen=True)
+class DraftedRows:
+    """The rows of a decode forward with drafts."""
+
+    lengths: list[int]  # tokens of each sequence, drafts included; 1 for an inactive row, whose tokens nobody reads
+    sequence_N: Tensor
+    context_N: Tensor  # int32
+    offset_N: Tensor  # int64
+
+    @classmethod
+    def of(cls, drafted: list[tuple[int, int]], device: str = "cpu") -> DraftedRows:
+        """drafted: for each sequence the keys of its own row, and its number of rows. 0 keys: inactive."""
+        each = [(number, keys + row, row) for number, (keys, rows) in enumerate(drafted) for row in range(rows)]
+        sequence_N, context_N, offset_N = torch.tensor(each, device=device).t().contiguous()
+        lengths = [max(keys + rows - 1, 1) for keys, rows in drafted]
+        return cls(lengths, sequence_N, context_N.int(), offset_N)

@@ -119,6 +119,7 @@ class Attention(Block):
             *scales,
             max_query_len=context.max_query_len,
             window=self.window,
+            draft_offset_B=context.draft_offset_B,
         )
         assert isinstance(out_THD, Tensor)
         return out_THD

@@ -65,6 +65,7 @@ def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
         quantize_out=quantize_out,
         power_of_two=power_of_two,
         window=attention.window,
+        draft_offset_B=context.draft_offset_B,
     )
     out_TE = project(attention.o_proj, out if isinstance(out, Quantized) else out.flatten(1))
     if attention.probe is not None:

@@ -1,0 +1,113 @@
+"""Runs draft rows that share a program in Triton's interpreter, beside the same rows alone, and prints what differs.
+
+Started by test_attention_drafts.py in a process of its own, as attention_interpreted.py is. A product is computed column
+by column here, as a tensor core does: no bit of a column depends on the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+
+from octetrl.config.blocks import KVTensors
+from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.attention import attention_decode, attention_paged, attention_reference, decode_layout, kv_store
+from octetrl.kernels.attention.attention_decode import attention_decode_triton
+from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout
+from tests.unit.kernels.attention_cases import DraftedRows, PagedCache, random_qkv, scales_of
+from tests.unit.kernels.attention_interpreted import distance, mend_interpreter
+
+SCALE = 0.2
+KV_HEADS = 2
+
+
+def multiply_by_columns() -> None:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        left, right = (
+            (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
+            for x in (a, b)
+        )
+        left = np.ascontiguousarray(left, dtype=np.float32)
+        columns = [left @ np.ascontiguousarray(column, dtype=np.float32) for column in right.T]
+        return interpreter.TensorHandle(np.stack(columns, axis=1) + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def compare(
+    kv_mode: str, quantized: KVTensors, head_size: int, page_size: int, group: int, drafted: list[tuple[int, int]],
+    columns: int | None = None, window: int | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """drafted: keys of each sequence's own row, and its rows. columns: of the tile, instead of the chosen one."""
+    rows = DraftedRows.of(drafted)
+    q, k, v = random_qkv(rows.lengths, KV_HEADS, group, head_size, torch.bfloat16)
+    scales = scales_of(k, v, kv_mode)
+    pages = (rows.lengths, KV_HEADS, head_size, page_size, kv_mode, torch.bfloat16)
+    cache = PagedCache(*pages, *scales, quantized=quantized)
+    kv_store.kv_store_reference(k, v, cache.k, cache.v, cache.slots(rows.lengths), *cache.scales)
+    table = cache.block_table[rows.sequence_N]
+    q_N = q[torch.arange(len(rows.context_N)) * 7 % len(q)]  # a query of its own for each row
+    scale_of = [kv_store.scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
+    tables = (q_N, cache.k, cache.v, table, rows.context_N, SCALE, *scale_of)
+    tile = None if columns is None else DecodeTile(columns, 1)
+    layout = DraftLayout.chosen(q_N, cache.k, cache.v, table.shape[1], tile)
+    found: dict[str, float] = {"rows of a program": 1 if layout is None else layout.rows}
+    together: Any = {"tile": tile, "window": window, "draft_offset_B": rows.offset_N}
+    for quantize in (False, True) if head_size == 128 else (False,):
+        alone = attention_decode_triton(*tables, quantize=quantize, window=window)
+        shared = attention_decode_triton(*tables, quantize=quantize, **together)
+        for ours, theirs in zip(parts(shared), parts(alone), strict=True):
+            found["other bytes"] = found.get("other bytes", 0) + int((bytes_of(ours) != bytes_of(theirs)).sum())
+        if not quantize:
+            each = torch.arange(len(q_N) + 1, dtype=torch.int32)
+            paged = (q_N, cache.k, cache.v, table, each, rows.context_N, SCALE, *cache.scales)
+            want = attention_paged.attention_paged_reference(*paged, window=window)
+            found["error"] = distance(parts(shared)[0], want)
+    return found
+
+
+def parts(out: Tensor | Quantized) -> tuple[Tensor, ...]:
+    return (out.codes, out.scale) if isinstance(out, Quantized) else (out,)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+FEW = [(130, 3), (5, 1), (0, 1), (127, 6), (1, 2), (0, 1)]  # over the end of a tile; inactive rows between and behind
+ALL = [(number * 31, number) for number in range(1, 17)]
+CASES: dict[str, tuple[Any, ...]] = {
+    "none": ("none", "both", 64, 128, 2, FEW),
+    "calibrated": ("calibrated", "both", 128, 128, 4, FEW),
+    "dynamic": ("dynamic", "both", 64, 128, 8, FEW),
+    "int8": ("int8", "both", 64, 32, 3, FEW),
+    "calibrated-v": ("calibrated", "v", 64, 128, 4, FEW, 16),
+    "dynamic-v": ("dynamic", "v", 64, 32, 4, FEW, 32),
+    "int8-v": ("int8", "v", 64, 128, 4, FEW, 16),
+    "calibrated-k": ("calibrated", "k", 64, 128, 4, FEW, 16),
+    "dynamic-k": ("dynamic", "k", 64, 32, 4, FEW, 16),
+    "int8-k": ("int8", "k", 64, 128, 4, FEW, 16),
+    "head-80-window-100": ("calibrated", "both", 80, 16, 5, FEW, None, 100),
+    "head-192": ("dynamic", "both", 192, 128, 4, FEW, 16),
+    "head-256-window-2": ("none", "both", 256, 16, 2, FEW, 16, 2),
+    "group-20": ("none", "both", 64, 128, 20, FEW, 64),
+    "group-1-of-1-to-16-rows": ("calibrated", "both", 64, 128, 1, ALL),
+    "group-7-of-1-to-16-rows-window-130": ("none", "both", 64, 64, 7, ALL, None, 130),
+}
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    torch.set_num_threads(1)
+    mend_interpreter()
+    multiply_by_columns()
+    for module in (attention_decode, attention_reference, decode_layout):
+        module.KV_CHUNK = 128  # one tile, so that short sequences have several chunks
+    print(json.dumps({name: compare(*case) for name, case in CASES.items()}))

@@ -1,0 +1,62 @@
+"""Draft rows that share a program, in Triton's interpreter: the bytes of rows alone. And which rows share one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from octetrl.fp8.format import E4M3
+from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout, KeySplit
+
+CASES = [
+    "none", "calibrated", "dynamic", "int8", "calibrated-v", "dynamic-v", "int8-v", "calibrated-k", "dynamic-k",
+    "int8-k", "head-80-window-100", "head-192", "head-256-window-2", "group-20", "group-1-of-1-to-16-rows",
+    "group-7-of-1-to-16-rows-window-130",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found():
+    script = [sys.executable, "-m", "tests.unit.kernels.drafts_interpreted"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_share_a_program_have_the_bytes_of_rows_alone(found, case):
+    assert found[case]["rows of a program"] >= 2
+    assert found[case]["other bytes"] == 0
+    assert found[case]["error"] < 0.01
+
+
+def layout(k_dtype=E4M3, v_dtype=E4M3, heads=32, head_size=128, rows=48, pages=64):
+    k, v = (torch.empty(1, 8, 128, head_size, dtype=dtype, device="meta") for dtype in (k_dtype, v_dtype))
+    return DraftLayout.chosen(torch.empty(rows, heads, head_size, device="meta"), k, v, pages)
+
+
+def test_rows_share_the_columns_of_a_tile():
+    assert layout() == DraftLayout(4, DecodeTile(16, 3), KeySplit(8, 33))
+    assert layout(torch.int8, torch.int8, heads=8, pages=8) == DraftLayout(16, DecodeTile(16, 3), KeySplit(1, 33))
+    bf16 = layout(torch.bfloat16, torch.bfloat16, heads=40)
+    assert bf16 == DraftLayout(6, DecodeTile(32, 3), KeySplit(8, 50))
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        {"k_dtype": torch.bfloat16},  # other bits on a GPU (docs/log.md)
+        {"v_dtype": torch.bfloat16},
+        {"head_size": 256},  # registers would be spilled
+        {"heads": 72},  # nine heads of a group: a tile of 16 columns has room for one row
+        {"rows": 512, "pages": 128},  # the chunks' outputs would take 134 MB
+    ],
+)
+def test_other_rows_read_their_keys_alone(alone):
+    assert layout(**alone) is None
