@@ -19,6 +19,12 @@ float32. A second kernel merges them in ascending order. A captured grid does no
 therefore counts the chunks of all sequences and takes an equal share of that list. Both ways have the same bits,
 because `attention_order` defines a sum by chunks.
 
+**Draft rows.** With drafts, several rows are of one sequence (engine/draft_rows.py). One program serves up to `ROWS` of
+them: its columns are pairs of a row and a query head, each masked at its own row's last key. So keys are read once for
+these rows. The rows have the tiles, the chunks and the merges that they would have alone, and `attention_order` says
+why tiles past a row's end change no bit. Which rows belong together is read from their offsets on the device.
+`DraftLayout` decides where this is done. Everywhere else, and without drafts, `ROWS` is 1.
+
 The program that ends a head can quantise it. At head size 128 a head is one 1x128 block of o_proj's input, and
 `quantize` writes codes and scale with the bytes of `quantize_activation`.
 
@@ -278,6 +284,19 @@ def _attention_decode_kernel(
             item += (end - first + CHUNK - 1) // CHUNK
 
 
+def _check(
+    q_BHD: Tensor, k_cache: Tensor, context_lens_B: Tensor, draft_offset_B: Tensor | None, quantize: bool
+) -> None:
+    (num_sequences, _, head_size), contexts = q_BHD.shape, context_lens_B.shape
+    assert (num_sequences,) == contexts, "decode takes exactly one query a sequence"
+    assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
+    assert q_BHD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
+    assert not quantize or head_size == BLOCK, f"a head of {head_size} is not one block of {BLOCK}"
+    if draft_offset_B is not None:
+        assert draft_offset_B.shape == contexts, f"{draft_offset_B.shape} offsets of drafts for {contexts} rows"
+        assert draft_offset_B.is_contiguous(), "attention_paged: offsets of drafts must be contiguous"
+
+
 def attention_decode_triton(
     q_BHD: Tensor,
     k_cache: Tensor,
@@ -300,13 +319,9 @@ def attention_decode_triton(
     draft_offset_B: as in `attention_paged`; rows of one sequence share a program if there is a `DraftLayout`.
     """
     (num_sequences, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
-    assert num_sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
-    assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
-    assert q_BHD.stride(2) == k_cache.stride(3) == 1, "attention_paged: the last axis must be contiguous"
-    assert not quantize or head_size == BLOCK, f"a head of {head_size} is not one block of {BLOCK}"
+    _check(q_BHD, k_cache, context_lens_B, draft_offset_B, quantize)
     group, rows = num_heads // num_kv_heads, 1
     if draft_offset_B is not None:
-        assert draft_offset_B.shape == context_lens_B.shape and draft_offset_B.is_contiguous(), "offsets of drafts"
         shared = DraftLayout.chosen(q_BHD, k_cache, v_cache, block_table_BP.shape[1], tile)
         rows, tile, split = shared or (1, None, split)
     if split == "chosen":

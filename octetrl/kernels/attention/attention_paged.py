@@ -47,9 +47,9 @@ def attention_paged(
     1). Scales as in `kv_store`. max_query_len: the largest number of queries of a sequence, 1 for pure decode; T if not
     given. window: a query reads so many keys, its own included; None: all.
 
-    draft_offset_B: int64, for decode: row b verifies a draft so far behind its sequence's query; 0 in the sequence's own
-    row. The rows of a sequence follow one another, with offsets 0, 1, 2 and so on, one table and one key more each. On a
-    GPU such rows may read their keys together, with the same bits (`DraftLayout`). None: there are no drafts.
+    draft_offset_B: int64, for decode: how far behind its sequence's query the draft of row b lies; 0 in the sequence's
+    own row. The rows of a sequence follow one another, with offsets 0, 1, 2 and so on, equal tables, and one key more
+    each. On a GPU one program may serve several of them, with the same bits (`DraftLayout`). None: no drafts.
     """
     scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale)
     arguments = (
@@ -148,9 +148,7 @@ def attention_paged_triton(
     if max_query_len == 1:
         tables = (q_THD, k_cache, v_cache, block_table_BP, context_lens_B, softmax_scale, k_scale, v_scale)
         quantizes = quantize_out and head_size == BLOCK
-        out = attention_decode_triton(
-            *tables, quantizes, power_of_two, window=window, draft_offset_B=draft_offset_B
-        )
+        out = attention_decode_triton(*tables, quantizes, power_of_two, window=window, draft_offset_B=draft_offset_B)
         if isinstance(out, Quantized):
             return out
         out_THD = out

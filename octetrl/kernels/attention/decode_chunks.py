@@ -84,8 +84,7 @@ def store_out(
 def store_chunk(
     m_C, l_C, o_DC, m_ptr, l_ptr, o_ptr, place, place_C, own_C, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """m, l [B, S, H] and o [B, S, H, D] of one chunk. place + place_C: a column's index in m; own_C: whether it has one.
-    """
+    """m, l [B, S, H] and o [B, S, H, D] of one chunk. place + place_C: a column's index in m; own_C: if it has one."""
     d_D = tl.arange(0, BLOCK_D)
     own_DC = own_C[None, :] & (d_D < HEAD_SIZE)[:, None]
     tl.store(m_ptr + place + place_C, m_C, mask=own_C)

@@ -20,10 +20,11 @@ from octetrl.engine.draft_rows import DraftRows, num_right
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.logit_options import LogitOptions
-from octetrl.engine.model_runner import Results
+from octetrl.engine.model_runner import ModelRunner, Results
 from octetrl.engine.request import RunningSequence, Step
 from octetrl.engine.transcript import Batch
 from octetrl.fp8.kv_scales import KVScales
+from octetrl.layers.context import PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, EarlierAnswer, GenerationRequest, SessionEvent
 from tests.unit.engine.tiny_engine import SCALES, SPEC, Graphs, policy_of, request, tiny_engine
@@ -148,6 +149,34 @@ def test_padded_batches() -> None:
     engine = speculative("fp8_full", Random(), draft=3, max_batch=16)
     engine._runner.graphs = Graphs(engine)  # type: ignore[assignment]
     assert engine.generate(ASKED[:3]) == expected
+
+
+def test_attention_knows_which_rows_are_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a sequence follow one another, with its pages, one key more each; idle rows are behind them, alone."""
+    engine = speculative(source=Random(), draft=5, max_batch=16)
+    engine._runner.graphs = Graphs(engine)  # type: ignore[assignment]
+    forward, contexts = ModelRunner._forward, []
+
+    def record(runner: ModelRunner, token_T: Any, position_T: Any, context: PagedContext, **how: Any) -> Any:
+        offset_B = context.draft_offset_B  # the next forward overwrites it
+        contexts.append(context if offset_B is None else replace(context, draft_offset_B=offset_B.clone()))
+        return forward(runner, token_T, position_T, context, **how)
+
+    monkeypatch.setattr(ModelRunner, "_forward", record)
+    engine.generate(ASKED[:3])
+    drafted = [context for context in contexts if context.draft_offset_B is not None]
+    assert len(drafted) < len(contexts) and all(context.max_query_len == 1 for context in drafted)
+    longest = 0
+    for context in drafted:
+        offset_B, keys_B, table_BP = context.draft_offset_B, context.context_lens_B, context.block_table_BP
+        assert offset_B is not None and offset_B.is_contiguous() and len(offset_B) == len(keys_B)
+        assert offset_B[0] == 0 and (offset_B[keys_B == 0] == 0).all()
+        (of_drafts,) = (offset_B > 0).nonzero(as_tuple=True)
+        for values_B in (offset_B, keys_B):
+            assert torch.equal(values_B[of_drafts], values_B[of_drafts - 1] + 1)
+        assert torch.equal(table_BP[of_drafts], table_BP[of_drafts - 1])
+        longest = max(longest, int(offset_B.max()))
+    assert longest >= 3 and any((context.context_lens_B == 0).any() for context in drafted)
 
 
 @pytest.mark.parametrize("lag", [0, 2])

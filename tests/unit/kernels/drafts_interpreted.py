@@ -1,7 +1,7 @@
 """Runs draft rows that share a program in Triton's interpreter, beside the same rows alone, and prints what differs.
 
-Started by test_attention_drafts.py in a process of its own, as attention_interpreted.py is. A product is computed column
-by column here, as a tensor core does: no bit of a column depends on the others.
+Started by test_attention_drafts.py in a process of its own, as attention_interpreted.py is. A product is computed
+column by column here. On a tensor core, too, no bit of a column depends on the others.
 """
 
 from __future__ import annotations
