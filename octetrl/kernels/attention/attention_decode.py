@@ -314,18 +314,16 @@ def attention_decode_triton(
     draft_offset_B: Tensor | None = None,
 ) -> Tensor | Quantized:
     """One query per sequence, or draft rows. Scales in any form of `mode_of`; `quantize` only at head size 128.
-
     `tile` and `split` replace the chosen layout; no bit depends on them. `split=None`: one program per sequence.
     draft_offset_B: as in `attention_paged`; rows of one sequence share a program if there is a `DraftLayout`.
     """
     (num_sequences, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
+    group, num_pages, rows = num_heads // num_kv_heads, block_table_BP.shape[1], 1
     _check(q_BHD, k_cache, context_lens_B, draft_offset_B, quantize)
-    group, rows = num_heads // num_kv_heads, 1
     if draft_offset_B is not None:
-        shared = DraftLayout.chosen(q_BHD, k_cache, v_cache, block_table_BP.shape[1], tile)
-        rows, tile, split = shared or (1, None, split)
+        rows, tile, split = DraftLayout.chosen(q_BHD, k_cache, v_cache, num_pages, tile) or (1, tile, split)
     if split == "chosen":
-        split = KeySplit.chosen(q_BHD, k_cache, v_cache, block_table_BP.shape[1])
+        split = KeySplit.chosen(q_BHD, k_cache, v_cache, num_pages)
     max_chunks, programs = (0, num_sequences) if split is None else (split.max_chunks, split.programs)
     tile = tile or DecodeTile.chosen(k_cache, v_cache, programs * num_kv_heads)
     columns = max(tile.columns, triton.next_power_of_2(group))
