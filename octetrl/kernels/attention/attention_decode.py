@@ -20,10 +20,11 @@ therefore counts the chunks of all sequences and takes an equal share of that li
 because `attention_order` defines a sum by chunks.
 
 **Draft rows.** With drafts, several rows are of one sequence (engine/draft_rows.py). One program serves up to `ROWS` of
-them: its columns are pairs of a row and a query head, each masked at its own row's last key. So keys are read once for
-these rows. The rows have the tiles, the chunks and the merges that they would have alone, and `attention_order` says
-why tiles past a row's end change no bit. Which rows belong together is read from their offsets on the device.
-`DraftLayout` decides where this is done. Everywhere else, and without drafts, `ROWS` is 1.
+them. Its columns are pairs of a row and a query head, each masked at its own row's last key, so keys are read once for
+these rows. A row has a power of two of columns: divisions by other numbers spilled registers. The rows have the tiles,
+the chunks and the merges that they would have alone, and `attention_order` says why tiles past a row's end change no
+bit. Which rows belong together is read from their offsets on the device. `DraftLayout` decides where this is done.
+Everywhere else, and without drafts, `ROWS` is 1.
 
 The program that ends a head can quantise it. At head size 128 a head is one 1x128 block of o_proj's input, and
 `quantize` writes codes and scale with the bytes of `quantize_activation`.
@@ -96,43 +97,46 @@ def _rows_together(offset_ptr, first_B, num_rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _places(rows, row_stride, GROUP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr):
+def _places(rows, row_stride, GROUP: tl.constexpr, PITCH: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr):
     """Where the results of each column of a chunk lie, relative to the first; and whether the column has any."""
     column_C = tl.arange(0, KEPT)
     if ROWS == 1:
         return column_C, column_C < GROUP
-    return column_C // GROUP * row_stride + column_C % GROUP, column_C // GROUP < rows
+    row_C, head_C = column_C // PITCH, column_C % PITCH
+    return row_C * row_stride + head_C, (row_C < rows) & (head_C < GROUP)
 
 
 @triton.jit
 def _attend(
-    q_ptr, k_pages, v_pages, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, first_place,
-    row_stride, sequence, rows, kv_head, first, end, num_keys,
+    q_ptr, k_pages, v_pages, table_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, first_place, row_stride,
+    sequence, rows, kv_head, first, end, num_keys,
     stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
     stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table, base_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr,
     V_MODE: tl.constexpr, K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr,
 ):  # fmt: skip
     """Attention of `rows` rows from `sequence` on over the keys from `first` to `end`, in whole chunks.
 
     Returns their total: m, l [KEPT] and o [D, KEPT]. With `SPLIT` it stores every chunk instead, the first at
-    `first_place`, and returns the last one. `num_keys`: keys of the last row, which has the most.
+    `first_place`, and returns the last one. `num_keys`: of the last row; each row before it has one key less.
     """
     d_D = tl.arange(0, BLOCK_D)
     n_N = tl.arange(0, N)
     head_C = kv_head * GROUP + tl.arange(0, COLUMNS) % GROUP
+    if ROWS > 1:
+        head_C = kv_head * GROUP + tl.arange(0, COLUMNS) % PITCH % GROUP
     head_D = d_D < HEAD_SIZE
     K_INTERLEAVED: tl.constexpr = TMA and K_MODE > 0
     q_d_D = interleaved_index(d_D) if K_INTERLEAVED else d_D
     q_ptr_1C = q_ptr + sequence * stride_q_token + head_C[None, :] * stride_q_head
     fewest = num_keys
     if ROWS > 1:
-        row_C = tl.minimum(tl.arange(0, COLUMNS) // GROUP, rows - 1)  # what is left over copies the last row
+        row_C = tl.minimum(tl.arange(0, COLUMNS) // PITCH, rows - 1)  # what is left over copies the last row
         q_ptr_1C += row_C[None, :] * stride_q_token
-        keys_C = tl.load(contexts_ptr + sequence + row_C)
-        fewest = tl.load(contexts_ptr + sequence)
+        fewest = num_keys - rows + 1
+        keys_C = fewest + row_C
     q_DC = tl.load(q_ptr_1C + q_d_D[:, None], mask=head_D[:, None], other=0.0).to(K_OPERAND)
     score_scale = base_scale
     if K_MODE == 1:
@@ -181,7 +185,7 @@ def _attend(
             whole = whole_chunk(m_chunk_C, l_chunk_XC, o_chunk_DC, BLOCK_D, COLUMNS, KEPT)
             if SPLIT:
                 place = first_place + (start - first - 1) // CHUNK * HEADS
-                places = _places(rows, row_stride, GROUP, KEPT, ROWS)
+                places = _places(rows, row_stride, GROUP, PITCH, KEPT, ROWS)
                 store_chunk(*whole, m_ptr, l_ptr, o_ptr, place, *places, HEAD_SIZE, BLOCK_D)
             else:
                 m_C, l_C, o_DC = merge_columns(m_C, l_C, o_DC, *whole)
@@ -205,7 +209,7 @@ def _attend(
     whole = whole_chunk(m_chunk_C, l_chunk_XC, o_chunk_DC, BLOCK_D, COLUMNS, KEPT)
     if SPLIT:
         place = first_place + (end - first - 1) // CHUNK * HEADS
-        places = _places(rows, row_stride, GROUP, KEPT, ROWS)
+        places = _places(rows, row_stride, GROUP, PITCH, KEPT, ROWS)
         store_chunk(*whole, m_ptr, l_ptr, o_ptr, place, *places, HEAD_SIZE, BLOCK_D)
         return whole
     return merge_columns(m_C, l_C, o_DC, *whole)
@@ -221,11 +225,11 @@ def _attention_decode_kernel(
     COLUMNS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr,
     V_MODE: tl.constexpr, K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
     QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr,
 ):  # fmt: skip
     """`SEQUENCES` 0: one sequence and kv head, to the output. Else at least B: a share of all chunks, to m, l and o.
 
-    `ROWS` > 1, only where keys are split: so many draft rows of a sequence share a program.
+    `ROWS` > 1, only where keys are split: so many draft rows of a sequence share a program, `PITCH` columns each.
     """
     kv_head = tl.program_id(0)  # all heads of a page are one piece of memory, so their programs are neighbours
     row_stride = max_chunks * HEADS
@@ -234,12 +238,12 @@ def _attention_decode_kernel(
         sequence = tl.program_id(1).to(tl.int64)
         num_keys = tl.load(contexts_ptr + sequence)
         _, l_C, o_DC = _attend(
-            q_ptr, k_pages, v_pages, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, 0,
-            row_stride, sequence, rows, kv_head, 0, num_keys, num_keys,
+            q_ptr, k_pages, v_pages, table_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr, 0, row_stride,
+            sequence, rows, kv_head, 0, num_keys, num_keys,
             stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
             stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table,
             base_scale, HEADS, GROUP, HEAD_SIZE, BLOCK_D, PAGE_SIZE, COLUMNS, KEPT, N, CHUNK, K_MODE, V_MODE, K_OPERAND,
-            V_OPERAND, TMA, V_TURNED, False, STAGES, WINDOW, ROWS,
+            V_OPERAND, TMA, V_TURNED, False, STAGES, WINDOW, ROWS, PITCH,
         )  # fmt: skip
         column_C = tl.arange(0, KEPT)
         store_out(
@@ -253,8 +257,7 @@ def _attention_decode_kernel(
         skipped_B = skipped_chunks(keys_B, WINDOW, CHUNK)
         if ROWS > 1:
             rows_B = _rows_together(offset_ptr, sequence_B, num_sequences, ROWS)
-            last_B = sequence_B + rows_B - 1
-            keys_B = tl.load(contexts_ptr + last_B, mask=(rows_B > 0) & (sequence_B < num_sequences), other=0)
+            keys_B = tl.where(rows_B > 0, keys_B + rows_B - 1, 0)
             skipped_B = tl.where(rows_B > 0, skipped_B, 0)
         chunks_B = (keys_B + CHUNK - 1) // CHUNK - skipped_B
         end_B = tl.cumsum(chunks_B, 0)
@@ -270,16 +273,16 @@ def _attention_decode_kernel(
             first = chunk * CHUNK
             if ROWS > 1:
                 rows = _rows_together(offset_ptr, sequence, num_sequences, ROWS)
-                num_keys = tl.load(contexts_ptr + sequence + rows - 1)
+                num_keys += rows - 1
             end = tl.minimum(first + (last - item) * CHUNK, num_keys)
             _attend(
-                q_ptr, k_pages, v_pages, table_ptr, contexts_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr,
+                q_ptr, k_pages, v_pages, table_ptr, k_scale_ptr, v_scale_ptr, m_ptr, l_ptr, o_ptr,
                 (sequence * max_chunks + chunk) * HEADS + kv_head * GROUP, row_stride, sequence, rows, kv_head, first,
                 end, num_keys,
                 stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page,
                 stride_v_head, stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token,
                 stride_table, base_scale, HEADS, GROUP, HEAD_SIZE, BLOCK_D, PAGE_SIZE, COLUMNS, KEPT, N, CHUNK, K_MODE,
-                V_MODE, K_OPERAND, V_OPERAND, TMA, V_TURNED, True, STAGES, WINDOW, ROWS,
+                V_MODE, K_OPERAND, V_OPERAND, TMA, V_TURNED, True, STAGES, WINDOW, ROWS, PITCH,
             )  # fmt: skip
             item += (end - first + CHUNK - 1) // CHUNK
 
@@ -349,9 +352,9 @@ def attention_decode_triton(
             KEPT=columns if rows > 1 else min(columns, max(8, triton.next_power_of_2(group))), N=KV_TILE,
             K_MODE=MODE_NUMBER[k_mode], K_OPERAND=TRITON_DTYPE[operand_dtype(k_cache.dtype, k_mode)],
             V_OPERAND=TRITON_DTYPE[operand_dtype(v_cache.dtype, v_mode)],
-            TMA=tma, V_TURNED=is_code(v_cache.dtype), QUANTIZE=quantize and split is None,
+            TMA=tma, V_TURNED=is_code(v_cache.dtype), QUANTIZE=quantize and split is None, STAGES=tile.stages, ROWS=rows,
             SEQUENCES=0 if split is None else max(COUNTED, triton.next_power_of_2(num_sequences)),
-            STAGES=tile.stages, ROWS=rows, **shape, **({"maxnreg": tile.registers} if q_BHD.is_cuda else {}),
+            PITCH=triton.next_power_of_2(group), **shape, **({"maxnreg": tile.registers} if q_BHD.is_cuda else {}),
         )  # fmt: skip
     if num_sequences > 0 and split is not None:
         _attention_merge_kernel[(num_heads, num_sequences)](

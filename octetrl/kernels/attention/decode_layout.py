@@ -103,7 +103,7 @@ class DraftLayout(NamedTuple):
         if tile is None and (head_size > LARGEST_SHARED_HEAD or codes != is_code(v_cache.dtype)):
             return None
         tile = tile or DecodeTile(columns=16 if codes else 32, stages=3)
-        rows = min(tile.columns // (num_heads // num_kv_heads), MOST_ROWS)
+        rows = min(tile.columns // triton.next_power_of_2(num_heads // num_kv_heads), MOST_ROWS)
         max_chunks = triton.cdiv(num_pages * page_size, KV_CHUNK)
         if rows < 2 or 4 * num_rows * max_chunks * num_heads * head_size > SPLIT_BYTES:
             return None

@@ -45,7 +45,7 @@ def test_rows_share_the_columns_of_a_tile():
     assert layout() == DraftLayout(4, DecodeTile(16, 3), KeySplit(8, 33))
     assert layout(torch.int8, torch.int8, heads=8, pages=8) == DraftLayout(16, DecodeTile(16, 3), KeySplit(1, 33))
     bf16 = layout(torch.bfloat16, torch.bfloat16, heads=40)
-    assert bf16 == DraftLayout(6, DecodeTile(32, 3), KeySplit(8, 50))
+    assert bf16 == DraftLayout(4, DecodeTile(32, 3), KeySplit(8, 50)), "five heads of a group in eight columns"
 
 
 @pytest.mark.parametrize(
