@@ -345,15 +345,15 @@ def attention_decode_triton(
     }  # fmt: skip
     if num_sequences > 0:
         _attention_decode_kernel[(num_kv_heads, programs)](
-            q_BHD, *pages, out_BHD, out_scale_HB, block_table_BP, context_lens_B, draft_offset_B, k_scale, v_scale,
-            m_BSH, l_BSH, o_BSHD, num_sequences, max_chunks,
+            q_BHD, *pages, out_BHD, out_scale_HB, block_table_BP, context_lens_B,
+            draft_offset_B if rows > 1 else None, k_scale, v_scale, m_BSH, l_BSH, o_BSHD, num_sequences, max_chunks,
             q_BHD.stride(0), q_BHD.stride(1), *k_cache.stride()[:3], *by_key(v_cache).stride(), *stride_scale,
             block_table_BP.stride(0), softmax_scale * LOG2E, PAGE_SIZE=page_size, COLUMNS=columns,
             KEPT=columns if rows > 1 else min(columns, max(8, triton.next_power_of_2(group))), N=KV_TILE,
             K_MODE=MODE_NUMBER[k_mode], K_OPERAND=TRITON_DTYPE[operand_dtype(k_cache.dtype, k_mode)],
             V_OPERAND=TRITON_DTYPE[operand_dtype(v_cache.dtype, v_mode)],
-            TMA=tma, V_TURNED=is_code(v_cache.dtype), QUANTIZE=quantize and split is None, STAGES=tile.stages, ROWS=rows,
-            SEQUENCES=0 if split is None else max(COUNTED, triton.next_power_of_2(num_sequences)),
+            TMA=tma, V_TURNED=is_code(v_cache.dtype), QUANTIZE=quantize and split is None, STAGES=tile.stages,
+            SEQUENCES=0 if split is None else max(COUNTED, triton.next_power_of_2(num_sequences)), ROWS=rows,
             PITCH=triton.next_power_of_2(group), **shape, **({"maxnreg": tile.registers} if q_BHD.is_cuda else {}),
         )  # fmt: skip
     if num_sequences > 0 and split is not None:

@@ -93,10 +93,10 @@ class DraftLayout(NamedTuple):
     ) -> DraftLayout | None:
         """The layout of a forward with drafts. None: each row reads its keys alone, as without drafts.
 
-        The keys are always split, because the host does not know how many programs have rows. The tile has the most
-        columns with which no register is spilled. `tile` replaces it, whatever the head size and the cache. Rows of a
-        cache with only K or only V in codes stay alone: with K in BF16 and V in codes, a tile of 32 columns had other
-        bits or read outside memory (docs/log.md).
+        The keys are always split, because the host does not know how many programs have rows. The tile is the widest
+        that spills no register for sm_90, with any scales, pages and group. `tile` replaces it, whatever the head size
+        and the cache. Rows of a cache with only K or only V in codes stay alone: with K in BF16 and V in codes, an
+        earlier form of the kernel had other bits or read outside memory (docs/log.md).
         """
         (num_rows, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
         codes = is_code(k_cache.dtype)
