@@ -11,7 +11,6 @@ import typer
 from octetrl.cli.train import last_saved_step
 from octetrl.config.errors import Terminated
 from octetrl.config.freed_memory import keep_freed_memory
-from octetrl.config.threads import short_spin
 
 
 def demo(
@@ -24,7 +23,6 @@ def demo(
 ) -> None:
     """Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)."""
     keep_freed_memory(os.environ)
-    os.environ.update(short_spin(os.environ))  # before torch is loaded
     from octetrl.run.demo import COLD_START, phases_of, run_demo
 
     try:

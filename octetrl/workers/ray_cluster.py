@@ -34,7 +34,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
 from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.sigterm import terminable
-from octetrl.config.threads import short_spin
+from octetrl.config.threads import short_waits
 from octetrl.workers import ray_watcher
 from octetrl.workers.ray_address import FOLDER_PREFIX, REMEDY, address_to_join
 from octetrl.workers.ray_daemons import Daemons
@@ -196,7 +196,7 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
 def variables_of_ray(cluster: ClusterConfig) -> dict[str, str]:
     """For the processes of a Ray that we start. Its own niceness for workers is 15."""
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    return variables if cluster.num_gpus else {**variables, **short_spin(os.environ)}
+    return variables | short_waits(os.environ, on_gpu=bool(cluster.num_gpus))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -92,19 +91,6 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "mine").exists()
 
 
-def test_threads_of_torch_spin_for_a_short_time_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octetrl.run.demo.run_demo", lambda folder, again: None)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert run_command(["demo"]) == 0 and "GOMP_SPINCOUNT" not in os.environ
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert run_command(["demo"]) == 0 and os.environ["GOMP_SPINCOUNT"] == "7"
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    assert run_command(["demo"]) == 0 and os.environ["GOMP_SPINCOUNT"] == "10000"
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-
-
 @pytest.mark.parametrize(
     ("saved", "is_trained", "said"),
     [
@@ -130,7 +116,6 @@ def test_a_demo_that_is_stopped_names_the_saved_step(
         raise error
 
     monkeypatch.setattr("octetrl.run.demo.run_demo", stop)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     for folder in saved:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "manifest.json").touch()

@@ -92,18 +92,18 @@ def test_what_a_library_prints_while_it_connects_is_shown_unless_it_fails(capfd:
     assert capfd.readouterr().err == ""
 
 
-def test_threads_of_workers_on_a_cpu_spin_for_a_short_time_unless_told_otherwise(
+def test_threads_of_workers_wait_for_a_short_time_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     usual = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    assert variables_of_ray(ClusterConfig(gpus=2)) == usual
+    assert variables_of_ray(ClusterConfig(gpus=2)) == usual | {"GOMP_SPINCOUNT": "0"}
     assert variables_of_ray(ClusterConfig(cpus=2)) == usual | {"GOMP_SPINCOUNT": "10000"}
     for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert variables_of_ray(ClusterConfig(cpus=2)) == usual
+            assert variables_of_ray(ClusterConfig(cpus=2)) == variables_of_ray(ClusterConfig(gpus=2)) == usual
 
 
 @pytest.mark.parametrize(("lines", "end"), [((), "it died"), (("last",), "it died; it printed:\n    last")])
