@@ -42,6 +42,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import at_least, listed, run_command, seconds
 from benchmarks.curves import panels
 from benchmarks.record import RESULTS, write_result
 from octetrl.config.errors import UserError
@@ -54,6 +55,7 @@ SHOWN = (
     "time/wait_for_weights", "time/publish_pause",
 )  # fmt: skip
 POLL_SECONDS = 0.2
+MOST_SEEDS = 1000
 STOP_SECONDS = 25.0  # of a run between Ctrl-C and its end
 Row = dict[str, object]
 
@@ -104,11 +106,13 @@ class Arm:
             return []
         return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
+    def check(self, arguments: argparse.Namespace) -> None:
+        """Raises UserError for a wrong recipe."""
+        load_recipe(recipe_file(arguments), changes_of(arguments, self.staleness, self.seed, self.folder))
+
     def start(self, arguments: argparse.Namespace) -> None:
-        """Begin or resume the run. Raises UserError for a wrong recipe, before anything starts."""
-        changes = changes_of(arguments, self.staleness, self.seed, self.folder)
-        recipe = recipe_file(arguments)
-        load_recipe(recipe, changes)
+        """Begin or resume the run."""
+        changes, recipe = changes_of(arguments, self.staleness, self.seed, self.folder), recipe_file(arguments)
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
         with self.log.open("ab") as file:
             command = [sys.executable, "-m", "octetrl", "train", recipe, *changes, *resume]
@@ -238,29 +242,27 @@ def curve_of(ended: Sequence[Sequence[Row]]) -> str:
     return panels(curves, x="step", y="held-out accuracy")
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="demo_grpo")
-    parser.add_argument("--staleness", type=numbers, default=[0, 1, 2, 4])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--eval-every", type=int, default=20)
-    parser.add_argument("--cpus", type=numbers, default=[1, 1], help="workers that train, workers that generate")
-    parser.add_argument("--gpus", type=numbers, default=None, help="the same on GPUs")
+    parser.add_argument("--staleness", type=listed(0), default=[0, 1, 2, 4])
+    parser.add_argument("--seeds", type=at_least(1, MOST_SEEDS), default=3)
+    parser.add_argument("--first-seed", type=at_least(0), default=0)
+    parser.add_argument("--steps", type=at_least(1), default=60)
+    parser.add_argument("--eval-every", type=at_least(1), default=20)
+    parser.add_argument("--cpus", type=listed(1, 2), default=[1, 1], help="workers that train, workers that generate")
+    parser.add_argument("--gpus", type=listed(1, 2), default=None, help="the same on GPUs")
     parser.add_argument("--in-flight", choices=("off", "recompute_cache", "keep_cache"), default="off")
-    parser.add_argument("--jobs", type=int, default=1, help="arms at once")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--jobs", type=at_least(1), default=1, help="arms at once")
+    parser.add_argument("--seconds", type=seconds, default=float("inf"))
     parser.add_argument("--state", type=Path, default=None, help="folder of the arms' runs; default: a temporary one")
     parser.add_argument("--curve", type=Path, default=None, help="SVG of the accuracy by step")
     parser.add_argument("--name", default=None, help="of the result; default: the recipe's")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("changes", nargs="*", help="key=value, as for octetrl train")
     arguments = parser.parse_args()
+    if arguments.state is not None and arguments.state.exists() and not arguments.state.is_dir():
+        raise UserError(f"--state: '{arguments.state}' is a file; give a folder")
     with tempfile.TemporaryDirectory() if arguments.state is None else nullcontext(str(arguments.state)) as work:
         Path(work).mkdir(parents=True, exist_ok=True)
         arms = [
@@ -268,6 +270,8 @@ def main() -> None:
             for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)
             for staleness in arguments.staleness[:: -1 if seed % 2 else 1]
         ]
+        for arm in arms:  # all of them before the first begins, which may run for hours
+            arm.check(arguments)
         failed = run_arms(arms, arguments)
         ended = [arm.rows(arguments) for arm in arms if arm.has_ended(arguments.steps)]
     if not ended:
@@ -284,8 +288,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"benchmarks.staleness: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_command("staleness", main)

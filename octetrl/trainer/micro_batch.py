@@ -93,5 +93,6 @@ def _generator_logprobs(samples: Sequence[Sample]) -> Tensor | None:
     chosen: list[Iterable[float]] = []
     for logprobs, mask in drawn:
         assert logprobs is not None, "samples with and without generator log-probs cannot share a batch"
+        assert len(logprobs) == len(mask), "a sample's generator_logprobs are as long as its tokens"
         chosen.append(compress(logprobs, mask))
     return torch.from_numpy(_float32s(chain.from_iterable(chosen)))

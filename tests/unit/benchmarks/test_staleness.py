@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks import staleness
-from octetrl.config.errors import UserError
+from benchmarks.command import run_command
+from octetrl.config.errors import Terminated, UserError
 from octetrl.config.load import load_recipe
 
 STEPS = 4
@@ -168,4 +170,48 @@ def test_a_wrong_recipe_is_refused_before_a_run_begins(
 ) -> None:
     with pytest.raises(UserError, match=r"rollout\.group_sise"):
         sweep(tmp_path, monkeypatch, "rollout.group_sise=5")
+    with pytest.raises(UserError, match="max_staleness"):
+        sweep(tmp_path, monkeypatch, "--staleness", "0,65")  # one of the later arms
+    (tmp_path / "state").rmdir()
+    (tmp_path / "state").touch()
+    with pytest.raises(UserError, match=r"'.*state' is a file"):
+        sweep(tmp_path, monkeypatch)
     assert not begun
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--cpus", "1"), ("--gpus", "1,2,3"), ("--seeds", "0"), ("--seeds", "9" * 30), ("--jobs", "-1"),
+     ("--seconds", "nan"), ("--staleness", "1,,2"), ("--first-seed", "1.5"), ("--steps", "\u0664")],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_wrong_option_is_one_line(
+    words: tuple[str, str],
+    begun: list[tuple[str, bool]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sweep(tmp_path, monkeypatch, *words)
+    assert ended.value.code == 2 and not begun
+    assert f"argument {words[0]}: '" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(UserError("no"), 2, "no"), (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
+     (Terminated(), 143, "stopped by SIGTERM")],
+    ids=["wrong", "Ctrl-C", "SIGTERM"],
+)  # fmt: skip
+def test_a_script_ends_with_one_line(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped() -> None:
+        if isinstance(error, Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_command("staleness", stopped)
+    assert ended.value.code == code and capsys.readouterr().err == f"benchmarks.staleness: {said}\n"

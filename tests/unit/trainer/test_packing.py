@@ -153,6 +153,11 @@ def test_supervised_samples_have_no_generator() -> None:
     assert micro_batches(batch)[0].generator_logprobs_N is None and batch.policy_version is None
 
 
+def test_log_probs_of_some_tokens_are_refused() -> None:
+    with pytest.raises(AssertionError, match="as long as its tokens"):
+        pack([sample(5, generator_logprobs=(-0.5,) * 4)], PackingLayout(64), "token")
+
+
 def test_samples_of_another_precision_table_are_refused() -> None:
     layout = PackingLayout(64, precision_digest="aaaa")
     pack([sample(5, precision_digest="aaaa")], layout, "token")

@@ -1,0 +1,65 @@
+"""How a script of this folder reads its options and ends: one line for what is wrong or stops it, and no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from octetrl.config.errors import TERMINATED, Terminated, UserError
+from octetrl.config.sigterm import terminable
+
+WRONG_INPUT, INTERRUPTED = 2, 130
+
+
+def run_command(name: str, main: Callable[[], None]) -> None:
+    """Run `main`. A wrong input ends the process with 2, Ctrl-C with 130, SIGTERM with 143, each after its clean-up."""
+    try:
+        with terminable():
+            main()
+    except UserError as error:
+        code, said = WRONG_INPUT, str(error)
+    except KeyboardInterrupt:
+        code, said = INTERRUPTED, "stopped by Ctrl-C"
+    except Terminated:
+        code, said = TERMINATED, "stopped by SIGTERM"
+    else:
+        return
+    print(f"benchmarks.{name}: {said}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def at_least(smallest: int, largest: int | None = None) -> Callable[[str], int]:
+    """For argparse: a whole number from `smallest` on."""
+
+    def number(text: str) -> int:
+        value = int(text) if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit() else None
+        if value is None or value < smallest or (largest is not None and value > largest):
+            until = "on" if largest is None else f"to {largest:,}"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {smallest} {until}")
+        return value
+
+    return number
+
+
+def listed(smallest: int, count: int | None = None) -> Callable[[str], list[int]]:
+    """For argparse: whole numbers from `smallest` on, with commas between them; `count` of them if it is given."""
+
+    def numbers(text: str) -> list[int]:
+        values = [at_least(smallest)(part) for part in text.split(",")]
+        if count not in (None, len(values)):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} has {len(values)} numbers; give {count}")
+        return values
+
+    return numbers
+
+
+def seconds(text: str) -> float:
+    """For argparse: a time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds above 0")
+    return value
