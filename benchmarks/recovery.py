@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import at_least, run_command
 from benchmarks.record import RESULTS, write_result
+from octetrl.cli.bench_options import result_suffix, results_folder
 from octetrl.config.cluster import local_lack
-from octetrl.config.errors import UserError
-from octetrl.config.load import load_recipe
+from octetrl.config.errors import UserError, refuse_empty
+from octetrl.config.load import PRECISIONS, load_recipe
 from octetrl.config.presets import preset_config, refuse_unknown_model
 from octetrl.config.saved_state import saved_state
 from octetrl.config.schema import Fp8Config, Recipe
@@ -120,8 +123,13 @@ class Watched:
         return self._wait(folder.exists, f"the checkpoint of step {step}")
 
     def kill_last_worker(self) -> None:
+        """Raises UserError if the run has ended, whose workers' numbers may be those of other processes by now."""
         workers = json.loads((self.folder / STATUS_FILE).read_text())["workers"]
-        os.kill(int(workers[-1]["pid"]), signal.SIGKILL)
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(int(workers[-1]["pid"]), signal.SIGKILL)
+                return
+        raise UserError(f"the last worker had ended before it was killed:\n{self._last_lines()}")
 
     def wait_for_end(self) -> None:
         """Raises UserError if it ends with an error, or not in time."""
@@ -204,9 +212,12 @@ def write_model(spec: ModelSpec, folder: Path) -> None:
     save_weights(model, folder)
 
 
-def write_recipe(asked: argparse.Namespace, folder: Path, weights: Path | None) -> tuple[Path, Recipe]:
-    """The recipe and its file. Refused before the run begins."""
+def write_recipe(asked: argparse.Namespace, folder: Path, spec: ModelSpec, weights: Path | None) -> tuple[Path, Recipe]:
+    """The recipe and its file. Raises UserError before anything is written that takes long."""
     context = 256 + asked.answer_tokens
+    if context > spec.max_positions:
+        longest = spec.max_positions - 256
+        raise UserError(f"--answer-tokens: {asked.answer_tokens} is too long for {asked.model}; give {longest} or less")
     tree: dict[str, Any] = {
         "model": {"path": str(weights or folder / "model"), "context_length": context},
         "precision": asked.precision,
@@ -226,12 +237,19 @@ def write_recipe(asked: argparse.Namespace, folder: Path, weights: Path | None) 
     }
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(tree))
-    recipe = load_recipe(path, asked.changes)
-    lack = local_lack(recipe.cluster, torch.cuda.device_count()) if recipe.cluster.num_gpus else None
-    if lack is not None and recipe.cluster.starts_ray:
-        raise UserError(lack)
+    try:
+        recipe = load_recipe(path, asked.changes)
+    except UserError as error:  # it names the file, which is ours
+        raise UserError(str(error).replace(f"{path}: ", "")) from None
+    if recipe.steps <= SAVED + 1:
+        raise UserError(f"steps: {recipe.steps} are too few; step {SAVED + 1} is the earliest that can be killed in")
     if recipe.cluster.num_workers < 2:
         raise UserError("--gpus, --cpus: a run of one worker cannot go on without it; give 2 or more")
+    if not recipe.cluster.starts_ray:
+        raise UserError("cluster.address: a worker is killed by its number on this machine; leave the address out")
+    lack = local_lack(recipe.cluster, torch.cuda.device_count()) if recipe.cluster.num_gpus else None
+    if lack is not None:
+        raise UserError(lack)
     return path, recipe
 
 
@@ -246,7 +264,7 @@ def check_disk(recipe: Recipe, spec: ModelSpec, folder: Path, *, writes_model: b
 
 def recover(asked: argparse.Namespace, folder: Path) -> tuple[Recipe, dict[str, float]]:
     spec, weights = find_model(asked.model)
-    path, recipe = write_recipe(asked, folder, weights)
+    path, recipe = write_recipe(asked, folder, spec, weights)
     check_disk(recipe, spec, folder, writes_model=weights is None)
     if weights is None:
         write_model(spec, folder / "model")
@@ -257,13 +275,13 @@ def recover(asked: argparse.Namespace, folder: Path) -> tuple[Recipe, dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b")
-    parser.add_argument("--precision", default="fp8_full")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp8_full")
     workers = parser.add_mutually_exclusive_group(required=True)
-    workers.add_argument("--gpus", type=int)
-    workers.add_argument("--cpus", type=int)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--answer-tokens", type=int, default=1024)
+    workers.add_argument("--gpus", type=at_least(2))
+    workers.add_argument("--cpus", type=at_least(2))
+    parser.add_argument("--prompts", type=at_least(1), default=16)
+    parser.add_argument("--group", type=at_least(2), default=8)
+    parser.add_argument("--answer-tokens", type=at_least(1), default=1024)
     parser.add_argument(
         "--after", type=float, default=0.4, help="of a step's time, when the worker is killed: 0 to 0.9"
     )
@@ -272,15 +290,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("changes", nargs="*", help="section.key=value of the recipe")
     asked = parser.parse_args()
-    try:
-        if not 0.0 <= asked.after <= 0.9:
-            raise UserError(f"--after: {asked.after:g} is out of range; give 0 to 0.9 of a step's time")
-        if asked.folder is not None and not asked.folder.is_dir():
-            raise UserError(f"--folder: '{asked.folder}' is not a folder; create it, or give another")
-        with tempfile.TemporaryDirectory(prefix="octetrl-recovery-", dir=asked.folder) as name:
-            recipe, found = recover(asked, Path(name))
-    except UserError as error:
-        raise SystemExit(f"benchmarks.recovery: {error}") from error
+    result_suffix(asked.name), results_folder(str(asked.out))  # refuse what could not be written at the end
+    refuse_empty(asked.model, "model", "a folder or a preset")
+    if not 0.0 <= asked.after <= 0.9:
+        raise UserError(f"--after: {asked.after:g} is out of range; give 0 to 0.9 of a step's time")
+    if asked.folder is not None and not asked.folder.is_dir():
+        raise UserError(f"--folder: '{asked.folder}' is not a folder; create it, or give another")
+    with tempfile.TemporaryDirectory(prefix="octetrl-recovery-", dir=asked.folder) as name:
+        recipe, found = recover(asked, Path(name))
     rollout, cluster = recipe.rollout, recipe.cluster
     row: dict[str, object] = {
         "precision": recipe.precision,
@@ -300,4 +317,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command("recovery", main)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
+from benchmarks.command import run_command
 from benchmarks.picture import STYLE, apart, line, text
 from benchmarks.record import is_dirty, model_of
 from octetrl.config.errors import UserError
@@ -40,6 +41,8 @@ PHASES = {
     "Whole step": "step/tokens_per_second",
 }
 NUMBERS = (COUNT, "time/step", *PHASES.values(), "step/publish_ms")
+TEXTS = ("precision", "workload", DEVICE)
+LARGEST = 1e12  # of any number; a picture of larger ones would have no ticks
 TABLE = (  # heading, field, format
     ("step, s", "time/step", ".1f"),
     ("rollout, tokens/s", "produce/tokens_per_second", ",.0f"),
@@ -51,6 +54,7 @@ TABLE = (  # heading, field, format
 )
 SAME = (  # settings that all points of a line share
     "step/layers", "step/optimizer_states", "step/master", "step/gradient_sums", "cluster/gradients",
+    "cluster/tensor_parallel",
 )  # fmt: skip
 
 MARGIN, AXIS, GAP, PLOT, LABELS = 20, 48, 14, 186, 54  # pixels; PLOT: width of what is drawn; LABELS: right of it
@@ -87,18 +91,42 @@ def read_points(path: Path) -> list[Point]:
     if not is_step or not isinstance(result["rows"], list):
         raise UserError(f"{path}: not a result of `octetrl bench step`; {REMEDY}")
     of_ray = [row for row in result["rows"] if isinstance(row, dict) and COUNT in row]
-    counts = {row.get("cluster/kind") for row in of_ray}
-    rows = [row for row in of_ray if row.get("cluster/kind") != "embedded" or counts == {"embedded"}]
+    has_ray = any(row.get("cluster/kind") != "embedded" for row in of_ray)
+    rows = [row for row in of_ray if row.get("cluster/kind") != "embedded" or not has_ray]
     if not rows:
         raise UserError(f"{path}: no row has a number of workers; {REMEDY}")
+    if any("cluster/trainers" in row for row in rows):
+        raise UserError(f"{path}: a result of --roles has other columns; {REMEDY}")
     for row in rows:
-        wrong = [name for name in NUMBERS if not isinstance(row.get(name), int | float) or row[name] <= 0]
-        if wrong:
-            raise UserError(f"{path}: {wrong[0]} is {row.get(wrong[0])!r}, a number above 0 is needed; {REMEDY}")
+        _refuse_wrong(path, row)
+    if not isinstance(result.get("machine"), str) or not isinstance(result["commit"], str):
+        raise UserError(f"{path}: it does not name its machine and commit; {REMEDY}")
     model = model_of(result)
     if model is None:
         raise UserError(f"{path}: its command does not name the model; measure it again with --model")
-    return [Point(row, path, model, str(result.get("machine")), is_dirty(result)) for row in rows]
+    return [Point(row, path, model, result["machine"], is_dirty(result)) for row in rows]
+
+
+def _refuse_wrong(path: Path, row: Row) -> None:
+    for name in NUMBERS:
+        if not _is_number(row.get(name)) or not 0 < row[name] <= LARGEST:
+            raise UserError(f"{path}: {name} is {_shown(row.get(name))}, a number above 0 is needed; {REMEDY}")
+    if row[COUNT] != int(row[COUNT]):
+        raise UserError(f"{path}: {COUNT} is {row[COUNT]}, a whole number is needed; {REMEDY}")
+    for _, name, _ in TABLE:
+        if row.get(name) is not None and not (_is_number(row[name]) and 0 <= row[name] <= LARGEST):
+            raise UserError(f"{path}: {name} is {_shown(row[name])}, a number from 0 on is needed; {REMEDY}")
+    for name in TEXTS:
+        if not isinstance(row.get(name), str):
+            raise UserError(f"{path}: {name} is {_shown(row.get(name))}, a text is needed; {REMEDY}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60]
 
 
 def series_of(points: Sequence[Point]) -> Series:
@@ -225,7 +253,7 @@ def _head(model: str, series: Series) -> Iterator[str]:
     for key in reversed(series):
         name = _name(key)
         x -= 7.2 * len(name)
-        yield f'<text x="{x:.1f}" y="27" class="name" style="fill: var(--{_colour(key)})">{name}</text>'
+        yield f'<text x="{x:.1f}" y="27" class="name" style="fill: var(--{_colour(key)})">{escape(name)}</text>'
         yield line([(x - 22, 23), (x - 6, 23)], "", _colour(key), 2.4, _opacity(key))
         x -= 36
 
@@ -300,7 +328,7 @@ def _thousands(speed: float) -> str:
     return f"{speed / 1000:g}k" if speed >= 1000 else f"{speed:g}"
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "results", type=Path, nargs="*", metavar="RESULT.json", help="default: those that the page shows"
@@ -309,11 +337,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page for the table")
     given = parser.parse_args(words)
     before, _, after = split_page(given.page)
+    if given.out.resolve() == given.page.resolve():
+        raise UserError(f"--out: '{given.out}' is the page; give a file for the picture")
     series = series_of([point for path in given.results or shown_on(given.page) for point in read_points(path)])
     write(given.out, draw(series))
     write(given.page, f"{before}\n\n{table(series)}\n{after}")
     print(f"{table(series)}wrote {given.out} and {given.page}")
-    return 0
 
 
 def write(path: Path, content: str) -> None:
@@ -324,8 +353,4 @@ def write(path: Path, content: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except UserError as error:
-        print(f"benchmarks.scaling: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_command("scaling", main)

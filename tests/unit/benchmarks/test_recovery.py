@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ from octetrl.data.tokenizer import load_tokenizer
 from octetrl.models.families import load_spec
 from octetrl.models.weight_files import SINGLE
 
+SHORT = ("--model", "tiny", "--answer-tokens", "64")
 RUN = """
 import json, subprocess, sys, time
 from pathlib import Path
@@ -103,11 +106,17 @@ def test_a_run_that_ends_is_named_with_its_last_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--cpus", "2", "--model", "tiny", "trainer.epoch=2"], "did you mean"),
+        (["--cpus", "2", *SHORT, "trainer.epoch=2"], "did you mean"),
         (["--cpus", "2", "--model", "tiy"], "--model: 'tiy' is neither a folder nor one of the presets"),
-        (["--cpus", "1", "--model", "tiny"], "a run of one worker cannot go on without it; give 2 or more"),
         (["--cpus", "2", "--after", "1.5"], "--after: 1.5 is out of range"),
         (["--cpus", "2", "--folder", "/no/such"], "--folder: '/no/such' is not a folder"),
+        (["--cpus", "2", "--name", "../x"], "--name: '../x' cannot be part of a file name"),
+        (["--cpus", "2", "--out", "/dev/null"], "--out: '/dev/null' is a file"),
+        (["--cpus", "2", "--model", ""], "'' names no model"),
+        (["--cpus", "2", "--model", "tiny"], "--answer-tokens: 1024 is too long for tiny; give "),
+        (["--cpus", "2", *SHORT, "steps=3"], "steps: 3 are too few"),
+        (["--cpus", "2", *SHORT, "cluster.cpus=1"], "a run of one worker cannot go on without it; give 2 or more"),
+        (["--cpus", "2", *SHORT, "cluster.address=here:6379"], "cluster.address: a worker is killed by its number"),
         (["--gpus", "4000"], "4000 GPUs were asked for, this machine has"),
     ],
 )
@@ -116,9 +125,23 @@ def test_bad_settings_are_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["recovery", *words])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(UserError) as ended:
         main()
     assert says in str(ended.value) and "\n" not in str(ended.value) and not list(tmp_path.iterdir())
+    assert str(tmp_path) not in str(ended.value)
+
+
+def test_no_worker_is_killed_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    try:
+        (tmp_path / "workers.json").write_text(json.dumps({"workers": [{"pid": bystander.pid}]}))
+        run = Watched([sys.executable, "-c", ""], tmp_path)
+        run.process.wait()
+        with pytest.raises(UserError, match="the last worker had ended before it was killed"):
+            run.kill_last_worker()
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
 
 
 def test_a_disk_that_is_too_small_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

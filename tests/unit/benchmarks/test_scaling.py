@@ -105,7 +105,7 @@ def test_the_table_is_what_the_house_checks(tmp_path: Path) -> None:
     page.write_text(f"# Title\n\n{BEGIN}\n{END}\n\nText.\n")
     result = write(tmp_path / "step_a.json", rows)
     for _ in range(2):
-        assert main([str(result), "--page", str(page), "--out", str(picture)]) == 0
+        main([str(result), "--page", str(page), "--out", str(picture)])
     (found,) = tables(page.read_text())
     assert found.rows[1] == [
         "8",
@@ -134,6 +134,7 @@ def test_results_of_a_dirty_tree_are_marked(tmp_path: Path) -> None:
 
 
 TWO = [row("fp8", 1), row("fp8", 2)]
+# fmt: off
 REFUSED: list[tuple[list[tuple[list[Row], Row]], str]] = [
     ([([row("fp8", 1)], {})], "no precision was measured with several numbers of workers"),
     ([([{"precision": "fp8", "workload": "8x16+32"}], {})], "no row has a number of workers"),
@@ -142,10 +143,22 @@ REFUSED: list[tuple[list[tuple[list[Row], Row]], str]] = [
     ([([*TWO, row("fp8", 2)], {})], "two rows are of qwen3-0.6b, fp8, 2 workers"),
     ([([*TWO, row("fp8", 4) | {"step/layers": 3}], {})], "their layers differ"),
     ([([*TWO, row("fp8", 4) | {"time/step": None}], {})], "time/step is None, a number above 0 is needed"),
+    ([([*TWO, row("fp8", 4, **{"cluster/tensor_parallel": 2}), row("fp8", 8, **{"cluster/tensor_parallel": 1})], {})],
+     "their tensor parallels differ"),
+    ([([row("fp8", 1, **{"cluster/trainers": 1})], {})], "a result of --roles has other columns"),
+    ([([row("fp8", 1), row("fp8", 2) | {"cluster/workers": 2.5}], {})], "cluster/workers is 2.5, a whole number"),
+    ([([row("fp8", 1), row("fp8", 2) | {"cluster/workers": True}], {})], "cluster/workers is True, a number above 0"),
+    ([([row("fp8", 1), row("fp8", 2) | {"learn/tokens_per_second": float("nan")}], {})], "tokens_per_second is nan, a"),
+    ([([row("fp8", 1), row("fp8", 2) | {"learn/tokens_per_second": 10**400}], {})], "tokens_per_second is 1000"),
+    ([([row("fp8", 1), row("fp8", 2) | {"mismatch/max_abs_diff": float("nan")}], {})], "a number from 0 on is needed"),
+    ([([row("fp8", 1), row("fp8", 2) | {"produce/efficiency": "all"}], {})], "produce/efficiency is 'all', a number"),
+    ([([row("fp8", 1), row("fp8", 2) | {"workload": None}], {})], "workload is None, a text is needed"),
+    ([(TWO, {"machine": None})], "it does not name its machine and commit"),
     ([(TWO, {"command": "octetrl bench step --gpus 2"})], "its command does not name the model"),
     ([(TWO, {}), ([row("bf16", 1)], {"machine": "another"})], "their machines differ, 'a GPU' and 'another'"),
     ([(TWO, {}), ([row("bf16", 1, workload="1x2+3")], {})], "their workloads differ, '8x16+32' and '1x2+3'"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("files", "says"), REFUSED, ids=[says for _, says in REFUSED])
@@ -167,3 +180,10 @@ def test_a_page_without_a_place_is_left_as_it_is(tmp_path: Path) -> None:
         main(["--page", str(page)])
     with pytest.raises(UserError, match=r"a\.svg: cannot be written"):
         main([str(result), "--page", str(page), "--out", str(tmp_path / "no" / "a.svg")])
+    with pytest.raises(UserError, match=r"page\.md' is the page"):
+        main([str(result), "--page", str(page), "--out", str(page)])
+
+
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    rows = [row("<b>&", 1, **{"step/numerics": "<i>"}), row("<b>&", 2, **{"step/numerics": "<i>"})]
+    assert "<b>&, <i>" in drawn(write(tmp_path / "step_a.json", rows))[1]
