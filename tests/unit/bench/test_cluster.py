@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.bench.cluster import ClusterBench, ClusterTimes, ClusterTurn, measure
+from octetrl.bench.cluster import ClusterBench, ClusterSteps, ClusterTimes, ClusterTurn, measure
 from octetrl.bench.cluster_memory import check_memory, estimated_bytes
 from octetrl.bench.cluster_rows import rows_of
 from octetrl.bench.model import find_model
 from octetrl.bench.on_workers import EMBEDDED, digest_warnings
-from octetrl.bench.step import StepBench
+from octetrl.bench.step import StepArm, StepBench, build_bench_worker
 from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_cluster import check_tail, counts_of
 from octetrl.cli.bench_options import with_layers
@@ -22,7 +22,10 @@ from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, Recipe, TrainerConfig
 from octetrl.engine.session import Session
+from octetrl.records import Completion, GenerationRequest
+from octetrl.telemetry.console import Console
 from octetrl.telemetry.metrics import MISMATCH
+from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many import workers
 from tests.unit.workers.many.thread_team import ThreadTeam
 
@@ -60,6 +63,26 @@ def test_any_number_of_workers_samples_the_same_and_is_compared_with_one() -> No
     assert {"memory/peak_gb/worker_0", "memory/peak_gb/worker_1"} <= two.keys()
     assert [row["cluster/kind"] for row in (embedded, one, two)] == ["embedded", "ray", "ray"]
     assert two[MISMATCH] == 1.0 and "publish/gather_ms" not in one
+
+
+@pytest.mark.parametrize("on_workers", [False, True])
+def test_the_answers_of_the_warm_up_end_one_after_another(on_workers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the warm-up's batch has every size on its way to the end."""
+    step = replace(bench(1).step, workload=uniform_lengths(2, 2, 6, LengthRange(8, 8), TINY.spec.vocab_size, seed=0))
+    worker = build_bench_worker(step, "bf16")
+    generate, lengths = worker.generate, list[int]()
+
+    def recorded(requests: list[GenerationRequest], *rest: Any) -> list[list[Completion]]:
+        completions = generate(requests, *rest)
+        lengths.extend(len(one.token_ids) for siblings in completions for one in siblings)
+        return completions
+
+    monkeypatch.setattr(worker, "generate", recorded)
+    if on_workers:
+        ClusterSteps(step, LocalWorkers(worker, Console("quiet", 1)), 1, worker.recipe).warm_up()
+    else:
+        StepArm(step, worker).warm_up()
+    assert lengths == [2, 3, 4, 5]
 
 
 def test_learning_beside_the_tail_samples_and_measures_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

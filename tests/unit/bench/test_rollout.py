@@ -145,6 +145,7 @@ def test_a_warm_up_by_stairs_ends_one_answer_after_another() -> None:
     ragged = lognormal_lengths(Shape(8, 11, 20), 4, VOCAB, 0, sigma=0.8, max_positions=1024)
     expected = [(prompt, min(answer, 9 + place)) for place, (prompt, answer) in enumerate(ragged.siblings)]
     assert Workload("stairs", ragged.stairs(9)).siblings == expected
+    assert [one.sampling.max_new_tokens for one in SMALL.stairs(2)] == [3, 5], "the longest of each request"
 
 
 def rollout(task: str, prompt: int, answers: tuple[int, ...]) -> Rollout:
