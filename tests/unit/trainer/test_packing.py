@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,6 +42,16 @@ def test_fields_by_hand() -> None:
     assert micro_batch.sequence_N.tolist() == [0, 0, 1]
     assert micro_batch.target_positions_N.tolist() == [1, 3, 2]
     assert micro_batch.sequence_lengths_N.tolist() == [4, 4, 3]
+
+
+def test_dtypes_of_all_fields() -> None:
+    pair = [sample(5, pair=0, chosen=place == 0, group=1, policy_version=place) for place in range(2)]
+    (micro_batch,) = micro_batches(pack(pair, PackingLayout(16), "token"))
+    found = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
+    assert type(found.pop("max_seqlen")) is int
+    float32s, others = ("weights_N", "advantages_N", "generator_logprobs_N"), {"cu_seqlens_B1": torch.int32}
+    expected = others | dict.fromkeys(float32s, torch.float32) | {"chosen_N": torch.bool}
+    assert {name: one.dtype for name, one in found.items()} == {name: expected.get(name, torch.int64) for name in found}
 
 
 def test_first_fit_decreasing() -> None:
@@ -185,3 +197,12 @@ def test_with_by_version_a_micro_batch_has_samples_that_one_version_ended() -> N
     assert len(micro_batches(pack(samples, PackingLayout(64), "token"))) == 1
     (whole,) = micro_batches(pack(samples[:1], layout, "token"))
     assert whole.versions_N is None
+
+
+@pytest.mark.parametrize("other", [{"policy_version": 3}, {"token_versions": (2, 2, 2, 3)}], ids=["sample", "token"])
+def test_a_micro_batch_of_one_version_has_versions_if_another_of_its_batch_needs_them(other: dict[str, object]) -> None:
+    """Metrics join the versions of all trained tokens of a batch."""
+    samples = [sample(6, policy_version=2), sample(4, **{"policy_version": 2, **other})]
+    first, second = micro_batches(pack(samples, PackingLayout(64, by_version=True), "token"))
+    assert first.versions_N is not None and second.versions_N is not None
+    assert first.versions_N.tolist() == [2, 2] and 3 in second.versions_N.tolist()
