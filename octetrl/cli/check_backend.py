@@ -27,7 +27,7 @@ def _where(recipe: Recipe) -> str:
     if cluster.num_workers == 1:
         return "in the trainer's process"
     if cluster.tensor_parallel > 1:
-        return f"in each group of {cluster.tensor_parallel} of the {cluster.num_workers} workers"
+        return f"one for each group of {cluster.tensor_parallel} workers"
     return f"on each of the {cluster.num_workers} workers"
 
 

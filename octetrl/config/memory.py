@@ -158,10 +158,11 @@ def estimate_memory(
     if trains_scalar:
         spec = ScalarModel(spec, precisions).trunk
     lora = recipe.model.lora
-    head = spec.hidden_size if trains_scalar else 0
-    trained = spec.num_parameters if lora is None else adapter_elements(spec, lora) + head
+    trained = spec.num_parameters if lora is None else adapter_elements(spec, lora) + trains_scalar * spec.hidden_size
     dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
-    how = f"{recipe.model.dtype}, shared by engine and trainer" + ("; FP8 linears only as codes" if dropped else "")
+    alone = trains_scalar or recipe.cluster.roles is not None or recipe.engine.backend == "vllm"
+    how = f"{recipe.model.dtype}, {'of the trainer' if alone else 'shared by engine and trainer'}"
+    how += "; FP8 linears only as codes" if dropped else ""
     owned = weight_bytes * _elements(spec, precisions.fp8_train) if lora is None else 0
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how, owned_bytes=owned)]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)

@@ -9,6 +9,7 @@ from octetrl.config.openai import MOST_STOPS, openai_problems
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
+from octetrl.config.speculation import SpeculationConfig
 from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE, padded_vocabulary
 
 FIELD = "engine.backend"
@@ -35,16 +36,23 @@ def without_effect(recipe: Recipe) -> str | None:
     problem: a recipe that trains here is evaluated by a server as well."""
     if recipe.engine.backend != "openai":
         return None
-    heeded = {"backend", "openai", "speculation"}  # the last is refused where it is set
-    unread = [name for name in type(recipe.engine).model_fields if name not in heeded]
+    unread = [name for name in type(recipe.engine).model_fields if name not in {"backend", "openai", "speculation"}]
     given = [f"engine.{name}" for name in unread if name in recipe.engine.model_fields_set]
+    given += _changed_speculation(recipe)
     verb = "has" if len(given) == 1 else "have"
     return f"{', '.join(given)} {verb} no effect with {FIELD}: openai; the server has its own" if given else None
 
 
+def _changed_speculation(recipe: Recipe) -> list[str]:
+    """The settings of drafts that are not the defaults. `name`, which asks for drafts, has a problem of its own."""
+    given, usual = recipe.engine.speculation, SpeculationConfig()
+    names = [name for name in type(given).model_fields if name != "name"]
+    return [f"engine.speculation.{name}" for name in names if getattr(given, name) != getattr(usual, name)]
+
+
 def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
-    cluster, fp8 = recipe.cluster, recipe.fp8
-    own = "or engine.backend: octetrl"
+    cluster, fp8, speculation = recipe.cluster, recipe.fp8, recipe.engine.speculation
+    own, drafts = "or engine.backend: octetrl", _changed_speculation(recipe)
     rules = (
         (cluster.device == "cpu" or cluster.on_cpus, _cpu_field(recipe), "needs NVIDIA GPUs; run there,"),
         (
@@ -63,7 +71,8 @@ def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
             "sizes its cache by a GPU of its own; give engine.kv_cache_tokens, or set it to 1,",
         ),
         (recipe.algorithm.learns_from != "rollouts", "algorithm.name", "would generate nothing; leave it out,"),
-        (recipe.engine.speculation.name != "none", "engine.speculation.name", "has no n-gram drafts here; use none,"),
+        (speculation.name != "none", "engine.speculation.name", "has no n-gram drafts here; use none,"),
+        *((speculation.name == "none", field, "makes no drafts here; leave it out,") for field in drafts),
         (recipe.engine.prefix_cache == "keep", "engine.prefix_cache", "drops its prefixes; use drop_on_publish,"),
         (recipe.model.lora is not None, "model.lora", "gets no adapters so far; train the weights,"),
         (recipe.model.dtype != "bfloat16", "model.dtype", "runs in bfloat16 here; use that,"),

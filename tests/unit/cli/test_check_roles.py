@@ -11,7 +11,7 @@ from octetrl.cli.check_device import Device
 from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.check_workers import role_sections
 from octetrl.cli.main import run_command
-from octetrl.config.memory import MemoryEstimate
+from octetrl.config.memory import MemoryEstimate, ScalarModel
 from tests.unit.cli.test_fitting import plan, problem, ways
 
 NARROW = ("trainer.optimizer.states=8bit", "trainer.optimizer.master=stochastic_rounding")
@@ -41,6 +41,7 @@ def test_a_table_for_each_role(recipe: Path) -> None:
     assert {"gradients", "optimizer", "activations", "working set", "checkpoint copy"} <= set(trains)
     assert set(generates) == {"weights", "CUDA context", "KV cache", "total", "room for KV cache"}
     assert "KV cache" not in trains and "1/2 of it" in trains["optimizer"]
+    assert trains["weights"].endswith("bfloat16, of the trainer; 1/2 of FP8 linears")
     assert f", 2: {on.of_trainer(on.recipe).total_bytes / GIB:.1f}, 4: " in trains["each of N trainers"]
 
 
@@ -54,6 +55,18 @@ def test_the_parts_are_those_of_a_worker_that_does_both(recipe: Path) -> None:
     free = 140 * GIB - engine["weights"] - engine["CUDA context"]
     assert engine["KV cache"] == pytest.approx(0.85 * free, rel=1e-4)
     assert on.of_trainer(on.recipe).total_bytes == on.of_worker(on.recipe).training_bytes
+    remade = plan(recipe, "qwen3-8b", 140, *NARROW, *ROLES, "trainer.weight_codes=remade")
+    trainer_of_remade = remade.of_trainer(remade.recipe)
+    assert "FP8 codes" in parts(trainer_of_remade), "which are freed for an update"
+    assert trainer_of_remade.total_bytes == trainer_of_remade.training_bytes
+
+
+def test_a_reward_model_is_beside_the_engine(recipe: Path) -> None:
+    on = plan(recipe, "qwen3-8b", 140, *NARROW, *ROLES)
+    scored = replace(on, scorer=ScalarModel(on.spec, on.policy.precisions()))
+    held = parts(scored.of_worker(on.recipe))["reward model"]
+    trainer, engine = parts(scored.of_trainer(on.recipe)), parts(scored.of_engine(on.recipe))
+    assert engine["reward model"] == held > GIB and "reward model" not in trainer
 
 
 def test_with_bf16_training_the_engine_makes_its_own_codes(recipe: Path) -> None:
@@ -92,9 +105,14 @@ def test_workers_on_a_cpu_emulate_and_share_the_machine(recipe: Path) -> None:
     cpu = Device("CPU", False, 8 * GIB, is_here=False)
     on = replace(plan(recipe, "tiny", 8, "cluster.trainer_cpus=2", "cluster.engine_cpus=1"), device=cpu)
     linears = sum(linear.num_weights for _, linear in on.spec.linears())
-    assert parts(on.of_engine(on.recipe))["FP8 values"] == 8 * linears
+    for precision in ("fp8_full", "fp8_rollout"):
+        emulated = plan(recipe, "tiny", 8, "cluster.trainer_cpus=2", "cluster.engine_cpus=1", f"precision={precision}")
+        assert parts(replace(emulated, device=cpu).of_engine(emulated.recipe))["FP8 values"] == 8 * linears
     assert all(section["total"].endswith("of 8.00 GiB that 3 workers share") for section in shown(on).values())
     assert on.problem(lambda changes: True) is None
+    for emulate in (True, False):
+        on_gpu = plan(recipe, "tiny", 8, *ROLES, f"fp8.emulate={emulate}".lower())
+        assert ("FP8 values" in parts(on_gpu.of_engine(on_gpu.recipe))) == emulate
 
 
 def test_each_role_is_refused_by_its_own_need(recipe: Path) -> None:
@@ -105,7 +123,9 @@ def test_each_role_is_refused_by_its_own_need(recipe: Path) -> None:
     text = problem(recipe, "qwen3-8b", trainer - 0.1, *NARROW, *ROLES)
     assert text is not None and text.startswith(f"memory: a worker that trains needs {trainer:.2f} GiB of ")
     for changes in ways(text):
-        assert problem(recipe, "qwen3-8b", trainer - 0.1, *NARROW, *ROLES, *changes) is None
+        changed = plan(recipe, "qwen3-8b", trainer - 0.1, *NARROW, *ROLES, *changes)
+        assert changed.problem(lambda changes: True) is None
+        assert changed.of_trainer(changed.recipe).training_bytes <= 0.9 * (trainer - 0.1) * GIB, "with some to spare"
     small = ("model.lora={}", "trainer.tokens_per_micro_batch=2048", "trainer.logprob_chunk=256")
     cache = problem(recipe, "qwen3-8b", 80, *small, *ROLES, "engine.kv_cache_tokens=2000000")
     assert cache is not None and cache.startswith("memory: a worker that generates needs ")

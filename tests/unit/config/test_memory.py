@@ -370,6 +370,7 @@ def test_a_reward_model_has_neither_lm_head_nor_cache() -> None:
     trained = recipe(algorithm={"name": "reward_model", "conversations": "pairs.jsonl"})
     estimate = estimate_memory(trained, replace(TINY, tied_embeddings=False), PLAIN, on_gpu=True, device_bytes=None)
     assert parts_of(estimate)["weights"] == 2 * P and estimate.kv_cache_tokens == 0
+    assert estimate.parts[0].how == "bfloat16, of the trainer", "there is no engine"
     assert estimate.total_bytes == 18 * P + 600_000_000 + estimate.bytes_when("training")
 
 

@@ -37,6 +37,11 @@ GPU, CPU = Device("H200", True, 140 << 30), Device("CPU", False, 1 << 34)
         ("cluster.device", "cpu", "cluster.device: engine.backend: vllm needs NVIDIA GPUs"),
         ("cluster.cpus", 2, "cluster.cpus: engine.backend: vllm needs NVIDIA GPUs"),
         ("engine.speculation.name", "ngram", "engine.speculation.name: engine.backend: vllm has no n-gram drafts"),
+        (
+            "engine.speculation.max_draft_tokens",
+            4,
+            "engine.speculation.max_draft_tokens: engine.backend: vllm makes no",
+        ),
         ("engine.prefix_cache", "keep", "engine.prefix_cache: engine.backend: vllm drops its prefixes"),
         ("model.lora", {}, "model.lora: engine.backend: vllm gets no adapters so far"),
         ("model.dtype", "float32", "model.dtype: engine.backend: vllm runs in bfloat16 here"),
@@ -97,6 +102,8 @@ def test_what_a_server_cannot_be_asked(changes: dict[str, Any], expected: str | 
 def test_settings_that_a_server_does_not_read_are_named() -> None:
     recipe, _ = build_recipe(plain_tree(*OPENAI, ("engine.max_batch", 8), ("engine.page_size", 16)), training=False)
     assert recipe is not None and recipe.engine.openai is not None
+    drafts, _ = build_recipe(plain_tree(*OPENAI, ("engine.speculation.ngrams", [4])), training=False)
+    assert drafts is not None and "engine.speculation.ngrams has no effect" in str(without_effect(drafts))
     said = str(without_effect(recipe))
     assert "engine.max_batch" in said and "engine.page_size" in said and "engine.prefill_chunk" not in said
     assert ("warning", said) in list(server_lines(recipe, recipe.engine.openai, imports=False))
@@ -186,7 +193,7 @@ def test_workers_that_share_a_model() -> None:
     """By vLLM's own tensor parallelism. What is not cut at whole blocks is refused, and so are separate roles."""
     assert texts(recipe_with(VLLM, FULL, *SHARED)) == []
     lines = dict(backend_lines(recipe_with(VLLM, FULL, *SHARED)))
-    assert lines["rollout backend"].endswith("in each group of 2 of the 4 workers, with weights of its own")
+    assert lines["rollout backend"].endswith("one for each group of 2 workers, with weights of its own")
     assert lines["tensor parallelism"].startswith("by vLLM itself, 2 ranks")
     spec = spec_from_config(preset_config("qwen3-0.6b"))
     (text,) = [one.text for one in tensor_problems(recipe_with(VLLM, *SHARED), replace(spec, intermediate_size=3200))]
@@ -251,6 +258,8 @@ def test_vllms_own_weights_count() -> None:
         recipe = recipe_with(FULL, ("engine.backend", backend))
         precisions = precision_policy(spec, recipe.fp8).precisions()
         sizes[backend] = estimate_memory(recipe, spec, precisions, on_gpu=True, device_bytes=200 << 30)
+    whose = [next(part.how for part in one.parts if part.name == "weights") for one in sizes.values()]
+    assert whose == ["bfloat16, shared by engine and trainer", "bfloat16, of the trainer"]
     held = {part.name: part for part in sizes["vllm"].parts}["vLLM"]
     fp8 = sum(linear.num_weights for _, linear in spec.linears())
     assert vllm_weight_bytes(spec, precisions.fp8_rollout) == 2 * (spec.num_parameters - fp8) + fp8 + fp8 // 4096
