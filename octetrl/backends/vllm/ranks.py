@@ -62,8 +62,8 @@ def together(ranks: Ranks | None, phase: str, work: Callable[[], Result]) -> Res
 
 
 def step_together(ranks: Ranks | None, step: Callable[[], Sequence[RequestOutput]]) -> Sequence[RequestOutput]:
-    """The outputs of one step. Raises the error of any rank on all, and RuntimeError if the ranks' tokens differ: their
-    next forwards would not meet. One exchange of three numbers."""
+    """The outputs of one step. Raises the error of any rank on all, and RuntimeError if the ranks' tokens differ: they
+    would run different forwards. One exchange of three numbers."""
     if ranks is None:
         return step()
     try:
@@ -78,8 +78,9 @@ def step_together(ranks: Ranks | None, step: Callable[[], Sequence[RequestOutput
         _tell(ranks, STEP, None)
     if most != -least:
         raise RuntimeError(
-            f"vLLM's {ranks.size} ranks have sampled different tokens in one step, so their forwards would not meet any"
-            " more; continue with --resume, and use cluster.tensor_parallel=1 if it happens again"
+            f"vLLM's {ranks.size} ranks have sampled different tokens in one step, so they would run different forwards,"
+            " and their collectives would hang; continue with --resume, and use cluster.tensor_parallel=1 if it happens"
+            " again"
         )
     return outputs
 
