@@ -78,9 +78,9 @@ def step_together(ranks: Ranks | None, step: Callable[[], Sequence[RequestOutput
         _tell(ranks, STEP, None)
     if most != -least:
         raise RuntimeError(
-            f"vLLM's {ranks.size} ranks have sampled different tokens in one step, so they would run different forwards,"
-            " and their collectives would hang; continue with --resume, and use cluster.tensor_parallel=1 if it happens"
-            " again"
+            f"vLLM's {ranks.size} ranks have sampled different tokens in one step, so they would run different"
+            " forwards, and their collectives would hang; continue with --resume, and use cluster.tensor_parallel=1 if"
+            " it happens again"
         )
     return outputs
 

@@ -211,12 +211,14 @@ from octetrl.trainer.peers import join_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.tensor_peers import connect_grid
 
-peers = connect_grid(join_store(sys.argv[1]), Share(int(sys.argv[2]), 4), 2, torch.device("cpu"))
+here = torch.device("cpu")
+peers = connect_grid(join_store(sys.argv[1]), Share(int(sys.argv[2]), 4), 2, here, deadline_seconds=300)
 peers.group.join_default_group()
 seen = torch.tensor([int(sys.argv[2])])
 torch.distributed.all_reduce(seen)
 beside = peers.sum(torch.tensor([1.0]), "beside")
-print(torch.distributed.get_rank(), torch.distributed.get_world_size(), int(seen), int(beside))
+limit = int(torch.distributed.group.WORLD._get_backend(here).options._timeout.total_seconds())
+print(torch.distributed.get_rank(), torch.distributed.get_world_size(), int(seen), int(beside), limit)
 """
 
 
@@ -229,7 +231,7 @@ def test_each_group_of_workers_has_a_default_group_of_its_own() -> None:
         for worker in range(4)
     ]
     told = [one.communicate(timeout=120) for one in started]
-    assert [out.strip() for out, _ in told] == ["0 2 1 2", "1 2 1 2", "0 2 5 2", "1 2 5 2"], told
+    assert [out.strip() for out, _ in told] == ["0 2 1 2 300", "1 2 1 2 300", "0 2 5 2 300", "1 2 5 2 300"], told
     del store
 
 

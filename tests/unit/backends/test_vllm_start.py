@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -26,6 +27,7 @@ from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, 
 from octetrl.backends.vllm.start import start_vllm, write_model
 from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, Recipe
+from octetrl.config.tensor_cut import TensorCut
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.config.weight_buffer import sent_bytes
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
@@ -33,6 +35,7 @@ from octetrl.layers.tensor_group import OneWorker
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config
 from octetrl.workers.build_engine import build_vllm
+from tests.grid import smallest_shape
 from tests.parity.sides import PRECISIONS
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
 from tests.unit.backends.vllm_double import VllmDouble, tensors_of
@@ -184,10 +187,11 @@ def test_another_version_is_refused_before_anything_starts(
 
 
 class TwoRanks(OneWorker):
-    """The second of two workers, of which the first says what it is told to say."""
+    """The second of two workers of one machine, of which the first says what it is told to say."""
 
     rank, size = 1, 2
     has_joined = False
+    most_tokens = 1 << 40  # of the first's cache
 
     def __init__(self, first: Any = None) -> None:
         self.commands, self.first = self, first
@@ -197,16 +201,20 @@ class TwoRanks(OneWorker):
         self.has_joined = True
 
     def gather_records(self, record: Any, phase: str) -> list[Any]:
-        return [self.first, record]
+        return [record if record == socket.gethostname() else self.first, record]
 
     def maximum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
-        return values
+        return values.clamp(min=-self.most_tokens)
 
 
 def test_a_rank_starts_by_the_external_launcher_in_a_group_that_was_made_before(
     installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "1")
+    forced = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_DISTRIBUTED_USE_SPLIT_GROUP")
+    for name in forced:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     write_model({}, tmp_path)
     how: dict[str, Any] = {"folder": str(tmp_path), "context_length": 64, "cache_bytes": 1 << 16}
     ranks = TwoRanks()
@@ -215,8 +223,8 @@ def test_a_rank_starts_by_the_external_launcher_in_a_group_that_was_made_before(
     assert ranks.has_joined and arguments.distributed_executor_backend == "external_launcher"
     assert arguments.tensor_parallel_size == 2 and arguments.disable_custom_all_reduce
     assert not any(arguments.compilation_config["pass_config"].values())
-    assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["1", "2", "0"]
-    assert found["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0" and found["VLLM_CACHE_ROOT"].endswith("/worker_3")
+    assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["1", "2", "5"]
+    assert [found[name] for name in forced] == ["0"] * 3 and found["VLLM_CACHE_ROOT"].endswith("/worker_3")
 
 
 def test_a_rank_does_not_start_where_another_has_no_vllm(installed: Installed, tmp_path: Path) -> None:
@@ -319,6 +327,26 @@ def test_a_backend_is_started_with_the_model_and_the_room_that_is_left(
     waiting = (arguments.kv_cache_memory_bytes - installed.arguments.kv_cache_memory_bytes) / 0.85
     sent = sent_bytes(ahead, SPEC, policy.precisions())
     assert waiting == pytest.approx(sent, abs=3 * 16 * cache_bytes_per_token(SPEC, policy))
+
+
+def test_ranks_are_started_with_the_whole_models_config_and_the_smallest_cache(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device_with(monkeypatch, free=8 * GIB)
+    whole = smallest_shape("qwen3", 2)
+    part, policy = whole.cut(TensorCut(1, 2)), precision_policy(whole, PRECISIONS["bf16"])
+    where: dict[str, Any] = {"device": torch.device("cuda"), "trains": False, "rank": 1}
+    for most_tokens in (1 << 40, 1600):
+        ranks = TwoRanks()
+        ranks.most_tokens = most_tokens
+        build_vllm(vllm_recipe(), part, policy=policy, tokenizer=Letters(), ranks=ranks, **where)
+        arguments, tokens = installed.arguments, cache_bytes_per_token(part, policy)
+        assert ranks.has_joined and arguments.tensor_parallel_size == 2
+        assert installed.environment["VLLM_CACHE_ROOT"].endswith("/worker_1")
+        shape = hf_config(whole)
+        assert {name: installed.config[name] for name in shape} == shape and shape != hf_config(part)
+        is_smallest = arguments.kv_cache_memory_bytes == (1600 + 16) * tokens
+        assert is_smallest == (most_tokens == 1600), "a page is unused"
 
 
 def test_a_worker_without_a_gpu_or_without_room_is_refused(
