@@ -35,6 +35,7 @@ PICTURE = REPO / "docs" / "pictures" / "scaling.svg"
 BEGIN, END = "<!-- scaling: begin -->", "<!-- scaling: end -->"
 REMEDY = "give results of `octetrl bench step --gpus N --workers 1,2,...`"
 COUNT, DEVICE = "cluster/workers", "cluster/device"
+ROLES = "cluster/trainers"  # only rows of `bench step --roles` have it
 PHASES = {
     "Rollout": "produce/tokens_per_second",
     "Learning": "learn/tokens_per_second",
@@ -95,8 +96,8 @@ def read_points(path: Path) -> list[Point]:
     rows = [row for row in of_ray if row.get("cluster/kind") != "embedded" or not has_ray]
     if not rows:
         raise UserError(f"{path}: no row has a number of workers; {REMEDY}")
-    if any("cluster/trainers" in row for row in rows):
-        raise UserError(f"{path}: a result of --roles has other columns; {REMEDY}")
+    if any(ROLES in row for row in rows):
+        raise UserError(f"{path}: results of --roles do not fit, they have no tokens/s of each phase; {REMEDY}")
     for row in rows:
         _refuse_wrong(path, row)
     if not isinstance(result.get("machine"), str) or not isinstance(result["commit"], str):

@@ -6,15 +6,17 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.recovery import Watched, check_disk, find_model, main, measure, write_model
+from benchmarks.recovery import Watched, check_disk, find_model, main, measure, recover, write_model
 from benchmarks.recovery_reward import varied
 from octetrl.config.errors import UserError
+from octetrl.config.load import load_recipe
 from octetrl.config.schema import ModelConfig, OptimizerConfig, Recipe, TrainerConfig
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.models.families import load_spec
@@ -24,11 +26,11 @@ SHORT = ("--model", "tiny", "--answer-tokens", "64")
 RUN = """
 import json, subprocess, sys, time
 from pathlib import Path
-folder, resumed, done, code = Path(sys.argv[1]), *map(int, sys.argv[2:])
+folder, resumed, done, code, usual = Path(sys.argv[1]), *map(int, sys.argv[2:])
 
 def step(number):
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": number, "time/step": 0.5, "mismatch/max_abs_diff": 0.1 * number}) + "\\n")
+        file.write(json.dumps({"step": number, "time/step": usual, "mismatch/max_abs_diff": 0.1 * number}) + "\\n")
 
 def steps(first, last):
     for number in range(first, last + 1):
@@ -37,7 +39,7 @@ def steps(first, last):
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 (folder / "workers.json").write_text(json.dumps({"workers": [{"pid": 1}, {"pid": worker.pid}]}))
 steps(1, 2)
-time.sleep(0.5), steps(3, done)
+time.sleep(0.5 * (done > 2)), steps(3, done)
 (folder / "checkpoints" / "step_000002").mkdir(parents=True)
 worker.wait()
 time.sleep(0.2), print("worker 1 ended\\n  building all workers again")
@@ -49,18 +51,22 @@ sys.exit(code)
 """
 
 
-def watched(folder: Path, *, resumed: int = 2, done: int = 2, code: int = 0) -> Watched:
-    """A run that saves step 2 when `done` steps have ended, and ends with `code`."""
-    return Watched([sys.executable, "-c", RUN, str(folder), str(resumed), str(done), str(code)], folder)
+def watched(folder: Path, *, resumed: int = 2, done: int = 2, code: int = 0, usual: int = 1) -> Watched:
+    """A run that saves step 2 when `done` steps have ended, and ends with `code`. usual: seconds of a step, as its
+    metrics have it."""
+    numbers = [str(number) for number in (resumed, done, code, usual)]
+    return Watched([sys.executable, "-c", RUN, str(folder), *numbers], folder)
 
 
 def test_the_times_of_a_killed_worker(tmp_path: Path) -> None:
-    found = measure(watched(tmp_path), after=0.2)
+    """A step takes 60 s by its metrics, so that much of it is left on any machine when its worker is killed."""
+    found = measure(watched(tmp_path, usual=60), after=0.01)
     assert found["recovery/notice_seconds"] >= 0.2 and found["recovery/build_seconds"] >= 0.4
-    assert found["recovery/step_seconds"] >= 0.3 and found["time/step"] == 0.5
+    assert found["recovery/step_seconds"] >= 0.3 and found["time/step"] == 60
     assert found["recovery/steps_again"] == 1 and found["mismatch/max_abs_diff"] == 0.4
     parts = sum(found[f"recovery/{part}_seconds"] for part in ("notice", "build", "step"))
-    assert parts - 0.501 <= found["recovery/lost_seconds"] <= parts + 0.001, "at most 0.5 s were left of the step"
+    left = parts - found["recovery/lost_seconds"]
+    assert 0 < left < 59.45, "of the step when it is killed after 0.6 s"
 
 
 def test_a_worker_is_killed_only_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
@@ -88,13 +94,29 @@ def test_the_weights_of_a_preset_are_a_models_folder(tmp_path: Path) -> None:
     assert find_model(str(tmp_path / "model")) == (load_spec(tmp_path / "model"), tmp_path / "model")
     assert load_spec(tmp_path / "model").num_parameters == spec.num_parameters
     assert load_tokenizer(tmp_path / "model", spec.vocab_size).eos_token_id is not None
-    weight = load_file(tmp_path / "model" / SINGLE)["model.layers.0.mlp.down_proj.weight"].float()
+    weights = load_file(tmp_path / "model" / SINGLE)
+    norms = [weights[f"model.{name}.weight"] for name in ("norm", "layers.0.input_layernorm")]
+    assert all(bool((norm == 1).all()) for norm in norms)
+    weight = weights["model.layers.0.mlp.down_proj.weight"].float()
     assert weight.std().item() == pytest.approx(weight.shape[1] ** -0.5, rel=0.05)
     assert weight.unique(dim=0).shape == weight.shape, "no two rows are equal"
 
 
+def test_the_run_has_the_changes_and_may_restart_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[list[str], Path]] = []
+    monkeypatch.setattr("benchmarks.recovery.Watched", lambda command, folder: runs.append((command, folder)))
+    monkeypatch.setattr("benchmarks.recovery.measure", lambda _, after: {"after": after})
+    asked = Namespace(model="tiny", precision="fp8", gpus=None, cpus=2, prompts=3, group=2, answer_tokens=8)
+    recipe, found = recover(Namespace(after=0.3, changes=["seed=7", "rollout.group_size=4"], **vars(asked)), tmp_path)
+    ((command, folder),) = runs
+    at = command.index("train")
+    assert load_recipe(command[at + 1], command[at + 2 :]) == recipe and recipe.seed == 7
+    assert folder == Path(recipe.output_dir) and found == {"after": 0.3}
+    assert recipe.cluster.max_restarts == 1, "after the kill the run goes on, and it ends if that fails"
+
+
 def test_siblings_have_different_rewards() -> None:
-    assert len({varied(None, "") for _ in range(100)}) > 5
+    assert {varied(None, "") for _ in range(2000)} == set(range(11))
 
 
 def test_a_run_that_ends_is_named_with_its_last_lines(tmp_path: Path) -> None:

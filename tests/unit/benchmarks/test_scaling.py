@@ -93,6 +93,21 @@ def test_a_model_larger_than_one_gpu_is_compared_with_the_fewest(tmp_path: Path)
     assert texts.count("80.0%") == 3 and any("the speed with the fewest" in text for text in texts)
 
 
+def test_each_numerics_is_a_line_of_its_own(tmp_path: Path) -> None:
+    rows = [row("fp8", count, **{"step/numerics": kind}) for count in (1, 2) for kind in ("parity", "fast")]
+    path = write(tmp_path / "step_a.json", rows)
+    series = series_of(read_points(path))
+    assert list(series) == [("qwen3-0.6b", "fp8", "parity"), ("qwen3-0.6b", "fp8", "fast")]
+    assert {"fp8", "fp8, fast"} <= set(drawn(path)[1]) and "| `fp8`, `fast` |" in table(series)
+
+
+def test_workers_on_the_cpu_are_called_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "step_a.json", [row("fp8", count) | {"cluster/device": "cpu"} for count in (1, 2)])
+    texts = drawn(path)[1]
+    assert "Tokens/s of each CPU worker, qwen3-0.6b" in texts and texts.count("CPU workers") == 3
+    assert "| CPU workers | model |" in table(series_of(read_points(path)))
+
+
 def test_the_embedded_worker_is_left_out_beside_one_on_ray(tmp_path: Path) -> None:
     embedded = row("fp8", 1, 1.5) | {"cluster/kind": "embedded"}
     path = write(tmp_path / "step_a.json", [embedded, row("fp8", 1), row("fp8", 2)])
@@ -142,10 +157,18 @@ REFUSED: list[tuple[list[tuple[list[Row], Row]], str]] = [
     ([([], {})], "no row has a number of workers"),
     ([([*TWO, row("fp8", 2)], {})], "two rows are of qwen3-0.6b, fp8, 2 workers"),
     ([([*TWO, row("fp8", 4) | {"step/layers": 3}], {})], "their layers differ"),
+    *(
+        ([([row("fp8", count, **{field: value}) for count, value in ((1, "a"), (2, "b"))], {})], f"their {name} differ")
+        for field, name in (
+            ("step/optimizer_states", "optimizer states"),
+            ("step/master", "masters"),
+            ("step/gradient_sums", "gradient sums"),
+            ("cluster/gradients", "gradients"),
+        )
+    ),
     ([([*TWO, row("fp8", 4) | {"time/step": None}], {})], "time/step is None, a number above 0 is needed"),
     ([([*TWO, row("fp8", 4, **{"cluster/tensor_parallel": 2}), row("fp8", 8, **{"cluster/tensor_parallel": 1})], {})],
      "their tensor parallels differ"),
-    ([([row("fp8", 1, **{"cluster/trainers": 1})], {})], "a result of --roles has other columns"),
     ([([row("fp8", 1), row("fp8", 2) | {"cluster/workers": 2.5}], {})], "cluster/workers is 2.5, a whole number"),
     ([([row("fp8", 1), row("fp8", 2) | {"cluster/workers": True}], {})], "cluster/workers is True, a number above 0"),
     ([([row("fp8", 1), row("fp8", 2) | {"learn/tokens_per_second": float("nan")}], {})], "tokens_per_second is nan, a"),
@@ -154,6 +177,9 @@ REFUSED: list[tuple[list[tuple[list[Row], Row]], str]] = [
     ([([row("fp8", 1), row("fp8", 2) | {"produce/efficiency": "all"}], {})], "produce/efficiency is 'all', a number"),
     ([([row("fp8", 1), row("fp8", 2) | {"workload": None}], {})], "workload is None, a text is needed"),
     ([(TWO, {"machine": None})], "it does not name its machine and commit"),
+    ([([*TWO, row("fp8", 4) | {"step/publish_ms": 0}], {})], "step/publish_ms is 0, a number above 0 is needed"),
+    ([(TWO, {}), ([row("bf16", 1) | {"cluster/device": "cpu"}], {})], "their devices differ, 'cuda' and 'cpu'"),
+    ([([row("fp8", 2) | {"arm": "1+1", "cluster/trainers": 1}], {})], "results of --roles do not fit, they have no"),
     ([(TWO, {"command": "octetrl bench step --gpus 2"})], "its command does not name the model"),
     ([(TWO, {}), ([row("bf16", 1)], {"machine": "another"})], "their machines differ, 'a GPU' and 'another'"),
     ([(TWO, {}), ([row("bf16", 1, workload="1x2+3")], {})], "their workloads differ, '8x16+32' and '1x2+3'"),
