@@ -62,7 +62,8 @@ class ClusterConfig(Section):
     """Where workers that generate receive new weights, with `max_staleness` above 0. double: in a second buffer, while
     they generate. single: in place, in a pause. With `weights_in_flight` the pause is between two forwards, otherwise
     between two batches, and training waits for it. auto: double if the KV cache of a whole batch fits beside the second
-    buffer, or if the buffer takes a tenth of the memory for the KV cache at most."""
+    buffer, or if the buffer takes a tenth of the memory for the KV cache at most. A cache of `engine.kv_cache_tokens`
+    must fit."""
     address: str | None = None
     """Ray cluster to use. `host:port`: a running cluster. `auto`: the one that runs on this machine. `local`: start Ray
     here, also for one worker. None: start Ray here if there are several workers. Ray that the run starts ends with

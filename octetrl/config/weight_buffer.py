@@ -1,9 +1,10 @@
 """Whether new weights have a second buffer in the workers that generate (`cluster.weight_buffer`). No torch.
 
 With a second buffer, weights arrive while answers are generated. Its memory is missing in the KV cache. So `auto` takes
-it only if the KV cache of the largest batch still fits beside it, or if it is small. Otherwise weights arrive in place,
-in a pause. The cache of vLLM has its size before anything is known of other workers, so `auto` always leaves room for
-the buffer there.
+it only if the KV cache of the largest batch still fits beside it, or if it is small. A cache of a fixed size
+(`engine.kv_cache_tokens`) cannot make room for a small buffer, so it must fit beside it. Otherwise weights arrive in
+place, in a pause. The cache of vLLM has its size before anything is known of other workers, so `auto` always leaves
+room for the buffer there.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ def choose_buffer(recipe: Recipe, *, weights: int, cache: int, free: int) -> Buf
         return BufferChoice(False, "cluster.weight_buffer: single")
     if recipe.engine.backend == "vllm":
         return BufferChoice(True, f"vLLM's KV cache leaves {size} for it; with single the cache gets them")
+    is_fixed = recipe.engine.kv_cache_tokens is not None
+    what = "engine.kv_cache_tokens" if is_fixed else "a whole batch"
     left = max(0, int((free - weights) * recipe.engine.kv_memory_fraction))
     if cache <= left:
-        return BufferChoice(True, f"beside its {size} the KV cache of a whole batch, {binary_size(cache)}, fits")
-    if weights <= SMALL_SHARE * free:
+        return BufferChoice(True, f"beside its {size} the KV cache of {what}, {binary_size(cache)}, fits")
+    if weights <= SMALL_SHARE * free and not is_fixed:
         return BufferChoice(True, f"its {size} are {weights / free:.1%} of the memory for the KV cache")
-    why = f"beside a second buffer of {size} the KV cache has {binary_size(left)}, and a whole batch needs"
+    why = f"beside a second buffer of {size} the KV cache has {binary_size(left)}, and {what} needs"
     return BufferChoice(False, f"{why} {binary_size(cache)}")
 
 

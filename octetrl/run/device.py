@@ -13,6 +13,8 @@ import torch
 from octetrl.config.errors import UserError
 from octetrl.config.schema import ClusterConfig
 
+NUMPY_SEEDS = 1 << 32  # numpy.random.seed refuses larger ones
+
 
 def resolve_device(cluster: ClusterConfig) -> torch.device:
     """The device of a run in this process; `auto` is the GPU if there is one. Raises UserError if CUDA is requested and
@@ -40,7 +42,7 @@ def gpus_beside(cluster: ClusterConfig) -> int:
 def seed_everything(seed: int) -> None:
     """Seed the generators that user code may touch; OctetRL itself uses only counters."""
     random.seed(seed)
-    numpy.random.seed(seed)
+    numpy.random.seed(seed % NUMPY_SEEDS)
     torch.manual_seed(seed)
 
 

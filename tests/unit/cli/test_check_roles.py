@@ -138,6 +138,17 @@ def test_a_second_buffer_that_does_not_fit_can_be_left_out(recipe: Path) -> None
     assert text is not None and ["cluster.weight_buffer=single"] in ways(text)
 
 
+def test_a_second_buffer_never_crowds_out_a_cache_of_a_fixed_size(recipe: Path) -> None:
+    """The buffer of 8.79 GiB is less than a tenth of the memory, and beside it 85.8 GiB of cache do not fit."""
+    ahead = (*NARROW, *ROLES, "cluster.max_staleness=1")
+    for tokens, doubles in ((900_000, True), (1_250_000, False)):
+        on = plan(recipe, "qwen3-8b", 100, *ahead, f"engine.kv_cache_tokens={tokens}")
+        assert on.problem(lambda changes: True) is None
+        assert ("second buffer" in parts(on.of_engine(on.recipe))) is doubles
+        why = shown(on)["memory of a worker that generates"][""]
+        assert ("the KV cache of engine.kv_cache_tokens, " in why) is doubles
+
+
 def test_a_cache_without_room_for_one_rollout_is_a_problem(recipe: Path) -> None:
     long = ("model.context_length=1000000", "rollout.max_new_tokens=900000", "trainer.tokens_per_micro_batch=16")
     text = problem(recipe, "tiny", 1, *ROLES, *long)
