@@ -122,16 +122,22 @@ def _plan(
     try:
         problems += [problem.text for problem in spec_problems(recipe, spec)]
         policy = precision_policy(spec, recipe.fp8, recipe.numerics)
-        problems += filter(None, [refused_gate(recipe, policy, on_gpu=device.on_gpu)])
-        problems += _refused_on_gpu(recipe, spec, policy) if device.on_gpu else []
-        problems += weight_problems(recipe, policy)
+        problems += _policy_problems(recipe, spec, policy, device)
         print_lines("model", _model(recipe, spec))
         print_lines("precision", chain(_precision(recipe, spec, policy, device), backend_lines(recipe)))
         plan = MemoryPlan.of(recipe, largest_part(recipe, spec), policy, device)
         both = chain(memory_lines(plan), worker_memory_lines(plan))
         for title, lines in [("memory", both)] if recipe.cluster.roles is None else role_sections(plan):
             print_lines(title, lines)
-        return problems, plan.problem(lambda changes: _is_allowed(name, overrides, changes))
+        known = set(problems)
+
+        def is_allowed(changes: Sequence[Change]) -> bool:
+            changed = _changed(name, overrides, changes)
+            return changed is not None and known.issuperset(
+                [*(one.text for one in spec_problems(changed, spec)), *_policy_problems(changed, spec, policy, device)]
+            )
+
+        return problems, plan.problem(is_allowed)
     except UserError as error:
         return [*problems, str(error)], None
 
@@ -141,10 +147,12 @@ def _try_out(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess
     return list(dict.fromkeys([*_own_objective(recipe), *rehearsal_problems(recipe, spec, tokenizer)]))
 
 
-def _refused_on_gpu(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy) -> list[str]:
-    """What the kernels of a GPU do not run."""
-    why = spec.refused_on_gpu(), experts_refused_on_gpu(recipe, spec, policy.precisions())
-    return [each for each in why if each is not None]
+def _policy_problems(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> list[str]:
+    """What of the recipe contradicts the formats of its tensors, the kernels of a GPU or the number of workers."""
+    why = [refused_gate(recipe, policy, on_gpu=device.on_gpu)]
+    if device.on_gpu:
+        why += [spec.refused_on_gpu(), experts_refused_on_gpu(recipe, spec, policy.precisions())]
+    return [*(each for each in why if each is not None), *weight_problems(recipe, policy)]
 
 
 def _own_objective(recipe: Recipe) -> list[str]:
@@ -169,12 +177,12 @@ def _with_model(recipe: Recipe) -> tuple[Recipe, str | None]:
     return found, None
 
 
-def _is_allowed(recipe: str, overrides: Sequence[str], changes: Sequence[Change]) -> bool:
+def _changed(recipe: str, overrides: Sequence[str], changes: Sequence[Change]) -> Recipe | None:
+    """The recipe with these changes. None: it is refused before its model is looked at."""
     try:
-        load_recipe(recipe, [*overrides, *(change.override for change in changes)])
+        return load_recipe(recipe, [*overrides, *chain.from_iterable(change.overrides for change in changes)])
     except UserError:
-        return False
-    return True
+        return None
 
 
 def _refuse(recipe: str, problems: Sequence[str], too_large: str | None) -> None:

@@ -14,7 +14,7 @@ def backend_problems_here(recipe: Recipe, device: Device) -> list[str]:
     """Why vLLM cannot run on the device of this machine. Another machine's packages are not known."""
     if recipe.engine.backend != "vllm" or not device.is_here:
         return []
-    if not device.on_gpu:
+    if not device.on_gpu or (device.num_bytes is None and recipe.cluster.device != "cuda"):
         return ["engine.backend: vllm needs an NVIDIA GPU, and this machine has none; plan for one with --memory-gib"]
     why = why_no_vllm()
     return [] if why is None else [why]

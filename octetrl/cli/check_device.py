@@ -32,6 +32,8 @@ def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
             return found
         if recipe.cluster.device == "cuda":
             return Device("cuda, but this machine has no GPU", True, None)
+        if _needs_gpu(recipe):
+            return Device("a GPU, and this machine has none; --memory-gib plans for one", True, None)
     num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Device(f"CPU with {num_bytes / GIB:.1f} GiB, FP8 is emulated", False, num_bytes)
 
@@ -44,6 +46,11 @@ def missing_gpu(recipe: Recipe, device: Device) -> list[str]:
         "cluster.device: cuda was asked for, but this machine has no GPU; plan for a machine that has one with"
         " --memory-gib 80, or set cpu, where FP8 is emulated"
     ]
+
+
+def _needs_gpu(recipe: Recipe) -> bool:
+    """Whether the recipe runs on no CPU, so this machine's memory says nothing about it."""
+    return recipe.engine.backend == "vllm" or (recipe.cluster.uses_ray and recipe.cluster.num_gpus > 0)
 
 
 def missing_fp8(recipe: Recipe, device: Device) -> list[str]:

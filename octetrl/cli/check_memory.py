@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from octetrl.cli.check_device import Device
-from octetrl.cli.fitting import FREE_SHARE, Change, draws_one, fewest_checkpointed_layers, fits, smallest_changes
+from octetrl.cli.fitting import (
+    FREE_SHARE,
+    Change,
+    draws_one,
+    fewest_checkpointed_layers,
+    fits,
+    only_adapters,
+    smallest_changes,
+)
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
@@ -19,6 +28,7 @@ from octetrl.config.memory import (
 from octetrl.config.role_memory import of_engine, of_trainer
 from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
+from octetrl.config.smallest_cache import describe_smallest
 from octetrl.config.spec import ModelSpec
 from octetrl.config.text import binary_size as size
 from octetrl.config.worker_memory import on_each_worker
@@ -71,29 +81,64 @@ class MemoryPlan:
         return of_engine(recipe, self.spec, precisions, whole, on_gpu=device.on_gpu, available=device.num_bytes)
 
     def problem(self, is_allowed: Callable[[Sequence[Change]], bool]) -> str | None:
-        """One line if the recipe needs more than the device has, with the smallest changes that make it fit.
+        """One line if the recipe needs more than the device has, with the smallest changes that make it fit. If several
+        workers share the device: if one of them needs more than the whole device.
 
         is_allowed: whether a recipe with these changes is valid.
         """
         available = self.device.num_bytes
-        cluster = self.recipe.cluster
-        if available is None or cluster.on_cpus or cluster.workers_per_gpu > 1:
-            return None  # not known, or several workers share it
+        if available is None or self._runs_elsewhere:
+            return None
         what = self._lack(self.recipe, available)
         if what is None:
             return None
-        spare = FREE_SHARE if self.device.on_gpu else 1.0
-        found = smallest_changes(
-            self.recipe,
-            lambda recipe: self._lack(recipe, available, spare) is None,
-            is_allowed,
-            on_gpu=self.device.on_gpu,
-        )
-        ways = [" ".join(change.override for change in changes) for changes in found]
-        remedy = f"it fits with {'; or with '.join(ways)}"
-        if not ways:
-            remedy = "no smaller setting makes it fit; use a smaller model, model.lora={}, or a device with more memory"
-        return f"memory: {what}; {remedy}"
+        sharing = self.sharing
+        if sharing > 1:
+            what += f", which {sharing} workers share"
+        return f"memory: {what}; {self._remedy(available, sharing, is_allowed)}"
+
+    @property
+    def sharing(self) -> int:
+        """Number of workers on the device."""
+        return self._sharing(self.recipe)
+
+    def _sharing(self, recipe: Recipe) -> int:
+        """All workers of a run on the CPU of this machine, and `workers_per_gpu` on a GPU."""
+        return recipe.cluster.workers_per_gpu if self.device.on_gpu else recipe.cluster.num_workers
+
+    @property
+    def _runs_elsewhere(self) -> bool:
+        """Whether the workers are on CPUs that the device says nothing about."""
+        cluster = self.recipe.cluster
+        return cluster.on_cpus and (self.device.on_gpu or (cluster.uses_ray and not cluster.starts_ray))
+
+    def _remedy(self, available: int, sharing: int, is_allowed: Callable[[Sequence[Change]], bool]) -> str:
+        on_gpu = self.device.on_gpu
+        spare = FREE_SHARE if on_gpu else 1.0
+
+        def does_fit(recipe: Recipe) -> bool:
+            share = available // self._sharing(recipe)
+            return replace(self, device=replace(self.device, num_bytes=share))._lack(recipe, share, spare) is None
+
+        how = "it fits" if sharing == 1 else "in even shares it fits"
+        found = smallest_changes(self.recipe, does_fit, is_allowed, on_gpu=on_gpu)
+        if found:
+            return f"{how} with {_ways(found)}"
+        none = "no smaller setting makes it fit" if sharing == 1 else "no smaller setting makes it fit in even shares"
+        adapters = only_adapters(self.recipe)
+        if adapters is not None:
+            found = smallest_changes(self.recipe, does_fit, is_allowed, on_gpu=on_gpu, first=(adapters,))
+        if found:
+            return f"{none} while all weights are trained; {how} with {_ways(found)}"
+        fewer = "" if sharing == 1 else "fewer workers on this device, "
+        elsewhere = " (--memory-gib 80 plans for a GPU of 80 GiB)" if self._may_mean_a_gpu else ""
+        return f"{none}; use a smaller model, {fewer}or a device with more memory{elsewhere}"
+
+    @property
+    def _may_mean_a_gpu(self) -> bool:
+        """Whether the recipe runs on this machine's CPU only because there is no GPU."""
+        cluster = self.recipe.cluster
+        return self.device.is_here and not self.device.on_gpu and cluster.device == "auto" and not cluster.on_cpus
 
     def _lack(self, recipe: Recipe, available: int, spare: float = 1.0) -> str | None:
         """What a worker needs more than there is. `spare`: share of the memory that training may use."""
@@ -103,8 +148,9 @@ class MemoryPlan:
             return None
         needs = self.of_worker(recipe)
         if needs.total_bytes > available:
-            return f"it needs {size(needs.total_bytes)} of {size(available)}"
-        return _too_few(needs, available)
+            what = "it" if self.sharing == 1 else "each worker"
+            return f"{what} needs {size(needs.total_bytes)} of {size(available)}"
+        return _too_few(recipe, needs, available)
 
     def _lack_of_a_role(self, recipe: Recipe, available: int, spare: float) -> str | None:
         training, engine = self.of_trainer(recipe).training_bytes, self.of_engine(recipe)
@@ -112,12 +158,18 @@ class MemoryPlan:
             return f"a worker that trains needs {size(training)} of {size(available)}"
         if engine.total_bytes > available:
             return f"a worker that generates needs {size(engine.total_bytes)} of {size(available)}"
-        return None if draws_one(recipe, engine) else f"on a worker that generates {_too_few(engine, available)}"
+        return (
+            None if draws_one(recipe, engine) else f"on a worker that generates {_too_few(recipe, engine, available)}"
+        )
 
 
-def _too_few(needs: MemoryEstimate, available: int) -> str:
-    tokens = needs.kv_cache_tokens or 0
-    return f"{size(available)} leave room for {tokens:,} tokens of the KV cache, less than one rollout"
+def _ways(found: Sequence[Sequence[Change]]) -> str:
+    return "; or with ".join(" ".join(chain.from_iterable(one.overrides for one in changes)) for changes in found)
+
+
+def _too_few(recipe: Recipe, needs: MemoryEstimate, available: int) -> str:
+    tokens, least = needs.kv_cache_tokens or 0, describe_smallest(recipe)
+    return f"{size(available)} leave room for {tokens:,} tokens of the KV cache, less than {least}"
 
 
 def memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
@@ -135,7 +187,7 @@ def estimate_lines(plan: MemoryPlan, estimate: MemoryEstimate) -> Iterator[tuple
     if estimate.kv_cache_tokens is None:
         share = f"{recipe.engine.kv_memory_fraction:.0%} of the memory left"
         yield "KV cache", f"{'?':>12}   {share}, {estimate.kv_bytes_per_token:,} bytes a token"
-    sharing = _workers_that_share(plan)
+    sharing = plan.sharing
     of_device = "" if device.num_bytes is None else f"   of {size(device.num_bytes)}"
     if of_device and sharing > 1:
         of_device += f" that {sharing} workers share"
@@ -216,12 +268,6 @@ def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
         raise UserError(f"algorithm.teacher: {error}") from None
     fp8 = Fp8Config(train=algorithm.teacher_precision == "fp8")
     return spec, precision_policy(spec, fp8, recipe.numerics).precisions()
-
-
-def _workers_that_share(plan: MemoryPlan) -> int:
-    """Number of workers on the device: all of a run on the CPU of this machine, and `workers_per_gpu` on a GPU."""
-    cluster = plan.recipe.cluster
-    return cluster.workers_per_gpu if plan.device.on_gpu else cluster.num_workers
 
 
 def _room(estimate: MemoryEstimate, device_bytes: int, sharing: int) -> Iterator[tuple[str, str]]:

@@ -48,6 +48,8 @@ def worker_memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
         yield "each of N GPUs", f"{sizes} GiB while training, with the KV cache freed"
     else:
         yield "each of N trainers", f"{sizes} GiB"
+    if plan.recipe.trainer.weight_codes == "remade":
+        yield "", "more than 1 with trainer.weight_codes=kept; remade needs whole weights, so it is for 1"
     least = _training(plan, MOST_GPUS)
     if least > has:
         yield from _tensor_parallel(plan, least, has)
@@ -106,10 +108,14 @@ def _training(plan: MemoryPlan, gpus: int, size: int = 1) -> int:
 
 
 def _on(recipe: Recipe, gpus: int, size: int) -> Recipe:
-    """The recipe with so many GPUs that train. Workers that share a model do both."""
+    """The recipe with so many GPUs that train. Workers that share a model do both. Several workers keep their codes:
+    `remade` is refused, as none has whole weights."""
     if recipe.cluster.roles is not None and size == 1:
         update: dict[str, int | None] = {"trainer_gpus": gpus}
     else:
         update = {"gpus": gpus, "nodes": None, "gpus_per_node": None, "tensor_parallel": size}
         update |= {"trainer_gpus": None, "engine_gpus": None}
-    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=update)})
+    changed = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=update)})
+    if changed.cluster.num_groups == 1:
+        return changed
+    return changed.model_copy(update={"trainer": recipe.trainer.model_copy(update={"weight_codes": "kept"})})

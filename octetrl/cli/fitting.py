@@ -2,24 +2,28 @@
 
 Each change sets one field to the value that needs the least memory. All sets of one change are tried, then all of two,
 and so on, until some fit; changes that cost less time come first. A number that was lowered further than necessary
-(tokens of a micro-batch, GPUs) is then moved back as far as the memory allows.
+(tokens of a micro-batch, GPUs) is then moved back as far as the memory allows. A change counts only if `check` and
+`train` accept the changed recipe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations, islice
 from typing import Any
 
+from octetrl.cli.check_turns import turns_line
 from octetrl.config.memory import MemoryEstimate
-from octetrl.config.schema import OptimizerConfig, Recipe
+from octetrl.config.schema import LoraConfig, OptimizerConfig, Recipe
 from octetrl.config.section import Section
+from octetrl.config.smallest_cache import longest_rollout, smallest_cache
 from octetrl.config.worker_memory import on_each_worker
 
 MOST_SHOWN = 3
 FREE_SHARE = 0.9  # of the device's memory that training may use: the rest is for what the estimate leaves out
 GPUS = (2, 4, 8)
+MORE_GPUS = ("cluster.gpus", "cluster.trainer_gpus", "cluster.workers_per_gpu")
 LEAST_CHUNK = 256
 
 Estimate = Callable[[Recipe], MemoryEstimate]
@@ -27,23 +31,33 @@ Estimate = Callable[[Recipe], MemoryEstimate]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A field with a value that needs less memory. `milder`: values that need more, the most expensive last."""
+    """A field with a value that needs less memory. `milder`: values that need more, the most expensive last.
+    `also`: further fields, without which the value is refused."""
 
     field: str
     value: Any
     milder: tuple[Any, ...] = ()
+    also: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def override(self) -> str:
-        text = {None: "null", True: "true", False: "false"}.get(self.value, str(self.value))
-        return f"{self.field}={text}"
+    def overrides(self) -> list[str]:
+        return [f"{field}={_text(value)}" for field, value in ((self.field, self.value), *self.also)]
 
     def apply(self, recipe: Recipe) -> Recipe:
-        return _with(recipe, self.field.split("."), self.value)
+        for field, value in ((self.field, self.value), *self.also):
+            recipe = _with(recipe, field.split("."), value)
+        return recipe
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Section):
+        assert value == type(value)(), "a section of defaults"
+        return "{}"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def fits(recipe: Recipe, estimate: MemoryEstimate, available: int, *, spare: float = 1.0) -> bool:
-    """Whether a worker's memory is enough, also for the KV cache of one rollout. spare: share for training."""
+    """Whether a worker's memory is enough, also for the smallest KV cache. spare: share for training."""
     estimate = on_each_worker(recipe, estimate, available)
     training = estimate.training_bytes + (0 if estimate.takes_turns else estimate.bytes_when("generating"))
     if estimate.total_bytes > available or training > spare * available:
@@ -53,9 +67,9 @@ def fits(recipe: Recipe, estimate: MemoryEstimate, available: int, *, spare: flo
 
 
 def draws_one(recipe: Recipe, estimate: MemoryEstimate) -> bool:
-    """Whether the KV cache holds the longest rollout."""
+    """Whether the KV cache is large enough to generate at all."""
     tokens = estimate.kv_cache_tokens
-    return tokens is None or tokens >= _longest(recipe)
+    return tokens is None or tokens >= smallest_cache(recipe)
 
 
 def fewest_checkpointed_layers(recipe: Recipe, num_layers: int, device_bytes: int, estimate: Estimate) -> int | None:
@@ -80,38 +94,88 @@ def smallest_changes(
     is_allowed: Callable[[Sequence[Change]], bool],
     *,
     on_gpu: bool,
+    first: tuple[Change, ...] = (),
 ) -> list[tuple[Change, ...]]:
     """At most three sets of changes that fit, all of the smallest possible size. Empty if no set fits.
 
-    does_fit: whether a changed recipe fits the device, with some memory to spare.
+    does_fit: whether a changed recipe fits the device, with some memory to spare. is_allowed: whether a recipe with
+    these changes is valid. first: changes that every set begins with.
     """
 
-    def works(changes: Sequence[Change]) -> bool:
-        changed = recipe
-        for change in changes:
-            changed = change.apply(changed)
-        return does_fit(changed)
-
-    possible = [change for change in _changes(recipe, on_gpu) if is_allowed([change])]
-    if not works(possible):
+    if first and not is_allowed(first):
         return []
-    for count in range(1, len(possible) + 1):
-        found: list[tuple[Change, ...]] = []
-        for chosen in combinations(possible, count):
-            if works(chosen) and is_allowed(chosen):
-                found.append(_milder(chosen, works))
-            if len(found) == MOST_SHOWN:
-                break
+
+    def works(changes: Sequence[Change]) -> bool:
+        return does_fit(_apply([*first, *changes], recipe))
+
+    def accepts(changes: Sequence[Change]) -> bool:
+        return is_allowed([*first, *changes])
+
+    possible = [change for change in _changes(_apply(first, recipe), on_gpu) if accepts([change])]
+    families = [family for given in _families(possible, accepts) if (family := _Family.of(*given, works)) is not None]
+    for count in range(0 if first else 1, len(possible) + 1):
+        sets = chain.from_iterable(family.sets(count) for family in families)
+        fitting = (chosen for chosen in sets if works(chosen) and accepts(chosen))
+        found = [_milder(chosen, works, accepts) for chosen in islice(fitting, MOST_SHOWN)]
         if found:
-            return found
+            return [(*first, *sorted(changes, key=_place(possible))) for changes in found]
     return []
 
 
-def _milder(changes: tuple[Change, ...], works: Callable[[Sequence[Change]], bool]) -> tuple[Change, ...]:
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Sets of changes of one kind. All have `needed`, and without one of these nothing fits."""
+
+    needed: tuple[Change, ...]
+    others: tuple[Change, ...]
+
+    @classmethod
+    def of(
+        cls, given: Sequence[Change], others: Sequence[Change], works: Callable[[Sequence[Change]], bool]
+    ) -> _Family | None:
+        """The sets of `given` and some of `others` that may work. None: not even all together do."""
+        if not works([*given, *others]):
+            return None
+        needed = [one for one in others if not works([*given, *(other for other in others if other is not one)])]
+        return cls((*given, *needed), tuple(one for one in others if one not in needed))
+
+    def sets(self, count: int) -> Iterator[tuple[Change, ...]]:
+        if count >= len(self.needed):
+            yield from ((*self.needed, *chosen) for chosen in combinations(self.others, count - len(self.needed)))
+
+
+def _families(
+    possible: Sequence[Change], accepts: Callable[[Sequence[Change]], bool]
+) -> Iterator[tuple[Sequence[Change], Sequence[Change]]]:
+    """The changes without more GPUs; and more GPUs with the changes that they allow."""
+    others = [change for change in possible if change.field not in MORE_GPUS]
+    yield (), others
+    for more in possible:
+        if more.field in MORE_GPUS:
+            yield (more,), [change for change in others if accepts([more, change])]
+
+
+def _place(possible: Sequence[Change]) -> Callable[[Change], int]:
+    """The order of the changes in a set; `_milder` changes only their values."""
+    fields = [change.field for change in possible]
+    return lambda change: fields.index(change.field)
+
+
+def _apply(changes: Sequence[Change], recipe: Recipe) -> Recipe:
+    for change in changes:
+        recipe = change.apply(recipe)
+    return recipe
+
+
+def _milder(
+    changes: tuple[Change, ...],
+    works: Callable[[Sequence[Change]], bool],
+    accepts: Callable[[Sequence[Change]], bool],
+) -> tuple[Change, ...]:
     for place, change in enumerate(changes):
         for value in reversed(change.milder):
             tried = (*changes[:place], replace(change, value=value), *changes[place + 1 :])
-            if works(tried):
+            if works(tried) and accepts(tried):
                 changes = tried
                 break
     return changes
@@ -123,7 +187,9 @@ def _changes(recipe: Recipe, on_gpu: bool) -> Iterator[Change]:
     if on_gpu and not engine.release_for_training:
         yield Change("engine.release_for_training", True)
     if engine.kv_cache_tokens is not None:
-        yield from _fewer("engine.kv_cache_tokens", engine.kv_cache_tokens, _longest(recipe))
+        yield from _fewer("engine.kv_cache_tokens", engine.kv_cache_tokens, smallest_cache(recipe))
+    if smallest_cache(recipe) > longest_rollout(recipe) and _has_one_turn(recipe):
+        yield from _fewer("model.context_length", recipe.model.context_length, longest_rollout(recipe))
     if recipe.fp8.train and trainer.weight_codes == "kept":
         yield Change("trainer.weight_codes", "remade")
     if trainer.activation_checkpointing != "layer":
@@ -132,14 +198,39 @@ def _changes(recipe: Recipe, on_gpu: bool) -> Iterator[Change]:
         yield Change("trainer.checkpointed_layers", None)
     if trainer.logprob_chunk > LEAST_CHUNK:
         yield Change("trainer.logprob_chunk", LEAST_CHUNK)
-    yield from _fewer("trainer.tokens_per_micro_batch", trainer.tokens_per_micro_batch, _longest(recipe))
-    if cluster.roles is not None and cluster.weight_buffer == "double":
+    yield from _fewer("trainer.tokens_per_micro_batch", trainer.tokens_per_micro_batch, longest_rollout(recipe))
+    if cluster.roles is not None and cluster.weight_buffer != "single":
         yield Change("cluster.weight_buffer", "single")
+    if cluster.gradients == "local":
+        yield Change("cluster.gradients", "sharded")
     yield from _optimizer_changes("trainer.optimizer", trainer.optimizer, recipe, on_gpu)
     if recipe.algorithm.name == "ppo":
         yield from _optimizer_changes("critic.optimizer", recipe.critic.optimizer, recipe, on_gpu)
-    if on_gpu and not cluster.uses_ray:
-        yield Change("cluster.gpus", GPUS[-1], GPUS[-2::-1])
+    if trainer.gradients == "float32":
+        yield Change("trainer.gradients", "bfloat16")
+    if on_gpu:
+        yield from _more_gpus(recipe)
+
+
+def _more_gpus(recipe: Recipe) -> Iterator[Change]:
+    """Weights, states and, if sharded, gradients are shared out among the workers that train."""
+    cluster = recipe.cluster
+    if cluster.workers_per_gpu > 1:
+        yield Change("cluster.workers_per_gpu", 1)
+    elif cluster.nodes is None:
+        field, has = ("cluster.gpus", cluster.gpus or 1) if cluster.roles is None else (MORE_GPUS[1], cluster.roles[0])
+        more = [number for number in GPUS if number > has]
+        kept = (("trainer.weight_codes", "kept"),) if recipe.trainer.weight_codes == "remade" else ()
+        if more:
+            yield Change(field, more[-1], tuple(more[-2::-1]), kept)
+
+
+def only_adapters(recipe: Recipe) -> Change | None:
+    """The change that trains adapters in place of all weights. None: the recipe does that already."""
+    if recipe.model.lora is not None:
+        return None
+    kept = recipe.trainer.weight_codes == "remade" and recipe.algorithm.name != "ppo"
+    return Change("model.lora", LoraConfig(), also=(("trainer.weight_codes", "kept"),) if kept else ())
 
 
 def _optimizer_changes(section: str, optimizer: OptimizerConfig, recipe: Recipe, on_gpu: bool) -> Iterator[Change]:
@@ -161,13 +252,9 @@ def _fewer(field: str, number: int, least: int) -> Iterator[Change]:
         yield Change(field, least, tuple(reversed(halves)))
 
 
-def _longest(recipe: Recipe) -> int:
-    """Tokens of the longest rollout, in whole pages."""
-    page = recipe.engine.page_size
-    longest = recipe.rollout.max_prompt_tokens + max(
-        recipe.rollout.max_new_tokens, recipe.evaluation.max_new_tokens or 0
-    )
-    return -(-longest // page) * page
+def _has_one_turn(recipe: Recipe) -> bool:
+    """Whether no conversation needs more of the context than one prompt and answer."""
+    return not recipe.environments and next(turns_line(recipe), None) is None
 
 
 def _with(section: Any, keys: Sequence[str], value: Any) -> Any:

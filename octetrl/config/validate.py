@@ -30,6 +30,7 @@ from octetrl.config.problems import schema_problems, unreadable_texts
 from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, OptimizerConfig, Recipe
 from octetrl.config.section import Problem
 from octetrl.config.several_environments import mixture_problems, problems_of_each
+from octetrl.config.smallest_cache import cache_problems
 from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_backend import backend_problems, backend_spec_problems
 from octetrl.config.validate_environment import environment_problems
@@ -150,7 +151,7 @@ def _size_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _length_problems(recipe: Recipe) -> Iterator[Problem]:
-    rollout, engine, evaluation = recipe.rollout, recipe.engine, recipe.evaluation
+    rollout, evaluation = recipe.rollout, recipe.evaluation
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
     has_rollouts = recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
@@ -176,20 +177,7 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
             f" lower it, or raise model.context_length to {evaluated}"
         )
         yield Problem(("evaluation.max_new_tokens", "model.context_length", lengths[0]), text)
-    longest = max(longest, evaluated)
-    pages = -(-longest // engine.page_size)
-    if engine.kv_cache_tokens is not None and engine.kv_cache_tokens // engine.page_size < pages:
-        text = (
-            f"engine.kv_cache_tokens: {engine.kv_cache_tokens} cannot hold one prompt and answer of {longest} tokens"
-            f" in pages of {engine.page_size}; raise it to at least {pages * engine.page_size}"
-        )
-        yield Problem(("engine.kv_cache_tokens", "engine.page_size", *lengths), text)
-    if engine.prefix_cache == "keep" and recipe.fp8.kv_cache == "calibrated":
-        text = (
-            "engine.prefix_cache: 'keep' would read old codes with the new scales of a calibrated KV cache;"
-            " use 'drop_on_publish', or fp8.kv_cache 'int8', 'dynamic' or 'none'"
-        )
-        yield Problem(("engine.prefix_cache", "fp8.kv_cache"), text)
+    yield from cache_problems(recipe)
 
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -51,8 +51,9 @@ def _changed_speculation(recipe: Recipe) -> list[str]:
 
 
 def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
-    cluster, fp8, speculation = recipe.cluster, recipe.fp8, recipe.engine.speculation
+    cluster, fp8 = recipe.cluster, recipe.fp8
     own, drafts = "or engine.backend: octetrl", _changed_speculation(recipe)
+    shares = cluster.workers_per_gpu > 1 and cluster.tensor_parallel == 1  # with it, no cache makes it right
     rules = (
         (cluster.device == "cpu" or cluster.on_cpus, _cpu_field(recipe), "needs NVIDIA GPUs; run there,"),
         (
@@ -66,7 +67,7 @@ def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
             "cannot change weights while it generates; set it to off,",
         ),
         (
-            cluster.workers_per_gpu > 1 and recipe.engine.kv_cache_tokens is None,
+            shares and recipe.engine.kv_cache_tokens is None,
             "cluster.workers_per_gpu",
             "sizes its cache by a GPU of its own; give engine.kv_cache_tokens, or set it to 1,",
         ),

@@ -71,8 +71,9 @@ def test_a_number_is_lowered_no_further_than_necessary(recipe: Path) -> None:
 
 
 def test_what_no_change_helps_says_so(recipe: Path) -> None:
+    """Its codes alone need more, so adapters do not help either."""
     text = problem(recipe, "qwen3-30b-a3b", 24)
-    assert text is not None and "no smaller setting makes it fit; use a smaller model, model.lora={}" in text
+    assert text is not None and text.endswith("fit; use a smaller model, or a device with more memory")
 
 
 def test_several_workers_share_the_optimizer(recipe: Path) -> None:

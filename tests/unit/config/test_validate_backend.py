@@ -189,6 +189,29 @@ def test_what_several_workers_cannot_do(changes: list[tuple[str, Any]], expected
 SHARED = (("cluster.gpus", 4), ("cluster.tensor_parallel", 2))
 
 
+@pytest.mark.parametrize("workers", [(), ROLES, (("cluster.gpus", 2),), SHARED])
+def test_vllms_cache_holds_a_whole_context(workers: tuple[tuple[str, Any], ...]) -> None:
+    """It does not start with less; our engine needs one rollout. The tokens count in whole pages."""
+    lengths = (("model.context_length", 4096), ("engine.page_size", 128), ("rollout.max_prompt_tokens", 128))
+    cache = (*workers, *lengths, ("rollout.max_new_tokens", 128))
+    for tokens in (200, 3000, 4095):
+        said = problem_of(VLLM, *cache, ("engine.kv_cache_tokens", tokens))
+        assert said.startswith(
+            f"engine.kv_cache_tokens: {tokens} cannot hold model.context_length 4,096, without which"
+        )
+        assert said.endswith("raise it to at least 4096, or lower model.context_length")
+    recipe_with(VLLM, *cache, ("engine.kv_cache_tokens", 4096))
+    recipe_with(*cache, ("engine.kv_cache_tokens", 256))
+    odd = (*cache, ("model.context_length", 4000), ("engine.kv_cache_tokens", 4000))
+    assert "raise it to at least 4096" in problem_of(VLLM, *odd)
+
+
+def test_a_shared_gpu_and_a_shared_model_are_one_problem() -> None:
+    """More tokens for vLLM's cache would not help: each rank needs a GPU."""
+    said = problem_of(VLLM, *SHARED, ("cluster.workers_per_gpu", 2))
+    assert said.startswith("recipe: cluster.workers_per_gpu: workers that share a model exchange values over NCCL")
+
+
 def test_workers_that_share_a_model() -> None:
     """By vLLM's own tensor parallelism. What is not cut at whole blocks is refused, and so are separate roles."""
     assert texts(recipe_with(VLLM, FULL, *SHARED)) == []
