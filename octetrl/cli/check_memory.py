@@ -94,7 +94,7 @@ class MemoryPlan:
             return None
         sharing = self.sharing
         if sharing > 1:
-            what += f", which {sharing} workers share"
+            what = f"{sharing} workers share the device, and {what}"
         return f"memory: {what}; {self._remedy(available, sharing, is_allowed)}"
 
     @property
@@ -158,9 +158,9 @@ class MemoryPlan:
             return f"a worker that trains needs {size(training)} of {size(available)}"
         if engine.total_bytes > available:
             return f"a worker that generates needs {size(engine.total_bytes)} of {size(available)}"
-        return (
-            None if draws_one(recipe, engine) else f"on a worker that generates {_too_few(recipe, engine, available)}"
-        )
+        if draws_one(recipe, engine):
+            return None
+        return f"on a worker that generates {_too_few(recipe, engine, available)}"
 
 
 def _ways(found: Sequence[Sequence[Change]]) -> str:

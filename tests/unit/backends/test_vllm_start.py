@@ -308,8 +308,8 @@ def test_a_backend_is_started_with_the_model_and_the_room_that_is_left(
     share = arguments.kv_cache_memory_bytes / left
     assert share == pytest.approx(EngineConfig().kv_memory_fraction, rel=1e-3)
     assert backend._vllm.engine.awake == set(), "it sleeps until the first weights"  # type: ignore[attr-defined]
-    given = built(vllm_recipe(("engine.kv_cache_tokens", 2048)), precision)
-    assert block_pool_of(given._vllm.engine).num_gpu_blocks == 2048 // 16 + 1, "one is never used"
+    given = built(vllm_recipe(("engine.kv_cache_tokens", 8192)), precision)
+    assert block_pool_of(given._vllm.engine).num_gpu_blocks == 8192 // 16 + 1, "one is never used"
     # what a trainer will allocate later is taken off
     built(vllm_recipe(), precision, trains=True)
     beside_trainer = installed.arguments.kv_cache_memory_bytes

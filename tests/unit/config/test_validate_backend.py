@@ -197,7 +197,7 @@ def test_vllms_cache_holds_a_whole_context(workers: tuple[tuple[str, Any], ...])
     for tokens in (200, 3000, 4095):
         said = problem_of(VLLM, *cache, ("engine.kv_cache_tokens", tokens))
         assert said.startswith(
-            f"engine.kv_cache_tokens: {tokens} cannot hold model.context_length 4,096, without which"
+            f"recipe: engine.kv_cache_tokens: {tokens} cannot hold model.context_length 4,096, without which"
         )
         assert said.endswith("raise it to at least 4096, or lower model.context_length")
     recipe_with(VLLM, *cache, ("engine.kv_cache_tokens", 4096))
