@@ -51,7 +51,7 @@ def _changed_speculation(recipe: Recipe) -> list[str]:
 
 
 def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
-    cluster, fp8 = recipe.cluster, recipe.fp8
+    cluster, fp8, speculation = recipe.cluster, recipe.fp8, recipe.engine.speculation
     own, drafts = "or engine.backend: octetrl", _changed_speculation(recipe)
     shares = cluster.workers_per_gpu > 1 and cluster.tensor_parallel == 1  # with it, no cache makes it right
     rules = (
