@@ -79,7 +79,7 @@ PART_COLUMNS = {
     "kernels_per_step": ("kernels", ",.0f"),
 }
 LEGEND = (
-    "tokens/s: of forward and backward; whole: with update and quantisation. TFLOP/s: the model's own, 6 x weights of"
+    "tokens/s: of forward and backward, of the median step; whole: with update and quantisation. TFLOP/s: the model's own, 6 x weights of"
     " linears x tokens (of a mixture, the chosen experts'), lm_head for trained tokens, causal attention 3.5 x its"
     " forward; recomputation is not counted."
     " of 790: share of the TFLOP/s of a large BF16 GEMM on an H200. estimate: the trainer's parts by `octetrl check`."
@@ -289,7 +289,7 @@ def _check_lengths(mix: Any, tokens: int, positions: int, model: str) -> None:
 
 def _say(number: int, turn: TrainTurn) -> None:
     seconds = sum(step.gradient for step in turn.steps)
-    speed = f"{turn.work.tokens * len(turn.steps) / seconds:,.0f} tokens/s"
+    speed = f"{turn.work.tokens * len(turn.steps) / seconds:,.0f} tokens/s on average"
     arm = f"round {number}  {turn.precision}, {turn.numerics}"
     typer.echo(f"{arm}: {speed}, up in {turn.startup_seconds:.1f} s")
 
