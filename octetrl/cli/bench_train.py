@@ -80,8 +80,8 @@ PART_COLUMNS = {
 }
 LEGEND = (
     "tokens/s: of forward and backward, of the median step; whole: with update and quantisation."
-    " TFLOP/s: the model's own, 6 x weights of linears x tokens (of a mixture, the chosen experts'), lm_head for trained tokens, causal attention 3.5 x its"
-    " forward; recomputation is not counted."
+    " TFLOP/s: the model's own, 6 x weights of linears x tokens (of a mixture, the"
+    " chosen experts'), lm_head for trained tokens, causal attention 3.5 x its forward; recomputation is not counted."
     " of 790: share of the TFLOP/s of a large BF16 GEMM on an H200. estimate: the trainer's parts by `octetrl check`."
     " start: time to the first step."
 )
