@@ -16,7 +16,6 @@ from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
-from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.telemetry.step_lines import WARNINGS
 
@@ -24,7 +23,6 @@ PHASES = ("time/rollout", "time/reward", "time/train", "time/calibrate", "time/p
 _AGE = re.compile(r"mismatch/age_(\d{1,9})/tokens")
 _OF_STEP = re.compile(r"^step \d+: ")
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?%?")
-ENOUGH = 4  # steps, for a difference with an interval
 _SETTINGS = (
     ("model", "model.path"), ("model", "model.preset"), ("algorithm", "algorithm.name"),
     ("learning rate", "trainer.optimizer.lr"),
@@ -277,16 +275,6 @@ def idle_tail(run: RunRecord) -> str | None:
     )
 
 
-def paired_difference(first: RunRecord, second: RunRecord, name: str) -> Estimate | None:
-    """Mean of second − first over the last half of the steps that both measured, with its bootstrap interval.
-
-    Steps of a run depend on one another, so the interval is too narrow; it says less than several seeds do."""
-    mine = {step: value for step, _, value in first.series(name)}
-    both = [value - mine[step] for step, _, value in second.series(name) if step in mine]
-    last = both[len(both) // 2 :]
-    return estimate_mean(last, seed=0) if len(last) >= ENOUGH else None
-
-
 def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:
     """The step of the run's last evaluation and its held-out tasks. Step 0 and no tasks if there was none."""
     folder = run.folder / EVALUATIONS
@@ -295,20 +283,6 @@ def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:
         return last, select(folder, Filter(steps=Interval(last, last)), None).groups if last else []
     except UserError:
         return 0, []
-
-
-def held_out_difference(first: RunRecord, second: RunRecord) -> Estimate | None:
-    """Mean of second − first over the held-out tasks that both evaluated last, by reward, with its interval.
-
-    It says whether these two models differ. Another seed of the same recipe may differ as much."""
-
-    def by_task(run: RunRecord) -> dict[tuple[str, str], float]:
-        tasks = ((group.rows[0], group.rewards) for group in last_evaluation(run)[1] if group.rewards)
-        return {(row.task_id, str(row.line["prompt"])): sum(rewards) / len(rewards) for row, rewards in tasks}
-
-    mine, its = by_task(first), by_task(second)
-    both = [value - mine[task] for task, value in its.items() if task in mine]
-    return estimate_mean(both, seed=0) if len(both) >= ENOUGH else None
 
 
 def seconds_by_phase(run: RunRecord) -> dict[str, float]:

@@ -14,13 +14,12 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
+from octetrl.telemetry.comparison import held_out_difference, paired_difference
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.report_data import (
     PHASES,
     findings,
-    held_out_difference,
     mismatch_by_age,
-    paired_difference,
     raised_warnings,
     read_run,
 )
