@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from octetrl.config.text import counted
+from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, MISMATCH_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.metrics import MISMATCH
 
 Tone = Literal["plain", "good", "warn", "bad"]
@@ -55,9 +56,9 @@ NUMBERS = (  # in the order of the line
     Number("rollout/mean_length", "length", ",.0f"),
     Number("rollout/failure_share", "failed", ".0%", only_above_0=True, warn=0.0, tone="bad"),
     Number("rollout/too_long_share", "too long", ".0%", only_above_0=True, warn=0.0),
-    Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=0.8),
-    Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=0.1),
-    Number("rollout/unfinished_share", "out of turns", ".0%", only_above_0=True, warn=0.1),
+    Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=EQUAL_REWARDS_LIMIT),
+    Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=TRUNCATED_LIMIT),
+    Number("rollout/unfinished_share", "out of turns", ".0%", only_above_0=True, warn=UNFINISHED_LIMIT),
     Number("fp8/kv_saturation", "clamped KV", ".2%", only_above_0=True, warn=0.001),
     Number("correction/clip_fraction", "corrected", ".1%", only_above_0=True),
     Number("rollout/tokens_per_second", "rollout tok/s", ",.0f"),
@@ -170,7 +171,7 @@ def _agreement(error: float, metrics: Mapping[str, float]) -> LinePart:
     """Whether the log-probs of engine and trainer are equal. `error`: mean of exp(absolute difference)."""
     unequal = metrics.get("mismatch/unequal_tokens", 0.0 if error == 1 else None)
     if unequal is None:
-        return LinePart("log-probs", f"{error - 1:.3%} apart", "warn" if error > 1.03 else "plain")
+        return LinePart("log-probs", f"{error - 1:.3%} apart", "warn" if error > MISMATCH_LIMIT else "plain")
     if unequal:
         return LinePart("log-probs", f"differ in {counted(round(unequal), 'token')}", "bad")
     return LinePart("log-probs", "equal", "good")

@@ -22,6 +22,7 @@ from octetrl.telemetry.report_data import (
     mismatch_by_age,
     raised_warnings,
     read_run,
+    steps_above,
 )
 from octetrl.telemetry.report_page import _TONES, report_page, terminal_report
 from octetrl.telemetry.sinks import open_sinks
@@ -86,10 +87,39 @@ def test_what_only_one_run_has_and_never_changed_makes_no_chart(tmp_path: Path) 
 
 def test_a_mismatch_of_stale_tokens_is_not_called_a_fault_of_engine_and_trainer(tmp_path: Path) -> None:
     (line,) = findings(read_run(make_run(tmp_path / "apart", **{MISMATCH: 1.2})))
-    assert line.startswith("engine and trainer disagree by more than 5%")
+    assert line.startswith("engine and trainer disagree by more than 3%")
     stale = {MISMATCH: 1.2, "rollout/on_policy_share": 0.0}
     (line,) = findings(read_run(make_run(tmp_path / "stale", **stale)))
     assert "lower cluster.max_staleness or the learning rate" in line and "disagree" not in line
+    with (tmp_path / "stale" / "config.yaml").open("a") as file:
+        file.write("mismatch: {warn_above: 1.3}\n")
+    assert findings(read_run(tmp_path / "stale")) == [], "the limit of the run, as on its console"
+
+
+def test_the_steps_of_a_large_mismatch_are_counted(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", **{MISMATCH: 1.02}))
+    assert steps_above(run) is None
+    run.rows[3][MISMATCH], run.rows[6][MISMATCH] = 1.04, 1.249
+    del run.rows[7][MISMATCH]
+    assert steps_above(run) == f"{MISMATCH} above mismatch.warn_above=1.03 in 2 of 11 steps, at most 1.2490 in step 7"
+
+
+def test_workers_and_roles_are_part_of_what_ran(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "run.json").write_text(json.dumps({"machine": "x86_64, 1 thread"}))
+    written = (folder / "config.yaml").read_text()
+
+    def shown(cluster: str) -> dict[str, str]:
+        (folder / "config.yaml").write_text(f"{written}{cluster}\n")
+        page = report_page([read_run(folder)])
+        return dict(re.findall("<td>(workers|roles|max_staleness)</td><td[^>]*>(.*?)</td>", page))
+
+    assert shown("") == shown("cluster: {device: cpu}") == {"workers": "1"}
+    assert shown("cluster: {cpus: 3}") == {"workers": "3 CPU processes"}
+    assert shown("cluster: {gpus: 2, workers_per_gpu: 2}") == {"workers": "4 on 2 GPUs"}
+    roles = shown("cluster: {trainer_cpus: 1, engine_cpus: 2, max_staleness: 1, cpus: null}")
+    assert roles == {"workers": "3 CPU processes", "roles": "trainer_cpus 1, engine_cpus 2", "max_staleness": "1"}
+    assert shown("cluster: {of_another_version: 1}") == {}
 
 
 def test_clamped_values_are_a_finding_above_the_share_that_warns(tmp_path: Path) -> None:
