@@ -55,6 +55,7 @@ CURVES: tuple[tuple[str, str], ...] = (
 _ACCURACY, _REWARD = "eval/accuracy", "eval/reward_mean"
 _TITLES = {name: title for title, name in CURVES} | {"time/step": "seconds of a step"}
 _OF_TERMINAL = ("model", "algorithm", "precision", "linears by layer")
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?%?")
 _SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it."
 _SAME = " The mean held-out reward is the same number."
 HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
@@ -121,8 +122,14 @@ def _styles() -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], further: str = "") -> str:
     head = "".join(f"<th>{escape(one)}</th>" for one in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f'<div class="card wide{further}"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _cell(text: str) -> str:
+    """A cell of a table. One that is a number is never broken, however narrow the screen."""
+    begin = '<td class="whole">' if _NUMBER.fullmatch(text) else "<td>"
+    return f"{begin}{escape(text)}</td>"
 
 
 def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
