@@ -10,7 +10,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from octetrl.telemetry.look_limits import MISMATCH_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
+from octetrl.config.limits import MISMATCH_LIMIT
+from octetrl.telemetry.look_limits import TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.step_line import NUMBERS
 
 

@@ -15,9 +15,10 @@ from pydantic import ValidationError
 
 from octetrl.config.cluster import ROLE_FIELDS, ClusterConfig
 from octetrl.config.errors import UserError, nearest_file, runs_in
+from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.config.text import counted
-from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, MISMATCH_LIMIT, TRUNCATED_LIMIT
+from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
+from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.text import counted
-from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, MISMATCH_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
+from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.metrics import MISMATCH
 
 Tone = Literal["plain", "good", "warn", "bad"]

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from octetrl.cli.main import run_command
+from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.telemetry.glossary import METRICS, explained, page
-from octetrl.telemetry.look_limits import MISMATCH_LIMIT, TRUNCATED_LIMIT
+from octetrl.telemetry.look_limits import TRUNCATED_LIMIT
 from octetrl.telemetry.metrics import MISMATCH, NAME
 from octetrl.telemetry.step_line import StepLine
 from tests.house.tree import REPO, python_files, syntax
