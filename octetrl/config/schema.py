@@ -16,6 +16,7 @@ from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
+from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.openai import OpenaiConfig
 from octetrl.config.section import Fraction, Section
@@ -304,7 +305,7 @@ class CheckpointConfig(Section):
 class MismatchConfig(Section):
     fail_above: float | None = Field(default=None, gt=1.0)
     """Stop the run if `mismatch/token_mult_prob_error` exceeds this. null: never."""
-    warn_above: float = Field(default=1.03, gt=1.0)
+    warn_above: float = Field(default=MISMATCH_LIMIT, gt=1.0)
     """Warn if `mismatch/token_mult_prob_error` exceeds this."""
     fail_on_difference: Literal["auto", True, False] = "auto"
     """What to do if parity is promised and a log-prob differs in any bit (`mismatch/unequal_tokens`). auto: stop the

@@ -54,9 +54,13 @@ class EmptySteps:
             )
 
     def _is_solved(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the rewards of every group are equal, and as high as of right answers, after updates of this run."""
+        """Whether all answers are right after updates of this run."""
+        return self._has_trained and self._is_right(metrics)
+
+    def _is_right(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the rewards of every group are equal, and as high as of right answers."""
         equal = metrics.get("reward/zero_variance_fraction") == 1.0
-        return self._has_trained and equal and metrics["reward/mean"] >= self._recipe.evaluation.right_from
+        return equal and metrics["reward/mean"] >= self._recipe.evaluation.right_from
 
     def _failing(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """A line, once for each, for environments whose rollouts all failed."""
@@ -85,22 +89,39 @@ class EmptySteps:
                 if metrics.get(f"rollout/{status}")
             ]
             return f"none of {count:.0f} rollouts has a reward ({', '.join(failed)})"
-        having = f"{rewards:.0f} of {count:.0f} rollouts have a reward"
+        having = _scored(rewards, count)
         if self._is_solved(metrics):
-            return f"the answers are right ({having}, on average {metrics['reward/mean']:.3g}); give harder tasks"
+            return f"all answers are right ({having}; mean reward {metrics['reward/mean']:.3g}); give harder tasks"
         if metrics.get("reward/zero_variance_fraction") == 1.0:
-            if metrics.get("rollout/mean_length", math.inf) <= _EMPTY:
-                return (
-                    f"the rewards are equal within every group, and the answers are empty ({having}); see what the"
-                    " reward gives an empty answer, and whether algorithm.overlong_buffer takes reward from longer ones"
-                )
-            return (
-                f"the rewards are equal within every group ({having}, on average {metrics['reward/mean']:.3g}); give"
-                " easier or harder tasks, or a larger rollout.group_size"
-            )
+            return self._equal(metrics, having)
         if metrics.get("rollout/truncated_share") == 1.0:
             return f"every answer is truncated ({having}); raise rollout.max_new_tokens, or algorithm.overlong=keep"
         return f"no group had both different rewards and answers to train on ({having})"
+
+    def _equal(self, metrics: Mapping[str, float], having: str) -> str:
+        """Why a step teaches nothing whose rewards are equal within every group."""
+        if metrics.get("rollout/mean_length", math.inf) <= _EMPTY:
+            return (
+                f"the rewards are equal within every group, and the answers are empty ({having}); see what the"
+                " reward gives an empty answer, and whether algorithm.overlong_buffer takes reward from longer ones"
+            )
+        mean = metrics["reward/mean"]
+        figures = f"{having}; mean reward {mean:.3g}"
+        if self._is_right(metrics):
+            return f"all answers are right ({figures}); give harder tasks"
+        if mean <= 0 and metrics.get("reward/std") == 0:
+            return f"no answer has a reward above 0 ({figures}); give easier tasks"
+        return (
+            f"the rewards are equal within every group ({figures}); give easier or harder tasks, or a larger"
+            " rollout.group_size"
+        )
+
+
+def _scored(rewards: float, count: float) -> str:
+    """How many of a step's answers have a reward."""
+    if rewards < count:
+        return f"{rewards:.0f} of {count:.0f} answers were scored"
+    return f"all {count:.0f} answers were scored" if count > 1 else "the one answer was scored"
 
 
 _EMPTY = 1.05  # tokens of an answer, on average: little more than its end

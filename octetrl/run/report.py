@@ -24,7 +24,7 @@ from octetrl.environments.given import is_given
 from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.report_data import RunRecord, idle_tail, read_run, results, seconds_by_phase
+from octetrl.telemetry.report_data import RunRecord, idle_tail, read_run, results, seconds_by_phase, steps_above
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import duration
@@ -161,7 +161,13 @@ def _millions(number: int) -> str:
 def last_screen(folder: Path, recipe: Recipe) -> Screen:
     """What came out, where it is, where the time went, and what to type next."""
     run = read_run(folder)
-    rows = [*results(run), ("time", _seconds_by_phase(run)), ("beside tail", idle_tail(run) or ""), *_where(folder)]
+    rows = [
+        *results(run),
+        ("time", _seconds_by_phase(run)),
+        ("mismatch", steps_above(run) or ""),
+        ("beside tail", idle_tail(run) or ""),
+        *_where(folder),
+    ]
     rows.append(("report", str(folder / REPORT)))
     next_label = "next"
     for command, what in _commands(folder, recipe):

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from octetrl.config.text import counted
 from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, source_digest
 
 ROOT = Path(__file__).parents[2]  # root of the checkout, if there is one
@@ -93,7 +94,7 @@ def _script_digest() -> dict[str, str]:
 def _machine() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _versions(*packages: str) -> list[tuple[str, str]]:

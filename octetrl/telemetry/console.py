@@ -14,7 +14,6 @@ from __future__ import annotations
 import textwrap
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal, TextIO
@@ -27,7 +26,7 @@ from rich.text import Text
 
 from octetrl.config.text import escaped
 from octetrl.telemetry.metrics import BETWEEN_STEPS
-from octetrl.telemetry.progress import Phase, bar_line, heartbeat
+from octetrl.telemetry.progress import Phase, StepTimes, bar_line, heartbeat
 from octetrl.telemetry.step_line import (
     WIDTH,
     LinePart,
@@ -44,7 +43,6 @@ Mode = Literal["auto", "plain", "quiet"]
 
 HEARTBEAT_SECONDS = 60.0
 FRAMES_PER_SECOND = 4.0
-RECENT = 10  # steps from which the time left is extrapolated
 STYLES: dict[Tone, str] = {"plain": "", "good": "green", "warn": "yellow", "bad": "bold red"}
 AFTER = {"rollout": "rewards"}  # what a step does between two phases
 MOST_WORKERS = 8  # with a line each
@@ -84,7 +82,7 @@ class Console:
         self._took: dict[str, float] = {}  # seconds of each phase, the last time
         self._between: Phase | None = None  # what runs between two phases
         self._line = StepLine(total_steps)
-        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps
+        self._times = StepTimes()
         self._evaluations: dict[int, float] = {}  # accuracy by step
         self._step: int | None = None  # that runs now
         self._step_began = 0.0
@@ -202,7 +200,7 @@ class Console:
     def _whole(self, width: int, room: int) -> Text:
         """The line of the whole run."""
         assert self._step is not None
-        done, mean = self._step - 1, sum(self._recent) / max(len(self._recent), 1)
+        done, mean = self._step - 1, self._times.mean
         spent = time.perf_counter() - self._step_began
         share = (done + (min(spent / mean, 1.0) if mean else 0.0)) / max(self._total_steps, 1)
         left = mean * (self._total_steps - done) - spent
@@ -224,8 +222,8 @@ class Console:
         """Show the measured numbers of a step in one line, and those of an evaluation after it in another.
 
         is_due: false if only the evaluation is to be shown."""
-        self._recent.append(sum(metrics.get(name, 0.0) for name in ("time/step", *BETWEEN_STEPS)))
-        left = duration(sum(self._recent) / len(self._recent) * (self._total_steps - step))
+        self._times.add(sum(metrics.get(name, 0.0) for name in ("time/step", *BETWEEN_STEPS)))
+        left = duration(self._times.mean * (self._total_steps - step))
         width = min(WIDTH, self._out.width) if self._is_live else WIDTH
         if is_due:
             self._print_parts(self._line.parts(step, metrics, left, width))

@@ -10,6 +10,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
+from octetrl.config.limits import MISMATCH_LIMIT
+from octetrl.telemetry.look_limits import TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.step_line import NUMBERS
 
 
@@ -73,7 +75,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/pass_at_{k}", SHARE, "Probability that one of k answers is right."),
         Metric("eval/maj_at_{k}", SHARE, "Probability that the most frequent of k answers is right."),
         Metric("eval/truncated_share", SHARE, "Rollouts with an answer that reached its token limit.",
-               "Above about 5%: raise evaluation.max_new_tokens."),
+               f"Above {TRUNCATED_LIMIT:.0%}: raise evaluation.max_new_tokens."),
         Metric("eval/{statistic}_length", TOKENS, "Mean, percentile or maximum of the answers' lengths."),
         Metric("eval/{status}", "rollouts", "Held-out rollouts that ended with this status (docs/environments.md)."),
     ),
@@ -94,9 +96,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
                "Growth without reward: look at the answers."),
         Metric("rollout/max_length", TOKENS, "Largest number of sampled tokens of a rollout."),
         Metric("rollout/truncated_share", SHARE, "Rollouts with an answer that reached its token limit.",
-               "Above about 5%: raise rollout.max_new_tokens, unless answers should be as long as they can."),
+               f"Above {TRUNCATED_LIMIT:.0%}: raise rollout.max_new_tokens, unless answers should be as long as"
+               " they can."),
         Metric("rollout/unfinished_share", SHARE, "Conversations that ran out of turns or context.",
-               "Above about 5%: raise environment.turns.max_turns or model.context_length."),
+               f"Above {UNFINISHED_LIMIT:.0%}: raise environment.turns.max_turns or model.context_length."),
         Metric("rollout/too_long_share", SHARE, "Rollouts that were not sampled, because the prompt exceeds its limit.",
                "Above 0: raise rollout.max_prompt_tokens."),
         Metric("rollout/failure_share", SHARE, "Rollouts without a reward.", "Above 0: the rollouts say why."),
@@ -130,7 +133,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
                "Above 0 ends the run: `octetrl doctor RECIPE` names the op."),
         Metric("mismatch/tokens", TOKENS, "Trained tokens that were compared."),
         Metric("mismatch/token_mult_prob_error", "", "Mean over tokens of exp(absolute log-prob difference).",
-               "1: equal. Above 1.03: look at precision. Stale tokens add the change of the policy."),
+               f"1: equal. Above {MISMATCH_LIMIT:g} (`mismatch.warn_above`): look at precision."
+               " Stale tokens add the change of the policy."),
         Metric("mismatch/gen_kl", NATS, "KL divergence of the trainer's policy from the engine's (k3 estimate).",
                "0: equal."),
         Metric("mismatch/max_abs_diff", NATS, "Largest absolute difference, engine − trainer, of a token's log-prob."),

@@ -36,6 +36,7 @@ from octetrl.telemetry.metrics import MISMATCH
 
 UNEQUAL = "mismatch/unequal_tokens"
 DECILES = 10
+CLEARLY_WORSE = 1.1  # times the largest mismatch - 1 that was reported
 NOTABLE_SATURATION = 1e-4  # share of K and V that is shown as more than 0.00%
 
 
@@ -132,10 +133,12 @@ class MismatchError(RunFailed):
 class MismatchGate:
     """Checks each step's mismatch: warns above `warn_above`, and ends the run above `fail_above`.
 
+    A run that is above `warn_above` in one step is in most, so later steps are reported only if they are clearly worse.
     It also reports log-probs that differ although parity is promised."""
 
     def __init__(self, config: MismatchConfig) -> None:
         self._config = config
+        self._worst_told = 0.0  # mismatch - 1
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return a warning to show, or None.
@@ -152,17 +155,25 @@ class MismatchGate:
                 f" are trained on wrong log-probs. {advice(metrics)}"
             )
         said = []
-        if not value <= self._config.warn_above:
-            said.append(
-                f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.warn_above={self._config.warn_above}."
-                f" {advice(metrics)}"
-            )
+        if not value <= self._config.warn_above and not value - 1 <= CLEARLY_WORSE * self._worst_told:
+            said.append(self._above(step, value, metrics))
         if metrics.get(UNEQUAL, 0.0) > 0:
             broken = broken_parity(step, metrics)
             if self._config.fail_on_difference is not False:
                 raise MismatchError(f"{broken}; set mismatch.fail_on_difference: false to continue with a warning")
             said.append(broken)
         return " ".join(said) or None
+
+    def _above(self, step: int, value: float, metrics: Mapping[str, float]) -> str:
+        is_first, limit = not self._worst_told, self._config.warn_above
+        self._worst_told = max(self._worst_told, value - 1)  # NaN does not replace it
+        if not is_first:
+            return f"step {step}: {MISMATCH} has risen to {value:.4f}, mismatch.warn_above={limit}. {advice(metrics)}"
+        return (
+            f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.warn_above={limit}. {advice(metrics)} Raise"
+            " mismatch.warn_above if this run may have such a mismatch. Said again only if it rises by a further"
+            f" {CLEARLY_WORSE - 1:.0%}."
+        )
 
 
 def broken_parity(step: int, metrics: Mapping[str, float]) -> str:
@@ -180,7 +191,7 @@ def advice(metrics: Mapping[str, float]) -> str:
     if fresh < 1.0:
         return (
             f"{1 - fresh:.0%} of the tokens were sampled by earlier weights, so it contains the policy's change: lower"
-            " cluster.max_staleness or the learning rate, or raise the limit."
+            " cluster.max_staleness or the learning rate."
         )
     saturation = metrics.get("fp8/kv_saturation", 0.0)
     errors = [metrics[name] for name in _decile_names() if name in metrics]

@@ -69,6 +69,29 @@ class Phase:
         return f"{duration(left)} left" if left is not None and left >= 0.5 else f"{duration(self.seconds) or '0 s'}"
 
 
+class StepTimes:
+    """Mean seconds of this process's steps, from which the time left of a run is extrapolated.
+
+    All steps count, because steps of one run may differ a hundredfold (without an update, with an evaluation) and the
+    mean of a few would jump. The first one compiles kernels; it counts only until there is another."""
+
+    def __init__(self) -> None:
+        self._first = self._others = 0.0
+        self._count = 0
+
+    def add(self, seconds: float) -> None:
+        if self._count:
+            self._others += seconds
+        else:
+            self._first = seconds
+        self._count += 1
+
+    @property
+    def mean(self) -> float:
+        """0 before the first step."""
+        return self._others / (self._count - 1) if self._count > 1 else self._first
+
+
 def heartbeat(phase: Phase, step: str) -> str:
     """One line for a pipe."""
     left = phase.seconds_left

@@ -11,12 +11,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from octetrl.config.cluster import ROLE_FIELDS, ClusterConfig
 from octetrl.config.errors import UserError, nearest_file, runs_in
+from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.recipe_yaml import parse_yaml
+from octetrl.config.text import counted
+from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
-from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.telemetry.step_lines import WARNINGS
 
@@ -24,7 +29,6 @@ PHASES = ("time/rollout", "time/reward", "time/train", "time/calibrate", "time/p
 _AGE = re.compile(r"mismatch/age_(\d{1,9})/tokens")
 _OF_STEP = re.compile(r"^step \d+: ")
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?%?")
-ENOUGH = 4  # steps, for a difference with an interval
 _SETTINGS = (
     ("model", "model.path"), ("model", "model.preset"), ("algorithm", "algorithm.name"),
     ("learning rate", "trainer.optimizer.lr"),
@@ -86,6 +90,12 @@ class RunRecord:
         return {str(k): v for k, v in found.items() if isinstance(v, Mapping)} if isinstance(found, Mapping) else {}
 
     @property
+    def mismatch_limit(self) -> float:
+        """Its `mismatch.warn_above`."""
+        given = _at(self.recipe, "mismatch.warn_above")
+        return float(given) if isinstance(given, int | float) else MISMATCH_LIMIT
+
+    @property
     def settings(self) -> list[tuple[str, str]]:
         """The recipe in a few lines."""
         found = [(label, _at(self.recipe, path)) for label, path in _SETTINGS]
@@ -109,6 +119,7 @@ class RunRecord:
         shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
         layers = [f"{where}: {formats}" for where, formats in _pairs(self.where.get("linears"))]
         shown += [("linears by layer", "; ".join([*layers, f"embedding, norms, lm_head: {dtype}"]))] * bool(layers)
+        shown += _workers(_at(self.recipe, "cluster"))
         if "weights_in_flight" in self.where:
             shown.append(("weights in flight", str(self.where["weights_in_flight"])))
         shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
@@ -193,7 +204,7 @@ def findings(run: RunRecord) -> list[str]:
             0.0,
             "log-probs of engine and trainer differ; `octetrl doctor RECIPE` finds the op",
         ),
-        (MISMATCH, 1.05, _disagreement(run)),
+        (MISMATCH, run.mismatch_limit, _disagreement(run)),
         (
             "fp8/kv_saturation",
             _at(run.recipe, "fp8.saturation_warn") or 0.0,
@@ -205,14 +216,14 @@ def findings(run: RunRecord) -> list[str]:
         ("rollout/failure_share", 0.0, "rollouts without a reward; the failed ones below say why"),
         (
             "rollout/truncated_share",
-            0.1,
-            "more than 10% of the answers reach rollout.max_new_tokens; raise it if good answers need more tokens,"
-            " leave it if they should be as long as they can",
+            TRUNCATED_LIMIT,
+            f"more than {TRUNCATED_LIMIT:.0%} of the answers reach rollout.max_new_tokens; raise it if good answers"
+            " need more tokens, leave it if they should be as long as they can",
         ),
         ("rollout/preemptions", 0.0, "sequences were prefilled twice; a larger KV cache is faster"),
         (
             "reward/zero_variance_fraction",
-            0.8,
+            EQUAL_REWARDS_LIMIT,
             "in most groups all rewards are equal, so they teach nothing; if the mean reward is high, the tasks are"
             " learnt and the run can end; if it is low, choose easier tasks",
         ),
@@ -230,12 +241,24 @@ def findings(run: RunRecord) -> list[str]:
 
 def _disagreement(run: RunRecord) -> str:
     """What a large mismatch means: with tokens of earlier weights it contains the policy's change."""
+    limit = f"{100 * (run.mismatch_limit - 1):.3g}%"
     if any(share < 1 for share in run.values("rollout/on_policy_share")):
         return (
-            "log-probs of sampling and training differ by more than 5%, and tokens of earlier weights are among them;"
-            " lower cluster.max_staleness or the learning rate"
+            f"log-probs of sampling and training differ by more than {limit}, and tokens of earlier weights are among"
+            " them; lower cluster.max_staleness or the learning rate, or raise mismatch.warn_above"
         )
-    return "engine and trainer disagree by more than 5%; see docs/fp8.md"
+    return f"engine and trainer disagree by more than {limit}; see docs/fp8.md"
+
+
+def steps_above(run: RunRecord) -> str | None:
+    """In how many steps the mismatch was above its limit, of which the console warned only once."""
+    measured = run.series(MISMATCH)
+    above = [(value, step) for step, _, value in measured if value > run.mismatch_limit]
+    if not above:
+        return None
+    most, step = max(above)
+    share = f"{len(above)} of {counted(len(measured), 'step')}"
+    return f"{MISMATCH} above mismatch.warn_above={run.mismatch_limit:g} in {share}, at most {most:.4f} in step {step}"
 
 
 def raised_warnings(run: RunRecord) -> list[str]:
@@ -277,16 +300,6 @@ def idle_tail(run: RunRecord) -> str | None:
     )
 
 
-def paired_difference(first: RunRecord, second: RunRecord, name: str) -> Estimate | None:
-    """Mean of second − first over the last half of the steps that both measured, with its bootstrap interval.
-
-    Steps of a run depend on one another, so the interval is too narrow; it says less than several seeds do."""
-    mine = {step: value for step, _, value in first.series(name)}
-    both = [value - mine[step] for step, _, value in second.series(name) if step in mine]
-    last = both[len(both) // 2 :]
-    return estimate_mean(last, seed=0) if len(last) >= ENOUGH else None
-
-
 def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:
     """The step of the run's last evaluation and its held-out tasks. Step 0 and no tasks if there was none."""
     folder = run.folder / EVALUATIONS
@@ -295,20 +308,6 @@ def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:
         return last, select(folder, Filter(steps=Interval(last, last)), None).groups if last else []
     except UserError:
         return 0, []
-
-
-def held_out_difference(first: RunRecord, second: RunRecord) -> Estimate | None:
-    """Mean of second − first over the held-out tasks that both evaluated last, by reward, with its interval.
-
-    It says whether these two models differ. Another seed of the same recipe may differ as much."""
-
-    def by_task(run: RunRecord) -> dict[tuple[str, str], float]:
-        tasks = ((group.rows[0], group.rewards) for group in last_evaluation(run)[1] if group.rewards)
-        return {(row.task_id, str(row.line["prompt"])): sum(rewards) / len(rewards) for row, rewards in tasks}
-
-    mine, its = by_task(first), by_task(second)
-    both = [value - mine[task] for task, value in its.items() if task in mine]
-    return estimate_mean(both, seed=0) if len(both) >= ENOUGH else None
 
 
 def seconds_by_phase(run: RunRecord) -> dict[str, float]:
@@ -343,6 +342,24 @@ def mismatch_by_age(run: RunRecord) -> list[tuple[int, int, float, float]]:
             kl = sum((count or 0.0) * (value or 0.0) for count, value, _ in measured) / tokens
             table.append((age, int(tokens), kl, max(largest or 0.0 for *_, largest in measured)))
     return table
+
+
+def _workers(section: object) -> Iterator[tuple[str, str]]:
+    """How many workers a run has, which of them train or generate, and how far these may be apart."""
+    try:
+        cluster = ClusterConfig.model_validate(section or {})
+    except ValidationError:  # of another version
+        return
+    if cluster.on_cpus:
+        yield "workers", f"{cluster.num_workers} CPU process{'es' * (cluster.num_workers != 1)}"
+    elif cluster.num_workers > 1:
+        yield "workers", f"{cluster.num_workers} on {counted(cluster.num_gpus, 'GPU')}"
+    else:
+        yield "workers", "1"
+    given = {name.partition(".")[2]: _at({"cluster": section}, name) for name in ROLE_FIELDS}
+    if cluster.roles is not None:
+        yield "roles", ", ".join(f"{name} {count}" for name, count in given.items() if count is not None)
+        yield "max_staleness", str(cluster.max_staleness)
 
 
 def _environment_text(section: Mapping[str, Any]) -> str:

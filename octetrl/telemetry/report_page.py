@@ -18,23 +18,21 @@ from octetrl.config.errors import UserError
 from octetrl.config.text import counted
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.charts import Line, line_chart, shown_number, sparkline, stacked_chart
+from octetrl.telemetry.comparison import differences, uncompared
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.report_data import (
     BETWEEN_STEPS,
     PHASES,
     RunRecord,
     findings,
-    held_out_difference,
     last_evaluation,
     mismatch_by_age,
     mismatch_by_length,
-    paired_difference,
     raised_warnings,
     results,
     seconds_by_phase,
 )
 from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, select
-from octetrl.telemetry.sample_estimates import Estimate
 from octetrl.telemetry.step_line import duration
 
 BARS = 60  # of the chart of phases
@@ -55,7 +53,9 @@ CURVES: tuple[tuple[str, str], ...] = (
     ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),
 )  # fmt: skip
 _ACCURACY, _REWARD = "eval/accuracy", "eval/reward_mean"
+_TITLES = {name: title for title, name in CURVES} | {"time/step": "seconds of a step"}
 _OF_TERMINAL = ("model", "algorithm", "precision", "linears by layer")
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?%?")
 _SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it."
 _SAME = " The mean held-out reward is the same number."
 HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
@@ -106,7 +106,9 @@ def terminal_report(runs: Sequence[RunRecord]) -> Iterator[str]:
         lines = [*(f"look: {line}" for line in findings(run)), *(f"warned: {one}" for one in raised_warnings(run))]
         for line in lines:
             yield from textwrap.wrap(line, 98, initial_indent="  ", subsequent_indent="        ")
-    for what, other, found in _paired(runs):
+    for line in uncompared(runs):
+        yield from textwrap.wrap(line, 98)
+    for what, other, found in differences(runs, _TITLES):
         yield f"{what}, {other.name} − {runs[0].name}: {found.mean:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
 
 
@@ -120,8 +122,14 @@ def _styles() -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], further: str = "") -> str:
     head = "".join(f"<th>{escape(one)}</th>" for one in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f'<div class="card wide{further}"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _cell(text: str) -> str:
+    """A cell of a table. One that is a number is never broken, however narrow the screen."""
+    begin = '<td class="whole">' if _NUMBER.fullmatch(text) else "<td>"
+    return f"{begin}{escape(text)}</td>"
 
 
 def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -148,29 +156,20 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
     rows = [
         [what, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", f"{found.low:+.4g} to {found.high:+.4g}",
          str(found.tasks)]
-        for what, other, found in _paired(runs)
+        for what, other, found in differences(runs, _TITLES)
     ]  # fmt: skip
+    lines = [f'<p class="soft">{escape(line)}</p>' for line in uncompared(runs)]
+    if rows or lines:
+        yield "<h2>Differences</h2>" + "".join(lines)
     if rows:
         header = ["", "", "mean", "95% interval", "pairs"]
-        yield "<h2>Differences</h2>" + _table(header, rows, " differences")
+        yield _table(header, rows, " differences")
         says = (
             "Pairs are the same held-out tasks in the last evaluations, or the same steps over the last half of the"
             " runs. The intervals are a bootstrap over pairs. Steps of a run depend on one another, so theirs are too"
             " narrow. None covers another seed, which may differ as much."
         )
         yield f'<p class="soft">{says}</p>'
-
-
-def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[str, RunRecord, Estimate]]:
-    """What was compared, the run that the first one is subtracted from, and the difference."""
-    for other in runs[1:]:
-        if found := held_out_difference(runs[0], other):
-            yield "held-out reward, task by task", other, found
-    titles = {name: title for title, name in CURVES} | {"time/step": "seconds of a step"}
-    for name in ("eval/accuracy", "reward/mean", "rollout/mean_length", "entropy", "time/step"):
-        for other in runs[1:]:
-            if found := paired_difference(runs[0], other, name):
-                yield f"{titles[name]}, step by step", other, found
 
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:

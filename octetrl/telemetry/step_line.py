@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
+from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.text import counted
+from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.metrics import MISMATCH
 
 Tone = Literal["plain", "good", "warn", "bad"]
 
 WIDTH = 120  # columns at most
+ROOMY = 100  # columns from which a line has room for what comes later
 SLOW_REWARDS = 0.1  # of the step's time: a step that waits longer for rewards says so
 
 
@@ -54,9 +57,9 @@ NUMBERS = (  # in the order of the line
     Number("rollout/mean_length", "length", ",.0f"),
     Number("rollout/failure_share", "failed", ".0%", only_above_0=True, warn=0.0, tone="bad"),
     Number("rollout/too_long_share", "too long", ".0%", only_above_0=True, warn=0.0),
-    Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=0.8),
-    Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=0.1),
-    Number("rollout/unfinished_share", "out of turns", ".0%", only_above_0=True, warn=0.1),
+    Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=EQUAL_REWARDS_LIMIT),
+    Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=TRUNCATED_LIMIT),
+    Number("rollout/unfinished_share", "out of turns", ".0%", only_above_0=True, warn=UNFINISHED_LIMIT),
     Number("fp8/kv_saturation", "clamped KV", ".2%", only_above_0=True, warn=0.001),
     Number("correction/clip_fraction", "corrected", ".1%", only_above_0=True),
     Number("rollout/tokens_per_second", "rollout tok/s", ",.0f"),
@@ -75,17 +78,23 @@ PRIORITY = (  # which numbers are kept where not all fit
     "memory/peak_gb",
     *("rollout/tokens_per_second", "train/tokens_per_second", "correction/clip_fraction"),
 )
+LATER = ("reward/zero_variance_fraction", "rollout/truncated_share")  # often 0 in the first steps only
+FIRST = PRIORITY[:3]  # always shown
+LEAST = PRIORITY[PRIORITY.index("rollout/unfinished_share") :]  # what gives way to them
+ALARMS: tuple[Tone, ...] = ("warn", "bad")
 
 
 class StepLine:
     """Makes the lines of a run of `total` steps.
 
-    It keeps how wide each number has been, so that the lines stay columns, and shows on what was once above 0."""
+    It keeps how wide each number has been, so that the lines stay columns, and shows on what was once above 0. A number
+    that was shown is shown in the later lines too; only one with a warning may take its room."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._widths: dict[str, int] = {}
         self._seen: set[str] = set()
+        self._columns: dict[str, int] = {}  # columns of what was shown, by metric
 
     def parts(self, step: int, metrics: Mapping[str, float], left: str = "", width: int = WIDTH) -> list[LinePart]:
         """The parts of a step's line, which is at most `width` columns wide. `left`: the time left, in words."""
@@ -93,13 +102,30 @@ class StepLine:
         end = [LinePart("", self._padded("left", f"{left} left"))] if left else []
         found = {name: part._replace(value=self._padded(name, part.value)) for name, part in self._measured(metrics)}
         room = width - len(title.text) - (self._widths["left"] + 2 if "left" in self._widths else 0)
-        kept: set[str] = set()
-        for name in PRIORITY:
-            if name in found and len(found[name].text) + 2 <= room:
-                kept.add(name)
-                room -= len(found[name].text) + 2
+        kept = self._kept(found, room, _expected(metrics, found) if width >= ROOMY else 0)
         order = [*(number.metric for number in NUMBERS), REWARDS, TIME]
         return [title, *(found[name] for name in order if name in kept), *end]
+
+    def _kept(self, found: Mapping[str, LinePart], room: int, later: int) -> set[str]:
+        """What the line shows: first what was shown before or has a warning, then what else has room, also once its
+        number is wider. later: columns that the least important numbers leave free."""
+        kept: set[str] = set()
+        firm = [*FIRST, *self._columns, *(name for name, part in found.items() if part.tone in ALARMS)]
+        firm = [name for name in PRIORITY if name in firm]
+        for name in (one for one in firm if one in found):
+            if len(found[name].text) + 2 <= room:
+                kept.add(name)
+                room -= len(found[name].text) + 2
+        room -= sum(columns for name, columns in self._columns.items() if name not in found)  # it comes back
+        for name in PRIORITY:
+            if name not in found or name in firm:
+                continue
+            likely = _most_columns(name, found[name])
+            if likely <= room - (later if name in LEAST else 0):
+                kept.add(name)
+                room -= likely
+        self._columns |= {name: len(found[name].text) + 2 for name in kept}
+        return kept
 
     def _padded(self, name: str, text: str) -> str:
         if name == MISMATCH:
@@ -127,11 +153,26 @@ class StepLine:
                 yield REWARDS, LinePart("waiting for rewards", f"{waited / seconds:.0%}", "warn")
 
 
+def _expected(metrics: Mapping[str, float], found: Mapping[str, LinePart]) -> int:
+    """Columns of what sound runs show later: the largest of the shares that are measured and still 0."""
+    waiting = [one.label for one in NUMBERS if one.metric in LATER and one.metric in metrics.keys() - found.keys()]
+    return max((len(f"  {label} 100%") for label in waiting), default=0)
+
+
+def _most_columns(name: str, part: LinePart) -> int:
+    """Columns that the part may need later: a share up to 100%, another number with a further digit."""
+    form = next((number.form for number in NUMBERS if number.metric == name), "")
+    if not form:
+        return len(part.text) + 2
+    wide = len(format(1.0, form)) if form.endswith("%") else len(part.value.strip()) + 1
+    return len(part.text) + 2 + max(0, wide - len(part.value))
+
+
 def _agreement(error: float, metrics: Mapping[str, float]) -> LinePart:
     """Whether the log-probs of engine and trainer are equal. `error`: mean of exp(absolute difference)."""
     unequal = metrics.get("mismatch/unequal_tokens", 0.0 if error == 1 else None)
     if unequal is None:
-        return LinePart("log-probs", f"{error - 1:.3%} apart", "warn" if error > 1.03 else "plain")
+        return LinePart("log-probs", f"{error - 1:.3%} apart", "warn" if error > MISMATCH_LIMIT else "plain")
     if unequal:
         return LinePart("log-probs", f"differ in {counted(round(unequal), 'token')}", "bad")
     return LinePart("log-probs", "equal", "good")

@@ -33,7 +33,7 @@ def test_every_prompt_too_long(model: Path, tmp_path: Path) -> None:
 def test_every_reward_equal_is_no_missing_reward(model: Path, tmp_path: Path) -> None:
     text = failing(model, tmp_path / "run", {"environment.reward": f"{REWARDS}:always_equal"})
     assert text.startswith("3 steps in a row have no trained token (failures.max_empty_steps)")
-    assert "the rewards are equal within every group (8 of 8 rollouts have a reward, on average 0.5)" in text
+    assert "the rewards are equal within every group (all 8 answers were scored; mean reward 0.5)" in text
     assert [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
     left = read_run(tmp_path / "run")
     assert [step for step, _ in left.warnings] == [1, 2, 3] and left.where["commit"] and left.where["machine"]

@@ -18,6 +18,9 @@ EMPTY = {"train/skipped": 1.0, "rollout/count": 8.0, "reward/count": 0.0, "rollo
 TOO_LONG = EMPTY | {"rollout/prompt_too_long": 8.0}
 FAILING = EMPTY | {"rollout/reward_timeout": 6.0, "rollout/reward_error": 2.0}
 EQUAL = EMPTY | {"reward/count": 8.0, "reward/mean": 0.25, "reward/zero_variance_fraction": 1.0}
+ZERO = EQUAL | {"reward/mean": 0.0, "reward/std": 0.0}
+BELOW = ZERO | {"reward/mean": -1.0, "reward/count": 6.0}
+MIXED = ZERO | {"reward/std": 1.0}  # -1 in some groups, 1 in others
 CUT = EQUAL | {"reward/zero_variance_fraction": 0.5, "rollout/truncated_share": 1.0}
 
 
@@ -54,9 +57,15 @@ def test_a_later_step_without_any_reward_is_one_of_three() -> None:
 @pytest.mark.parametrize(
     ("metrics", "reason"),
     [
-        (EQUAL | {"rollout/mean_length": 1.0}, "equal within every group, and the answers are empty (8 of 8"),
-        (EQUAL, "the rewards are equal within every group (8 of 8 rollouts have a reward, on average 0.25)"),
-        (CUT, "every answer is truncated (8 of 8 rollouts have a reward); raise rollout.max_new_tokens"),
+        (EQUAL | {"rollout/mean_length": 1.0}, "equal within every group, and the answers are empty (all 8 answers"),
+        (
+            EQUAL,
+            "the rewards are equal within every group (all 8 answers were scored; mean reward 0.25); give easier or",
+        ),
+        (ZERO, "no answer has a reward above 0 (all 8 answers were scored; mean reward 0); give easier tasks"),
+        (BELOW, "no answer has a reward above 0 (6 of 8 answers were scored; mean reward -1); give easier tasks"),
+        (MIXED, "the rewards are equal within every group (all 8 answers were scored; mean reward 0); give easier or"),
+        (CUT, "every answer is truncated (all 8 answers were scored); raise rollout.max_new_tokens"),
     ],
 )
 def test_rewards_without_a_signal_end_it_after_three_steps_in_a_row(metrics: dict[str, float], reason: str) -> None:
@@ -79,12 +88,15 @@ def test_solved_tasks_are_no_failure_of_a_model_that_was_trained() -> None:
     for step, now in enumerate((TRAINED, solved, solved, solved, solved), start=1):
         warning = steps.warning(step, now)
         assert (warning is not None) == (step == 2), "said once: a model that has learnt its tasks goes on so"
-        assert warning is None or "no update, because the answers are right (8 of 8 rollouts have a reward" in warning
+        assert (
+            warning is None
+            or "no update, because all answers are right (all 8 answers were scored; mean reward 1)" in warning
+        )
         steps.check(step, now)
     untrained = empty_steps()
     for step in (1, 2, 3):
-        assert "the rewards are equal within every group" in str(untrained.warning(step, solved))
-    with pytest.raises(RunFailed, match="the rewards are equal within every group"):
+        assert "all answers are right" in str(untrained.warning(step, solved))
+    with pytest.raises(RunFailed, match=r"all answers are right .*; give harder tasks"):
         untrained.check(3, solved)
 
 

@@ -3,6 +3,7 @@
 import re
 import threading
 from io import StringIO
+from itertools import pairwise
 
 import pytest
 
@@ -78,6 +79,29 @@ def test_lines_are_columns() -> None:
         "step 10/20  reward -1.250  truncated 100%   12 s  9 s left",
         "step 11/20  reward  0.500  truncated   0%  3.0 s  9 s left",
     ]
+
+
+def test_a_column_that_was_shown_stays() -> None:
+    """Equal rewards of 100% are wider than of 50%, and come later than the others."""
+    sound = {"reward/mean": 0.25, "mismatch/token_mult_prob_error": 1.0, "entropy": 5.923, "grad_norm": 0.25}
+    sound |= {"rollout/mean_length": 16.0, "rollout/truncated_share": 0.0, "reward/zero_variance_fraction": 0.0}
+    sound |= {"rollout/tokens_per_second": 900.0, "train/tokens_per_second": 900.0, "memory/peak_gb": 7.5, TIME: 1.5}
+    equal = {"reward/zero_variance_fraction": 0.5}, {"reward/zero_variance_fraction": 1.0}
+    steps = [sound, sound | equal[0], sound | equal[1], {"reward/mean": 0.25, TIME: 1.5} | equal[1], sound]
+    for left in ("9 s", "1:20:00"):
+        lines = StepLine(200)
+        texts = [line(lines.parts(step, metrics, left)) for step, metrics in enumerate(steps, start=9)]
+        first = {"reward", "log-probs", "entropy", "length"}
+        assert all(word in texts[number] for word in first for number in (0, 1, 2, 4)), texts
+        assert "equal rewards 100%" in texts[2] and "equal rewards" in texts[1] and max(map(len, texts)) <= 120
+        shown = [label for label in ("grad norm", "memory GB", "rollout tok/s") if label in texts[0]]
+        assert all(label in texts[4] for label in shown), texts
+    late = line(StepLine(200).parts(1, sound | equal[0] | {"rollout/truncated_share": 0.97}, "9 s"))
+    assert "length" in late, "nothing is left free for what is already there"
+    narrow = StepLine(200)
+    assert "length" in line(narrow.parts(1, sound, "9 s", 80))
+    failed = line(narrow.parts(2, sound | {"rollout/failure_share": 0.5, "rollout/truncated_share": 0.5}, "9 s", 80))
+    assert "failed 50%" in failed and "truncated 50%" in failed, "a warning may take the room of other columns"
 
 
 def test_waiting_for_rewards_is_said() -> None:
@@ -165,6 +189,35 @@ def test_a_duration_is_seconds_or_a_clock(seconds: float, text: str) -> None:
 
 
 # ---------------------------------------------------------------- what runs now
+
+
+class Clock:
+    """The time that the console reads; it passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_the_time_left_is_steady(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve steps of 2 s come after twelve of 40 s, again and again, and the first one compiles for 20 minutes."""
+    clock, steps = Clock(), 240
+    monkeypatch.setattr(console_module, "time", clock)
+    console = Console("auto", steps, out=terminal)
+    seconds = [1200.0, *(2.0 if step // 12 % 2 else 40.0 for step in range(2, steps + 1))]
+    ends: list[float] = []
+    for step, spent in enumerate(seconds[:-1], start=1):
+        console._next_step(step - 1)
+        clock.now += spent
+        console.step(step, {"time/step": spent})
+        said = console._whole(100, 10).plain.rpartition("  ")[2].removesuffix(" left")
+        parts = [float(part) for part in said.removesuffix(" s").split(":")]
+        ends.append(clock.now + sum(part * 60**place for place, part in enumerate(reversed(parts))))
+    whole = sum(seconds)
+    assert all(abs(end - whole) < 0.15 * whole for end in ends[48:]), "when the run will end, as said after each step"
+    assert max(abs(b - a) for a, b in pairwise(ends[48:])) < 0.03 * whole
 
 
 @pytest.mark.parametrize("width", [20, 40, 79, 119])

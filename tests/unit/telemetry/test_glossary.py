@@ -8,8 +8,11 @@ import re
 import pytest
 
 from octetrl.cli.main import run_command
+from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.telemetry.glossary import METRICS, explained, page
-from octetrl.telemetry.metrics import NAME
+from octetrl.telemetry.look_limits import TRUNCATED_LIMIT
+from octetrl.telemetry.metrics import MISMATCH, NAME
+from octetrl.telemetry.step_line import StepLine
 from tests.house.tree import REPO, python_files, syntax
 
 FAMILIES = (
@@ -75,3 +78,12 @@ def test_the_command_searches_texts_where_no_name_has_the_word(capsys: pytest.Ca
 def test_what_the_console_calls_a_metric_is_found(label: str, metric: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["metrics", label]) == 0
     assert metric in capsys.readouterr().out
+
+
+def test_the_console_and_the_table_have_the_same_limits() -> None:
+    cut, apart = explained("rollout/truncated_share"), explained(MISMATCH)
+    assert cut is not None and cut.look.startswith(f"Above {TRUNCATED_LIMIT:.0%}: raise rollout.max_new_tokens")
+    assert apart is not None and f"Above {MISMATCH_LIMIT:g} (`mismatch.warn_above`)" in apart.look
+    for above, tone in ((-1e-3, "plain"), (1e-3, "warn")):
+        step = {"rollout/truncated_share": TRUNCATED_LIMIT + above, MISMATCH: MISMATCH_LIMIT + above}
+        assert [part.tone for part in StepLine(3).parts(1, step)] == ["plain", tone, tone]

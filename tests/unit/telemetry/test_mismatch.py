@@ -78,17 +78,28 @@ def test_gate_passes_warns_and_stops() -> None:
     assert MismatchGate(MismatchConfig()).check(5, {MISMATCH: 9.0}) is not None
 
 
+def test_a_mismatch_is_told_once_and_again_when_it_is_clearly_worse() -> None:
+    gate = MismatchGate(MismatchConfig(warn_above=1.03))
+    values = [1.02, 1.2, 1.21, 1.04, 1.219, 1.23, 1.25, math.nan, 1.25, 1.26]
+    said = [gate.check(step, {MISMATCH: value}) for step, value in enumerate(values, start=1)]
+    assert [step for step, text in enumerate(said, start=1) if text] == [2, 6, 8, 10]
+    assert "Raise mismatch.warn_above if" in (said[1] or "") and "rises by a further 10%" in (said[1] or "")
+    assert (said[5] or "").startswith(f"step 6: {MISMATCH} has risen to 1.2300")
+
+
 def test_advice_follows_the_evidence() -> None:
-    gate = MismatchGate(MismatchConfig())
+    def said(metrics: dict[str, float]) -> str:
+        return MismatchGate(MismatchConfig()).check(1, metrics) or ""
+
     first, last = "mismatch/decile_0/token_mult_prob_error", "mismatch/decile_9/token_mult_prob_error"
-    assert "fp8.kv_replay" in (gate.check(1, {MISMATCH: 1.1, first: 1.01, last: 1.2}) or "")
-    assert "linears" in (gate.check(1, {MISMATCH: 1.1, first: 1.1, last: 1.1}) or "")
+    assert "fp8.kv_replay" in said({MISMATCH: 1.1, first: 1.01, last: 1.2})
+    assert "linears" in said({MISMATCH: 1.1, first: 1.1, last: 1.1})
     stale = {MISMATCH: 1.1, "fp8/kv_saturation": 0.02, "rollout/on_policy_share": 0.25}
-    assert "75% of the tokens were sampled by earlier weights" in (gate.check(1, stale) or "")
-    assert "calibration_margin" in (gate.check(1, stale | {"rollout/on_policy_share": 1.0}) or "")
+    assert "75% of the tokens were sampled by earlier weights" in said(stale)
+    assert "calibration_margin" in said(stale | {"rollout/on_policy_share": 1.0})
     clamped = {MISMATCH: 1.1, "fp8/kv_saturation": 1e-4}
-    assert "0.01% of K and V were clamped: raise fp8.calibration_margin" in (gate.check(1, clamped) or "")
-    assert "look at the linears" in (gate.check(1, clamped | {"fp8/kv_saturation": 4e-5}) or "")
+    assert "0.01% of K and V were clamped: raise fp8.calibration_margin" in said(clamped)
+    assert "look at the linears" in said(clamped | {"fp8/kv_saturation": 4e-5})
 
 
 def test_saturation_warning_names_share_limit_and_remedy() -> None:

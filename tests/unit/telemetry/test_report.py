@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ import pytest
 from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
+from octetrl.telemetry.comparison import held_out_difference, paired_difference
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.report_data import (
     PHASES,
+    RunRecord,
     findings,
-    held_out_difference,
     mismatch_by_age,
-    paired_difference,
     raised_warnings,
     read_run,
+    steps_above,
 )
 from octetrl.telemetry.report_page import _TONES, report_page, terminal_report
 from octetrl.telemetry.sinks import open_sinks
@@ -47,10 +49,22 @@ def make_run(folder: Path, steps: int = 12, **values: float) -> Path:
     return folder
 
 
+def page_of(runs: Sequence[RunRecord]) -> str:
+    """The page without the class of cells that are numbers."""
+    return report_page(runs).replace(' class="whole"', "")
+
+
+def test_numbers_are_not_broken_on_a_narrow_screen(tmp_path: Path) -> None:
+    page = report_page([read_run(make_run(tmp_path / "run", lr=1.25e-6))])
+    assert '<td>learning rate</td><td class="whole">1.3e-06</td>' in page and "<td>models/small</td>" in page
+    assert re.search(r"\.settings td\.whole \{[^}]*white-space: nowrap", page)
+    assert re.search(r"\.siblings::-webkit-scrollbar \{[^}]*height: \d+px", page), "phones hide other scroll bars"
+
+
 def test_the_page_needs_nothing_else_and_escapes_what_a_model_says(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     write_run(folder)
-    page = report_page([read_run(folder)])
+    page = page_of([read_run(folder)])
     assert "<script" not in page and "&lt;script&gt;alert(" in page and "KeyError: &#x27;x&#x27; (r.py:3)" in page
     assert "told you" in page and "I guess FOUR" in page
     assert not re.search(r"(src|href)=|https?://|@import|url\(", page), "nothing is loaded"
@@ -64,7 +78,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_a_model_says(tmp_path: Pat
 def test_curves_are_over_steps_and_hours_and_runs_lie_on_one_another(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / name)) for name in ("one", "two")]
     assert runs[0].hours[-1] == pytest.approx(12 * 36 / 3600)
-    page = report_page(runs)
+    page = page_of(runs)
     rewards = page.split("<h3>reward</h3>")[1].split("<h3>")[0]
     assert rewards.count("<svg") == 2 and rewards.count("<polyline") == 4 and rewards.count("<polygon") == 4
     assert "two − one" in page
@@ -72,25 +86,54 @@ def test_curves_are_over_steps_and_hours_and_runs_lie_on_one_another(tmp_path: P
 
 def test_what_never_changed_is_a_line_of_a_table(tmp_path: Path) -> None:
     one, two = (read_run(make_run(tmp_path / str(rate), lr=rate, kl=0.25)) for rate in (0.5, 0.125))
-    curves, _, constant = report_page([one]).partition("<h2>The same in every step that has it</h2>")
+    curves, _, constant = page_of([one]).partition("<h2>The same in every step that has it</h2>")
     assert "<h3>learning rate</h3>" not in curves and "<h3>reward</h3>" in curves
     assert "<td>learning rate</td><td>0.5</td>" in constant and "<td>log-probs equal</td><td>1</td>" in constant
-    curves, _, constant = report_page([one, two]).partition("<h2>The same in every step that has it</h2>")
+    curves, _, constant = page_of([one, two]).partition("<h2>The same in every step that has it</h2>")
     assert "<h3>learning rate</h3>" in curves and "<td>log-probs equal</td><td>1</td>" in constant, "they differ"
 
 
 def test_what_only_one_run_has_and_never_changed_makes_no_chart(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / "one")), read_run(make_run(tmp_path / "two", kl=0.25))]
-    page = report_page(runs)
+    page = page_of(runs)
     assert "<h3>KL from the reference</h3>" not in page and "<td>KL from the reference</td><td>0.25</td>" in page
 
 
 def test_a_mismatch_of_stale_tokens_is_not_called_a_fault_of_engine_and_trainer(tmp_path: Path) -> None:
     (line,) = findings(read_run(make_run(tmp_path / "apart", **{MISMATCH: 1.2})))
-    assert line.startswith("engine and trainer disagree by more than 5%")
+    assert line.startswith("engine and trainer disagree by more than 3%")
     stale = {MISMATCH: 1.2, "rollout/on_policy_share": 0.0}
     (line,) = findings(read_run(make_run(tmp_path / "stale", **stale)))
     assert "lower cluster.max_staleness or the learning rate" in line and "disagree" not in line
+    with (tmp_path / "stale" / "config.yaml").open("a") as file:
+        file.write("mismatch: {warn_above: 1.3}\n")
+    assert findings(read_run(tmp_path / "stale")) == [], "the limit of the run, as on its console"
+
+
+def test_the_steps_of_a_large_mismatch_are_counted(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", **{MISMATCH: 1.02}))
+    assert steps_above(run) is None
+    run.rows[3][MISMATCH], run.rows[6][MISMATCH] = 1.04, 1.249
+    del run.rows[7][MISMATCH]
+    assert steps_above(run) == f"{MISMATCH} above mismatch.warn_above=1.03 in 2 of 11 steps, at most 1.2490 in step 7"
+
+
+def test_workers_and_roles_are_part_of_what_ran(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "run.json").write_text(json.dumps({"machine": "x86_64, 1 thread"}))
+    written = (folder / "config.yaml").read_text()
+
+    def shown(cluster: str) -> dict[str, str]:
+        (folder / "config.yaml").write_text(f"{written}{cluster}\n")
+        page = page_of([read_run(folder)])
+        return dict(re.findall("<td>(workers|roles|max_staleness)</td><td[^>]*>(.*?)</td>", page))
+
+    assert shown("") == shown("cluster: {device: cpu}") == {"workers": "1"}
+    assert shown("cluster: {cpus: 3}") == {"workers": "3 CPU processes"}
+    assert shown("cluster: {gpus: 2, workers_per_gpu: 2}") == {"workers": "4 on 2 GPUs"}
+    roles = shown("cluster: {trainer_cpus: 1, engine_cpus: 2, max_staleness: 1, cpus: null}")
+    assert roles == {"workers": "3 CPU processes", "roles": "trainer_cpus 1, engine_cpus 2", "max_staleness": "1"}
+    assert shown("cluster: {of_another_version: 1}") == {}
 
 
 def test_clamped_values_are_a_finding_above_the_share_that_warns(tmp_path: Path) -> None:
@@ -106,11 +149,11 @@ def test_a_reward_that_is_the_accuracy_has_no_second_chart(tmp_path: Path) -> No
     for row in run.rows:
         if "eval/accuracy" in row:
             row["eval/reward_mean"] = row["eval/accuracy"]
-    page = report_page([run])
+    page = page_of([run])
     assert "<h3>held-out accuracy</h3>" in page and "<h3>held-out reward</h3>" not in page
     assert "The mean held-out reward is the same number." in page
     run.rows[-1]["eval/reward_mean"] = 0.25  # partial credit
-    page = report_page([run])
+    page = page_of([run])
     assert "<h3>held-out reward</h3>" in page and "is the same number" not in page
 
 
@@ -118,7 +161,7 @@ def test_a_step_without_an_update_makes_no_chart_of_what_never_changed(tmp_path:
     run = read_run(make_run(tmp_path / "run", lr=0.5, kl=0.25))
     del run.rows[4]["lr"], run.rows[4]["mismatch/equal_fraction"]
     run.rows[4]["kl"] = None
-    page = report_page([run])
+    page = page_of([run])
     assert not {"<h3>learning rate</h3>", "<h3>log-probs equal</h3>"} & set(re.findall("<h3>.*?</h3>", page))
     assert "<td>learning rate</td><td>0.5</td>" in page and "<td>log-probs equal</td><td>1</td>" in page
 
@@ -147,7 +190,7 @@ def test_what_was_never_finite_is_no_constant(tmp_path: Path) -> None:
     for number, row in enumerate(run.rows):
         row["kl"] = None if number < 3 else 0.25  # as metrics.jsonl has NaN
         row["loss"] = None
-    page = report_page([run])
+    page = page_of([run])
     assert "<td>learning rate</td><td>0.5</td>" in page
     assert "<td>KL from the reference</td><td>0.25; not finite in 3 of 12 steps</td>" in page
     assert "<td>loss</td><td>no value; not finite in 12 of 12 steps</td>" in page and "<h3>loss</h3>" not in page
@@ -162,7 +205,7 @@ def test_tokens_of_several_versions_are_shown_by_their_age(tmp_path: Path) -> No
         file.write(json.dumps({"step": 3, "time/step": 36.0, "rollout/staleness": 1.0, **further}) + "\n")
         file.write(json.dumps({"step": 4, "time/step": 36.0, "rollout/staleness": 1.0}) + "\n")
     assert mismatch_by_age(read_run(folder)) == [(0, 60, 0.0, 0.0), (1, 45, pytest.approx((10 + 3.75) / 45), 2.0)]
-    page = report_page([read_run(folder)])
+    page = page_of([read_run(folder)])
     assert "<td>1</td><td>45</td><td>3.06e-01</td><td>2.00e+00</td>" in page and "<h3>age of the tokens</h3>" in page
     assert mismatch_by_age(read_run(make_run(tmp_path / "one"))) == []
 
@@ -190,7 +233,7 @@ def test_held_out_tasks_are_paired_in_the_last_evaluations(tmp_path: Path) -> No
             (folder / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = held_out_difference(*runs)
     assert found is not None and found.tasks == 8 and found.mean == pytest.approx(1.0)
-    shown = report_page(runs).split("<h2>Differences</h2>")[1].split("</table>")[0]
+    shown = page_of(runs).split("<h2>Differences</h2>")[1].split("</table>")[0]
     assert "<td>held-out reward, task by task</td><td>two − one</td><td>+1</td>" in shown
     assert any(line.startswith("held-out reward, task by task, two − one: +1") for line in terminal_report(runs))
 
@@ -206,7 +249,7 @@ def test_findings_name_the_steps(tmp_path: Path) -> None:
 
 def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    bare = report_page([read_run(folder)])
+    bare = page_of([read_run(folder)])
     assert (
         "<td>machine</td>" not in bare and "<td>linears by layer</td>" not in bare and "Warnings of the run" not in bare
     )
@@ -218,7 +261,7 @@ def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_p
         sinks.write_warnings(9, ["3.5% of <K> were clamped; raise it", "another"])
     (folder / "warnings.jsonl").open("a").write('[]\n{"step": 3')
     run = read_run(folder)
-    page = report_page([run])
+    page = page_of([run])
     layers = "0: BF16; 1 to 7: FP8; embedding, norms, lm_head: BF16"
     facts = (("machine", "NVIDIA H200"), ("commit", "c0ffee1"), ("versions", "torch 2.11, triton 3.6"))
     for label, text in (*facts, ("linears by layer", layers), ("weights in flight", "recompute_cache")):
@@ -267,7 +310,7 @@ def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
     assert "  time                 rollout 50%, train 25%, other 17%, evaluate 6%, wait_to_evaluate 2%" in list(
         terminal_report([run])
     )
-    shares = dict(re.findall(r"</i>(\w+) (\d+%)</span>", report_page([run])))
+    shares = dict(re.findall(r"</i>(\w+) (\d+%)</span>", page_of([run])))
     assert len(_TONES) > len((*PHASES, *BETWEEN_STEPS))
     assert shares == {"rollout": "50%", "train": "25%", "evaluate": "6%", "wait_to_evaluate": "2%", "other": "17%"}
 
@@ -317,7 +360,7 @@ def test_damaged_lines_of_metrics_are_counted(tmp_path: Path) -> None:
     run = read_run(folder)
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
     assert findings(run)[0] == "3 lines of metrics.jsonl can't be read; their steps are missing here"
-    assert "3 lines of metrics.jsonl can&#x27;t be read" in report_page([run])
+    assert "3 lines of metrics.jsonl can&#x27;t be read" in page_of([run])
     assert read_run(make_run(tmp_path / "whole", steps=3)).left_out == []
 
 
