@@ -36,7 +36,7 @@ def worker_memory_lines(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     It is that of training without the KV cache, which takes what is left.
     """
     cluster, has = plan.recipe.cluster, plan.device.num_bytes
-    if not plan.device.on_gpu or has is None or cluster.cpus is not None:
+    if not plan.device.on_gpu or has is None or cluster.on_cpus:
         return
     if cluster.tensor_parallel > 1 or cluster.workers_per_gpu > 1:
         return

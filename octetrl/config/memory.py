@@ -238,15 +238,16 @@ def _fp8_parts(
     """The policy's FP8 copies. Remade codes are not in memory while the policy is trained. With a critic they count as
     always allocated, because each model's codes exist while the other is trained. This overestimates slightly."""
     remakes = recipe.trainer.weight_codes == "remade"
-    copies = _fp8_copies(spec, precisions, emulated=emulated, backward=not remakes)
+    own = precisions if recipe.engine.backend != "vllm" else replace(precisions, fp8_rollout=precisions.fp8_train)
+    copies = _fp8_copies(spec, own, emulated=emulated, backward=not remakes)
     given_back = _elements(spec, precisions.fp8_train) if remakes else 0
     if copies:
         how = "scales, and the codes that are not remade" if remakes else "codes, transposed codes and scales"
         how = "codes, scales, and the codes' values in float64" if emulated else how
         yield MemoryPart("FP8 copies", copies - given_back, how)
     if given_back:
-        when: When = "always" if has_critic else "generating"
-        yield MemoryPart(RETURNING, given_back, "quantised again for each GEMM of an update", when)
+        how = "quantised again for each GEMM of an update"
+        yield MemoryPart(RETURNING, given_back, how, "always" if has_critic else "generating")
 
 
 def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, backward: bool) -> int:
