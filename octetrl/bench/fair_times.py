@@ -1,7 +1,7 @@
 """Warns of rows whose times compare nothing: work that happens once, and times that contradict each other. No torch.
 
-The first forward of each batch size captures a CUDA graph. A timed step that reaches new sizes is therefore longer than
-later ones.
+A step captures a CUDA graph of each batch size that it reaches, because training frees the graphs. The first capture of
+a size also compiles kernels, so a timed step that reaches new sizes is longer than later ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def capture_warnings(rows: Sequence[Mapping[str, Any]], names: Sequence[str], re
         share = float(row.get("time/capture", 0.0)) / float(row["time/step"])
         if share > MOST_CAPTURE:
             arm = ", ".join(str(row[name]) for name in names)
-            yield f"warning: {arm}: {share:.0%} of its timed steps captured CUDA graphs, which happens once; {remedy}"
+            captured = f"{share:.0%} of its timed steps captured CUDA graphs"
+            yield f"warning: {arm}: {captured}; new sizes compile once; {remedy}"
 
 
 def drain_warnings(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -152,7 +152,7 @@ Lengths = Annotated[Literal["uniform", "lognormal"], typer.Option(help="Lengths 
 Steps = Annotated[
     int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per round, after short ones that are not timed.")
 ]
-Warmup = Annotated[int, typer.Option(min=0, help="Tokens of each answer in the untimed step; 0: no such step.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Tokens of the shortest answer in the untimed step; 0: no such step.")]
 LearnShare = Annotated[
     float,
     typer.Option(min=0.001, max=1.0, help="Learn from this share of the groups and extrapolate the time of all."),

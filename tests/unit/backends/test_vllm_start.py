@@ -187,7 +187,7 @@ def test_another_version_is_refused_before_anything_starts(
 
 
 class TwoRanks(OneWorker):
-    """The second of two workers of one machine, of which the first says what it is told to say."""
+    """The second of two workers on one machine. The first one answers what the test gives it."""
 
     rank, size = 1, 2
     has_joined = False

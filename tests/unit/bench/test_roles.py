@@ -219,8 +219,8 @@ def test_times_that_compare_nothing_have_a_warning() -> None:
     rows = rows_of(bench(BOTH, apart()), turns)
     assert [row["time/capture"] for row in rows] == [1.0, 1.0, 0.1]
     assert list(capture_warnings(rows, names, "repeat it")) == [
-        "warning: bf16, parity, both: 10% of its timed steps captured CUDA graphs, which happens once; repeat it",
-        "warning: bf16, parity, 1+1: 25% of its timed steps captured CUDA graphs, which happens once; repeat it",
+        "warning: bf16, parity, both: 10% of its timed steps captured CUDA graphs; new sizes compile once; repeat it",
+        "warning: bf16, parity, 1+1: 25% of its timed steps captured CUDA graphs; new sizes compile once; repeat it",
     ]
     (line,) = drain_warnings(rows)
     assert line.startswith("warning: bf16, parity, 1+1: a step of 4.00 s cannot be shorter than the 5.00 s of its own")
