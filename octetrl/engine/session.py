@@ -216,7 +216,8 @@ class Session:
             if results is not None:
                 self._in_flight.append((self._batch, results))
         ended: list[Ended] = []
-        reads_at_once = self._batch.edited or self._speculator.is_on(self._batch)
+        has_drafts = step is not None and step.drafts is not None  # only its results say how long its sequences are
+        reads_at_once = has_drafts or self._batch.edited or self._speculator.is_on(self._batch)
         lag = len(self._in_flight) - 1 if step is None else 0 if reads_at_once else self._lag
         while len(self._in_flight) > max(lag, 0):
             for part in self._speculator.parts(*self._in_flight.popleft()):

@@ -21,7 +21,8 @@ can wait is done while the device works: `prepare`. Drafts are made while few se
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -86,6 +87,7 @@ class Speculator:
         self._on: Batch | None = None  # the batch of the forward that was launched while drafts are made
         self._undone = 0  # forwards until the next drafts
         self._last_read: tuple[float, float, bool] | None = None  # when, seconds of captures, drafts are made
+        self._unnoted: list[Callable[[], None]] = []  # what was read since the last launch
         if source is not None:
             source.reset()
             tally.drafts = self._counts
@@ -106,6 +108,7 @@ class Speculator:
             return None
         self._on = None
         if not step.decode:
+            self._note()
             self._last_read = None
             return None
         if not self.is_on(batch):
@@ -115,6 +118,7 @@ class Speculator:
             return None
         self._on = batch
         if self._most is None or self._most[0] is not batch:
+            self._note()
             self._choose(batch)
         assert self._most is not None, "numbers of drafts were chosen"
         clock, num_new = self._scheduler.clock, self._transcript.num_new(batch)
@@ -152,9 +156,16 @@ class Speculator:
 
     def prepare(self, batch: Batch) -> None:
         """What the next forward needs, as far as it can be known while the device works on this one."""
+        self._note()
         if self._source is not None and self._on is batch:
             self._source.index()
             self._choose(batch)
+
+    def _note(self) -> None:
+        """Notes times and right drafts. No launch waits for this, because the device waits for a launch."""
+        for note in self._unnoted:
+            note()
+        self._unnoted.clear()
 
     def _choose(self, batch: Batch) -> None:
         at_least = int(self._switch.in_trial)
@@ -171,7 +182,7 @@ class Speculator:
         self._tally.count_results(num_open)
         drafts = results.drafts
         if drafts is None:
-            self._note_time(batch, None, num_open)
+            self._was_read(batch, None, num_open)
             yield batch, Sampled(token_N, logprob_N)
             return
         if (token_N < 0).any():  # perhaps of a draft, which then spoilt the rows before it
@@ -192,7 +203,7 @@ class Speculator:
         accepted = len(row_n) - num_open
         self._tally.count_accepted(accepted, len(batch.sequences))
         self._runner.keep_rows(row_n, len(token_N))
-        self._note_time(batch, len(token_N), len(row_n))
+        self._was_read(batch, len(token_N), len(row_n))
 
     def _tell(
         self, batch: Batch, drafts: DraftRows, right_B: np.ndarray, ends_B: np.ndarray, token_N: np.ndarray
@@ -224,19 +235,23 @@ class Speculator:
         """Counts right drafts, as the device has."""
         for place in right_B.nonzero()[0].tolist():
             self._scheduler.accept(batch.sequences[place], int(right_B[place]))
-        self._budget.note(batch.row_B, batch.epoch_B, drafts.drafted_B, right_B)
+        self._unnoted.append(partial(self._budget.note, batch.row_B, batch.epoch_B, drafts.drafted_B, right_B))
         self._counts.forwards += 1
         self._counts.drafted += len(drafts.row_N) - len(drafts.first_B)
 
-    def _note_time(self, batch: Batch, num_rows: int | None, num_tokens: int) -> None:
-        """Notes the time since the results of the forward before, if both were forwards of one kind. `num_rows`: of one
-        with drafts."""
-        if self._source is None:
-            return
-        num_sequences, is_on = len(batch.sequences), batch is self._on
-        captured = 0.0 if self._runner.graphs is None else self._runner.graphs.seconds
-        now, last = time.perf_counter(), self._last_read
-        self._last_read = now, captured, is_on
+    def _was_read(self, batch: Batch, num_rows: int | None, num_tokens: int) -> None:
+        """A forward's results have arrived. `num_rows`: of one with drafts."""
+        if self._source is not None:
+            captured = 0.0 if self._runner.graphs is None else self._runner.graphs.seconds
+            read = time.perf_counter(), captured, batch is self._on
+            self._unnoted.append(partial(self._note_time, read, len(batch.sequences), num_rows, num_tokens))
+
+    def _note_time(
+        self, read: tuple[float, float, bool], num_sequences: int, num_rows: int | None, num_tokens: int
+    ) -> None:
+        """Notes the time since the results of the forward before, if both were forwards of one kind."""
+        now, captured, is_on = read
+        last, self._last_read = self._last_read, read
         seconds = now - last[0] if last is not None and (is_on or not last[2]) else None
         captures = last is not None and last[1] != captured
         if not is_on:
