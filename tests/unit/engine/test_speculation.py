@@ -143,6 +143,32 @@ def test_random_drafts_in_small_batches_and_chunks() -> None:
     assert engine.generate(ASKED[:2]) == expected[:2], "and again, with cached prefixes"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_that_are_switched_on_and_off_at_any_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward with drafts is read before the next one is launched, whatever is decided while the device works."""
+    expected = tiny_engine().generate(ASKED)
+    draw, launch, read = random.Random(seed), ModelRunner.launch, Results.read
+    unread: list[Results] = []
+
+    def watched_launch(*how: Any) -> Results | None:
+        assert not any(results.drafts is not None for results in unread)
+        results = launch(*how)
+        unread.extend([] if results is None else [results])
+        return results
+
+    def watched_read(results: Results) -> Any:
+        unread.remove(results)
+        return read(results)
+
+    monkeypatch.setattr(ModelRunner, "launch", watched_launch)
+    monkeypatch.setattr(Results, "read", watched_read)
+    monkeypatch.setattr(speculation.DraftSwitch, "is_on", lambda *_: draw.random() < 0.6)
+    engine = speculative(source=Told(answers_of(ASKED, expected), 0.8))
+    engine._lag = 2
+    assert engine.generate(ASKED) == expected
+    assert engine.metrics is not None and engine.metrics.drafts is not None and engine.metrics.drafts.accepted > 10
+
+
 def test_padded_batches() -> None:
     """As on a GPU: sizes are those of graphs, so idle rows lie behind the drafts."""
     expected = tiny_engine("fp8_full").generate(ASKED[:3])
