@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octetrl.layers.context import PagedContext
 from octetrl.models.blocks.block import RolloutInputs
-from octetrl.models.blocks.products import add_norm
+from octetrl.models.blocks.normed import add_norm, stored_form
 from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder
 
 
@@ -37,11 +37,11 @@ def rollout_forward(model: Decoder, token_ids_T: Tensor, positions_T: Tensor, co
     inputs = RolloutInputs(model.rotary, positions_T, context)
     for index, layer in enumerate(model.decoder_layers()):
         for place, norm, block in layer.halves:
-            hidden_TE, x = add_norm(delta_TE, hidden_TE, norm, block.reader)
+            hidden_TE, x = add_norm(delta_TE, hidden_TE, norm, block)
             if probe is not None:
                 if delta_TE is not None:
                     probe(*behind, hidden_TE)
-                probe(index, place.norm_site, x)
+                probe(index, place.norm_site, stored_form(x))
             delta_TE, behind = block.rollout(x, inputs), (index, place.residual_site)
     hidden_TE, normed = add_norm(delta_TE, hidden_TE, model.norm, None)
     assert isinstance(normed, Tensor)

@@ -4,13 +4,17 @@
     normed    = rms_norm(residual', weight, eps)           kernels/rows/rms_norm.py
     codes     = quantize_activation(normed)                kernels/quantize/quantize_activation.py, blocks of 1 x 128
 
+It stores the norm, its codes, or both. Both are for a norm that a BF16 product and an FP8 product read, such as a
+router and its experts.
+
 The bits equal those of the three calls one after the other. The sum over a row uses the columns and warps of
 `rms_norm`'s kernel, and therefore its layout: eight neighbouring elements a thread, which fixes the order of additions.
 Codes are stored through a tile of three axes. With two axes, the compiler would give a thread sixteen one-byte
 elements, also in the loads, and the sum would have another order.
 
-Each element costs 2 + 2 bytes read and 2 + 1 + 4/128 written. Not differentiable, and the residual is overwritten. The
-fused forwards of rollout and training use it; training's backward is written out (rms_norm_backward.py).
+Each element costs 2 + 2 bytes read and 2 + 1 + 4/128 written, with both forms 2 more. Not differentiable, and the
+residual is overwritten. The fused forwards of rollout and training use it; training's backward is written out
+(rms_norm_backward.py).
 
 T tokens, E hidden size, R rows of a tile, C its columns, N blocks of 128 in a row.
 """
@@ -56,7 +60,7 @@ def _store_codes(
 def _add_rms_norm_kernel(
     delta_ptr, residual_ptr, weight_ptr, y_ptr, code_ptr, scale_ptr, num_rows, stride_delta, stride_residual, eps,
     SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, EARLY: tl.constexpr,
+    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     row_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -74,11 +78,41 @@ def _add_rms_norm_kernel(
     rstd_R = tl.rsqrt(tl.sum(x_RC * x_RC, axis=1) * (1.0 / SIZE) + eps)
     xhat_RC = (x_RC * rstd_R[:, None]).to(dtype).to(tl.float32)
     y_RC = (xhat_RC * weight_1C).to(dtype)
+    if KEEP:
+        tl.store(y_ptr + row_R[:, None] * SIZE + column_C[None, :], y_RC, mask=inside_RC)
     if QUANTIZE:
         y_RC = y_RC.to(tl.bfloat16).to(tl.float32)
         _store_codes(y_RC, code_ptr, scale_ptr, row_R, num_rows, SIZE, BLOCK_C, BLOCK_R, BLOCK, POWER_OF_TWO)
-    else:
-        tl.store(y_ptr + row_R[:, None] * SIZE + column_C[None, :], y_RC, mask=inside_RC)
+
+
+def _run_kernel(
+    delta_TE: Tensor | None,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    *,
+    keep: bool,
+    quantize: bool,
+    power_of_two: bool,
+) -> tuple[Tensor | None, Quantized | None]:
+    """The warps are those of `rms_norm_triton`. Short rows share a program, as they do there. `keep`: store the norm
+    itself; `quantize`: its codes."""
+    rows, size = residual_TE.shape
+    block_c = triton.next_power_of_2(size)
+    block_r = 1 if block_c >= 1024 else PROGRAM_ELEMENTS // block_c
+    device = residual_TE.device
+    y_TE = torch.empty(rows, size, dtype=residual_TE.dtype, device=device) if keep else None
+    codes, scale = empty_rows(rows, size, device) if quantize else (None, None)
+    if rows:
+        _add_rms_norm_kernel[(triton.cdiv(rows, block_r),)](
+            delta_TE, residual_TE, weight_E, y_TE, codes, scale, rows,
+            0 if delta_TE is None else delta_TE.stride(0), residual_TE.stride(0), eps,
+            SIZE=size, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK=min(BLOCK, block_c), ADD=delta_TE is not None,
+            KEEP=keep, QUANTIZE=quantize, POWER_OF_TWO=power_of_two, EARLY=lets_next_start(residual_TE),
+            num_warps=8 if block_c > 1024 else 4,
+            **({"enable_fp_fusion": False} if residual_TE.is_cuda else {}),
+        )  # fmt: skip
+    return y_TE, None if codes is None or scale is None else Quantized(codes.view(E4M3), scale)
 
 
 def add_rms_norm_triton(
@@ -90,29 +124,22 @@ def add_rms_norm_triton(
     quantize: bool,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """The kernel's launcher. The warps are those of `rms_norm_triton`. Short rows share a program, as they do there."""
-    rows, size = residual_TE.shape
-    block_c = triton.next_power_of_2(size)
-    block_r = 1 if block_c >= 1024 else PROGRAM_ELEMENTS // block_c
-    device = residual_TE.device
-    y_TE = codes = scale = None
-    if quantize:
-        codes, scale = empty_rows(rows, size, device)
-    else:
-        y_TE = torch.empty(rows, size, dtype=residual_TE.dtype, device=device)
-    if rows:
-        _add_rms_norm_kernel[(triton.cdiv(rows, block_r),)](
-            delta_TE, residual_TE, weight_E, y_TE, codes, scale, rows,
-            0 if delta_TE is None else delta_TE.stride(0), residual_TE.stride(0), eps,
-            SIZE=size, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK=min(BLOCK, block_c), ADD=delta_TE is not None,
-            QUANTIZE=quantize, POWER_OF_TWO=power_of_two, EARLY=lets_next_start(residual_TE),
-            num_warps=8 if block_c > 1024 else 4,
-            **({"enable_fp_fusion": False} if residual_TE.is_cuda else {}),
-        )  # fmt: skip
-    if y_TE is not None:
-        return residual_TE, y_TE
-    assert codes is not None and scale is not None
-    return residual_TE, Quantized(codes.view(E4M3), scale)
+    """The launcher for one form of the norm."""
+    operands = delta_TE, residual_TE, weight_E, eps
+    y_TE, codes = _run_kernel(*operands, keep=not quantize, quantize=quantize, power_of_two=power_of_two)
+    y = y_TE if codes is None else codes
+    assert y is not None
+    return residual_TE, y
+
+
+def add_rms_norm_both_triton(
+    delta_TE: Tensor | None, residual_TE: Tensor, weight_E: Tensor, eps: float, power_of_two: bool = False
+) -> tuple[Tensor, Tensor, Quantized]:
+    """The launcher for both forms."""
+    operands = delta_TE, residual_TE, weight_E, eps
+    y_TE, codes = _run_kernel(*operands, keep=True, quantize=True, power_of_two=power_of_two)
+    assert y_TE is not None and codes is not None
+    return residual_TE, y_TE, codes
 
 
 def add_rms_norm_reference(
@@ -129,6 +156,15 @@ def add_rms_norm_reference(
         residual_TE.add_(delta_TE)
     y_TE = rms_norm_reference(residual_TE, weight_E, eps)
     return residual_TE, quantize_activation_reference(y_TE, power_of_two) if quantize else y_TE
+
+
+def add_rms_norm_both_reference(
+    delta_TE: Tensor | None, residual_TE: Tensor, weight_E: Tensor, eps: float, power_of_two: bool = False
+) -> tuple[Tensor, Tensor, Quantized]:
+    """The same in plain torch."""
+    _, y_TE = add_rms_norm_reference(delta_TE, residual_TE, weight_E, eps, quantize=False)
+    assert isinstance(y_TE, Tensor)
+    return residual_TE, y_TE, quantize_activation_reference(y_TE, power_of_two)
 
 
 @overload
@@ -166,9 +202,22 @@ def add_rms_norm(
     residual_TE is overwritten if delta is given, and returned. With delta None it is only normed. All are BF16 or all
     float32, with contiguous last axes. On CUDA the scale has the strides (1, T).
     """
+    _check(delta_TE, residual_TE, weight_E)
+    run = add_rms_norm_triton if residual_TE.is_cuda else add_rms_norm_reference
+    return run(delta_TE, residual_TE, weight_E, eps, quantize=quantize, power_of_two=power_of_two)
+
+
+def add_rms_norm_both(
+    delta_TE: Tensor | None, residual_TE: Tensor, weight_E: Tensor, eps: float, power_of_two: bool = False
+) -> tuple[Tensor, Tensor, Quantized]:
+    """As `add_rms_norm`, with both forms of the norm: residual, [T, E], and its codes."""
+    _check(delta_TE, residual_TE, weight_E)
+    run = add_rms_norm_both_triton if residual_TE.is_cuda else add_rms_norm_both_reference
+    return run(delta_TE, residual_TE, weight_E, eps, power_of_two)
+
+
+def _check(delta_TE: Tensor | None, residual_TE: Tensor, weight_E: Tensor) -> None:
     assert residual_TE.dim() == 2 and residual_TE.shape[1] == weight_E.numel(), f"add_rms_norm: {residual_TE.shape}"
     for x in (residual_TE,) if delta_TE is None else (residual_TE, delta_TE):
         assert x.shape == residual_TE.shape and x.dtype == weight_E.dtype, f"add_rms_norm: {x.shape}, {x.dtype}"
         assert x.stride(1) == 1, f"add_rms_norm: last axis has stride {x.stride(1)}, must be 1"
-    run = add_rms_norm_triton if residual_TE.is_cuda else add_rms_norm_reference
-    return run(delta_TE, residual_TE, weight_E, eps, quantize=quantize, power_of_two=power_of_two)

@@ -6,7 +6,8 @@
 
 A block reads its norm's result and returns an addend of the residual stream. One kernel computes sum and norm, so both
 belong to the layer. `reader` is the only linear that reads the norm's result; if it is FP8, the norm's kernel
-quantises. `reader` is None if several ops read the result, which is then in BF16.
+quantises. `reader` is None if several ops read the result, which is then in BF16. In the rollout the norm's kernel
+stores its codes too if `codes_reader` is one of them (normed.py).
 
 **Treatments.** `treatments` says how the training forward of a block treats each cached tensor. The doctor may set
 `treat_as`, to give the module the treatment of the other side.
@@ -38,7 +39,7 @@ from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.layers.tensor_group import TensorGroup
-from octetrl.models.blocks.products import Input, Operand
+from octetrl.models.blocks.products import Input
 from octetrl.models.blocks.saved import Gradients
 
 Probe = Callable[[int | None, str, Tensor | Quantized], None]
@@ -123,13 +124,19 @@ class Block(nn.Module, ABC):
     def reader(self) -> Projection | None:
         """The only linear that reads the norm's result. None: the block takes it in the model's dtype."""
 
+    @property
+    def codes_reader(self) -> Projection | None:
+        """An FP8 linear that reads codes of a norm's result that other ops read in the model's dtype. None: no linear
+        does. Of several, any one: a model has one kind of scales."""
+        return None
+
     @abstractmethod
     def forward(self, x_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
         """The addend of the residual stream, from the norm's result."""
 
     @abstractmethod
-    def rollout(self, x: Operand, inputs: RolloutInputs) -> Tensor:
-        """The same on a GPU. `x`: the norm's result, as `reader`'s operand."""
+    def rollout(self, x: Any, inputs: RolloutInputs) -> Tensor:
+        """The same on a GPU. `x`: the norm's result, as `reader`'s operand, or a `Normed` for `codes_reader`."""
 
     @abstractmethod
     def begin(self, n: Input, inputs: TrainingInputs, *, costly: Any, observe: bool) -> Any:

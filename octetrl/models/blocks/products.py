@@ -69,14 +69,6 @@ def base_product(linear: Projection, x: Operand, *, early: bool = False) -> Tens
 # ---------------------------------------------------------------- rollout
 
 
-def add_norm(
-    delta_TE: Tensor | None, hidden_TE: Tensor, norm: RMSNorm, reader: Projection | None
-) -> tuple[Tensor, Operand]:
-    """The residual stream with `delta` added, and its norm as `reader`'s operand."""
-    quantize, power_of_two = wants_codes(reader)
-    return add_rms_norm(delta_TE, hidden_TE, norm.weight, norm.eps, quantize=quantize, power_of_two=power_of_two)
-
-
 def project(linear: Projection, x: Operand) -> Tensor:
     """y [T, N], no gradient. Weights are written between forwards only, so no kernel in front writes them."""
     x = joined_operand(linear, x)

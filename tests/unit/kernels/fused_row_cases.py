@@ -37,6 +37,12 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def bytes_of(given: torch.Tensor | Quantized) -> list[bytes]:
+    """The bytes of a tensor, or of codes and scales; NaNs are compared too."""
+    tensors = given if isinstance(given, Quantized) else (given,)
+    return [tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative, by norm: a code may come out a step off, or with a carry missed, twice or half of what it should be."""
     return float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30))

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_triton
+from octetrl.kernels.rows.add_rms_norm import (
+    add_rms_norm,
+    add_rms_norm_both,
+    add_rms_norm_both_triton,
+    add_rms_norm_triton,
+)
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
-from tests.unit.kernels.fused_row_cases import assert_near, interpreted, normal  # noqa: F401
+from tests.unit.kernels.fused_row_cases import assert_near, bytes_of, interpreted, normal  # noqa: F401
 
 EPS = 1e-6
 SHAPES = [(3, 1024), (5, 96), (2, 1136), (0, 256)]
@@ -61,3 +66,34 @@ def test_a_non_finite_value_poisons_its_row_alone() -> None:
     _, (codes, scale) = add_rms_norm_triton(delta, residual, weight, EPS, quantize=True)
     assert codes[1].float().isnan().all() and scale[1].isnan().all()
     assert codes[[0, 2]].float().isfinite().all() and scale[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_both_forms_are_those_of_one_at_a_time(given: bool) -> None:
+    delta, residual, weight = _inputs((7, 160))
+    other = residual.clone()
+    want_residual, want = add_rms_norm(delta if given else None, residual, weight, EPS, quantize=False)
+    got_residual, values, codes = add_rms_norm_both(delta if given else None, other, weight, EPS)
+    assert torch.equal(got_residual, want_residual) and torch.equal(values, want)
+    assert bytes_of(codes) == bytes_of(quantize_activation_reference(want))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 2048), (7, 2048), (300, 512)])
+def test_the_kernel_stores_both_forms_with_the_bytes_of_each(
+    shape: tuple[int, int], power_of_two: bool, dtype: torch.dtype
+) -> None:
+    """Rows of NaN and of infinity too."""
+    delta, residual, weight = _inputs(shape, dtype)
+    if shape[0] > 4:
+        delta[1, 3], delta[4, 90] = torch.nan, torch.inf
+    alone = [
+        add_rms_norm_triton(delta, residual.clone(), weight, EPS, quantize=quantize, power_of_two=power_of_two)
+        for quantize in (False, True)
+    ]
+    found_residual, values, codes = add_rms_norm_both_triton(delta, residual, weight, EPS, power_of_two)
+    assert bytes_of(found_residual) == bytes_of(alone[0][0])
+    assert bytes_of(values) == bytes_of(alone[0][1]) and bytes_of(codes) == bytes_of(alone[1][1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from octetrl.config.schema import Fp8Config, LoraConfig, RouterConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.doctor.taps import Fingerprints, Site, Tap
 from octetrl.fp8.policy import precision_policy
-from octetrl.fp8.quantize import quantize_weight_reference
+from octetrl.fp8.quantize import quantize_activation_reference, quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext
@@ -30,11 +29,11 @@ from octetrl.layers.stacked import Float8StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.block import RolloutInputs, TrainingInputs
 from octetrl.models.blocks.mlp import training as mlp_training
-from octetrl.models.blocks.moe import rollout as moe_rollout
 from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
 from octetrl.models.blocks.moe.module import MixtureOfExperts
 from octetrl.models.blocks.moe.routing import route
 from octetrl.models.blocks.moe.rows import combine
+from octetrl.models.blocks.normed import BothForms, add_norm, values_of
 from octetrl.models.blocks.products import Input
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import DENSE, spec_from_config
@@ -231,36 +230,35 @@ def test_the_fused_forms_are_the_module(
             assert torch.equal(gradients[name], want), name
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)])
-def test_a_rollout_quantises_for_experts_and_shared_expert_once(
-    lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lora", "shared_size", "reads"),
+    [
+        (None, 256, True),
+        (None, 0, True),
+        (LoraConfig(rank=8), 256, True),  # of the shared expert alone
+        (LoraConfig(rank=8, experts=True), 256, False),
+        (LoraConfig(rank=8, experts=True), 0, False),
+    ],
+)
+def test_a_rollouts_experts_read_the_codes_of_the_norm_in_front(
+    lora: LoraConfig | None, shared_size: int, reads: bool
 ) -> None:
-    """With the codes of a GPU. An adapter of the shared expert reads the values, so nothing is shared then."""
-    monkeypatch.setattr(moe_rollout, "codes_for_both", counted := CountedCalls(moe_rollout.codes_for_both))
-    spec = spec_of(MixtureLayout(SIGMOID, 128, 256), hidden_size=128)
+    """They are the codes that each would quantise for itself. An adapter reads the values, and so does the router."""
+    spec = spec_of(MixtureLayout(SIGMOID, 128, shared_size), hidden_size=128)
     model = Decoder(spec, precision_policy(spec, FP8), "train", backend="scaled_mm", lora=lora)
     model.random_init(0)
     model.draw_adapters(1)
-    moe = list(model.decoder_layers())[1].mlp
+    layer = list(model.decoder_layers())[1]
+    moe = layer.mlp
     assert isinstance(moe, MixtureOfExperts)
-    x_TE = inputs_of(9, torch.bfloat16)[:, :128].contiguous()
     inputs = RolloutInputs(RotaryTable(16, 1e4, None, 8, device="cpu"), torch.zeros(1, dtype=torch.int64), None)
     with torch.no_grad():
-        once_TE = moe.rollout(x_TE, inputs)
-        monkeypatch.setattr(moe_rollout, "codes_for_both", lambda *_: None)
-        assert torch.equal(moe.rollout(x_TE, inputs), once_TE)
-    assert [found is not None for found in counted.results] == [lora is None]
-
-
-class CountedCalls:
-    """A function that keeps its results."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.results = function, list[Any]()
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.results.append(self.function(*arguments))
-        return self.results[-1]
+        _, x = add_norm(None, inputs_of(9, torch.bfloat16)[:, :128].contiguous(), layer.mlp_norm, moe)
+        assert isinstance(x, BothForms) == reads
+        alone_TE = moe.rollout(values_of(x), inputs)
+        assert torch.equal(moe.rollout(x, inputs), alone_TE)
+        both = BothForms(values_of(x), quantize_activation_reference(2 * values_of(x)))
+        assert torch.equal(moe.rollout(both, inputs), alone_TE) != reads
 
 
 def test_positions_are_looked_up_once_a_forward() -> None:

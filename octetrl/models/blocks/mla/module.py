@@ -16,7 +16,7 @@ T tokens, E hidden size, H heads, N nope size, R rotary size, X = N + R, V = H *
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,12 @@ from octetrl.models.blocks.mla import rollout as rollout_form
 from octetrl.models.blocks.mla import training as training_form
 from octetrl.models.blocks.mla.absorbed import Attended, HeadSizes, PackedAttention, absorb, expand
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
+from octetrl.models.blocks.normed import Normed
+from octetrl.models.blocks.products import Operand
 
 LATENT_EPS = 1e-6  # of the latents' norms in every published model, whatever its `rms_norm_eps`
-Multiply = Callable[[Projection, Tensor], Tensor]
+Multiply = Callable[[Projection, Any], Tensor]  # of a tensor, or of what the form that calls has instead
+NormFor = Callable[[RMSNorm, Tensor, Projection], Operand]
 
 
 class UpProjection(nn.Module):
@@ -94,6 +97,10 @@ class LatentAttention(Block):
     def reader(self) -> Projection | None:
         return None
 
+    @property
+    def codes_reader(self) -> Projection | None:
+        return self.q_a_proj if self.q_proj is None else self.q_proj
+
     def forward(self, x_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
         projected = self.project(x_TE, lambda linear, x: linear(x))
         operands = self.split(projected, rotary)
@@ -114,14 +121,15 @@ class LatentAttention(Block):
             self.probe_all(projected, operands.q_THR, of_cache or self.read_back(context), attended, out_TE)
         return out_TE
 
-    def project(self, x_TE: Tensor, multiply: Multiply) -> Projected:
-        """`multiply`: the product of a linear in the form that calls."""
-        kv_a_TX = multiply(self.kv_a_proj_with_mqa, x_TE)
+    def project(self, x: Normed, multiply: Multiply, norm_for: NormFor = lambda norm, x_TA, _: norm(x_TA)) -> Projected:
+        """`multiply`: the product of a linear in the form that calls. `norm_for`: a norm as a linear's operand."""
+        kv_a_TX = multiply(self.kv_a_proj_with_mqa, x)
         if self.q_proj is not None:
-            return Projected(multiply(self.q_proj, x_TE), kv_a_TX, None)
+            return Projected(multiply(self.q_proj, x), kv_a_TX, None)
         assert self.q_a_proj is not None and self.q_b_proj is not None and self.q_a_layernorm is not None
-        q_a_TA = multiply(self.q_a_proj, x_TE)
-        return Projected(multiply(self.q_b_proj, self.q_a_layernorm(q_a_TA)), kv_a_TX, q_a_TA)
+        q_a_TA = multiply(self.q_a_proj, x)
+        q_TX = multiply(self.q_b_proj, norm_for(self.q_a_layernorm, q_a_TA, self.q_b_proj))
+        return Projected(q_TX, kv_a_TX, q_a_TA)
 
     def split(self, projected: Projected, rotary: Rotary) -> Operands:
         q_THX = projected.q_TX.view(len(projected.q_TX), self.num_heads, -1)

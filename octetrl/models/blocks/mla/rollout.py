@@ -1,6 +1,9 @@
 """Latent attention's fused form for rollout on a GPU: the definition's ops with the products of the fused forms,
 and one kernel between projections and attention.
 
+The norm in front stores its result for `kv_a` and its codes for the queries (blocks/normed.py). The norm of the
+queries' latent stores only what `q_b` reads.
+
 T tokens, E hidden size.
 """
 
@@ -10,19 +13,24 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from octetrl.models.blocks.products import Operand, project
+from octetrl.layers.linear import Projection
+from octetrl.models.blocks.normed import Normed, norm_for, operand_of
+from octetrl.models.blocks.products import project
 
 if TYPE_CHECKING:
     from octetrl.models.blocks.block import RolloutInputs
     from octetrl.models.blocks.mla.module import LatentAttention
 
 
-def rollout(mla: LatentAttention, x: Operand, inputs: RolloutInputs) -> Tensor:
-    assert isinstance(x, Tensor), "several ops read the norm's result, so it is not quantised"
-    projected = mla.project(x, project)
+def rollout(mla: LatentAttention, x: Normed, inputs: RolloutInputs) -> Tensor:
+    projected = mla.project(x, _multiply, norm_for)
     q_THN, q_THR = mla.prepare_paged(projected, inputs.angles, inputs.context)
     attended = mla.attend_paged(q_THN, q_THR, inputs.context)
     out_TE = project(mla.o_proj, attended.out_TV)
     if mla.probe is not None:
         mla.probe_all(projected, q_THR, mla.read_back(inputs.context), attended, out_TE)
     return out_TE
+
+
+def _multiply(linear: Projection, x: Normed) -> Tensor:
+    return project(linear, operand_of(linear, x))

@@ -27,13 +27,12 @@ from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
 from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
 from octetrl.kernels.parts import part
-from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.rows.combine_experts import combine_experts
 from octetrl.kernels.rows.gather_codes import gather_codes
 from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_backward
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
-from octetrl.layers.linear import Float8Linear, Projection
+from octetrl.layers.linear import Projection
 from octetrl.layers.stacked import Float8StackedLinear, RowGroups
 from octetrl.models.blocks.products import Operand
 
@@ -53,14 +52,6 @@ def run_experts(
 ) -> ExpertValues:
     """The outputs of all rows, differentiable by x and the weights. `codes`: x quantised for `gate_up`, if known."""
     return ExpertValues(*_Experts.apply(x_TE, gate_up.weight, down.weight, groups, gate_up, down, codes))
-
-
-def codes_for_both(x_TE: Tensor, gate_up: Projection, shared: Projection) -> Quantized | None:
-    """x quantised once for the experts and the shared expert, on a GPU. None: they read different operands."""
-    if not (isinstance(gate_up, Float8StackedLinear) and isinstance(shared, Float8Linear)):
-        return None
-    same = gate_up.backend == shared.backend == "scaled_mm" and gate_up.power_of_two == shared.power_of_two
-    return quantize_activation(x_TE, shared.power_of_two) if same and gate_up.lora is shared.lora is None else None
 
 
 class _Experts(torch.autograd.Function):

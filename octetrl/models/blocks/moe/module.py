@@ -35,6 +35,7 @@ from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.blocks.moe.routing import Router
 from octetrl.models.blocks.moe.rows import combine, gather
 from octetrl.models.blocks.moe.shared_gate import SharedGate
+from octetrl.models.blocks.products import wants_codes
 
 
 class Experts(nn.Module):
@@ -65,6 +66,13 @@ class MixtureOfExperts(Block):
     @property
     def reader(self) -> Projection | None:
         return None
+
+    @property
+    def codes_reader(self) -> Projection | None:
+        gate_up, shared = self.experts.gate_up_proj, self.shared_experts
+        if wants_codes(gate_up)[0] and can_fuse_experts(gate_up, self.experts.down_proj):
+            return gate_up
+        return None if shared is None else shared.gate_up_proj
 
     def forward(self, x_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
         shared_TE = None if self.shared_experts is None else self.shared_experts(x_TE, rotary, context)

@@ -1,6 +1,7 @@
 """The mixture in a rollout's forward: the experts as one node (experts.py), and the shared expert's fused form.
 
-Both read x; if both are FP8, it is quantised once.
+The router reads x in the model's dtype. Experts and shared expert read its codes, if they are FP8; the norm in front
+stores both (blocks/normed.py).
 """
 
 from __future__ import annotations
@@ -9,18 +10,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from octetrl.models.blocks.moe.experts import codes_for_both
-from octetrl.models.blocks.products import Operand
+from octetrl.fp8.quantize import Quantized
+from octetrl.models.blocks.normed import Normed, operand_of, values_of
 
 if TYPE_CHECKING:
     from octetrl.models.blocks.block import RolloutInputs
     from octetrl.models.blocks.moe.module import MixtureOfExperts
 
 
-def rollout(moe: MixtureOfExperts, x: Operand, inputs: RolloutInputs) -> Tensor:
-    assert isinstance(x, Tensor), "several ops read the norm's result, so it is not quantised"
-    shared = moe.shared_experts
-    if shared is None:
-        return moe.mix(x, None, fused=True)
-    codes = codes_for_both(x, moe.experts.gate_up_proj, shared.gate_up_proj)
-    return moe.mix(x, shared.rollout(x if codes is None else codes, inputs), fused=True, codes=codes)
+def rollout(moe: MixtureOfExperts, x: Normed, inputs: RolloutInputs) -> Tensor:
+    shared, of_experts = moe.shared_experts, operand_of(moe.experts.gate_up_proj, x)
+    shared_TE = None if shared is None else shared.rollout(operand_of(shared.gate_up_proj, x), inputs)
+    codes = of_experts if isinstance(of_experts, Quantized) else None
+    return moe.mix(values_of(x), shared_TE, fused=True, codes=codes)
