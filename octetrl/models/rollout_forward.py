@@ -33,17 +33,17 @@ def rollout_forward(model: Decoder, token_ids_T: Tensor, positions_T: Tensor, co
     hidden_TE = model.embedding(token_ids_T)
     if probe is not None:
         probe(None, EMBEDDING_SITE, hidden_TE)
-    delta_TE, behind = None, (0, "")  # the next norm's addend; layer and site of the sum
+    delta, behind = None, (0, "")  # the next norm's `Addend`; layer and site of the sum
     inputs = RolloutInputs(model.rotary, positions_T, context)
     for index, layer in enumerate(model.decoder_layers()):
         for place, norm, block in layer.halves:
-            hidden_TE, x = add_norm(delta_TE, hidden_TE, norm, block)
+            hidden_TE, x = add_norm(delta, hidden_TE, norm, block)
             if probe is not None:
-                if delta_TE is not None:
+                if delta is not None:
                     probe(*behind, hidden_TE)
                 probe(index, place.norm_site, stored_form(x))
-            delta_TE, behind = block.rollout(x, inputs), (index, place.residual_site)
-    hidden_TE, normed = add_norm(delta_TE, hidden_TE, model.norm, None)
+            delta, behind = block.rollout(x, inputs), (index, place.residual_site)
+    hidden_TE, normed = add_norm(delta, hidden_TE, model.norm, None)
     assert isinstance(normed, Tensor)
     if probe is not None:
         probe(*behind, hidden_TE)

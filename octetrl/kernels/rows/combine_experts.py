@@ -3,12 +3,15 @@
     out = round(w_1 y_1 + w_2 y_2 + ... + w_S y_S + shared)
 
 The experts are in the order of their ids, w is float32. Product and sum are rounded to float32 separately. A program
-computes some columns of one token, so no sum depends on other tokens.
+computes some columns of one token, so no sum depends on other tokens. In the rollout the next norm's kernel computes
+the sum, with the same bits (`add_rms_norm` of an `ExpertSum`).
 
 T tokens, S experts a token, P = T S rows, E hidden size.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_E = 1024
+
+
+class ExpertSum(NamedTuple):
+    """The operands of `combine_experts`, for a kernel that computes the sum itself."""
+
+    y_PE: Tensor
+    weight_TS: Tensor  # float32
+    row_TS: Tensor  # int64
+    shared_TE: Tensor | None
 
 
 @triton.jit

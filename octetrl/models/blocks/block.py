@@ -33,6 +33,7 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.rows.combine_experts import ExpertSum
 from octetrl.layers.context import CacheTreatment, Context, PackedContext, PagedContext
 from octetrl.layers.cut_rows import SharedNorm
 from octetrl.layers.linear import Projection
@@ -135,8 +136,10 @@ class Block(nn.Module, ABC):
         """The addend of the residual stream, from the norm's result."""
 
     @abstractmethod
-    def rollout(self, x: Any, inputs: RolloutInputs) -> Tensor:
-        """The same on a GPU. `x`: the norm's result, as `reader`'s operand, or a `Normed` for `codes_reader`."""
+    def rollout(self, x: Any, inputs: RolloutInputs) -> Tensor | ExpertSum:
+        """The same on a GPU. `x`: the norm's result, as `reader`'s operand, or a `Normed` for `codes_reader`.
+
+        A mixture may leave the sum of its experts to the next norm's kernel."""
 
     @abstractmethod
     def begin(self, n: Input, inputs: TrainingInputs, *, costly: Any, observe: bool) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_both
+from octetrl.kernels.rows.add_rms_norm import Addend, add_rms_norm, add_rms_norm_both
 from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.models.blocks.products import Operand, wants_codes
@@ -33,14 +33,14 @@ class BothForms(NamedTuple):
 Normed = Operand | BothForms
 
 
-def add_norm(delta_TE: Tensor | None, hidden_TE: Tensor, norm: RMSNorm, block: Block | None) -> tuple[Tensor, Normed]:
+def add_norm(delta: Addend, hidden_TE: Tensor, norm: RMSNorm, block: Block | None) -> tuple[Tensor, Normed]:
     """The residual stream with `delta` added, and its norm as `block` reads it. None: in the model's dtype."""
     reader, codes_reader = (None, None) if block is None else (block.reader, block.codes_reader)
     quantize, power_of_two = wants_codes(reader if codes_reader is None else codes_reader)
     if quantize and codes_reader is not None:
-        hidden_TE, values_TE, codes = add_rms_norm_both(delta_TE, hidden_TE, norm.weight, norm.eps, power_of_two)
+        hidden_TE, values_TE, codes = add_rms_norm_both(delta, hidden_TE, norm.weight, norm.eps, power_of_two)
         return hidden_TE, BothForms(values_TE, codes)
-    return add_rms_norm(delta_TE, hidden_TE, norm.weight, norm.eps, quantize=quantize, power_of_two=power_of_two)
+    return add_rms_norm(delta, hidden_TE, norm.weight, norm.eps, quantize=quantize, power_of_two=power_of_two)
 
 
 def norm_for(norm: RMSNorm, x_TE: Tensor, reader: Projection) -> Operand:

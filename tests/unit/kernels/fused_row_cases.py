@@ -17,13 +17,15 @@ import octetrl.kernels.instructions as instructions
 import octetrl.kernels.quantize.count_poisoned as count_poisoned
 import octetrl.kernels.quantize.quantize_activation as quantize_activation
 import octetrl.kernels.rows.add_rms_norm as add_rms_norm
+import octetrl.kernels.rows.combine_experts as combine_experts
 import octetrl.kernels.rows.silu_mul_quantize as silu_mul_quantize
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
 from tests.unit.kernels.interpreting import interpret
 
 KERNELS = (
-    add_rms_norm, count_poisoned, instructions, kv_codes, kv_store, qkv_store, quantize_activation, silu_mul_quantize,
+    add_rms_norm, combine_experts, count_poisoned, instructions, kv_codes, kv_store, qkv_store, quantize_activation,
+    silu_mul_quantize,
 )  # fmt: skip
 
 

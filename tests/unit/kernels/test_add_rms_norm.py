@@ -12,6 +12,7 @@ from octetrl.kernels.rows.add_rms_norm import (
     add_rms_norm_both_triton,
     add_rms_norm_triton,
 )
+from octetrl.kernels.rows.combine_experts import ExpertSum, combine_experts, combine_experts_triton
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from tests.unit.kernels.fused_row_cases import assert_near, bytes_of, interpreted, normal  # noqa: F401
 
@@ -97,3 +98,42 @@ def test_the_kernel_stores_both_forms_with_the_bytes_of_each(
     found_residual, values, codes = add_rms_norm_both_triton(delta, residual, weight, EPS, power_of_two)
     assert bytes_of(found_residual) == bytes_of(alone[0][0])
     assert bytes_of(values) == bytes_of(alone[0][1]) and bytes_of(codes) == bytes_of(alone[1][1])
+
+
+def _expert_sum(shape: tuple[int, int], slots: int, dtype: torch.dtype, has_shared: bool) -> ExpertSum:
+    tokens, size = shape
+    chance = torch.Generator().manual_seed(3)
+    row_TS = torch.randperm(tokens * slots, generator=chance).view(tokens, slots)
+    shared_TE = normal(*shape, seed=4, dtype=dtype) if has_shared else None
+    weight_TS = torch.rand(tokens, slots, generator=chance)
+    return ExpertSum(normal(tokens * slots, size, seed=5, dtype=dtype), weight_TS, row_TS, shared_TE)
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_the_sum_of_experts_is_an_addend(has_shared: bool) -> None:
+    _, residual, weight = _inputs((7, 160))
+    experts, other = _expert_sum((7, 160), 3, torch.bfloat16, has_shared), residual.clone()
+    want_residual, want = add_rms_norm(combine_experts(*experts), residual, weight, EPS, quantize=False)
+    got_residual, values, codes = add_rms_norm_both(experts, other, weight, EPS)
+    assert torch.equal(got_residual, want_residual) and torch.equal(values, want)
+    assert bytes_of(codes) == bytes_of(quantize_activation_reference(want))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(("shape", "slots"), [*((shape, 3) for shape in SHAPES), ((7, 2048), 8), ((300, 512), 1)])
+def test_the_kernel_adds_the_experts_to_the_bit(shape: tuple[int, int], slots: int, has_shared: bool) -> None:
+    """As `combine_experts` and then the norm. An expert's NaN poisons the token that reads it."""
+    _, residual, weight = _inputs(shape, torch.float32)
+    experts = _expert_sum(shape, slots, torch.float32, has_shared)
+    if shape[0]:
+        experts.y_PE[1, 5] = torch.nan
+    before, delta = residual.clone(), combine_experts_triton(*experts)
+    want_residual, want, want_codes = add_rms_norm_both_triton(delta, residual.clone(), weight, EPS)
+    got_residual, got, codes = add_rms_norm_both_triton(experts, residual, weight, EPS)
+    assert bytes_of(got_residual) == bytes_of(want_residual) and bytes_of(got) == bytes_of(want)
+    assert bytes_of(codes) == bytes_of(want_codes)
+    _, alone = add_rms_norm_triton(experts, before, weight, EPS, quantize=True)
+    assert bytes_of(alone) == bytes_of(codes)
+    assert got.isnan().any(1).nonzero().flatten().tolist() == [t for t, r in enumerate(experts.row_TS) if 1 in r]

@@ -21,6 +21,7 @@ from octetrl.doctor.taps import Fingerprints, Site, Tap
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import quantize_activation_reference, quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error
+from octetrl.kernels.rows.combine_experts import ExpertSum, combine_experts
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext
 from octetrl.layers.rotary import Rotary, RotaryTable
@@ -78,6 +79,12 @@ def mixture(
 
 def inputs_of(tokens: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(tokens, 144, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def added(addend: Tensor | ExpertSum) -> Tensor:
+    """What the next norm adds to the residual stream."""
+    assert isinstance(addend, ExpertSum)
+    return combine_experts(*addend)
 
 
 def routed_by_hand(logits: list[float], bias: list[float], routing: Routing) -> dict[int, float]:
@@ -216,7 +223,7 @@ def test_the_fused_forms_are_the_module(
     rollout_inputs = RolloutInputs(RotaryTable(16, 1e4, None, 8, device="cpu"), torch.zeros(1, dtype=torch.int64), None)
     gradients: dict[str, Tensor | None] = {}
     with torch.no_grad():
-        assert torch.equal(moe.rollout(x_TE, rollout_inputs), out_TE)
+        assert torch.equal(added(moe.rollout(x_TE, rollout_inputs)), out_TE)
         saved = moe.begin(Input(x_TE, x_TE), TrainingInputs(ROTARY, CONTEXT), costly=None, observe=True)
         assert torch.equal(moe.finish(saved), out_TE)
         dx_TE = moe.backward(saved, upstream_TE, gradients)
@@ -255,10 +262,10 @@ def test_a_rollouts_experts_read_the_codes_of_the_norm_in_front(
     with torch.no_grad():
         _, x = add_norm(None, inputs_of(9, torch.bfloat16)[:, :128].contiguous(), layer.mlp_norm, moe)
         assert isinstance(x, BothForms) == reads
-        alone_TE = moe.rollout(values_of(x), inputs)
-        assert torch.equal(moe.rollout(x, inputs), alone_TE)
+        alone_TE = added(moe.rollout(values_of(x), inputs))
+        assert torch.equal(added(moe.rollout(x, inputs)), alone_TE)
         both = BothForms(values_of(x), quantize_activation_reference(2 * values_of(x)))
-        assert torch.equal(moe.rollout(both, inputs), alone_TE) != reads
+        assert torch.equal(added(moe.rollout(both, inputs)), alone_TE) != reads
 
 
 def test_positions_are_looked_up_once_a_forward() -> None:

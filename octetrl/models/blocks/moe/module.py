@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -45,6 +46,17 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = builder.linear("experts.gate_up_proj")
         self.down_proj = builder.linear("experts.down_proj")
+
+
+class Summands(NamedTuple):
+    """What a token's output is the sum of, and how it came about, for the probe."""
+
+    logits_TX: Tensor
+    routes: Routed
+    groups: RowGroups
+    gate_up_P2F: Tensor
+    down_PE: Tensor
+    shared_TE: Tensor | None  # behind its gate
 
 
 class MixtureOfExperts(Block):
@@ -79,6 +91,12 @@ class MixtureOfExperts(Block):
         return self.mix(x_TE, shared_TE, context.routers if isinstance(context, PackedContext) else None)
 
     def mix(
+        self, x_TE: Tensor, shared_TE: Tensor | None, record: RouterRecord | None = None, *, fused: bool = False
+    ) -> Tensor:
+        """The experts' sum, with what the shared expert returned, before its gate."""
+        return self.sum_of(self.summands(x_TE, shared_TE, record, fused=fused))
+
+    def summands(
         self,
         x_TE: Tensor,
         shared_TE: Tensor | None,
@@ -86,11 +104,9 @@ class MixtureOfExperts(Block):
         *,
         fused: bool = False,
         codes: Quantized | None = None,
-    ) -> Tensor:
-        """The experts' sum, with what the shared expert returned, before its gate. `record` gets the loads.
-
-        `fused`: the experts as one node (experts.py), with the same bits. `codes`: x quantised for them, if known.
-        """
+    ) -> Summands:
+        """`record` gets the loads. `fused`: the experts as one node (experts.py), with the same bits. `codes`: x
+        quantised for them, if known."""
         if self.shared_expert_gate is not None and shared_TE is not None:
             shared_TE = self.shared_expert_gate(x_TE, shared_TE)
         logits_TX = self.gate(x_TE)
@@ -105,25 +121,26 @@ class MixtureOfExperts(Block):
         else:
             gate_up_P2F = gate_up(gather(x_TE, groups), groups)
             down_PE = down(silu_mul(gate_up_P2F), groups)
-        sum_TE = combine(down_PE, routes.weight_TS, shared_TE, groups)
+        return Summands(logits_TX, routes, groups, gate_up_P2F, down_PE, shared_TE)
+
+    def sum_of(self, mixed: Summands) -> Tensor:
+        sum_TE = combine(mixed.down_PE, mixed.routes.weight_TS, mixed.shared_TE, mixed.groups)
         if self.probe is not None:
-            of_experts = gate_up_P2F, silu_mul(gate_up_P2F.detach()), down_PE
-            self._probe_all(logits_TX, routes, groups, of_experts, sum_TE)
-            if self.shared_expert_gate is not None and shared_TE is not None:
-                self.probe(self.layer, "gated shared expert", shared_TE)
+            self._probe_all(mixed, sum_TE)
         return sum_TE
 
-    def _probe_all(
-        self, logits_TX: Tensor, routes: Routed, groups: RowGroups, of_experts: tuple[Tensor, ...], sum_TE: Tensor
-    ) -> None:
+    def _probe_all(self, mixed: Summands, sum_TE: Tensor) -> None:
         """Passes all values to the probe. A token's row at an expert's site holds all its experts, in order of id."""
         assert self.probe is not None
-        self.probe(self.layer, "router logits", logits_TX)
-        self.probe(self.layer, "chosen experts", routes.expert_TS)
-        self.probe(self.layer, "routing weights", routes.weight_TS)
+        self.probe(self.layer, "router logits", mixed.logits_TX)
+        self.probe(self.layer, "chosen experts", mixed.routes.expert_TS)
+        self.probe(self.layer, "routing weights", mixed.routes.weight_TS)
+        of_experts = mixed.gate_up_P2F, silu_mul(mixed.gate_up_P2F.detach()), mixed.down_PE
         for op, value_PN in zip(("gate_up_proj", "SiLU", "down_proj"), of_experts, strict=True):
-            self.probe(self.layer, f"experts' {op}", value_PN[groups.row_TS])
+            self.probe(self.layer, f"experts' {op}", value_PN[mixed.groups.row_TS])
         self.probe(self.layer, "sum of experts", sum_TE)
+        if self.shared_expert_gate is not None and mixed.shared_TE is not None:
+            self.probe(self.layer, "gated shared expert", mixed.shared_TE)
 
 
 def _shared_linear(builder: BlockBuilder, name: str) -> Projection:
