@@ -26,6 +26,7 @@ from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
 from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.kernels.rows.sort_and_gather import sort_and_gather
 from octetrl.kernels.rows.sort_by_expert import sort_by_expert
 from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
 from octetrl.layers.linear import Float8Linear
@@ -51,6 +52,12 @@ class RowGroups(NamedTuple):
 def group_rows(expert_TS: Tensor, num_experts: int) -> RowGroups:
     """Sorts the rows of all tokens by expert. expert_TS: int64, each token's experts. Reads nothing to the host."""
     return RowGroups(*sort_by_expert(expert_TS, num_experts))
+
+
+def group_codes(expert_TS: Tensor, num_experts: int, x: Quantized) -> tuple[RowGroups, Quantized]:
+    """`group_rows`, with the rows of x's codes."""
+    found, codes = sort_and_gather(expert_TS, num_experts, x)
+    return RowGroups(*found), codes
 
 
 class StackedLinear(Linear):

@@ -22,13 +22,12 @@ from octetrl.kernels.quantize.quantize_activation import empty_rows
 ROWS = 4
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _gather_codes_kernel(
-    code_ptr, scale_ptr, token_ptr, out_code_ptr, out_scale_ptr, num_rows, scale_row, scale_block, out_block,
-    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
+@triton.jit
+def copy_rows(
+    code_ptr, scale_ptr, token_ptr, out_code_ptr, out_scale_ptr, row_R, inside_R, scale_row, scale_block, out_block,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside_R = row_R < num_rows
+    """Rows `row_R`, each from its token."""
     token_R = tl.load(token_ptr + row_R, mask=inside_R, other=0)
     column_K, block_B = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_B)
     inside_RK = inside_R[:, None] & (column_K < COLUMNS)[None, :]
@@ -37,6 +36,18 @@ def _gather_codes_kernel(
     inside_RB = inside_R[:, None] & (block_B < BLOCKS)[None, :]
     scale_RB = tl.load(scale_ptr + token_R[:, None] * scale_row + block_B[None, :] * scale_block, mask=inside_RB)
     tl.store(out_scale_ptr + row_R[:, None] + block_B[None, :] * out_block, scale_RB, mask=inside_RB)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather_codes_kernel(
+    code_ptr, scale_ptr, token_ptr, out_code_ptr, out_scale_ptr, num_rows, scale_row, scale_block, out_block,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    copy_rows(
+        code_ptr, scale_ptr, token_ptr, out_code_ptr, out_scale_ptr, row_R, row_R < num_rows, scale_row, scale_block,
+        out_block, COLUMNS, BLOCKS, BLOCK_K, BLOCK_B,
+    )  # fmt: skip
 
 
 def gather_codes_triton(x: Quantized, token_P: Tensor) -> Quantized:

@@ -80,27 +80,39 @@ def _write_owners(owner_ptr, start, stop, expert, first, end, num_experts, ROWS:
         tl.store(owner_ptrs + 2, tl.where(has_rows_O, end, 0), mask=tile_O < stop)
 
 
+@triton.jit
+def place_slots(expert_ptr, expert, num_experts, num_slots, BLOCK_P: tl.constexpr):
+    """All slots, whether each is the expert's, its row if so, and the expert's first row and its end."""
+    slot_P = tl.arange(0, BLOCK_P)
+    expert_P = tl.load(expert_ptr + slot_P, mask=slot_P < num_slots, other=num_experts).to(tl.int32)
+    is_it_P = expert_P == expert
+    first = tl.sum((expert_P < expert).to(tl.int32), 0)
+    row_P = first + tl.cumsum(is_it_P.to(tl.int32), 0) - 1
+    return slot_P, is_it_P, row_P, first, first + tl.sum(is_it_P.to(tl.int32), 0)
+
+
+@triton.jit
+def write_expert(first_ptr, owner_ptr, expert, num_experts, first, end, num_slots, ROWS: tl.constexpr):
+    """An expert's first row, and its tiles."""
+    tl.store(first_ptr + expert, first)
+    if expert == num_experts - 1:
+        tl.store(first_ptr + expert + 1, num_slots)
+    start = tl.minimum(first, first // ROWS + expert)
+    stop = tl.minimum(end, end // ROWS + expert + 1)
+    _write_owners(owner_ptr, start, stop, expert, first, end, num_experts, ROWS)
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def _sort_by_expert_kernel(
     expert_ptr, token_ptr, row_ptr, first_ptr, owner_ptr, num_slots,
     SLOTS: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """All rows of one expert."""
-    expert = tl.program_id(0)
-    slot_P = tl.arange(0, BLOCK_P)
-    expert_P = tl.load(expert_ptr + slot_P, mask=slot_P < num_slots, other=tl.num_programs(0)).to(tl.int32)
-    is_it_P = expert_P == expert
-    first = tl.sum((expert_P < expert).to(tl.int32), 0)
-    row_P = first + tl.cumsum(is_it_P.to(tl.int32), 0) - 1
+    expert, num_experts = tl.program_id(0), tl.num_programs(0)
+    slot_P, is_it_P, row_P, first, end = place_slots(expert_ptr, expert, num_experts, num_slots, BLOCK_P)
     tl.store(token_ptr + row_P, (slot_P // SLOTS).to(tl.int64), mask=is_it_P)
     tl.store(row_ptr + slot_P, row_P.to(tl.int64), mask=is_it_P)
-    tl.store(first_ptr + expert, first)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(first_ptr + expert + 1, num_slots)
-    end = first + tl.sum(is_it_P.to(tl.int32), 0)
-    start = tl.minimum(first, first // ROWS + expert)
-    stop = tl.minimum(end, end // ROWS + expert + 1)
-    _write_owners(owner_ptr, start, stop, expert, first, end, tl.num_programs(0), ROWS)
+    write_expert(first_ptr, owner_ptr, expert, num_experts, first, end, num_slots, ROWS)
 
 
 @triton.jit
@@ -165,33 +177,44 @@ def _place_slots_kernel(
         next_X += tl.sum(is_it_PX, 0)
 
 
-def sort_by_expert_triton(expert_TS: Tensor, num_experts: int) -> SortedSlots:
-    """The launcher. expert_TS: contiguous, with fewer than 2^31 slots."""
+def empty_slots(expert_TS: Tensor, num_experts: int) -> SortedSlots:
+    """Memory for the result. expert_TS: contiguous, with fewer than 2^31 slots."""
     assert expert_TS.is_contiguous(), "sort_by_expert: the chosen experts must be contiguous"
     (tokens, slots), device = expert_TS.shape, expert_TS.device
     num_slots = tokens * slots
-    token_P = torch.empty(num_slots, dtype=torch.int64, device=device)
-    row_TS = torch.empty(tokens, slots, dtype=torch.int64, device=device)
-    first_X1 = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    owner_O3 = torch.empty(number_of_tiles(num_slots, num_experts), 3, dtype=torch.int32, device=device)
+    return SortedSlots(
+        token_P=torch.empty(num_slots, dtype=torch.int64, device=device),
+        row_TS=torch.empty(tokens, slots, dtype=torch.int64, device=device),
+        first_X1=torch.empty(num_experts + 1, dtype=torch.int32, device=device),
+        owner_O3=torch.empty(number_of_tiles(num_slots, num_experts), 3, dtype=torch.int32, device=device),
+    )
+
+
+def tile_of_slots(num_slots: int) -> dict[str, int]:
+    """Of a program that reads all slots at once."""
+    block_p = max(16, triton.next_power_of_2(num_slots))
+    return {"BLOCK_P": block_p, "num_warps": 8 if block_p > 1024 else 4}
+
+
+def sort_by_expert_triton(expert_TS: Tensor, num_experts: int) -> SortedSlots:
+    """The launcher."""
+    found, (num_slots, slots) = empty_slots(expert_TS, num_experts), (expert_TS.numel(), expert_TS.shape[1])
     rows = rows_of_tiles(num_slots, num_experts)
     options = {"enable_fp_fusion": False} if expert_TS.is_cuda else {}
     if num_slots <= ONE_TILE:
-        block_p = max(16, triton.next_power_of_2(num_slots))
         _sort_by_expert_kernel[(num_experts,)](
-            expert_TS, token_P, row_TS, first_X1, owner_O3, num_slots, SLOTS=slots, BLOCK_P=block_p, ROWS=rows,
-            num_warps=8 if block_p > 1024 else 4, **options,
-        )  # fmt: skip
-        return SortedSlots(token_P, row_TS, first_X1, owner_O3)
+            expert_TS, *found, num_slots, SLOTS=slots, ROWS=rows, **tile_of_slots(num_slots), **options
+        )
+        return found
     blocks = triton.cdiv(num_slots, BLOCK)
-    count_BX = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
+    count_BX = torch.empty(blocks, num_experts, dtype=torch.int32, device=expert_TS.device)
     shape = {"EXPERTS": num_experts, "BLOCK_X": triton.next_power_of_2(num_experts), "BLOCK": BLOCK, "STEP": STEP}
     _count_experts_kernel[(blocks,)](expert_TS, count_BX, num_slots, num_warps=8, **shape, **options)
     _place_slots_kernel[(blocks,)](
-        expert_TS, count_BX, token_P, row_TS, first_X1, owner_O3, num_slots, len(owner_O3), SLOTS=slots,
-        BLOCKS_READ=BLOCKS_READ, ROWS=rows, num_warps=8, **shape, **options,
+        expert_TS, count_BX, *found, num_slots, len(found.owner_O3), SLOTS=slots, BLOCKS_READ=BLOCKS_READ, ROWS=rows,
+        num_warps=8, **shape, **options,
     )  # fmt: skip
-    return SortedSlots(token_P, row_TS, first_X1, owner_O3)
+    return found
 
 
 def sort_by_expert_reference(expert_TS: Tensor, num_experts: int) -> SortedSlots:

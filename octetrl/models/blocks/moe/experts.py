@@ -50,7 +50,8 @@ def can_fuse_experts(gate_up: Projection, down: Projection) -> bool:
 def run_experts(
     x_TE: Tensor, groups: RowGroups, gate_up: Projection, down: Projection, codes: Quantized | None = None
 ) -> ExpertValues:
-    """The outputs of all rows, differentiable by x and the weights. `codes`: x quantised for `gate_up`, if known."""
+    """The outputs of all rows, differentiable by x and the weights. `codes`: the rows quantised for `gate_up`, if
+    known."""
     return ExpertValues(*_Experts.apply(x_TE, gate_up.weight, down.weight, groups, gate_up, down, codes))
 
 
@@ -67,7 +68,7 @@ class _Experts(torch.autograd.Function):
         codes: Quantized | None,
     ) -> tuple[Tensor, Tensor]:
         with part("quantize"):
-            x = _gathered(_operand(gate_up, x_TE) if codes is None else codes, groups.token_P)
+            x = _gathered(_operand(gate_up, x_TE), groups.token_P) if codes is None else codes
         with part("gemm_forward"):
             gate_up_P2F = _product(gate_up, x, groups)
         del x

@@ -26,7 +26,7 @@ from octetrl.layers.context import Context, PackedContext
 from octetrl.layers.linear import Projection
 from octetrl.layers.rotary import Rotary
 from octetrl.layers.router_record import RouterRecord
-from octetrl.layers.stacked import RowGroups, group_rows
+from octetrl.layers.stacked import RowGroups, group_codes, group_rows
 from octetrl.models.blocks.block import Block, BlockBuilder
 from octetrl.models.blocks.mlp.module import MLP
 from octetrl.models.blocks.moe import rollout as rollout_form
@@ -111,12 +111,16 @@ class MixtureOfExperts(Block):
             shared_TE = self.shared_expert_gate(x_TE, shared_TE)
         logits_TX = self.gate(x_TE)
         routes = self.gate.routes(logits_TX)
-        groups = group_rows(routes.expert_TS, self.num_experts)
+        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        fused = fused and can_fuse_experts(gate_up, down)
+        if fused and codes is not None:
+            groups, codes = group_codes(routes.expert_TS, self.num_experts, codes)
+        else:
+            groups = group_rows(routes.expert_TS, self.num_experts)
         if record is not None:
             weight_TS = record.observe(self.layer, logits_TX, routes.score_TX, groups.load_X, routes.weight_TS)
             routes = routes._replace(weight_TS=weight_TS)
-        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
-        if fused and can_fuse_experts(gate_up, down):
+        if fused:
             down_PE, gate_up_P2F = run_experts(x_TE, groups, gate_up, down, codes)
         else:
             gate_up_P2F = gate_up(gather(x_TE, groups), groups)
