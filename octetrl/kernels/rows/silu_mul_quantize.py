@@ -4,9 +4,10 @@
     codes = quantize_activation(y)                 kernels/quantize/quantize_activation.py, blocks of 1 x 128
 
 The bytes equal those of the two calls. Nothing is summed and a maximum has no order, so any tile and number of warps
-give the same bytes. A tile is a few blocks of one token, [N, 128]. An incomplete last block counts as padded with
-zeros. Each element of the result costs 4 bytes read and 1 + 4/128 written. Not differentiable: training calls it inside
-a layer's own autograd node (models/training_forward.py).
+give the same bytes. A tile is some of the blocks of all tokens, [N, 128], which are numbered one token after the other.
+So tiles of 8 blocks have no empty part if a token has 11, as Moonlight's experts have. An incomplete last block counts
+as padded with zeros. Each element of the result costs 4 bytes read and 1 + 4/128 written. Not differentiable: training
+calls it inside a layer's own autograd node (models/training_forward.py).
 
 T tokens, F intermediate size, N blocks of a tile, C columns of a block.
 """
@@ -24,29 +25,30 @@ from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_b
 from octetrl.kernels.quantize.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.rows.silu_mul import silu_mul_reference
 
-TILES = {4096: 8, 2048: 4, 1024: 4}  # columns of a program: warps; the widest that divides F is used
+TILES = {4096: 8, 2048: 4, 1024: 4}  # columns of a program: warps; the widest that divides F, or else the narrowest
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _silu_mul_quantize_kernel(
     gate_up_ptr, code_ptr, scale_ptr, num_tokens,
-    SIZE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    SIZE: tl.constexpr, OF_TOKEN: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    block_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    number_N = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    token_N, block_N = (number_N // OF_TOKEN).to(tl.int64), number_N % OF_TOKEN
+    has_token_N = token_N < num_tokens
     column_NC = block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     column_NC = tl.max_contiguous(column_NC, (1, 8))  # a thread: 16 bytes of gate, 16 of up, 8 of codes
-    inside_NC = column_NC < SIZE
-    gate_ptr_NC = gate_up_ptr + token * (2 * SIZE) + column_NC
+    inside_NC = has_token_N[:, None] & (column_NC < SIZE)
+    gate_ptr_NC = gate_up_ptr + token_N[:, None] * (2 * SIZE) + column_NC
     gate_NC = bf16_to_float(tl.load(gate_ptr_NC, mask=inside_NC, other=0.0), ON_GPU)
     up_NC = bf16_to_float(tl.load(gate_ptr_NC + SIZE, mask=inside_NC, other=0.0), ON_GPU)
     y_NC = bf16_to_float(to_bf16(gate_NC * sigmoid(gate_NC, ON_GPU) * up_NC, ON_GPU), ON_GPU)
     scale_N, inverse_N = block_scale(tl.max(magnitude_bits(y_NC), 1), POWER_OF_TWO)
     code_NC = e4m3_code(y_NC * inverse_N[:, None], ON_GPU)
-    tl.store(code_ptr + token * SIZE + column_NC, code_NC, mask=inside_NC)
-    tl.store(scale_ptr + block_N.to(tl.int64) * scale_rows(num_tokens) + token, scale_N, mask=block_N * BLOCK < SIZE)
+    tl.store(code_ptr + token_N[:, None] * SIZE + column_NC, code_NC, mask=inside_NC)
+    tl.store(scale_ptr + block_N.to(tl.int64) * scale_rows(num_tokens) + token_N, scale_N, mask=has_token_N)
 
 
 def silu_mul_quantize_triton(gate_up_T2F: Tensor, power_of_two: bool = False) -> Quantized:
@@ -54,9 +56,10 @@ def silu_mul_quantize_triton(gate_up_T2F: Tensor, power_of_two: bool = False) ->
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     codes, scale = empty_rows(num_tokens, size, gate_up_T2F.device)
     columns = next((columns for columns in TILES if size % columns == 0), min(TILES))
+    of_token = triton.cdiv(size, BLOCK)
     if num_tokens:
-        _silu_mul_quantize_kernel[(num_tokens, triton.cdiv(size, columns))](
-            gate_up_T2F, codes, scale, num_tokens, SIZE=size, BLOCKS=columns // BLOCK, BLOCK=BLOCK,
+        _silu_mul_quantize_kernel[(triton.cdiv(num_tokens * of_token, columns // BLOCK),)](
+            gate_up_T2F, codes, scale, num_tokens, SIZE=size, OF_TOKEN=of_token, BLOCKS=columns // BLOCK, BLOCK=BLOCK,
             POWER_OF_TWO=power_of_two, ON_GPU=gate_up_T2F.is_cuda, EARLY=lets_next_start(gate_up_T2F),
             num_warps=TILES[columns],
             **({"enable_fp_fusion": False} if gate_up_T2F.is_cuda else {}),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import octetrl.kernels.rows.silu_mul_quantize as module
 from octetrl.fp8.quantize import quantize_activation_reference
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize, silu_mul_quantize_triton
-from tests.unit.kernels.fused_row_cases import assert_near, interpreted, normal  # noqa: F401
+from tests.unit.kernels.fused_row_cases import assert_near, bytes_of, interpreted, normal  # noqa: F401
 
 
 def test_is_the_product_then_its_codes() -> None:
@@ -39,3 +40,17 @@ def test_blocks_of_zeros_and_of_nan() -> None:
     assert codes[:, :128].float().count_nonzero() == 0 and scale[:, 0].tolist() == [1.0, 1.0]
     assert codes[1, 256:].float().isnan().all() and scale[:, 2].isnan().tolist() == [False, True]
     assert codes[:, 128:256].float().isfinite().all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
+@pytest.mark.parametrize("shape", [(7, 1408), (1, 768), (37, 384), (5, 200), (300, 128)])
+def test_a_tile_may_hold_blocks_of_several_tokens(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the bytes of one block a tile. NaN and infinity stay in their blocks."""
+    gate_up = normal(shape[0], 2 * shape[1])
+    gate_up[-1, 5], gate_up[0, shape[1] - 1] = torch.nan, torch.inf
+    found = silu_mul_quantize_triton(gate_up)
+    bad = found.scale.isnan()
+    assert bad.sum() == len({(shape[0] - 1, 0), (0, bad.shape[1] - 1)}) and bad[-1, 0] and bad[0, -1]
+    monkeypatch.setattr(module, "TILES", {128: 4})
+    assert bytes_of(silu_mul_quantize_triton(gate_up)) == bytes_of(found)
