@@ -19,6 +19,7 @@ import octetrl.kernels.gemm.grouped_bf16_gemm as grouped_bf16_gemm
 import octetrl.kernels.gemm.grouped_fp8_gemm as grouped_fp8_gemm
 import octetrl.kernels.gemm.head_gemm as head_gemm
 import octetrl.kernels.gemm.lora_up as lora_up
+import octetrl.kernels.quantize.quantize_activation as quantize_activation
 from tests.unit.kernels.interpreting import interpret
 
 create_dot = interpreter.InterpreterBuilder.create_dot
@@ -45,4 +46,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the GEMMs, and the device functions of Triton that they call, in Triton's interpreter."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot_of_values)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
-    interpret(monkeypatch, bf16_gemm, fp8_gemm, lora_up, grouped_bf16_gemm, grouped_fp8_gemm, head_gemm)
+    interpret(
+        monkeypatch, bf16_gemm, fp8_gemm, lora_up, grouped_bf16_gemm, grouped_fp8_gemm, head_gemm, quantize_activation
+    )

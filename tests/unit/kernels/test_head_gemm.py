@@ -7,9 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.fp8.quantize import quantize_activation_reference
 from octetrl.kernels.gemm.grouped_bf16_gemm import NARROW, Part, grouped_bf16_gemm_triton
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile
-from octetrl.kernels.gemm.head_gemm import can_run, head_gemm, head_gemm_triton
+from octetrl.kernels.gemm.head_gemm import (
+    CODES_TILES,
+    can_run,
+    choose_codes_tile,
+    head_gemm,
+    head_gemm_codes,
+    head_gemm_codes_triton,
+    head_gemm_triton,
+)
+from octetrl.kernels.quantize.quantize_activation import quantize_activation_triton
+from tests.unit.kernels.fused_row_cases import bytes_of
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 HEADS, NOPE, ROTARY, VALUE, LATENT = 3, 64, 16, 40, 128
@@ -63,3 +74,36 @@ def test_views_that_tma_cannot_read_are_known() -> None:
     by_head_THC = o_THC.transpose(0, 1).contiguous().transpose(0, 1)
     assert can_run(by_head_THC, kv_b) and can_run(by_head_THC[..., :96], kv_b)
     assert not can_run(o_THC[..., :96], kv_b), "a tile would reach into the next head"
+
+
+def of_whole_blocks(tokens: int) -> tuple[Tensor, Tensor]:
+    """Attention's result with rows of NaN, of infinity and of zeros, and `kv_b` with two blocks of values a head."""
+    generator = torch.Generator().manual_seed(tokens)
+    o_THC = torch.randn(tokens, HEADS, LATENT, generator=generator).bfloat16()
+    if tokens > 2:
+        o_THC[0, 1, 3], o_THC[1, 2, 0], o_THC[2] = torch.nan, torch.inf, 0
+    return o_THC, torch.randn(HEADS * (NOPE + 256), LATENT, generator=generator).bfloat16()
+
+
+def test_codes_are_those_of_the_product() -> None:
+    o_THC, kv_b = of_whole_blocks(5)
+    want = quantize_activation_reference(head_gemm(o_THC, kv_b, part=VALUES).flatten(1))
+    assert bytes_of(head_gemm_codes(o_THC, kv_b, part=VALUES)) == bytes_of(want)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("tile", CODES_TILES)
+@pytest.mark.parametrize("tokens", [1, 7, 66])
+def test_the_kernel_stores_the_codes_of_its_product(tokens: int, tile: Tile, power_of_two: bool) -> None:
+    o_THC, kv_b = of_whole_blocks(tokens)
+    y_TN = head_gemm_triton(o_THC, kv_b, part=VALUES, tile=SOME).flatten(1)
+    want = quantize_activation_triton(y_TN, power_of_two)
+    for x_THC in (o_THC, o_THC.transpose(0, 1).contiguous().transpose(0, 1)):
+        found = head_gemm_codes_triton(x_THC, kv_b, part=VALUES, power_of_two=power_of_two, tile=tile)
+        assert found.scale.stride() == want.scale.stride() and bytes_of(found) == bytes_of(want)
+
+
+def test_more_tokens_have_larger_tiles() -> None:
+    assert [choose_codes_tile(tokens).rows for tokens in (1, 128, 129, 256, 257, 20_000)] == [16, 16, 32, 32, 64, 128]

@@ -26,10 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octetrl.fp8.format import BLOCK
+from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.latent_backward import latent_backward
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm
-from octetrl.kernels.gemm.head_gemm import can_run, head_gemm
+from octetrl.kernels.gemm.head_gemm import can_run, head_gemm, head_gemm_codes
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.layers.context import PackedContext
 
 
@@ -46,6 +49,13 @@ def absorb(q_THN: Tensor, kv_b: Tensor, sizes: HeadSizes) -> Tensor:
 def expand(o_THC: Tensor, kv_b: Tensor, sizes: HeadSizes) -> Tensor:
     """out [T, H * V], contiguous. No gradient."""
     return _by_head(o_THC, kv_b, Part(sizes.nope), turned=False).reshape(len(o_THC), -1)
+
+
+def expand_codes(o_THC: Tensor, kv_b: Tensor, sizes: HeadSizes, power_of_two: bool) -> Quantized:
+    """The codes of `expand`, for an FP8 `o_proj`. In the product's kernel if a head's values are whole blocks."""
+    if sizes.value % BLOCK == 0 and (not o_THC.is_cuda or can_run(o_THC, kv_b)):
+        return head_gemm_codes(o_THC, kv_b, part=Part(sizes.nope), power_of_two=power_of_two)
+    return quantize_activation(expand(o_THC, kv_b, sizes), power_of_two)
 
 
 def _by_head(x_THK: Tensor, kv_b: Tensor, part: Part, *, turned: bool) -> Tensor:

@@ -173,6 +173,11 @@ class LatentAttention(Block):
 
     def attend_paged(self, q_THN: Tensor, q_THR: Tensor, context: PagedContext) -> Attended:
         """Attend over the pages, which have this forward's tokens. No gradient."""
+        q_latent_THC, o_THC = self.attend_latents(q_THN, q_THR, context)
+        return Attended(q_latent_THC, o_THC, expand(o_THC, self.kv_b_proj.weight, self.sizes))
+
+    def attend_latents(self, q_THN: Tensor, q_THR: Tensor, context: PagedContext) -> tuple[Tensor, Tensor]:
+        """`attend_paged` up to the sum of latents: the queries in the latents' space, and the sum."""
         latent, key = context.layers[self.layer].tensors
         q_latent_THC = absorb(q_THN, self.kv_b_proj.weight, self.sizes)
         o_THC = latent_paged(
@@ -187,7 +192,7 @@ class LatentAttention(Block):
             self.softmax_scale,
             context.max_query_len,
         )
-        return Attended(q_latent_THC, o_THC, expand(o_THC, self.kv_b_proj.weight, self.sizes))
+        return q_latent_THC, o_THC
 
     def read_back(self, context: Context) -> tuple[Tensor, Tensor]:
         """Latents and rotary keys of this forward's tokens, read from their pages."""

@@ -2,7 +2,7 @@
 and one kernel between projections and attention.
 
 The norm in front stores its result for `kv_a` and its codes for the queries (blocks/normed.py). The norm of the
-queries' latent stores only what `q_b` reads.
+queries' latent stores only what `q_b` reads, and the last product before `o_proj` only what that reads.
 
 T tokens, E hidden size.
 """
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from octetrl.layers.linear import Projection
+from octetrl.models.blocks.mla.absorbed import expand_codes
 from octetrl.models.blocks.normed import Normed, norm_for, operand_of
-from octetrl.models.blocks.products import project
+from octetrl.models.blocks.products import project, wants_codes
 
 if TYPE_CHECKING:
     from octetrl.models.blocks.block import RolloutInputs
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 def rollout(mla: LatentAttention, x: Normed, inputs: RolloutInputs) -> Tensor:
     projected = mla.project(x, _multiply, norm_for)
     q_THN, q_THR = mla.prepare_paged(projected, inputs.angles, inputs.context)
+    quantize, power_of_two = wants_codes(mla.o_proj)
+    if quantize and mla.probe is None:
+        _, o_THC = mla.attend_latents(q_THN, q_THR, inputs.context)
+        return project(mla.o_proj, expand_codes(o_THC, mla.kv_b_proj.weight, mla.sizes, power_of_two))
     attended = mla.attend_paged(q_THN, q_THR, inputs.context)
     out_TE = project(mla.o_proj, attended.out_TV)
     if mla.probe is not None:
