@@ -79,7 +79,7 @@ def straight_tile(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_columns", "depth", "row_step", "row_start"])
+@triton.jit(do_not_specialize=["depth", "row_step", "row_start"])
 def _grouped_bf16_gemm_kernel(
     x_desc, w_desc, first_ptr, y_ptr, num_columns, depth, row_step, row_start,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

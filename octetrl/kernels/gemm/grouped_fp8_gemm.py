@@ -75,7 +75,7 @@ def find_tile(first_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexp
     return expert, first + (tile - skipped) * ROWS, last
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_blocks", "x_scale_stride"])
+@triton.jit(do_not_specialize=["num_blocks", "x_scale_stride"])
 def _grouped_fp8_gemm_kernel(
     x_desc, w_desc, x_scale_ptr, w_scale_ptr, first_ptr, owner_ptr, y_ptr, num_columns, num_blocks, x_scale_stride,
     row_step, block_step, w_scale_row, w_scale_column,

@@ -36,7 +36,7 @@ CODES_TILES = (Tile(16, 128, 5, swap=True), Tile(32, 128, 5, swap=True), Tile(64
 ALIGNED = 8  # elements of BF16 in TMA's 16 bytes
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_columns", "depth", "head_row", "head_column", "w_step", "w_start"])
+@triton.jit(do_not_specialize=["num_tokens", "depth", "head_row", "head_column", "w_step", "w_start"])
 def _head_gemm_kernel(
     x_desc, w_desc, y_ptr, scale_ptr, num_tokens, num_columns, depth, head_row, head_column, w_step, w_start,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
