@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.kernels.fused_rows import SHAPES, Shape, bit_cases, differing, norm_case, qkv_case, silu_case
+from benchmarks.kernels.fused_rows import SHAPES, Shape, bit_cases, differing, norm_case, normal, qkv_case, silu_case
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_both
+from octetrl.kernels.rows.rms_norm import rms_norm
+from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +32,35 @@ def test_bits_are_those_of_the_chain(name: str, tokens: int) -> None:
 def test_bits_of_other_shapes(shape: Shape) -> None:
     for case in (norm_case(shape, 33, True), silu_case(shape, 33), qkv_case(shape, 33, "fp8_calibrated")):
         assert differing(case) == 0, case.op
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300])
+@pytest.mark.parametrize("size", [512, 768, 1536, 2048, 2560, 7168])
+def test_both_forms_of_a_norm_have_the_bytes_of_one_after_the_other(size: int, tokens: int, power_of_two: bool) -> None:
+    """Rows of NaN and of infinity too. 768 and 1,536: norms of the queries' latents."""
+    delta, residual, weight = normal(tokens, size), 3 * normal(tokens, size), 1 + normal(size) / 10
+    if tokens > 2:
+        delta[1, 5], delta[2, size - 1] = torch.nan, torch.inf
+    for given in (delta, None):
+        hidden, values = add_rms_norm(given, residual.clone(), weight, 1e-6, quantize=False)
+        assert torch.equal(bits(values), bits(rms_norm(hidden, weight, 1e-6)))
+        found_hidden, found, codes = add_rms_norm_both(given, residual.clone(), weight, 1e-6, power_of_two)
+        want = quantize_activation(values, power_of_two)
+        for one, other in zip((found_hidden, found, *codes), (hidden, values, *want), strict=True):
+            assert torch.equal(bits(one), bits(other))
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1408), (7, 768), (300, 2816), (1536, 1408), (5, 1232)])
+def test_tiles_that_hold_several_tokens_have_the_chains_bytes(tokens: int, size: int) -> None:
+    gate_up = 2 * normal(tokens, 2 * size)
+    gate_up[0, 3], gate_up[-1, size + 7] = torch.nan, torch.inf
+    for one, other in zip(silu_mul_quantize(gate_up), quantize_activation(silu_mul(gate_up)), strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def test_a_graph_holds_all_three() -> None:

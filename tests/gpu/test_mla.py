@@ -24,12 +24,13 @@ from octetrl.kernels.attention.latent_rows import latent_rows
 from octetrl.kernels.attention.latent_store import latent_replay, latent_replay_reference
 from octetrl.kernels.gemm.grouped_bf16_gemm import NARROW, Part, grouped_bf16_gemm
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME
-from octetrl.kernels.gemm.head_gemm import can_run, head_gemm, head_gemm_triton
+from octetrl.kernels.gemm.head_gemm import CODES_TILES, can_run, head_gemm, head_gemm_codes_triton, head_gemm_triton
 from octetrl.kernels.gluon import fallbacks
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.rows.rope import rope_reference, rope_triton
 from octetrl.layers.context import PackedContext
 from octetrl.layers.rotary import RotaryTable
-from octetrl.models.blocks.mla.absorbed import HeadSizes, absorb, attention_gradients, expand
+from octetrl.models.blocks.mla.absorbed import HeadSizes, absorb, attention_gradients, expand, expand_codes
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
@@ -236,6 +237,25 @@ def test_products_of_heads_read_views_and_have_the_bits_of_grouped_ones(tokens: 
         assert torch.equal(found_THN.transpose(0, 1).flatten(0, 1), want_PN)
         for tile in (FEW, SOME, MANY, NARROW):
             assert torch.equal(head_gemm_triton(x_THK, kv_b, turned=turned, part=part, tile=tile), found_THN), tile
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 130, 300, 700])
+def test_codes_of_a_product_of_heads_are_those_of_its_values(tokens: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    o_HTC = torch.randn(HEADS, tokens, LATENT, generator=generator, device="cuda").bfloat16()
+    o_HTC[1, 0, 5] = torch.nan
+    kv_b = (torch.randn(HEADS * sum(SIZES), LATENT, generator=generator, device="cuda") / 22).bfloat16()
+    for o_THC in (o_HTC.transpose(0, 1), o_HTC.transpose(0, 1).contiguous()):
+        for power_of_two in (False, True):
+            want = quantize_activation(expand(o_THC, kv_b, SIZES), power_of_two)
+            chosen = expand_codes(o_THC, kv_b, SIZES, power_of_two)
+            of_tiles = [
+                head_gemm_codes_triton(o_THC, kv_b, part=Part(SIZES.nope), power_of_two=power_of_two, tile=tile)
+                for tile in CODES_TILES
+            ]
+            for found in (chosen, *of_tiles):
+                assert torch.equal(found.codes.view(torch.uint8), want.codes.view(torch.uint8))
+                assert torch.equal(found.scale.nan_to_num(-1), want.scale.nan_to_num(-1))
 
 
 def test_gradients_are_near_those_of_a_cpu() -> None:

@@ -33,7 +33,8 @@ from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, FP8_MANY, MANY, SOME, gro
 from octetrl.kernels.gluon import fallbacks
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
-from octetrl.kernels.rows.combine_experts import combine_experts, combine_experts_reference
+from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_both
+from octetrl.kernels.rows.combine_experts import ExpertSum, combine_experts, combine_experts_reference
 from octetrl.kernels.rows.combine_experts_backward import (
     combine_experts_backward,
     combine_experts_backward_reference,
@@ -41,6 +42,7 @@ from octetrl.kernels.rows.combine_experts_backward import (
 from octetrl.kernels.rows.gather_codes import gather_codes, gather_codes_reference
 from octetrl.kernels.rows.route_tokens import RoutingRule, route_tokens, route_tokens_reference
 from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.kernels.rows.sort_and_gather import sort_and_gather
 from octetrl.kernels.rows.sort_by_expert import sort_by_expert, sort_by_expert_reference
 from octetrl.layers.stacked import Float8StackedLinear, StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
@@ -80,6 +82,12 @@ MIXTURES: dict[str, ModelSpec] = {name: replace(WIDE, blocks=blocks) for name, b
 def random_matrix(rows: int, columns: int, seed: int) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(rows, columns, generator=generator, device="cuda").bfloat16()
+
+
+def assert_same_bytes(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """NaN equals itself."""
+    for one, other in zip(found, want, strict=True):
+        assert torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
 
 
 def first_rows(load: list[int]) -> Tensor:
@@ -212,6 +220,37 @@ def test_the_sum_of_experts_has_the_references_bits() -> None:
     for shared in (None, shared_TE):
         found = combine_experts(y_PE, weight_TS, row_TS, shared)
         assert torch.equal(found, combine_experts_reference(y_PE, weight_TS, row_TS, shared))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300])
+@pytest.mark.parametrize(("size", "slots"), [(2048, 6), (2048, 8), (512, 4), (2560, 8)])
+def test_the_norm_adds_the_experts_with_the_bits_of_their_sum(tokens: int, size: int, slots: int) -> None:
+    rows_PE, weight_E = random_matrix(tokens * slots, size, 1), random_matrix(1, size, 2)[0]
+    weight_TS = torch.rand(tokens, slots, device="cuda")
+    row_TS = torch.randperm(tokens * slots, device="cuda").view(tokens, slots)
+    rows_PE[0, 3] = torch.nan
+    for shared_TE in (None, random_matrix(tokens, size, 3)):
+        experts, residual_TE = ExpertSum(rows_PE, weight_TS, row_TS, shared_TE), random_matrix(tokens, size, 4)
+        delta_TE = combine_experts(*experts)
+        hidden_TE, values_TE = add_rms_norm(delta_TE, residual_TE.clone(), weight_E, 1e-6, quantize=False)
+        want = hidden_TE, values_TE, *quantize_activation(values_TE)
+        found_TE, found_values_TE, codes = add_rms_norm_both(experts, residual_TE.clone(), weight_E, 1e-6)
+        assert_same_bytes((found_TE, found_values_TE, *codes), want)
+        alone_TE, alone = add_rms_norm(experts, residual_TE, weight_E, 1e-6, quantize=True)
+        assert_same_bytes((alone_TE, *alone), (hidden_TE, *want[2:]))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300, 512])
+def test_sorting_and_gathering_in_one_launch_have_the_bytes_of_two(tokens: int) -> None:
+    """Skewed loads, experts of no row, and one expert of all rows."""
+    for experts, slots, columns in ((64, 6, 2048), (128, 8, 2048), (256, 8, 7168), (60, 4, 512)):
+        x8 = quantize_activation(random_matrix(tokens, columns, 1))
+        skewed_TX = torch.rand(tokens, experts, device="cuda") + torch.linspace(0.5, 0, experts, device="cuda")
+        first_TS = torch.arange(slots, device="cuda").expand(tokens, slots)
+        for expert_TS in (skewed_TX.topk(slots).indices.sort(1).values, first_TS.contiguous()):
+            want = sort_by_expert(expert_TS, experts)
+            found, codes = sort_and_gather(expert_TS, experts, x8)
+            assert_same_bytes((*found, *codes), (*want, *gather_codes(x8, want.token_P)))
 
 
 def test_the_gradient_of_the_sum_is_the_references() -> None:
