@@ -243,6 +243,7 @@ def test_the_fused_forms_are_the_module(
         (None, 256, True),
         (None, 0, True),
         (LoraConfig(rank=8), 256, True),  # of the shared expert alone
+        (LoraConfig(rank=8, experts=True, targets=("down_proj",)), 256, True),  # the shared expert reads them
         (LoraConfig(rank=8, experts=True), 256, False),
         (LoraConfig(rank=8, experts=True), 0, False),
     ],
