@@ -100,7 +100,7 @@ def _grouped_bf16_gemm_kernel(
         tl.store(y_ptrs, acc.to(tl.bfloat16), mask=inside_MN)
 
 
-@triton.jit(do_not_specialize=["num_columns", "depth"])
+@triton.jit
 def _grouped_wgrad_gradient_kernel(
     dy_desc, x_desc, dy_ptr, x_ptr, first_ptr, dw_ptr, num_columns, depth,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,

@@ -1,5 +1,5 @@
-"""Compiles the products of experts and of heads for Hopper, on a machine without a GPU: one line each, its name, the number
-of its stores of one element, and of those of 16 bytes.
+"""Compiles the products of experts and of heads for Hopper, on a machine without a GPU. One line each: its name, the
+number of its stores of one element, and of those of 16 bytes.
 
     python -m tests.unit.kernels.compile_stores
 """
@@ -13,7 +13,13 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm_triton
+from octetrl.kernels.gemm.grouped_bf16_gemm import (
+    NARROW_WGRAD,
+    WIDE_WGRAD,
+    Part,
+    grouped_bf16_gemm_triton,
+    grouped_wgrad_triton,
+)
 from octetrl.kernels.gemm.grouped_fp8_gemm import OWNED, grouped_fp8_gemm_triton
 from octetrl.kernels.gemm.head_gemm import CODES_TILES, head_gemm_codes_triton, head_gemm_triton
 from octetrl.kernels.quantize.quantize_activation import empty_rows
@@ -45,6 +51,8 @@ def compile_all() -> None:
     for tile in OWNED.values():
         grouped_fp8_gemm_triton(x, w, first_X1, tile)
     grouped_bf16_gemm_triton(zeros(ROWS, DEPTH), zeros(EXPERTS * COLUMNS, DEPTH), first_X1)
+    for wgrad_tile in (WIDE_WGRAD, NARROW_WGRAD):
+        grouped_wgrad_triton(zeros(ROWS, COLUMNS), zeros(ROWS, DEPTH), first_X1, torch.bfloat16, wgrad_tile)
     o_THC, kv_b = zeros(ROWS, HEADS, LATENT), zeros(HEADS * 256, LATENT)
     head_gemm_triton(o_THC, kv_b, part=Part(128))
     for tile in CODES_TILES:

@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[3]
-KERNELS = {"_grouped_fp8_gemm_kernel": 4, "_grouped_bf16_gemm_kernel": 1, "_head_gemm_kernel": 5}  # and their variants
+KERNELS = {  # and their variants
+    "_grouped_fp8_gemm_kernel": 4,
+    "_grouped_bf16_gemm_kernel": 1,
+    "_grouped_wgrad_gradient_kernel": 2,
+    "_head_gemm_kernel": 5,
+}
 
 
 def test_products_store_16_bytes_a_thread(tmp_path: Path) -> None:
