@@ -19,6 +19,8 @@ chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -46,6 +48,9 @@ from octetrl.kernels.attention.latent_rows import GLUON_SIZES, SMALLEST_BLOCK
 from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 
 COLUMNS = 16  # heads of one program
+# The Gluon kernel of chunks: "two" warpgroups in step, "narrow" for one, "pipe" for a pipeline of four. Equal bits.
+CHUNKS_BY: Literal["two", "narrow", "pipe"] = "two"
+PERSISTENT = True  # the pipeline has one program for each multiprocessor, not for each chunk
 
 
 @triton.jit
@@ -198,12 +203,26 @@ def latent_decode(
 
 
 def _run_gluon(*operands: Any) -> bool:
-    """Whether it ran."""
+    """Whether it ran. `operands`: those of `latent_decode_gluon`."""
     try:
-        from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
+        if operands[-1] is None or CHUNKS_BY == "two":
+            from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
 
-        latent_decode_gluon(*operands)
+            latent_decode_gluon(*operands)
+        else:
+            _kernel_of_chunks()(*operands[:-2], operands[-1])
     except COMPILER_ERRORS as error:
         give_up("latent_decode_gluon", error)
         return False
     return True
+
+
+def _kernel_of_chunks() -> Callable[..., None]:
+    """The kernel that `CHUNKS_BY` names, if it is not "two"."""
+    if CHUNKS_BY == "narrow":
+        from octetrl.kernels.attention.latent_decode_narrow_gluon import latent_decode_narrow
+
+        return latent_decode_narrow
+    from octetrl.kernels.attention.latent_decode_pipe_gluon import latent_decode_pipe
+
+    return partial(latent_decode_pipe, persistent=PERSISTENT)
