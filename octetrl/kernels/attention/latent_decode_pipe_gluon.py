@@ -60,6 +60,7 @@ from octetrl.kernels.gluon_names import thread_barrier
 STAGES = 3
 REGISTERS = 112, 144  # of a thread: scores, and each converter; the sums have the other 112 of 512
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+AHEAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 FACTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -67,6 +68,16 @@ FACTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 def _items(sizes, HEADS: gl.constexpr):
     """Number of chunks and blocks of heads. `sizes`: (sequences, chunks of a sequence)."""
     return (HEADS + C - 1) // C * sizes[0] * sizes[1]
+
+
+@gluon.jit
+def _seek(item, sizes, contexts_ptr, HEADS: gl.constexpr, CHUNK: gl.constexpr):
+    """The program's first item from `item` on that has keys, or one 32 items later. One load for each would be slow."""
+    BLOCKS: gl.constexpr = (HEADS + C - 1) // C
+    n = gl.arange(0, 32, AHEAD)
+    items = item + n * gl.num_programs(0)
+    contexts = gl.load(contexts_ptr + items // BLOCKS % sizes[0], mask=items < _items(sizes, HEADS), other=0)
+    return item + gl.min(gl.where(contexts > items // BLOCKS // sizes[0] * CHUNK, n, 32), 0) * gl.num_programs(0)
 
 
 @gluon.jit
@@ -88,7 +99,8 @@ def _convert(
     """A warpgroup that loads and converts every second tile."""
     latent_ptr, scale_ptr = pointers
     before = 0  # tiles of earlier chunks
-    for item in range(gl.program_id(0), _items(sizes, HEADS), gl.num_programs(0)):
+    item = _seek(gl.program_id(0), sizes, contexts_ptr, HEADS, CHUNK)
+    while item < _items(sizes, HEADS):
         _, sequence, _, first, end, tiles = _chunk_of(item, sizes[0], contexts_ptr, HEADS, CHUNK)
         pages_ptr = table_ptr + sequence * stride_table
         own = (before + WHICH) % 2
@@ -118,6 +130,7 @@ def _convert(
             thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
         before += tiles
+        item = _seek(item + gl.num_programs(0), sizes, contexts_ptr, HEADS, CHUNK)
 
 
 @gluon.jit
@@ -131,7 +144,8 @@ def _score(
     stride_ql_token, stride_ql_head, stride_qr_token, stride_qr_head, stride_table = strides
     q_latent, q_rotary, keys, weights, factors, maxima = shared
     before = 0
-    for item in range(gl.program_id(0), _items(sizes, HEADS), gl.num_programs(0)):
+    item = _seek(gl.program_id(0), sizes, contexts_ptr, HEADS, CHUNK)
+    while item < _items(sizes, HEADS):
         first_head, sequence, chunk, first, end, tiles = _chunk_of(item, sizes[0], contexts_ptr, HEADS, CHUNK)
         if tiles > 0:
             pages_ptr = table_ptr + sequence * stride_table
@@ -179,6 +193,7 @@ def _score(
             gl.store(m_ptr + row + head_C, m_C, mask=head_C < HEADS)
             gl.store(l_ptr + row + head_C, gl.convert_layout(_total(l_XC), COLUMNS), mask=head_C < HEADS)
             before += tiles
+        item = _seek(item + gl.num_programs(0), sizes, contexts_ptr, HEADS, CHUNK)
 
 
 @gluon.jit
@@ -188,7 +203,8 @@ def _sum(
 ):  # fmt: skip
     """The warpgroup of o."""
     before = 0
-    for item in range(gl.program_id(0), _items(sizes, HEADS), gl.num_programs(0)):
+    item = _seek(gl.program_id(0), sizes, contexts_ptr, HEADS, CHUNK)
+    while item < _items(sizes, HEADS):
         first_head, sequence, chunk, _, _, tiles = _chunk_of(item, sizes[0], contexts_ptr, HEADS, CHUNK)
         if tiles > 0:
             o_LC = gl.zeros([LATENT, C], gl.float32, MMA)
@@ -208,6 +224,7 @@ def _sum(
             element = gl.expand_dims(gl.arange(0, LATENT, gl.SliceLayout(1, MMA)), 1)
             gl.store(o_ptr + (row + head) * LATENT + element, o_LC, mask=(head < HEADS) & (element < LATENT))
             before += tiles
+        item = _seek(item + gl.num_programs(0), sizes, contexts_ptr, HEADS, CHUNK)
 
 
 @gluon.jit(do_not_specialize=["stride_table", "sequences", "max_chunks"])
