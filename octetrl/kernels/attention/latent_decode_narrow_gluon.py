@@ -122,7 +122,7 @@ def _store_chunk(m_ptr, l_ptr, o_ptr, row, first_head, m_C, l_XC, o_LC, HEADS: g
 
 
 @gluon.jit(do_not_specialize=["stride_table", "max_chunks"])
-def _latent_decode_narrow_kernel(
+def _latent_decode_narrow_gluon_kernel(
     q_latent_ptr, q_rotary_ptr, latent_ptr, key_ptr, scale_ptr, table_ptr, contexts_ptr, m_ptr, l_ptr, o_ptr,
     stride_ql_token, stride_ql_head, stride_qr_token, stride_qr_head, stride_table, max_chunks, score_scale,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROTARY: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr,
@@ -203,7 +203,7 @@ def latent_decode_narrow(
     """Write m, l [B, S, H] and o [B, S, H, C] of each chunk into `chunks`, as `latent_decode_gluon`."""
     (sequences, heads), (m_BSH, l_BSH, o_BSHC) = q_latent_BHC.shape[:2], chunks
     shape: dict[str, Any] = {"HEADS": heads, "LATENT": LATENT_SIZE, "ROTARY": ROTARY_SIZE, "CHUNK": KV_CHUNK}
-    _latent_decode_narrow_kernel[(triton.cdiv(heads, 16), sequences, m_BSH.shape[1])](
+    _latent_decode_narrow_gluon_kernel[(triton.cdiv(heads, 16), sequences, m_BSH.shape[1])](
         q_latent_BHC, q_rotary_BHR, latent_pages, key_pages, token_scale, block_table_BP, context_lens_B,
         m_BSH, l_BSH, o_BSHC, *q_latent_BHC.stride()[:2], *q_rotary_BHR.stride()[:2], block_table_BP.stride(0),
         m_BSH.shape[1], softmax_scale * LOG2E, PAGE_SIZE=latent_pages.shape[1], num_warps=WARPS,

@@ -228,7 +228,7 @@ def _sum(
 
 
 @gluon.jit(do_not_specialize=["stride_table", "sequences", "max_chunks"])
-def _latent_decode_pipe_kernel(
+def _latent_decode_pipe_gluon_kernel(
     q_latent_ptr, q_rotary_ptr, latent_ptr, key_ptr, scale_ptr, table_ptr, contexts_ptr, m_ptr, l_ptr, o_ptr,
     stride_ql_token, stride_ql_head, stride_qr_token, stride_qr_head, stride_table, sequences, max_chunks, score_scale,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROTARY: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr,
@@ -300,7 +300,7 @@ def latent_decode_pipe(
     (sequences, heads), (m_BSH, l_BSH, o_BSHC) = q_latent_BHC.shape[:2], chunks
     items = triton.cdiv(heads, 16) * sequences * m_BSH.shape[1]
     shape: dict[str, Any] = {"HEADS": heads, "LATENT": LATENT_SIZE, "ROTARY": ROTARY_SIZE, "CHUNK": KV_CHUNK}
-    _latent_decode_pipe_kernel[(min(items, multiprocessors(o_BSHC.device)) if persistent else items,)](
+    _latent_decode_pipe_gluon_kernel[(min(items, multiprocessors(o_BSHC.device)) if persistent else items,)](
         q_latent_BHC, q_rotary_BHR, latent_pages, key_pages, token_scale, block_table_BP, context_lens_B,
         m_BSH, l_BSH, o_BSHC, *q_latent_BHC.stride()[:2], *q_rotary_BHR.stride()[:2], block_table_BP.stride(0),
         sequences, m_BSH.shape[1], softmax_scale * LOG2E, PAGE_SIZE=latent_pages.shape[1], STAGES=STAGES,
