@@ -1,9 +1,9 @@
 """Measures speculation: a workload without drafts, with n-gram drafts, and with drafts that are right at a given rate.
 
 Drafts are made where they pay, as in a run, or always. One engine serves a precision and a workload. It generates the
-workload twice without drafts; the second time counts. Then it generates it once for each kind of drafts. A rate p means
-that each draft is the token of the first pass with probability p, given that those before it are. Every answer is
-compared with the first pass, bit for bit.
+workload twice without drafts; the second time counts. Then it generates it for each kind of drafts until no graph is
+captured, five times at most; the last time counts. A rate p means that each draft is the token of the first pass with
+probability p, given that those before it are. Every answer is compared with the first pass, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from octetrl.engine.speculation import DraftSource
 from octetrl.records import Completion
 
 NGRAM = "ngram"
+MOST_TURNS = 5  # of a kind of drafts
 Answers = dict[tuple[str, int], Sequence[int]]
 
 
@@ -92,11 +93,13 @@ def _rows(
     rows: list[Row] = []
     plain = 0.0
     for kind in ("none", *drafts):
-        if kind != "none":
+        for _ in range(MOST_TURNS):
             engine.draft_source = source_of(kind)
-            engine.generate(workload.requests)  # captures the sizes of batches that drafts make
-        engine.draft_source = source_of(kind)
-        row = _measured(engine, workload, expected)
+            row = _measured(engine, workload, expected)
+            if not row.get(
+                "time/capture"
+            ):  # else the numbers of drafts, which follow times, led to a new size of batch
+                break
         speed = float(row["rollout/tokens_per_second"])
         plain = plain or speed
         row |= {"precision": precision, "workload": workload.name, "rollout/drafts": kind}
@@ -119,5 +122,7 @@ def _measured(engine: Engine, workload: Workload, expected: list[list[Completion
         "rollout/steps": metrics.steps,
         "rollout/unequal_answers": unequal,
     }
+    if metrics.session_capture_seconds is not None:
+        row["time/capture"] = metrics.session_capture_seconds
     row.update({} if metrics.drafts is None else metrics.drafts.named())
     return row

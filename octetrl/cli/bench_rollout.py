@@ -79,9 +79,13 @@ DRAFT_COLUMNS = {
     "rollout/steps": ("forwards", ",d"),
     "rollout/drafted_tokens": ("drafted", ",.0f"),
     "rollout/accepted_tokens": ("accepted", ",.0f"),
+    "time/capture": ("capture\ns", ".2f"),
     "rollout/unequal_answers": ("unequal\nanswers", "d"),
 }
-DRAFT_LEGEND = "of none: speed relative to no drafts. unequal answers: 0 where speculation keeps all bits."
+DRAFT_LEGEND = (
+    "of none: speed relative to no drafts. capture: part of the time that captured graphs, 0 in a fair comparison."
+    " unequal answers: 0 where speculation keeps all bits."
+)
 ROUTER_COLUMNS = {"router/load_max_over_mean": ("expert load\nmax/mean", ".2f")}
 NUMERICS_COLUMNS = {"rollout/cost_of_parity": ("parity\ncosts", ".1%")}
 LEGEND = (
