@@ -63,10 +63,10 @@ def _sort_and_gather_kernel(
 
 
 def sort_and_gather_triton(expert_TS: Tensor, num_experts: int, x: Quantized) -> tuple[SortedSlots, Quantized]:
-    """The launcher. At most MOST_SLOTS slots."""
+    """The launcher, for any number of slots."""
     (rows, slots), (columns, blocks) = expert_TS.shape, (x.codes.shape[1], x.scale.shape[1])
     num_slots = rows * slots
-    assert num_slots <= MOST_SLOTS and x.codes.is_contiguous(), "sort_and_gather: too many slots, or codes in pieces"
+    assert x.codes.is_contiguous(), "sort_and_gather: codes in pieces"
     found = empty_slots(expert_TS, num_experts)
     codes, scale = empty_rows(num_slots, columns, x.codes.device)
     block_k = triton.next_power_of_2(columns)
