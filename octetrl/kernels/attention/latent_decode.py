@@ -49,8 +49,8 @@ from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 
 COLUMNS = 16  # heads of one program
 # The Gluon kernel of chunks: "two" warpgroups in step, "narrow" for one, "pipe" for a pipeline of four. Equal bits.
-CHUNKS_BY: Literal["two", "narrow", "pipe"] = "two"
-PERSISTENT = True  # the pipeline has one program for each multiprocessor, not for each chunk
+CHUNKS_BY: Literal["two", "narrow", "pipe"] = "pipe"
+PERSISTENT = False  # the pipeline has one program for each multiprocessor, not for each chunk
 
 
 @triton.jit
