@@ -19,8 +19,6 @@ chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -48,9 +46,7 @@ from octetrl.kernels.attention.latent_rows import GLUON_SIZES, SMALLEST_BLOCK
 from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 
 COLUMNS = 16  # heads of one program
-# The Gluon kernel of chunks: "two" warpgroups in step, "narrow" for one, "pipe" for a pipeline of four. Equal bits.
-CHUNKS_BY: Literal["two", "narrow", "pipe"] = "pipe"
-PERSISTENT = False  # the pipeline has one program for each multiprocessor, not for each chunk
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Any, Tensor, Tensor, float]  # of both Gluon kernels
 
 
 @triton.jit
@@ -186,8 +182,9 @@ def latent_decode(
     block_l = max(2 * SMALLEST_BLOCK, triton.next_power_of_2(latent))
     options = {"enable_fp_fusion": False} if latent_pages.is_cuda else {}
     operands = q_latent_BHC, q_rotary_BHR, latent_pages, key_pages, token_scale
-    chunks = (m_BSH, l_BSH, o_BSHC) if split else None
-    if not (gluon and _run_gluon(*operands, block_table_BP, context_lens_B, softmax_scale, out_BHC, chunks)):
+    chunks = None if m_BSH is None or l_BSH is None or o_BSHC is None else (m_BSH, l_BSH, o_BSHC)
+    tables = *operands, block_table_BP, context_lens_B, softmax_scale
+    if not (gluon and _run_gluon(tables, out_BHC, chunks)):
         _latent_decode_kernel[(blocks, sequences, max_chunks if split else 1)](
             *operands, out_BHC, block_table_BP, context_lens_B, m_BSH, l_BSH, o_BSHC,
             *q_latent_BHC.stride()[:2], *q_rotary_BHR.stride()[:2], block_table_BP.stride(0),
@@ -202,27 +199,17 @@ def latent_decode(
     return out_BHC
 
 
-def _run_gluon(*operands: Any) -> bool:
-    """Whether it ran. `operands`: those of `latent_decode_gluon`."""
+def _run_gluon(operands: Operands, out_BHC: Tensor, chunks: tuple[Tensor, Tensor, Tensor] | None) -> bool:
+    """Whether it ran: into `out_BHC`, or each chunk into `chunks`."""
     try:
-        if operands[-1] is None or CHUNKS_BY == "two":
-            from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
+        from octetrl.kernels.attention.latent_decode_chunks_gluon import latent_chunks_gluon
+        from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
 
-            latent_decode_gluon(*operands)
+        if chunks is None:
+            latent_decode_gluon(*operands, out_BHC)
         else:
-            _kernel_of_chunks()(*operands[:-2], operands[-1])
+            latent_chunks_gluon(*operands, chunks)
     except COMPILER_ERRORS as error:
         give_up("latent_decode_gluon", error)
         return False
     return True
-
-
-def _kernel_of_chunks() -> Callable[..., None]:
-    """The kernel that `CHUNKS_BY` names, if it is not "two"."""
-    if CHUNKS_BY == "narrow":
-        from octetrl.kernels.attention.latent_decode_narrow_gluon import latent_decode_narrow
-
-        return latent_decode_narrow
-    from octetrl.kernels.attention.latent_decode_pipe_gluon import latent_decode_pipe
-
-    return partial(latent_decode_pipe, persistent=PERSISTENT)
