@@ -52,11 +52,18 @@ def experts_refused_on_gpu(recipe: Recipe, spec: ModelSpec, precisions: Precisio
     fp8 = [name for name in experts if name in {*precisions.fp8_rollout, *precisions.fp8_train}]
     if recipe.model.dtype != "bfloat16" or (recipe.fp8.emulate and (precisions.fp8_rollout or precisions.fp8_train)):
         return ONLY_BFLOAT16
-    for name in fp8:
-        widths = experts[name].in_features, experts[name].out_features
-        if any(width % BLOCK for width in widths):
-            return (
-                f"experts of {widths[1]:,} x {widths[0]:,} ({name}) do not run in FP8 on a GPU, where both must be"
-                f" multiples of {BLOCK}; set fp8.ignore=['*.experts.*'], precision=bf16 or cluster.device=cpu"
-            )
-    return None
+    return next((text for name in fp8 if (text := widths_refused_in_fp8(name, experts[name])) is not None), None)
+
+
+def widths_refused_in_fp8(name: str, linear: StackedLinearLayout) -> str | None:
+    """Why a GPU does not multiply by these experts in FP8, as one line; None: it does. The widths are the config's, so
+    those of gate and up count one by one."""
+    multiplied = (linear.in_features, linear.in_features), (linear.parts[0].rows, linear.out_features)
+    ragged = dict.fromkeys(f"{width:,}" for width, size in multiplied if size % BLOCK)
+    if not ragged:
+        return None
+    return (
+        f"experts with a width of {' and '.join(ragged)} ({name}) do not run in FP8 on a GPU, where their hidden and"
+        f" intermediate sizes must be multiples of {BLOCK}; set fp8.ignore=['*.experts.*'], precision=bf16 or"
+        f" cluster.device=cpu"
+    )

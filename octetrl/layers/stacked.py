@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
@@ -107,11 +106,10 @@ class Float8StackedLinear(Float8Linear):
             square_wgrad=square_wgrad,
             has_weight=has_weight,
         )
-        if backend == "scaled_mm" and (in_features % BLOCK or out_features % BLOCK):
-            raise UserError(
-                f"experts of {out_features} x {in_features} are no multiples of {BLOCK}, as FP8 needs on a GPU; use"
-                f" precision: bf16"
-            )
+        is_whole = in_features % BLOCK == out_features % BLOCK == 0
+        assert is_whole or backend == "emulated", (
+            f"{out_features} x {in_features}: build_blocks.py refuses such experts"
+        )
         self.out_features, self.count = out_features, count
         self.blocks = -(-out_features // BLOCK)  # of an expert's rows
         self.scale = torch.full((count * self.blocks, self.scale.shape[1]), torch.nan, device=device)

@@ -253,13 +253,24 @@ def add_rms_norm_both(
 
 def _check(delta: Addend, residual_TE: Tensor, weight_E: Tensor) -> None:
     assert residual_TE.dim() == 2 and residual_TE.shape[1] == weight_E.numel(), f"add_rms_norm: {residual_TE.shape}"
-    addend = delta
+    addends: tuple[Tensor | None, ...]
     if isinstance(delta, ExpertSum):
         tokens, slots = delta.row_TS.shape
         assert len(delta.y_PE) == tokens * slots, f"add_rms_norm: {len(delta.y_PE)} rows of {tokens} x {slots} experts"
+        for x, dtype in ((delta.weight_TS, torch.float32), (delta.row_TS, torch.int64)):
+            assert x.shape == delta.row_TS.shape and x.dtype == dtype, (
+                f"add_rms_norm: {_form(x)}, must be {(tokens, slots)} {dtype}"
+            )
         assert all(x is None or x.is_contiguous() for x in delta), "add_rms_norm: strides of the experts' rows"
-        addend = delta.y_PE[:tokens]
-    for x in (residual_TE,) if addend is None else (residual_TE, addend):
-        assert isinstance(x, Tensor) and x.shape == residual_TE.shape, f"add_rms_norm: {x}"
-        assert x.dtype == weight_E.dtype, f"add_rms_norm: {x.dtype}"
+        addends = delta.y_PE[:tokens], delta.shared_TE
+    else:
+        addends = (delta,)
+    for x in (residual_TE, *(x for x in addends if x is not None)):
+        assert x.shape == residual_TE.shape and x.dtype == weight_E.dtype, (
+            f"add_rms_norm: {_form(x)}, must be {tuple(residual_TE.shape)} {weight_E.dtype}"
+        )
         assert x.stride(1) == 1, f"add_rms_norm: last axis has stride {x.stride(1)}, must be 1"
+
+
+def _form(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype}"

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.presets import preset_config
+from octetrl.config.schema import Fp8Config
 from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 
 
@@ -29,8 +32,11 @@ FP8 = {"fp8": {"rollout": True, "train": True}}
 @pytest.mark.parametrize(
     ("sizes", "sections", "words"),
     [
-        ({"moe_intermediate_size": 1440}, FP8, "experts of 2,880 x 128 (layers.0.mlp.experts.gate_up_proj) do not run"),
-        ({"moe_intermediate_size": 1440}, {"fp8": {"rollout": True}}, "both must be multiples of 128; set fp8.ignore="),
+        ({"moe_intermediate_size": 1440}, FP8, "a width of 1,440 (layers.0.mlp.experts.gate_up_proj) do not run"),
+        ({"moe_intermediate_size": 1440}, {"fp8": {"rollout": True}}, "128; set fp8.ignore=['*.experts.*'],"),
+        ({"moe_intermediate_size": 64}, FP8, "a width of 64 (layers.0.mlp.experts.down_proj)"),
+        ({"hidden_size": 144, "moe_intermediate_size": 272}, FP8, "a width of 144 and 272 (layers.0.mlp."),
+        ({"hidden_size": 64, "moe_intermediate_size": 64}, FP8, "a width of 64 (layers.0.mlp.experts.gate_up_proj)"),
         ({}, {"model": {"dtype": "float32"}}, "a mixture of experts runs on a GPU in bfloat16"),
         ({}, {"fp8": {"train": True, "emulate": True}}, "its FP8 is not emulated there"),
     ],
@@ -49,6 +55,14 @@ def test_what_does_not_run_is_refused(sizes: dict[str, int], sections: dict[str,
 )
 def test_what_runs_is_not(sizes: dict[str, int], sections: dict[str, Any]) -> None:
     assert refusal(sizes, **sections) is None
+
+
+def test_a_model_that_is_built_is_refused_in_the_words_of_the_check() -> None:
+    spec = spec_from_config(preset_config("tiny-moe") | {"moe_intermediate_size": 272})
+    policy = precision_policy(spec, Fp8Config(train=True))
+    with pytest.raises(UserError) as refused:
+        Decoder(spec, policy, "train", device="meta", backend="scaled_mm")
+    assert str(refused.value) == refusal({"moe_intermediate_size": 272}, **FP8)
 
 
 def test_a_model_without_experts_is_not_asked() -> None:

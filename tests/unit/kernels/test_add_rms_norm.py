@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -112,21 +114,54 @@ def _expert_sum(shape: tuple[int, int], slots: int, dtype: torch.dtype, has_shar
 @pytest.mark.parametrize("has_shared", [False, True])
 def test_the_sum_of_experts_is_an_addend(has_shared: bool) -> None:
     _, residual, weight = _inputs((7, 160))
-    experts, other = _expert_sum((7, 160), 3, torch.bfloat16, has_shared), residual.clone()
+    experts, before = _expert_sum((7, 160), 3, torch.bfloat16, has_shared), residual.clone()
     want_residual, want = add_rms_norm(combine_experts(*experts), residual, weight, EPS, quantize=False)
-    got_residual, values, codes = add_rms_norm_both(experts, other, weight, EPS)
-    assert torch.equal(got_residual, want_residual) and torch.equal(values, want)
-    assert bytes_of(codes) == bytes_of(quantize_activation_reference(want))
+    for power_of_two in (False, True):
+        got_residual, values, codes = add_rms_norm_both(experts, before.clone(), weight, EPS, power_of_two)
+        assert torch.equal(got_residual, want_residual) and torch.equal(values, want)
+        assert bytes_of(codes) == bytes_of(quantize_activation_reference(want, power_of_two))
+
+
+def test_what_the_kernel_would_misread_is_an_error() -> None:
+    """Shapes, dtypes and strides are named, and no values."""
+    _, residual, weight = _inputs((4, 256))
+    good = _expert_sum((4, 256), 3, torch.bfloat16, has_shared=True)
+    assert good.shared_TE is not None
+    wrong = {
+        "11 rows of 4 x 3 experts": good._replace(y_PE=good.y_PE[:11]),
+        "strides of the experts' rows": good._replace(row_TS=good.row_TS.t().contiguous().t()),
+        r"\(4, 2\) torch.float32, must be \(4, 3\) torch.float32": good._replace(weight_TS=good.weight_TS[:, :2]),
+        r"\(4, 3\) torch.bfloat16, must be": good._replace(weight_TS=good.weight_TS.bfloat16()),
+        r"\(4, 3\) torch.int32, must be \(4, 3\) torch.int64": good._replace(row_TS=good.row_TS.int()),
+        r"\(3, 256\) torch.bfloat16, must be \(4, 256\)": good._replace(shared_TE=good.shared_TE[:3]),
+        r"\(4, 256\) torch.float32, must be \(4, 256\) torch.bfloat16": good._replace(shared_TE=good.shared_TE.float()),
+        r"\(4, 255\) torch.bfloat16, must be": good.shared_TE[:, 1:],
+        "last axis has stride 4": good.shared_TE.t().contiguous().t(),
+    }
+    for message, delta in wrong.items():
+        for add in (partial(add_rms_norm, quantize=True), add_rms_norm_both):
+            with pytest.raises(AssertionError, match=f"^add_rms_norm: {message}[^\n]*$"):
+                add(delta, residual, weight, EPS)
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 @pytest.mark.parametrize("has_shared", [False, True])
-@pytest.mark.parametrize(("shape", "slots"), [*((shape, 3) for shape in SHAPES), ((7, 2048), 8), ((300, 512), 1)])
-def test_the_kernel_adds_the_experts_to_the_bit(shape: tuple[int, int], slots: int, has_shared: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "slots", "dtype"),
+    [
+        *((shape, 3, torch.float32) for shape in SHAPES),
+        ((7, 2048), 8, torch.float32),
+        ((7, 2048), 8, torch.bfloat16),
+        ((300, 512), 1, torch.float32),
+    ],
+)
+def test_the_kernel_adds_the_experts_to_the_bit(
+    shape: tuple[int, int], slots: int, dtype: torch.dtype, has_shared: bool
+) -> None:
     """As `combine_experts` and then the norm. An expert's NaN poisons the token that reads it."""
-    _, residual, weight = _inputs(shape, torch.float32)
-    experts = _expert_sum(shape, slots, torch.float32, has_shared)
+    _, residual, weight = _inputs(shape, dtype)
+    experts = _expert_sum(shape, slots, dtype, has_shared)
     if shape[0]:
         experts.y_PE[1, 5] = torch.nan
     before, delta = residual.clone(), combine_experts_triton(*experts)

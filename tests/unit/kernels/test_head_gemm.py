@@ -3,10 +3,13 @@ whose bits it has."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+import octetrl.kernels.gemm.head_gemm as module
 from octetrl.fp8.quantize import quantize_activation_reference
 from octetrl.kernels.gemm.grouped_bf16_gemm import NARROW, Part, grouped_bf16_gemm_triton
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile
@@ -87,8 +90,29 @@ def of_whole_blocks(tokens: int) -> tuple[Tensor, Tensor]:
 
 def test_codes_are_those_of_the_product() -> None:
     o_THC, kv_b = of_whole_blocks(5)
-    want = quantize_activation_reference(head_gemm(o_THC, kv_b, part=VALUES).flatten(1))
-    assert bytes_of(head_gemm_codes(o_THC, kv_b, part=VALUES)) == bytes_of(want)
+    for power_of_two in (False, True):
+        want = quantize_activation_reference(head_gemm(o_THC, kv_b, part=VALUES).flatten(1), power_of_two)
+        assert bytes_of(head_gemm_codes(o_THC, kv_b, part=VALUES, power_of_two=power_of_two)) == bytes_of(want)
+
+
+class Launches:
+    """Stands for the kernel and counts its launches."""
+
+    count = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.count += 1
+        return lambda *operands, **options: None
+
+
+def test_no_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches()
+    monkeypatch.setattr(module, "_head_gemm_kernel", launches)
+    for tokens in (2, 0):
+        o_THC, kv_b = of_whole_blocks(tokens)
+        assert head_gemm_triton(o_THC, kv_b, part=VALUES).shape == (tokens, HEADS, 256)
+        assert head_gemm_codes_triton(o_THC, kv_b, part=VALUES).codes.shape == (tokens, HEADS * 256)
+        assert launches.count == 2, "TMA describes no empty tensor"
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -44,7 +44,7 @@ def test_blocks_of_zeros_and_of_nan() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
-@pytest.mark.parametrize("shape", [(7, 1408), (1, 768), (37, 384), (5, 200), (300, 128)])
+@pytest.mark.parametrize("shape", [(7, 1408), (4, 1408), (1, 768), (37, 384), (5, 200), (300, 128)])
 def test_a_tile_may_hold_blocks_of_several_tokens(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the bytes of one block a tile. NaN and infinity stay in their blocks."""
     gate_up = normal(shape[0], 2 * shape[1])

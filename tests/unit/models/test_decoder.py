@@ -12,6 +12,8 @@ from octetrl.config.schema import Fp8Config
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import CacheTreatment, PackedContext, PagedContext
+from octetrl.layers.rotary import Rotary, RotaryTable
+from octetrl.models.blocks.block import RolloutInputs
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from tests.unit.models.tiny_families import FAMILIES, decoder_of, hf_logits, hf_model, packed
@@ -188,3 +190,17 @@ def test_an_fp8_cache_of_qwen2_replays_v_alone(tmp_path: Path) -> None:
             layer.attention.treat_as = dict.fromkeys("KV", CacheTreatment("dynamic", None))
         both_TE = model(token_ids_T, positions_T, replayed)
     assert not torch.equal(v_alone_TE, plain_TE) and not torch.equal(v_alone_TE, both_TE)
+
+
+def test_positions_are_looked_up_once_a_forward() -> None:
+    class Counting(RotaryTable):
+        calls = 0
+
+        def forward(self, positions_T: Tensor) -> Rotary:
+            self.calls += 1
+            return super().forward(positions_T)
+
+    table = Counting(16, 1e4, None, 8, device="cpu")
+    inputs = RolloutInputs(table, torch.tensor([3, 1]), None)
+    assert table.calls == 0 and inputs.angles is inputs.angles and table.calls == 1
+    assert torch.equal(inputs.angles.cos_TR, table.cos_SR[[3, 1]])

@@ -21,14 +21,17 @@ from octetrl.config.schema import Fp8Config, LoraConfig
 from octetrl.doctor.taps import Fingerprints, Site, Tap, TrainingTap
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.relative_error import relative_error
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.models import training_forward
+from octetrl.models.blocks.mla.absorbed import HeadSizes, expand, expand_codes
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.mla.module import LatentAttention
 from octetrl.models.blocks.mlp import training as mlp_training
 from octetrl.models.blocks.mlp.layout import MLPLayout
+from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.rollout_forward import rollout_forward
@@ -42,6 +45,11 @@ SPECS = {
     "direct": replace(SPEC, blocks=(LayerBlocks(DIRECT, MLPLayout()),)),
     "low_rank": replace(SPEC, blocks=(LayerBlocks(LOW_RANK, MLPLayout()),), rope_scaling=YARN),
 }
+MIXTURE = MixtureLayout(Routing(6, 2, "softmax", renormalise=True), 48, 96)
+SPECS["mixed"] = replace(  # norms that are read in both forms, and as codes alone
+    SPECS["low_rank"],
+    blocks=(LayerBlocks(replace(LOW_RANK, value_size=128), MLPLayout()), LayerBlocks(LOW_RANK, MIXTURE)),
+)
 LENGTHS = (20, 1, 70)
 CONTEXT = PackedContext(torch.tensor((0, *LENGTHS)).cumsum(0).int(), max(LENGTHS))
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])
@@ -70,7 +78,7 @@ def rotary_of(name: str) -> Rotary:
     return RotaryTable(spec.rotary_size, spec.rope_theta, spec.rope_scaling, 128, device="cpu")(POSITIONS)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["direct", "low_rank"])
 def test_values_and_gradients_are_those_of_the_formula_in_float64(name: str) -> None:
     mla = next(make(name, dtype=torch.float32).decoder_layers()).attention
     assert isinstance(mla, LatentAttention)
@@ -154,9 +162,25 @@ def test_the_trainers_forms_agree(name: str, fp8: Fp8Config, mode: str, lora: Lo
             assert relative_error(fused_gradients[key], want) < (0.15 if fp8.train else 0.02), (keep, key)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
-def test_the_rollouts_form_has_the_modules_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = Sides(SPECS["low_rank"], precision)
+@pytest.mark.parametrize("value", [40, 128], ids=["ragged values", "values of a block"])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_codes_are_those_of_the_expanded_values(value: int, power_of_two: bool) -> None:
+    sizes, generator = HeadSizes(64, value), torch.Generator().manual_seed(1)
+    o_THC = torch.randn(5, 3, 48, generator=generator).bfloat16()
+    kv_b = torch.randn(3 * sum(sizes), 48, generator=generator).bfloat16()
+    found = expand_codes(o_THC, kv_b, sizes, power_of_two)
+    want = quantize_activation(expand(o_THC, kv_b, sizes), power_of_two)
+    assert torch.equal(found.codes.view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(found.scale, want.scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("low_rank", "bf16"), ("low_rank", "fp8_full"), ("mixed", "fp8_full"), ("mixed", "powers")]
+)
+def test_the_rollouts_form_has_the_modules_bits(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`powers`: the scales are powers of two, which every op that quantises has to know."""
+    monkeypatch.setitem(PRECISIONS, "powers", PRECISIONS["fp8_full"].model_copy(update={"power_of_two": True}))
+    sides = Sides(SPECS[name], precision)
     sequences = random_sequences(random.Random(1), sides.spec, [70, 5])
     pieces = [[(0, 0, 66), (1, 0, 4)], *([[(0, at, at + 1)] for at in range(66, 70)]), [(1, 4, 5)]]
     modules = Pages(sides, sequences, 16).filled(pieces)

@@ -24,7 +24,7 @@ from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.rows.combine_experts import ExpertSum, combine_experts
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers.context import PackedContext
-from octetrl.layers.rotary import Rotary, RotaryTable
+from octetrl.layers.rotary import RotaryTable
 from octetrl.layers.router_record import RouterRecord
 from octetrl.layers.stacked import Float8StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
@@ -38,11 +38,13 @@ from octetrl.models.blocks.normed import BothForms, add_norm, values_of
 from octetrl.models.blocks.products import Input
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import DENSE, spec_from_config
+from octetrl.models.rollout_forward import rollout_forward
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers
 from tests.objectives import objective
 from tests.parity.shapes import TINY
+from tests.parity.sides import Pages, Sides
 
 SOFTMAX = Routing(6, 2, "softmax", renormalise=True)
 SIGMOID = Routing(8, 3, "sigmoid", True, corrected=True, num_groups=4, kept_groups=2, scale=2.5)
@@ -251,11 +253,14 @@ def test_the_fused_forms_are_the_module(
 def test_a_rollouts_experts_read_the_codes_of_the_norm_in_front(
     lora: LoraConfig | None, shared_size: int, reads: bool
 ) -> None:
-    """They are the codes that each would quantise for itself. An adapter reads the values, and so does the router."""
+    """They are the codes that each would quantise for itself. An adapter reads the values, and so does the router. The
+    sum is that of the separate ops, with the branches of the experts' adapters."""
     spec = spec_of(MixtureLayout(SIGMOID, 128, shared_size), hidden_size=128)
     model = Decoder(spec, precision_policy(spec, FP8), "train", backend="scaled_mm", lora=lora)
     model.random_init(0)
     model.draw_adapters(1)
+    for _, adapter in model.adapters():
+        torch.nn.init.normal_(adapter.b, std=0.3, generator=torch.Generator().manual_seed(2))
     layer = list(model.decoder_layers())[1]
     moe = layer.mlp
     assert isinstance(moe, MixtureOfExperts)
@@ -265,22 +270,11 @@ def test_a_rollouts_experts_read_the_codes_of_the_norm_in_front(
         assert isinstance(x, BothForms) == reads
         alone_TE = added(moe.rollout(values_of(x), inputs))
         assert torch.equal(added(moe.rollout(x, inputs)), alone_TE)
+        shared = moe.shared_experts
+        shared_TE = None if shared is None else shared.rollout(values_of(x), inputs)
+        assert torch.equal(moe.mix(values_of(x), shared_TE), alone_TE)
         both = BothForms(values_of(x), quantize_activation_reference(2 * values_of(x)))
         assert torch.equal(added(moe.rollout(both, inputs)), alone_TE) != reads
-
-
-def test_positions_are_looked_up_once_a_forward() -> None:
-    class Counting(RotaryTable):
-        calls = 0
-
-        def forward(self, positions_T: Tensor) -> Rotary:
-            self.calls += 1
-            return super().forward(positions_T)
-
-    table = Counting(16, 1e4, None, 8, device="cpu")
-    inputs = RolloutInputs(table, torch.tensor([3, 1]), None)
-    assert table.calls == 0 and inputs.angles is inputs.angles and table.calls == 1
-    assert torch.equal(inputs.angles.cos_TR, table.cos_SR[[3, 1]])
 
 
 def test_policy_memory_and_adapters_follow_from_the_layout() -> None:
@@ -325,18 +319,23 @@ def test_the_correction_bias_is_not_the_optimizers() -> None:
     assert set(dict(model.named_parameters())) - set(dict(model.trained_parameters())) == {name}
 
 
-def test_the_doctor_sees_routes_and_experts() -> None:
-    spec = spec_of(GatedMixtureLayout(SIGMOID, 48, 96))
-    model = Decoder(spec, precision_policy(spec, Fp8Config()), "train")
-    model.random_init(0)
-    found = Fingerprints(7, torch.device("cpu"))
-    tap = Tap(model, found)
+def test_the_doctor_sees_routes_and_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = Sides(spec_of(GatedMixtureLayout(SIGMOID, 48, 96)), "bf16")
+    trainers, engines = (Fingerprints(7, torch.device("cpu")) for _ in range(2))
+    tap = Tap(sides.trainer_model, trainers)
     tap.rows_T = torch.arange(7)
     with tap.open():
         tap.forward(torch.arange(7), torch.arange(7), PackedContext(torch.tensor([0, 7], dtype=torch.int32), 7))
-    assert {site.op for site in found.bits_R if site.layer == 1} >= set(GatedMixtureLayout.sites)
-    assert found.shapes[Site(1, "chosen experts")] == (3,)
-    assert found.shapes[Site(1, "experts' gate_up_proj")] == (3, 96)
+    monkeypatch.setattr(Decoder, "forward", rollout_forward)
+    tap = Tap(sides.engine_model, engines)
+    tap.rows_T = torch.arange(7)
+    with tap.open():
+        Pages(sides, [torch.arange(7)], 16).forward([(0, 0, 7)])
+    for found in (trainers, engines):
+        assert {site.op for site in found.bits_R if site.layer == 1} >= set(GatedMixtureLayout.sites)
+        assert found.shapes[Site(1, "chosen experts")] == (3,)
+        assert found.shapes[Site(1, "experts' gate_up_proj")] == (3, 96)
+    assert not any(engines.differing_rows(trainers, site).numel() for site in engines.bits_R.keys() & trainers.bits_R)
 
 
 def test_the_published_shape_has_its_parameters() -> None:
