@@ -1,7 +1,7 @@
 """Kernels in Gluon: where they can run, and what happens where they do not compile.
 
 Gluon is an experimental part of Triton, and its kernels here are written for Hopper. Each has a kernel in plain Triton
-beside it, slower and with the same bits, which runs everywhere else.
+beside it, slower and with the same bits, which runs everywhere else; latent decode has another one in Gluon between.
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ def give_up(kernel: Hashable, error: Exception, name: str | None = None) -> None
         raise error
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     fallbacks[kernel] = f"{name or kernel}: {reason}"
-    said = f"{name or kernel} does not compile on this machine, so plain Triton runs, slower ({reason})"
+    said = f"{name or kernel} does not compile on this machine, so a slower kernel runs ({reason})"
     warnings.warn(said, stacklevel=3)

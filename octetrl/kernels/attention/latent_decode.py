@@ -9,9 +9,10 @@ reads a sequence's latents once for these heads, and each latent is key and valu
 context return at once, so a captured grid needs no lengths. A second kernel merges the chunks in ascending order. Both
 ways have the same bits, because the order is defined by chunks.
 
-Pages of E4M3 latents of 512 elements run in Gluon on Hopper (latent_decode_gluon.py), mostly by chunks, with the same
-bits. On one H200, decode of 256 sequences of 640 tokens took 63 microseconds instead of 141, of 64 sequences of up to
-4,096 tokens 88 instead of 386. BF16 pages need 4 warps: 68 and 163 microseconds instead of 85 and 221.
+Pages of E4M3 latents of 512 elements run in Gluon on Hopper, mostly by chunks (latent_decode_chunks_gluon.py), else
+latent_decode_gluon.py, with the same bits. On one H200, decode of 256 sequences of 640 tokens took 62 microseconds
+instead of 141, of 64 sequences of up to 4,096 tokens 70 instead of 386. BF16 pages need 4 warps: 68 and 163
+microseconds instead of 85 and 221.
 
 B sequences, P pages of the longest block table, H heads, C query columns, N keys of a tile, L latent elements, S
 chunks.
@@ -46,6 +47,7 @@ from octetrl.kernels.attention.latent_rows import GLUON_SIZES, SMALLEST_BLOCK
 from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 
 COLUMNS = 16  # heads of one program
+PIPELINE = "latent_chunks_gluon"
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Any, Tensor, Tensor, float]  # of both Gluon kernels
 
 
@@ -201,14 +203,18 @@ def latent_decode(
 
 def _run_gluon(operands: Operands, out_BHC: Tensor, chunks: tuple[Tensor, Tensor, Tensor] | None) -> bool:
     """Whether it ran: into `out_BHC`, or each chunk into `chunks`."""
+    if chunks is not None and can_run(PIPELINE, *operands[2:4]):
+        try:
+            from octetrl.kernels.attention.latent_decode_chunks_gluon import latent_chunks_gluon
+
+            latent_chunks_gluon(*operands, chunks)
+            return True
+        except COMPILER_ERRORS as error:
+            give_up(PIPELINE, error)
     try:
-        from octetrl.kernels.attention.latent_decode_chunks_gluon import latent_chunks_gluon
         from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
 
-        if chunks is None:
-            latent_decode_gluon(*operands, out_BHC)
-        else:
-            latent_chunks_gluon(*operands, chunks)
+        latent_decode_gluon(*operands, out_BHC, chunks)
     except COMPILER_ERRORS as error:
         give_up("latent_decode_gluon", error)
         return False

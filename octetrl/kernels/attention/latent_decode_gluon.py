@@ -1,8 +1,9 @@
 """MLA's decode over pages of E4M3 latents in Gluon, for latents of 512 elements.
 
-`latent_decode.py` has the layout and the two ways, whole and by chunks, and calls this for a whole sequence;
-`latent_decode_chunks_gluon.py` computes chunks. Codes become BF16 values once, in shared memory, where both products
-read them as they lie. The codes of the next tile are loaded into registers while a tile is multiplied.
+`latent_decode.py` has the layout and the two ways, whole and by chunks, and calls this. Codes become BF16 values once,
+in shared memory, where both products read them as they lie. The codes of the next tile are loaded into registers while
+a tile is multiplied. By chunks, a program takes 128 registers a thread and 95 KB: two share a multiprocessor. Chunks
+run here only if the pipeline of `latent_decode_chunks_gluon.py` does not compile.
 
 N keys of a tile, C heads of a program, X classes, L latent elements, R of the rotary key. Written for Gluon of Triton
 3.6.
@@ -125,12 +126,13 @@ def load_queries(ptr, stride_head, first_head, HEADS: gl.constexpr, SIZE: gl.con
     return gl.load(ptr + h * stride_head + c, mask=(h < HEADS) & (c < SIZE), other=0.0)
 
 
-@gluon.jit(do_not_specialize=["stride_table"])
+@gluon.jit(do_not_specialize=["stride_table", "max_chunks"])
 def _latent_decode_gluon_kernel(
-    q_latent_ptr, q_rotary_ptr, latent_ptr, key_ptr, scale_ptr, out_ptr, table_ptr, contexts_ptr,
-    stride_ql_token, stride_ql_head, stride_qr_token, stride_qr_head, stride_table, score_scale,
+    q_latent_ptr, q_rotary_ptr, latent_ptr, key_ptr, scale_ptr, out_ptr, table_ptr, contexts_ptr, m_ptr, l_ptr, o_ptr,
+    stride_ql_token, stride_ql_head, stride_qr_token, stride_qr_head, stride_table, max_chunks, score_scale,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROTARY: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr,
-    SL: gl.constexpr, OL: gl.constexpr, VL: gl.constexpr, KL: gl.constexpr, LL: gl.constexpr, OUT: gl.constexpr,
+    SPLIT: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, VL: gl.constexpr, KL: gl.constexpr, LL: gl.constexpr,
+    OUT: gl.constexpr,
 ):  # fmt: skip
     SC: gl.constexpr = gl.SliceLayout(0, SL)
     OC: gl.constexpr = gl.SliceLayout(0, OL)
@@ -139,77 +141,91 @@ def _latent_decode_gluon_kernel(
     first_head = gl.program_id(0) * C
     sequence = gl.program_id(1).to(gl.int64)
     num_keys = gl.load(contexts_ptr + sequence)
-    table_ptr += sequence * stride_table
-    page = page_of(table_ptr, 0, num_keys, PAGE_SIZE)
-    codes_0, scale_0 = _load_codes(latent_ptr, scale_ptr, page, 0, num_keys, LATENT, PAGE_SIZE, VL)
-    codes_1, scale_1 = _load_codes(latent_ptr, scale_ptr, page, N // 2, num_keys, LATENT, PAGE_SIZE, VL)
-    key = _load_keys(key_ptr, page, 0, num_keys, ROTARY, PAGE_SIZE, KL)
-    page = page_of(table_ptr, N, num_keys, PAGE_SIZE)
-    values = gl.allocate_shared_memory(gl.bfloat16, [N, LATENT], WIDE)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [N, ROTARY], WIDE)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [N, C], NARROW)
-    q_latent = gl.allocate_shared_memory(gl.bfloat16, [C, LATENT], WIDE)
-    q_rotary = gl.allocate_shared_memory(gl.bfloat16, [C, ROTARY], WIDE)
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    value_words = values._reinterpret(gl.int32, [N, LATENT // 2], WORDS)
-    key_words = keys._reinterpret(gl.int32, [N, ROTARY // 2], WORDS)
-    ql_ptr, qr_ptr = q_latent_ptr + sequence * stride_ql_token, q_rotary_ptr + sequence * stride_qr_token
-    q_latent.store(load_queries(ql_ptr, stride_ql_head, first_head, HEADS, LATENT, VL))
-    q_rotary.store(load_queries(qr_ptr, stride_qr_head, first_head, HEADS, ROTARY, KL))
-    zero = gl.zeros([N, C], gl.float32, SL)
-    m_C = gl.full([C], LOWEST, gl.float32, SC)
-    l_C = gl.zeros([C], gl.float32, SC)
-    o_LC = gl.zeros([LATENT, C], gl.float32, OL)
-    m_chunk_C = gl.full([C], LOWEST, gl.float32, SC)
-    l_chunk_XC = gl.zeros([16, C], gl.float32, LL)
-    o_chunk_LC = gl.zeros([LATENT, C], gl.float32, OL)
-    for start in range(0, num_keys, N):
-        value_words.slice(0, N // 2).store(values_of(codes_0, scale_0))
-        codes_0, scale_0 = _load_codes(latent_ptr, scale_ptr, page, start + N, num_keys, LATENT, PAGE_SIZE, VL)
-        value_words.slice(N // 2, N // 2).store(values_of(codes_1, scale_1))
-        codes_1, scale_1 = _load_codes(latent_ptr, scale_ptr, page, start + N + N // 2, num_keys, LATENT, PAGE_SIZE, VL)
-        key_words.store(key)
-        key = _load_keys(key_ptr, page, start + N, num_keys, ROTARY, PAGE_SIZE, KL)
-        page = page_of(table_ptr, start + 2 * N, num_keys, PAGE_SIZE)
-        fence_async_shared()
-        thread_barrier()
-        s_NC = warpgroup_mma(values, q_latent.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s_NC = warpgroup_mma(keys, q_rotary.permute((1, 0)), s_NC, is_async=True)
-        s_NC = warpgroup_mma_wait(0, deps=[s_NC])
-        there_N = start + gl.arange(0, N, gl.SliceLayout(1, SL)) < num_keys
-        s_NC = gl.where(gl.expand_dims(there_N, 1), s_NC * score_scale, float("-inf"))
-        if start % CHUNK == 0 and start > 0:
-            total_C = gl.convert_layout(total(l_chunk_XC), SC)
+    first = gl.program_id(2) * CHUNK
+    if first < num_keys or not SPLIT:
+        table_ptr += sequence * stride_table
+        end = num_keys
+        if SPLIT:
+            end = gl.minimum(first + CHUNK, num_keys)
+        page = page_of(table_ptr, first, num_keys, PAGE_SIZE)
+        codes_0, scale_0 = _load_codes(latent_ptr, scale_ptr, page, first, num_keys, LATENT, PAGE_SIZE, VL)
+        codes_1, scale_1 = _load_codes(latent_ptr, scale_ptr, page, first + N // 2, num_keys, LATENT, PAGE_SIZE, VL)
+        key = _load_keys(key_ptr, page, first, num_keys, ROTARY, PAGE_SIZE, KL)
+        page = page_of(table_ptr, first + N, end, PAGE_SIZE)
+        values = gl.allocate_shared_memory(gl.bfloat16, [N, LATENT], WIDE)
+        keys = gl.allocate_shared_memory(gl.bfloat16, [N, ROTARY], WIDE)
+        weights = gl.allocate_shared_memory(gl.bfloat16, [N, C], NARROW)
+        q_latent = gl.allocate_shared_memory(gl.bfloat16, [C, LATENT], WIDE)
+        q_rotary = gl.allocate_shared_memory(gl.bfloat16, [C, ROTARY], WIDE)
+        WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+        value_words = values._reinterpret(gl.int32, [N, LATENT // 2], WORDS)
+        key_words = keys._reinterpret(gl.int32, [N, ROTARY // 2], WORDS)
+        ql_ptr, qr_ptr = q_latent_ptr + sequence * stride_ql_token, q_rotary_ptr + sequence * stride_qr_token
+        q_latent.store(load_queries(ql_ptr, stride_ql_head, first_head, HEADS, LATENT, VL))
+        q_rotary.store(load_queries(qr_ptr, stride_qr_head, first_head, HEADS, ROTARY, KL))
+        zero = gl.zeros([N, C], gl.float32, SL)
+        m_C = gl.full([C], LOWEST, gl.float32, SC)
+        l_C = gl.zeros([C], gl.float32, SC)
+        o_LC = gl.zeros([LATENT, C], gl.float32, OL)
+        m_chunk_C = gl.full([C], LOWEST, gl.float32, SC)
+        l_chunk_XC = gl.zeros([16, C], gl.float32, LL)
+        o_chunk_LC = gl.zeros([LATENT, C], gl.float32, OL)
+        for start in range(first, end, N):
+            value_words.slice(0, N // 2).store(values_of(codes_0, scale_0))
+            codes_0, scale_0 = _load_codes(latent_ptr, scale_ptr, page, start + N, end, LATENT, PAGE_SIZE, VL)
+            value_words.slice(N // 2, N // 2).store(values_of(codes_1, scale_1))
+            codes_1, scale_1 = _load_codes(latent_ptr, scale_ptr, page, start + N + N // 2, end, LATENT, PAGE_SIZE, VL)
+            key_words.store(key)
+            key = _load_keys(key_ptr, page, start + N, end, ROTARY, PAGE_SIZE, KL)
+            page = page_of(table_ptr, start + 2 * N, end, PAGE_SIZE)
+            fence_async_shared()
+            thread_barrier()
+            s_NC = warpgroup_mma(values, q_latent.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s_NC = warpgroup_mma(keys, q_rotary.permute((1, 0)), s_NC, is_async=True)
+            s_NC = warpgroup_mma_wait(0, deps=[s_NC])
+            there_N = start + gl.arange(0, N, gl.SliceLayout(1, SL)) < num_keys
+            s_NC = gl.where(gl.expand_dims(there_N, 1), s_NC * score_scale, float("-inf"))
+            if not SPLIT:  # noqa: SIM102  (one condition would be computed at run time by chunks too)
+                if start % CHUNK == 0 and start > 0:
+                    total_C = gl.convert_layout(total(l_chunk_XC), SC)
+                    m_C, l_C, o_LC = _merge(m_C, l_C, o_LC, m_chunk_C, total_C, o_chunk_LC, OC)
+                    m_chunk_C = gl.full([C], LOWEST, gl.float32, SC)
+            m_new_C = gl.maximum(m_chunk_C, gl.max(s_NC, 0))
+            alpha_C = gl.exp2(m_chunk_C - m_new_C)
+            p_NC = gl.exp2(s_NC - gl.expand_dims(m_new_C, 0))
+            weights.store(p_NC.to(gl.bfloat16))
+            sums = gl.sum(gl.reshape(p_NC, [4, 2, 8, C]), 1)
+            sums = gl.sum(gl.reshape(sums, [16, 2, C]), 1)
+            alpha_X = gl.convert_layout(alpha_C, gl.SliceLayout(0, LL))
+            l_chunk_XC = l_chunk_XC * gl.expand_dims(alpha_X, 0) + gl.convert_layout(sums, LL)
+            o_chunk_LC = o_chunk_LC * gl.expand_dims(gl.convert_layout(alpha_C, OC), 0)
+            m_chunk_C = m_new_C
+            fence_async_shared()
+            thread_barrier()
+            o_chunk_LC = warpgroup_mma(values.permute((1, 0)), weights, o_chunk_LC, is_async=True)
+            o_chunk_LC = warpgroup_mma_wait(0, deps=[o_chunk_LC])
+            thread_barrier()
+        total_C = gl.convert_layout(total(l_chunk_XC), SC)
+        head_C = first_head + gl.arange(0, C, SC)
+        h_O = first_head + gl.arange(0, C, gl.SliceLayout(0, OUT))
+        l_O = gl.arange(0, LATENT, gl.SliceLayout(1, OUT))
+        inside = gl.expand_dims(h_O < HEADS, 0) & (gl.expand_dims(l_O, 1) < LATENT)
+        if SPLIT:
+            row_C = (sequence * max_chunks + gl.program_id(2)) * HEADS
+            gl.store(m_ptr + row_C + head_C, m_chunk_C, mask=head_C < HEADS)
+            gl.store(l_ptr + row_C + head_C, total_C, mask=head_C < HEADS)
+            o_ptrs = o_ptr + (row_C + gl.expand_dims(h_O, 0)) * LATENT + gl.expand_dims(l_O, 1)
+            gl.store(o_ptrs, gl.convert_layout(o_chunk_LC, OUT), mask=inside)
+        else:
             m_C, l_C, o_LC = _merge(m_C, l_C, o_LC, m_chunk_C, total_C, o_chunk_LC, OC)
-            m_chunk_C = gl.full([C], LOWEST, gl.float32, SC)
-        m_new_C = gl.maximum(m_chunk_C, gl.max(s_NC, 0))
-        alpha_C = gl.exp2(m_chunk_C - m_new_C)
-        p_NC = gl.exp2(s_NC - gl.expand_dims(m_new_C, 0))
-        weights.store(p_NC.to(gl.bfloat16))
-        sums = gl.sum(gl.reshape(p_NC, [4, 2, 8, C]), 1)
-        sums = gl.sum(gl.reshape(sums, [16, 2, C]), 1)
-        alpha_X = gl.convert_layout(alpha_C, gl.SliceLayout(0, LL))
-        l_chunk_XC = l_chunk_XC * gl.expand_dims(alpha_X, 0) + gl.convert_layout(sums, LL)
-        o_chunk_LC = o_chunk_LC * gl.expand_dims(gl.convert_layout(alpha_C, OC), 0)
-        m_chunk_C = m_new_C
-        fence_async_shared()
-        thread_barrier()
-        o_chunk_LC = warpgroup_mma(values.permute((1, 0)), weights, o_chunk_LC, is_async=True)
-        o_chunk_LC = warpgroup_mma_wait(0, deps=[o_chunk_LC])
-        thread_barrier()
-    total_C = gl.convert_layout(total(l_chunk_XC), SC)
-    m_C, l_C, o_LC = _merge(m_C, l_C, o_LC, m_chunk_C, total_C, o_chunk_LC, OC)
-    l_C = gl.where(num_keys > 0, l_C, 1.0)
-    inverse_C = gl.div_rn(gl.full([C], 1.0, gl.float32, SC), l_C)
-    o_LC = o_LC * gl.expand_dims(gl.convert_layout(inverse_C, OC), 0)
-    h_O = first_head + gl.arange(0, C, gl.SliceLayout(0, OUT))
-    l_O = gl.arange(0, LATENT, gl.SliceLayout(1, OUT))
-    inside = gl.expand_dims(h_O < HEADS, 0) & (gl.expand_dims(l_O, 1) < LATENT)
-    rows = out_ptr + (sequence * HEADS + gl.expand_dims(h_O, 0)) * LATENT + gl.expand_dims(l_O, 1)
-    gl.store(rows, gl.convert_layout(o_LC.to(gl.bfloat16), OUT), mask=inside)
+            l_C = gl.where(num_keys > 0, l_C, 1.0)
+            inverse_C = gl.div_rn(gl.full([C], 1.0, gl.float32, SC), l_C)
+            o_LC = o_LC * gl.expand_dims(gl.convert_layout(inverse_C, OC), 0)
+            rows = out_ptr + (sequence * HEADS + gl.expand_dims(h_O, 0)) * LATENT + gl.expand_dims(l_O, 1)
+            gl.store(rows, gl.convert_layout(o_LC.to(gl.bfloat16), OUT), mask=inside)
 
 
-WARPS = 8
+WARPS, REGISTERS_BY_CHUNKS = 8, 128
 LAYOUTS: dict[str, Any] = {  # of scores, output, codes, keys, the sums of classes, and what is stored
     "SL": gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, WARPS // 4], instr_shape=[16, 64 // WARPS, 16]),
     "OL": gl.NVMMADistributedLayout([3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 16, 16]),
@@ -230,13 +246,17 @@ def latent_decode_gluon(
     context_lens_B: Tensor,
     softmax_scale: float,
     out_BHC: Tensor,
+    chunks: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:
-    """Into `out_BHC` [B, H, C]. C = 512, R = 64, codes E4M3, BF16 keys and queries; pages of a multiple of 64
-    tokens."""
+    """Into `out_BHC` or, where `chunks` is given, m, l [B, S, H] and o [B, S, H, C] of each chunk into these. C = 512,
+    R = 64, codes E4M3, BF16 keys and queries; pages of a multiple of 64 tokens."""
     (sequences, heads), page_size = q_latent_BHC.shape[:2], latent_pages.shape[1]
-    _latent_decode_gluon_kernel[(triton.cdiv(heads, 16), sequences)](
+    m_BSH, l_BSH, o_BSHC = (out_BHC,) * 3 if chunks is None else chunks
+    max_chunks = 1 if chunks is None else m_BSH.shape[1]
+    _latent_decode_gluon_kernel[(triton.cdiv(heads, 16), sequences, max_chunks)](
         q_latent_BHC, q_rotary_BHR, latent_pages, key_pages, token_scale, out_BHC, block_table_BP, context_lens_B,
-        *q_latent_BHC.stride()[:2], *q_rotary_BHR.stride()[:2], block_table_BP.stride(0), softmax_scale * LOG2E,
-        HEADS=heads, LATENT=LATENT_SIZE, ROTARY=ROTARY_SIZE, PAGE_SIZE=page_size, CHUNK=KV_CHUNK, num_warps=WARPS,
-        enable_fp_fusion=False, **LAYOUTS,
+        m_BSH, l_BSH, o_BSHC, *q_latent_BHC.stride()[:2], *q_rotary_BHR.stride()[:2], block_table_BP.stride(0),
+        max_chunks, softmax_scale * LOG2E, HEADS=heads, LATENT=LATENT_SIZE, ROTARY=ROTARY_SIZE, PAGE_SIZE=page_size,
+        CHUNK=KV_CHUNK, SPLIT=chunks is not None, num_warps=WARPS,
+        maxnreg=None if chunks is None else REGISTERS_BY_CHUNKS, enable_fp_fusion=False, **LAYOUTS,
     )  # fmt: skip

@@ -192,7 +192,7 @@ def test_gluon_that_does_not_compile_is_replaced_and_reported(
 ) -> None:
     x, w = falls_with(error, monkeypatch)
     watch = FallbackWatch()
-    with pytest.warns(UserWarning, match=rf"so plain Triton runs, slower \({type(error).__name__}"):
+    with pytest.warns(UserWarning, match=rf"so a slower kernel runs \({type(error).__name__}"):
         assert fp8_gemm(x, w).numel() == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")

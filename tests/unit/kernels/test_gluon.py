@@ -19,7 +19,7 @@ def test_a_cpu_runs_none() -> None:
 
 def test_what_does_not_compile_is_named_once_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon, "fallbacks", {})
-    with pytest.warns(UserWarning, match="some_gluon does not compile on this machine, so plain Triton runs"):
+    with pytest.warns(UserWarning, match="some_gluon does not compile on this machine, so a slower kernel runs"):
         gluon.give_up("some_gluon", OutOfResources(300_000, 232_448, "shared memory"))
     assert list(gluon.fallbacks) == ["some_gluon"] and not gluon.can_run("some_gluon")
     on_gpu: Any = SimpleNamespace(lm_head_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32)
