@@ -32,6 +32,7 @@ from octetrl.config.blocks import StackedLinearLayout
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
+from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.tensor_cut import largest_cut
@@ -42,11 +43,12 @@ from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why_not_equal
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
+from octetrl.models.families import spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.model_source import is_of_hub, with_found_model
 from octetrl.run.own_objective import try_objective
 from octetrl.run.tokenizer_process import TokenizerProcess
-from octetrl.workers.model_shape import model_spec
+from octetrl.workers.model_shape import model_spec, preset_of_missing
 
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
 
@@ -100,7 +102,9 @@ def check(
         if device.is_here:
             problems += [*worker_problems(resolved.cluster), *backend_problems_here(resolved, device)]
         print_lines("recipe", _essentials(resolved, device, imports=not problems))
-        found, too_large = _plan(recipe, overrides, resolved, spec, device)
+        preset = preset_of_missing(resolved) if spec is None else None
+        shape = spec if preset is None else spec_from_config(preset_config(preset))
+        found, too_large = _plan(recipe, overrides, resolved, shape, device, preset)
         problems += found
         if problems:
             print_lines("rehearsal", iter([("not tried", "tasks, tokenizer and score; the problems below come first")]))
@@ -113,9 +117,10 @@ def check(
 
 
 def _plan(
-    name: str, overrides: Sequence[str], recipe: Recipe, spec: ModelSpec | None, device: Device
+    name: str, overrides: Sequence[str], recipe: Recipe, spec: ModelSpec | None, device: Device, preset: str | None
 ) -> tuple[list[str], str | None]:
-    """Show model, precision and memory. Returns what is wrong with them, and whether the memory is too small."""
+    """Show model, precision and memory. Returns what is wrong with them, and whether the memory is too small. `preset`:
+    whose shape is shown while the model's folder is not there."""
     problems: list[str] = []
     if spec is None:
         return problems, None
@@ -123,7 +128,7 @@ def _plan(
         problems += [problem.text for problem in spec_problems(recipe, spec)]
         policy = precision_policy(spec, recipe.fp8, recipe.numerics)
         problems += _policy_problems(recipe, spec, policy, device)
-        print_lines("model", _model(recipe, spec))
+        print_lines("model", _model(recipe, spec, preset))
         print_lines("precision", chain(_precision(recipe, spec, policy, device), backend_lines(recipe)))
         plan = MemoryPlan.of(recipe, largest_part(recipe, spec), policy, device)
         both = chain(memory_lines(plan), worker_memory_lines(plan))
@@ -230,7 +235,9 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
     yield from worker_lines(recipe)
 
 
-def _model(recipe: Recipe, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+def _model(recipe: Recipe, spec: ModelSpec, preset: str | None) -> Iterator[tuple[str, str]]:
+    if preset is not None:
+        yield "files", f"not there; the shape of the preset {preset} is assumed"
     yield "parameters", f"{spec.num_parameters:,} ({'tied' if spec.tied_embeddings else 'untied'} embeddings)"
     experts = [first for layer in range(spec.num_layers) if (first := _experts(spec, layer)) is not None]
     dense = f", MLP {spec.intermediate_size}" * (len(experts) < spec.num_layers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from octetrl.config.presets import preset_config
+from pathlib import Path
+
+from octetrl.config.presets import PRESETS, preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.models.families import load_spec, spec_from_config
@@ -17,6 +19,15 @@ def model_spec(recipe: Recipe) -> ModelSpec:
 def scalar_spec(recipe: Recipe) -> ModelSpec:
     """The same; a *ForSequenceClassification will do whatever is trained."""
     return _spec(recipe, scalar=True)
+
+
+def preset_of_missing(recipe: Recipe) -> str | None:
+    """The preset with the name of the recipe's model, if its folder is not there: `models/Qwen3-8B` is `qwen3-8b`."""
+    path = recipe.model.path
+    if path is None or Path(path).exists():
+        return None
+    name = Path(path).name.lower().removesuffix("-instruct").removesuffix("-base")
+    return name if name in PRESETS else None
 
 
 def _spec(recipe: Recipe, *, scalar: bool) -> ModelSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from octetrl.cli.check_device import Device, find_device, missing_fp8
 from octetrl.cli.main import run_command
+from octetrl.config.presets import preset_config
 from tests.unit.config.test_validate import recipe_with
 
 A100 = "8.0, 81920, NVIDIA A100-SXM4-80GB"
@@ -76,3 +78,26 @@ def test_check_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert run_command(["check", str(tmp_path / "r.yaml")]) == 2
     said = capsys.readouterr().err
     assert "fp8: NVIDIA A100-SXM4-80GB, 80.0 GiB, has no block-scaled FP8 GEMM" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "assumed"),
+    [("models/Qwen3-8B", "qwen3-8b"), ("models/Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("models/Mine", None)],
+)
+def test_memory_before_the_model_is_downloaded(
+    model: str, assumed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = ["check", "grpo_math_qwen3-8b_1gpu_fp8-full", "--memory-gib", "80", "model.init=random"]
+    assert run_command([*there, f"model.path={model}"]) == 2
+    out, err = capsys.readouterr()
+    assert f"'{model}'" in err
+    assert ("memory: it needs" in err) == ("KV cache" in out) == (assumed is not None)
+    if assumed is not None:
+        Path(model).mkdir(parents=True)
+        (Path(model) / "config.json").write_text(json.dumps(preset_config(assumed)))
+        run_command([*there, f"model.path={model}"])
+        sections = [
+            text[text.index("  parameters") : text.index("rehearsal")] for text in (out, capsys.readouterr().out)
+        ]
+        assert sections[0] == sections[1] and f"not there; the shape of the preset {assumed} is assumed" in out
