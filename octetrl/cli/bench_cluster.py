@@ -16,10 +16,10 @@ from octetrl.cli.bench_options import (
     choice_of,
     legend_of,
     make_folder,
-    print_table,
     refuse_empty,
     shown,
 )
+from octetrl.cli.bench_table import print_table
 from octetrl.config.cluster import ClusterConfig, cluster_problems
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_CPUS, MOST_GPUS

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from octetrl.cli.bench_cluster import check_codes, counts_of, noise_warnings
-from octetrl.cli.bench_options import check_checkpointing, make_folder, print_table
+from octetrl.cli.bench_options import check_checkpointing, make_folder
+from octetrl.cli.bench_table import print_table
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError
 

@@ -1,4 +1,4 @@
-"""What the commands of `octetrl bench` share: options, checks of their values, and the table."""
+"""What the commands of `octetrl bench` share: options, and checks of their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from octetrl.config.cluster import ClusterConfig
 
 RESULTS = Path("benchmarks/results")
-TABLE_WIDTH = 150
 NUMERICS: tuple[Numerics, ...] = ("parity", "fast")
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
@@ -263,26 +262,3 @@ def legend_of(parts: Iterable[tuple[str, str]], columns: Iterable[str]) -> str:
     """The sentences of the columns that are shown. `parts`: key of a column, or nothing, and what to say."""
     keys = set(columns)
     return " ".join(text for key, text in parts if not key or key in keys)
-
-
-def print_table(
-    title: str,
-    names: Sequence[str],
-    columns: Mapping[str, tuple[str, str]],
-    rows: Iterable[Row],
-    legend: str | None = None,
-) -> None:
-    """`names`: keys of the text columns; `columns`: key of a row -> heading and format. A missing figure is `-`."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, caption=legend, caption_justify="left")
-    for heading in names:
-        table.add_column(heading.rpartition("/")[2], no_wrap=True)
-    for heading, _ in columns.values():
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [format(row[key], form) if key in row else "-" for key, (_, form) in columns.items()]
-        table.add_row(*[str(row[name]) for name in names], *cells)
-    needed = Console(width=TABLE_WIDTH * 4).measure(table).maximum  # a cell that is cut is a figure that is lost
-    Console(width=max(TABLE_WIDTH, needed)).print(table)

@@ -23,7 +23,6 @@ from octetrl.cli.arguments import Address, Cpus, Device, Gpus
 from octetrl.cli.bench_cluster import TensorParallel, Workers, cluster_of, device_name, result_name
 from octetrl.cli.bench_on_workers import make_folder_for, measure_rollout
 from octetrl.cli.bench_options import (
-    TABLE_WIDTH,
     KVFraction,
     Layers,
     MaxBatch,
@@ -41,10 +40,10 @@ from octetrl.cli.bench_options import (
     model_of,
     numerics_of,
     precisions_of,
-    print_table,
     result_suffix,
     results_folder,
 )
+from octetrl.cli.bench_table import WIDTH, print_table
 from octetrl.cli.bench_vllm import OURS, WARMUP_TOKENS, Backend, Warmup, backends_of, measure_backends
 from octetrl.config.errors import UserError
 from octetrl.config.speculation import SpeculationConfig
@@ -397,4 +396,4 @@ def _print_kernels(kernels: Sequence[Row]) -> None:
             numbers = [row["calls_per_step"], row["us_per_step"], row["share"]]
             cells = [format(value, form) for value, form in zip(numbers, (".1f", ",.1f", ".1%"), strict=True)]
             table.add_row(str(row["kernel"]), *cells)
-        Console(width=TABLE_WIDTH).print(table)
+        Console(width=WIDTH).print(table)

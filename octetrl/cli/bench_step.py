@@ -62,13 +62,13 @@ from octetrl.cli.bench_options import (
     most_of,
     numerics_of,
     precisions_of,
-    print_table,
     refuse_empty,
     result_suffix,
     results_folder,
     shown,
 )
 from octetrl.cli.bench_roles import MaxStaleness, Roles, WeightsInFlight, arms_of, measure_roles
+from octetrl.cli.bench_table import print_table
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.errors import UserError

@@ -45,10 +45,10 @@ from octetrl.cli.bench_options import (
     most_of,
     numerics_of,
     precisions_of,
-    print_table,
     result_suffix,
     results_folder,
 )
+from octetrl.cli.bench_table import print_table
 from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, TrainerConfig
 

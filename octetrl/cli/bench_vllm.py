@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octetrl.cli.bench_options import print_table
+from octetrl.cli.bench_table import print_table
 from octetrl.config.errors import UserError
 from octetrl.config.vllm import why_no_vllm
 

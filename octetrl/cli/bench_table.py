@@ -1,0 +1,92 @@
+"""The table that a command of `octetrl bench` prints: a row for each arm and a column for each figure.
+
+If that is wider than the terminal, the table is turned: arms side by side, a figure on each line, where this is
+narrower. Into a pipe the table goes as it is. A cell is never cut, because a cut figure is lost.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from octetrl.bench.turns import Row
+
+WIDTH = 150  # of a table without a terminal, at least
+MOST = 600  # columns that any table may need
+
+
+def print_table(
+    title: str,
+    names: Sequence[str],
+    columns: Mapping[str, tuple[str, str]],
+    rows: Iterable[Row],
+    legend: str | None = None,
+) -> None:
+    """`names`: keys of the text columns; `columns`: key of a row -> heading and format. A missing figure is `-`."""
+    from rich.console import Console
+
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    table, needed = fitting(room, title, names, columns, list(rows))
+    Console(width=max(needed, WIDTH if room is None else 1)).print(table)
+    if legend:
+        Console(width=room or max(needed, WIDTH)).print(legend, style="italic", highlight=False, markup=False)
+
+
+def fitting(
+    room: int | None,
+    title: str,
+    names: Sequence[str],
+    columns: Mapping[str, tuple[str, str]],
+    rows: Sequence[Row],
+) -> tuple[Table, int]:
+    """The table for a terminal of `room` columns, and how many it takes. None: no terminal."""
+    from rich.console import Console
+
+    console = Console(width=MOST)
+    table = _with_rows(title, names, columns, rows)
+    needed = console.measure(table).maximum
+    if room is not None and needed > room:
+        turned = _turned(title, names, columns, rows)
+        if console.measure(turned).maximum < needed:
+            return turned, console.measure(turned).maximum
+    return table, needed
+
+
+def _with_rows(title: str, names: Sequence[str], columns: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name in names:
+        table.add_column(_short(name), no_wrap=True)
+    for heading, _ in columns.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            *[str(row[name]) for name in names], *[_cell(row, key, form) for key, (_, form) in columns.items()]
+        )
+    return table
+
+
+def _turned(title: str, names: Sequence[str], columns: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column("\n".join(map(_short, names)), no_wrap=True)
+    for row in rows:
+        table.add_column("\n".join(str(row[name]) for name in names), justify="right", no_wrap=True)
+    for key, (heading, form) in columns.items():
+        table.add_row(heading.replace("\n", " "), *[_cell(row, key, form) for row in rows])
+    return table
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _cell(row: Row, key: str, form: str) -> str:
+    return format(row[key], form) if key in row else "-"
