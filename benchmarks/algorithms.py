@@ -146,8 +146,8 @@ def run_arms(arguments: argparse.Namespace) -> tuple[list[Row], list[Row]]:
     return [row for row, _ in results], [point for _, curve in results for point in curve]
 
 
-def picture(curves: Sequence[Mapping[str, Any]]) -> str:
-    """A panel an objective, in the order of `OBJECTIVES`."""
+def picture(curves: Sequence[Mapping[str, Any]]) -> str | None:
+    """A panel an objective, in the order of `OBJECTIVES`. None: there is no measured step."""
     lines: dict[str, list[Curve]] = {}
     for name in OBJECTIVES:
         seeds = sorted({point["seed"] for point in curves if point["objective"] == name})
@@ -190,7 +190,11 @@ def main(words: Sequence[str] | None = None) -> None:
         show(rows)
         print(f"wrote {write_result('algorithms', 'sums', rows, arguments.out, curves=curves)}")
     arguments.pictures.mkdir(parents=True, exist_ok=True)
-    (arguments.pictures / "algorithms.svg").write_text(picture(curves))
+    drawn = picture(curves)
+    if drawn is None:
+        print("no picture: no run has a measured step")
+        return
+    (arguments.pictures / "algorithms.svg").write_text(drawn)
     print(f"wrote {arguments.pictures / 'algorithms.svg'}")
 
 

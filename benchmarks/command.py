@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from octetrl.config.errors import TERMINATED, Terminated, UserError
 from octetrl.config.sigterm import terminable
@@ -27,6 +30,25 @@ def run_command(name: str, main: Callable[[], None]) -> None:
         return
     print(f"benchmarks.{name}: {said}", file=sys.stderr)
     raise SystemExit(code)
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM until the block ends: it starts a process and notes it in the list of what must end."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def at_least(smallest: int, largest: int | None = None) -> Callable[[str], int]:

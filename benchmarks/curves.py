@@ -11,9 +11,12 @@ WIDTH, HEIGHT, LEFT, TOP, GAP, COLUMNS = 250, 150, 46, 30, 26, 3
 INK, MUTED, GRID, LINE = "#1b1b1b", "#6b6b6b", "#dddddd", "#0b62a4"
 
 
-def panels(curves: Mapping[str, Sequence[Curve]], *, x: str, y: str) -> str:
-    """Draw `curves`, by the panel's name. The curves of a panel have the same x values. y begins at 0."""
+def panels(curves: Mapping[str, Sequence[Curve]], *, x: str, y: str) -> str | None:
+    """Draw `curves`, by the panel's name. The curves of a panel have the same x values. y begins at 0. None: there
+    is no point."""
     ends = [point for seeds in curves.values() for curve in seeds for point in curve]
+    if not ends:
+        return None
     low, high = min(p[0] for p in ends), max(p[0] for p in ends)
     top = 1.0 if max(p[1] for p in ends) <= 1.0 else max(p[1] for p in ends)
     columns = min(COLUMNS, len(curves))

@@ -12,7 +12,8 @@ side and share a GPU: accuracies by step can be compared, and times at most betw
 seed, the number of steps, the evaluation interval and what is written to the disk differ from the recipe.
 
 `--state FOLDER` keeps the arms' run folders. The same command then continues: an arm that ended is not run again, an
-arm that was stopped or failed is resumed from its last checkpoint. `--seconds` stops the sweep; the result has the arms
+arm that was stopped or failed is resumed from its last checkpoint. A folder whose run has another recipe than the
+command gives that arm is refused. `--seconds` stops the sweep; the result has the arms
 that ended. Leaves `benchmarks/results/staleness_NAME.json`, and `--curve FILE` draws the accuracy by step as SVG:
 
     rows    one per arm and step: precision, workload, staleness, in_flight, jobs, seed, step, seconds (of the arm's
@@ -27,27 +28,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import at_least, listed, run_command, seconds
+from benchmarks.command import at_least, held_signals, listed, run_command, seconds
 from benchmarks.curves import panels
 from benchmarks.record import RESULTS, write_result
 from octetrl.config.errors import UserError
+from octetrl.config.json_file import parse_json, shown
 from octetrl.config.load import load_recipe
+from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
+from octetrl.run.model_source import with_found_model
 from octetrl.telemetry.sinks import METRICS_FILE
 
 SHOWN = (
@@ -57,6 +63,8 @@ SHOWN = (
 POLL_SECONDS = 0.2
 MOST_SEEDS = 1000
 STOP_SECONDS = 25.0  # of a run between Ctrl-C and its end
+RECIPE_FILE = "config.yaml"  # of a run's folder
+ANYWHERE = ("output_dir", "logging")  # fields that may differ: they change no figure of an arm
 Row = dict[str, object]
 
 
@@ -100,20 +108,43 @@ class Arm:
         return self.process is None and len(self.lines()) == steps
 
     def lines(self) -> list[dict[str, float]]:
-        """The metrics of its steps, without a line that a killed run has not written to its end."""
+        """The metrics of its steps, without a line that a killed run has not written to its end. UserError: a line is
+        not that of its step."""
         file = self.folder / METRICS_FILE
         if not file.exists():
             return []
-        return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        whole = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        return [metrics_of(line, number, file) for number, line in enumerate(whole, 1)]
+
+    def recipe(self, arguments: argparse.Namespace) -> Recipe:
+        return load_recipe(recipe_file(arguments), changes_of(arguments, self.staleness, self.seed, self.folder))
 
     def check(self, arguments: argparse.Namespace) -> None:
-        """Raises UserError for a wrong recipe."""
-        load_recipe(recipe_file(arguments), changes_of(arguments, self.staleness, self.seed, self.folder))
+        """Raises UserError for a wrong recipe, or for a folder that holds the run of another one."""
+        recipe, saved = self.recipe(arguments), self.folder / RECIPE_FILE
+        if saved.exists():
+            self._refuse_other(recipe, load_recipe(saved))
+        elif (self.folder / METRICS_FILE).exists():
+            raise UserError(
+                f"--state: '{self.folder}' holds {METRICS_FILE} but no {RECIPE_FILE}, so nothing says of which arm it"
+                f" is; put its {RECIPE_FILE} back, or delete the folder"
+            )
+        self.lines()
+
+    def _refuse_other(self, recipe: Recipe, saved: Recipe) -> None:
+        if recipe.model != saved.model:  # a run saves the folder of a model that the recipe names in another way
+            recipe = with_found_model(recipe, weights=False)
+        for field, there, here in differences(saved.model_dump(mode="json"), recipe.model_dump(mode="json")):
+            if field.partition(".")[0] not in ANYWHERE:
+                raise UserError(
+                    f"--state: '{self.folder}' holds a run of another arm: {field} is {shown(there)} there and"
+                    f" {shown(here)} here; give the command that began the sweep, or another --state"
+                )
 
     def start(self, arguments: argparse.Namespace) -> None:
         """Begin or resume the run."""
         changes, recipe = changes_of(arguments, self.staleness, self.seed, self.folder), recipe_file(arguments)
-        resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
+        resume = ["--resume"] if (self.folder / RECIPE_FILE).exists() else []
         with self.log.open("ab") as file:
             command = [sys.executable, "-m", "octetrl", "train", recipe, *changes, *resume]
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -130,7 +161,7 @@ class Arm:
         self.process = None
 
     def rows(self, arguments: argparse.Namespace) -> list[Row]:
-        loaded = load_recipe(recipe_file(arguments), changes_of(arguments, self.staleness, self.seed, self.folder))
+        loaded = self.recipe(arguments)
         own: Row = {
             "precision": loaded.precision,
             "workload": f"{loaded.rollout.prompts_per_step}x{loaded.rollout.group_size}",
@@ -147,6 +178,33 @@ class Arm:
         return rows
 
 
+def metrics_of(line: bytes, step: int, file: Path) -> dict[str, float]:
+    """The metrics of `step`. UserError names the file's line: it is of no step or another one, or lacks its time."""
+    where, remedy = f"{file}, line {step}", "restore the file, or delete the folder to train the arm again"
+    metrics = parse_json(line.decode(errors="replace"), where, remedy)
+    if not isinstance(metrics, dict):
+        raise UserError(f"{where}: not an object with the metrics of a step; {remedy}")
+    if metrics.get("step") != step or isinstance(metrics.get("step"), bool):
+        raise UserError(f"{where}: 'step' is {shown(metrics.get('step'))}, {step} is needed; {remedy}")
+    for name in SHOWN:
+        value = metrics.get(name, None if name == "time/step" else 0.0)
+        may_miss = value is None and name != "time/step"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not may_miss and not is_number:
+            raise UserError(f"{where}: '{name}' is {shown(value)}, a finite number is needed; {remedy}")
+    return metrics
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The fields whose values differ, with both values."""
+    for name in dict.fromkeys((*here, *there)):
+        old, new = there.get(name), here.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from differences(old, new, f"{within}{name}.")
+        elif old != new:
+            yield f"{within}{name}", old, new
+
+
 def recipe_file(arguments: argparse.Namespace) -> str:
     return arguments.recipe if Path(arguments.recipe).is_file() else str(shipped_path(arguments.recipe))
 
@@ -160,7 +218,8 @@ def run_arms(arms: Sequence[Arm], arguments: argparse.Namespace) -> list[str]:
         while (waiting or running) and time.monotonic() < until:
             while waiting and len(running) < arguments.jobs:
                 running.append(waiting.pop(0))
-                running[-1].start(arguments)
+                with held_signals():
+                    running[-1].start(arguments)
             time.sleep(POLL_SECONDS)
             for arm in [arm for arm in running if arm.process is not None and arm.process.poll() is not None]:
                 running.remove(arm)
@@ -233,12 +292,13 @@ def show(arms: Sequence[Row], rows: Sequence[Row]) -> None:
     Console().print(table)
 
 
-def curve_of(ended: Sequence[Sequence[Row]]) -> str:
-    """Held-out accuracy by step as SVG, a panel for each K."""
+def curve_of(ended: Sequence[Sequence[Row]]) -> str | None:
+    """Held-out accuracy by step as SVG, a panel for each K. None: no arm has two evaluations."""
     curves: dict[str, list[list[tuple[float, float]]]] = {}
     for own in sorted(ended, key=lambda rows: int(str(rows[0]["staleness"]))):
         points = [(float(str(row["step"])), float(str(row["eval/accuracy"]))) for row in own if "eval/accuracy" in row]
-        curves.setdefault(f"K = {own[0]['staleness']}", []).append(points)
+        if len(points) > 1:
+            curves.setdefault(f"K = {own[0]['staleness']}", []).append(points)
     return panels(curves, x="step", y="held-out accuracy")
 
 
@@ -280,7 +340,11 @@ def main() -> None:
     rows, ends = [row for own in ended for row in own], with_equal_time(ended)
     show(ends, rows)
     if arguments.curve is not None:
-        arguments.curve.write_text(curve_of(ended))
+        drawn = curve_of(ended)
+        if drawn is None:
+            print(f"--curve: no picture, because no arm has two evaluations; --eval-every is {arguments.eval_every}")
+        else:
+            arguments.curve.write_text(drawn)
     name = arguments.name or Path(arguments.recipe).stem
     print(write_result("staleness", name, rows, arguments.out, arms=ends))
     if failed:

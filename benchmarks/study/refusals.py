@@ -1,13 +1,16 @@
-"""Refuses arguments of the study's runner before anything is trained: numbers, and folders that cannot be written."""
+"""Refuses arguments of the study's programs before anything is trained or written: numbers, and folders."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from octetrl.config.errors import UserError
+from octetrl.config.json_file import read_json
 
 LEAST_PIECE_MB = 0.001
 
@@ -35,3 +38,31 @@ def make_folder(option: str, folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"{option}: cannot write in '{folder}' ({error.strerror}); give another folder") from None
+
+
+@contextmanager
+def made_folder(option: str, folder: Path) -> Iterator[None]:
+    """Create a folder; a refusal in the block removes it again if it is new and empty. UserError: as `make_folder`."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        make_folder(option, folder)
+        yield
+    except UserError:
+        for one in missing:
+            with suppress(OSError):  # it holds something, or was never created
+                one.rmdir()
+        raise
+
+
+def read_seconds(state: Path, option: str = "--state") -> dict[str, float]:
+    """How long the jobs of a state took, by kind; empty before one has ended. UserError: the file is damaged."""
+    path = state / "seconds.json"
+    if not path.exists():
+        return {}
+    try:
+        known = dict(read_json(path, "delete it"))
+    except UserError:
+        known = {"": None}
+    if not all(isinstance(seconds, int | float) and 0 <= seconds < math.inf for seconds in known.values()):
+        raise UserError(f"{option}: '{path.name}' does not hold the seconds of jobs; delete it, or copy it again")
+    return known

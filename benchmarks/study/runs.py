@@ -15,6 +15,8 @@ still runs at the end is killed, and loses at most the steps since its last chec
 end in time, by the longest job of its kind so far, unless no call of this length could hold it. On a new machine the
 first jobs also compile the kernels and take several times as long; `--job-seconds` says what later jobs take. A job
 that fails `ATTEMPTS` times leaves a line that says so. A job that refuses its input leaves none, and no job follows it.
+Ctrl-C and SIGTERM end the jobs at once, and `--pack` still packs. A state whose lines have other changes or steps is
+refused.
 
 On a machine that is given up after each call, `--pack FOLDER` leaves there what the next call needs, in pieces of
 `--piece-mb` at most: all lines, then starts, then the runs that were cut off, as far as `--pack-mb` allows; what was
@@ -25,22 +27,21 @@ another path then.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.command import held_signals, run_command
 from benchmarks.study.arms import ARMS, TABLES
 from benchmarks.study.job import (
     REFUSED,
@@ -53,15 +54,16 @@ from benchmarks.study.job import (
     start_recipe,
     write_line,
 )
-from benchmarks.study.refusals import make_folder, refuse_numbers
+from benchmarks.study.lines import refuse_other_settings
+from benchmarks.study.refusals import made_folder, read_seconds, refuse_numbers
+from benchmarks.study.travel import pack, unpack
 from octetrl.config.errors import UserError
 from octetrl.telemetry.bench_record import provenance
 
 WARNING_SECONDS = 25.0
 ATTEMPTS = 2
 POLL_SECONDS = 0.2
-PIECE = "state.tar.gz."
-PLACE = "place.json"  # the packed state's path, which its runs name
+MOST_DIGITS = 10  # of a seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Plan:
     jobs: list[Job]
     guess: float  # seconds of an arm's job before one has ended
     expected: float | None = None  # seconds of an arm's job, whatever the earlier ones took
+    settings: dict[str, Any] = field(default_factory=dict)  # of the lines: changes and steps
     attempts: dict[str, int] = field(default_factory=dict)
     refusal: str | None = None  # of the first job that refused its input
 
@@ -112,8 +115,7 @@ class Plan:
 
     def seconds(self, job: Job) -> float:
         """What the job still takes: as expected, else the longest of its kind so far; less what it has run."""
-        path = self.state / "seconds.json"
-        known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        known = read_seconds(self.state)
         kind = f"{job.table}-{'start' if job.arm == START else 'arm'}"
         ran = self.state / "runs" / job.name / "seconds"
         done = float(ran.read_text()) if ran.exists() else 0.0
@@ -121,10 +123,9 @@ class Plan:
         return max(whole - done, 0.0)
 
     def note_seconds(self, job: Job, seconds: float) -> None:
-        path = self.state / "seconds.json"
-        known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        known = read_seconds(self.state)
         kind = f"{job.table}-{'start' if job.arm == START else 'arm'}"
-        write_line(path, known | {kind: max(seconds, known.get(kind, 0.0))})
+        write_line(self.state / "seconds.json", known | {kind: max(seconds, known.get(kind, 0.0))})
 
 
 def jobs_of(table: str, arms: Sequence[str], seeds: Sequence[int]) -> list[Job]:
@@ -191,7 +192,7 @@ def ended(plan: Plan, one: Running, *, asked: bool) -> None:
         failed = {"table": job.table, "arm": job.arm, "seed": job.seed, "status": "failed", "why": why}
         write_line(
             line_path(plan.state, job.table, job.arm, job.seed),
-            failed | {"seconds": round(seconds, 1), "from": provenance()},
+            failed | plan.settings | {"seconds": round(seconds, 1), "from": provenance()},
         )
 
 
@@ -216,96 +217,26 @@ def run_jobs(plan: Plan, arguments: argparse.Namespace) -> None:
                         break
                     whole_call = arguments.seconds - WARNING_SECONDS
                     if plan.seconds(job) <= left or plan.seconds(job) > whole_call:
-                        running.append(start(job, arguments, emptiest(gpus, running)))
+                        with held_signals():
+                            running.append(start(job, arguments, emptiest(gpus, running)))
             if not running or left <= -WARNING_SECONDS:
                 break
             time.sleep(POLL_SECONDS)
     finally:
         for one in running:
             one.process.kill()
+        for one in running:
             one.process.wait()
             ended(plan, one, asked=True)
 
 
-# ---------------------------------------------------------------- travel
-
-
-def pack(state: Path, folder: Path, limit_mb: float, piece_mb: float) -> list[str]:
-    """Write the state in pieces; returns what was left out. Codes and weights hardly compress: sizes are as on disk."""
-    groups = [
-        [path for path in (state / "lines", state / "before", state / "seconds.json") if path.exists()],
-        *([path] for path in _visible(state / "starts")),
-        *([path] for path in _visible(state / "runs")),
-    ]
-    left_out, used, buffer = list[str](), 0, io.BytesIO()
-    write_line(state / PLACE, {"state": str(state)})
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
-        archive.add(state / PLACE, PLACE)
-        for number, group in enumerate(groups):
-            size = sum(file.stat().st_size for path in group for file in (path, *path.rglob("*")) if file.is_file())
-            if number and used + size > limit_mb * 2**20:
-                left_out += [str(path.relative_to(state)) for path in group]
-                continue
-            used += size
-            for path in group:
-                archive.add(path, str(path.relative_to(state)))
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f"{PIECE}*"):
-        old.unlink()
-    data, step = buffer.getvalue(), int(piece_mb * 2**20)
-    for number, place in enumerate(range(0, len(data), step)):
-        (folder / f"{PIECE}{number:02d}").write_bytes(data[place : place + step])
-    return left_out
-
-
-def _visible(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*") if not path.name.startswith(".")) if folder.is_dir() else []
-
-
-def unpack(folder: Path, state: Path) -> None:
-    """Put packed files into the state. Files that the state has already stay as they are."""
-    pieces = sorted(folder.glob(f"{PIECE}*")) if folder.is_dir() else []
-    if not pieces:
-        raise UserError(f"--unpack: '{folder}' holds no {PIECE}00; give the folder that --pack wrote")
-    state.mkdir(parents=True, exist_ok=True)
-    aside = state / ".unpacked"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        data = b"".join(piece.read_bytes() for piece in pieces)
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-            archive.extractall(aside, filter="data")
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(
-            f"--unpack: the pieces in '{folder}' are damaged or incomplete ({error}); copy all of them again"
-        ) from error
-    place = aside / PLACE
-    packed_from = json.loads(place.read_text())["state"] if place.exists() else str(state)
-    for name in ("lines", "before", "starts", "runs"):
-        for path in _visible(aside / name):
-            target = state / name / path.name
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _name_place(path, packed_from, str(state))
-                path.rename(target)
-    if (aside / "seconds.json").exists() and not (state / "seconds.json").exists():
-        (aside / "seconds.json").rename(state / "seconds.json")
-    shutil.rmtree(aside)
-
-
-def _name_place(unpacked: Path, old: str, new: str) -> None:
-    """Put the state's new path into the recipes of unpacked runs: a run resumes with the paths that it began with."""
-    for recipe in unpacked.rglob("config.yaml") if old != new else ():
-        recipe.write_text(recipe.read_text().replace(f"{old}/", f"{new}/"))
-
-
-def chosen_arms(table: str, asked: str | None) -> tuple[str, ...]:
+def chosen_arms(table: str, asked: str | None, option: str = "--arms") -> tuple[str, ...]:
     if asked is None:
         return TABLES[table].arms
     arms = tuple(ARMS) if asked == "all" else tuple(asked.split(","))
     for arm in arms:
         if arm not in ARMS:
-            raise UserError(f"--arms: '{arm}' is no arm of the study; give all, or some of {', '.join(ARMS)}")
+            raise UserError(f"{option}: '{arm}' is no arm of the study; give all, or some of {', '.join(ARMS)}")
     return arms
 
 
@@ -318,25 +249,43 @@ def all_jobs(arguments: argparse.Namespace) -> list[Job]:
     )
     for words in arguments.then:
         arms, *numbers = words.split(":")
-        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-            raise UserError(
-                f"--then: '{words}' is not ARMS:FIRST:COUNT; give for example bf16,fp8:4:4 for seeds 4 to 7"
-            )
+        remedy = "give for example bf16,fp8:4:4 for seeds 4 to 7"
+        if len(numbers) != 2 or not all(number.isdecimal() and len(number) < MOST_DIGITS for number in numbers):
+            raise UserError(f"--then: '{words}' is not ARMS:FIRST:COUNT; {remedy}")
         first, count = map(int, numbers)
-        jobs += jobs_of(arguments.table, chosen_arms(arguments.table, arms), range(first, first + count))
+        if count == 0:
+            raise UserError(f"--then: '{words}' adds no seed, COUNT is 0; {remedy}")
+        jobs += jobs_of(arguments.table, chosen_arms(arguments.table, arms, "--then"), range(first, first + count))
     return list(dict.fromkeys(jobs))
 
 
-def refuse_changes(arguments: argparse.Namespace, chosen: Sequence[str]) -> None:
-    """UserError: a recipe of the table does not take the changes."""
+def settings_of(arguments: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, Any]:
+    """What a line says of its recipe. UserError: a recipe of the table does not take the changes."""
     state, table = arguments.state, arguments.table
     if TABLES[table].start is not None:
         start_recipe(state, table, 0, arguments.start_change)
-    for arm in chosen:
-        arm_recipe(state, table, arm, 0, arguments.model, arguments.change)
+    arms = dict.fromkeys(job.arm for job in jobs if job.arm != START)
+    steps = {arm_recipe(state, table, arm, 0, arguments.model, arguments.change).steps for arm in arms}
+    assert len(steps) == 1, "an arm changes no steps"
+    return {"of_steps": steps.pop(), "changes": list(arguments.change)}
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def prepare(arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Create the folders and unpack. UserError: a folder, a piece or a line in them cannot be used; no folder is left
+    then that was not there."""
+
+    def refuse(folder: Path, option: str) -> None:
+        refuse_other_settings(folder, option, arguments.table, settings["changes"], settings["of_steps"])
+        read_seconds(folder, option)
+
+    refuse(arguments.state, "--state")
+    pack_folder = nullcontext() if arguments.pack is None else made_folder("--pack", arguments.pack)
+    with made_folder("--state", arguments.state), pack_folder:
+        if arguments.unpack is not None:
+            unpack(arguments.unpack, arguments.state, lambda unpacked: refuse(unpacked, "--unpack"))
+
+
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--arms", help="default: the table's; or all")
@@ -358,18 +307,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--change", action="append", default=[], metavar="section.key=value", help="of all arms")
     arguments = parser.parse_args(words)
     refuse_numbers(arguments, least_seconds=WARNING_SECONDS)
-    if arguments.unpack is not None:
-        make_folder("--state", arguments.state)
-        unpack(arguments.unpack, arguments.state)
     table = TABLES[arguments.table]
     if table.start is None and arguments.model is None:
         raise UserError(f"--model: table '{arguments.table}' needs the folder of a pretrained model")
     jobs = all_jobs(arguments)
-    refuse_changes(arguments, list(dict.fromkeys(job.arm for job in jobs if job.arm != START)))
-    make_folder("--state", arguments.state)
-    if arguments.pack is not None:
-        make_folder("--pack", arguments.pack)
-    plan = Plan(arguments.state, jobs, table.job_seconds, arguments.job_seconds)
+    settings = settings_of(arguments, jobs)
+    prepare(arguments, settings)
+    plan = Plan(arguments.state, jobs, table.job_seconds, arguments.job_seconds, settings)
     try:
         run_jobs(plan, arguments)
     finally:
@@ -380,12 +324,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"{len(jobs) - len(left)} of {len(jobs)} jobs complete; left: {', '.join(left[:6]) or 'none'}")
     if plan.refusal is not None:
         raise UserError(f"{plan.refusal}; the other jobs were not started")
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except UserError as error:
-        print(f"benchmarks.study.runs: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_command("study.runs", main)

@@ -11,35 +11,50 @@ same rewards and accuracies in both. For a pretrained model, which all arms star
 BF16 are enough.
 
 Accuracies are means over seeds with their standard errors, of complete runs; failed ones are counted. A difference is
-that to `bf16`, seed by seed (pairs.py). `start` is the model before training in the arm's own formats.
+that to `bf16`, seed by seed (pairs.py). `start` is the model before training in the arm's own formats. An arm with
+† has runs of several commits, or of files that no commit has; where lines do not say their commit, the arms of a result
+of several commits all have it. Lines with different changes or steps are refused (lines.py). So is a wrong argument,
+before anything is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import run_command
 from benchmarks.curves import Curve, panels
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, is_dirty, write_result
 from benchmarks.study.arms import ARMS, TABLES
+from benchmarks.study.lines import (
+    AVERAGED,
+    MEASURES,
+    Row,
+    are_of_several_trees,
+    known_arms,
+    lines_in,
+    read_result,
+    refuse_figures,
+    refuse_mixed,
+    with_commit,
+)
 from benchmarks.study.pairs import Difference, mean_of, paired
+from benchmarks.study.refusals import made_folder
 from octetrl.config.errors import UserError
-from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
+from octetrl.config.json_file import read_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = "bf16"
-MEASURES = ("start/accuracy", "end/accuracy", "end/accuracy_bf16")
 REPEATED = ("start/accuracy_bf16", "rewards", "curve", "end/accuracy")  # equal in two runs from one start
-AVERAGED = ("mismatch/gen_kl", "fp8/kv_saturation", "seconds")
-Row = dict[str, Any]
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 SHOWN = (
     ("seeds", "seeds"),
     ("start", "start/accuracy"),
@@ -58,12 +73,17 @@ def read_lines(state: Path, table: str, arms: str | None = None) -> list[Row]:
     for arm in wanted:
         if arm not in ARMS:
             raise UserError(f"--arms: '{arm}' is no arm of the study; give some of {', '.join(ARMS)}")
-    lines: list[Row] = [json.loads(path.read_text()) for path in (state / "lines").glob(f"{table}-*.json")]
-    found = [line for line in lines if line["table"] == table and line["arm"] in wanted]
+    lines: list[Row] = []
+    for path, line in lines_in(state, table, "--state"):
+        where = f"--state: 'lines/{path.name}'"
+        refuse_figures(line, where)
+        lines.append(with_commit(line, where))
+    found = [line for line in known_arms(lines, "--state") if line["table"] == table and line["arm"] in wanted]
     if not found:
         raise UserError(
             f"--state: '{state}' holds no line of table '{table}' and these arms; run `benchmarks.study.runs {table}`"
         )
+    refuse_mixed(found, "--state")
     order = list(ARMS)
     return sorted(found, key=lambda line: (order.index(line["arm"]), line["seed"]))
 
@@ -71,16 +91,19 @@ def read_lines(state: Path, table: str, arms: str | None = None) -> list[Row]:
 def joined(lines: Sequence[Row], result: Path) -> list[Row]:
     """The result's lines and those of `lines` that it lacks. UserError: in a seed that both have, the starts differ, or
     nothing shows that they are equal."""
-    record = json.loads(result.read_text())
+    record = read_result(result, "--join")
+    refuse_mixed(record["lines"], f"--join: '{result}'")
     head = {name: value for name, value in record.items() if name not in ("rows", "lines")}
-    earlier: list[Row] = [{"from": head} | line for line in record["lines"]]
+    earlier: list[Row] = [{"from": head} | line for line in known_arms(record["lines"], "--join")]
     for seed in sorted({line["seed"] for line in earlier} & {line["seed"] for line in lines}):
         why = _why_starts_differ(*([line for line in own if line["seed"] == seed] for own in (earlier, lines)))
         if why is not None:
             raise UserError(f"--join: '{result}' may have other starts in seed {seed}: {why}; keep the results apart")
     order = list(ARMS)
     both = {(line["arm"], line["seed"]): line for line in (*lines, *earlier)}
-    return sorted(both.values(), key=lambda line: (order.index(line["arm"]), line["seed"]))
+    found = sorted(both.values(), key=lambda line: (order.index(line["arm"]), line["seed"]))
+    refuse_mixed(found, f"--join: '{result}'")
+    return found
 
 
 def _why_starts_differ(earlier: Sequence[Row], lines: Sequence[Row]) -> str | None:
@@ -121,6 +144,8 @@ def rows_of(lines: Sequence[Row]) -> list[Row]:
         row: Row = {"precision": arm, "workload": own[0]["table"], "arm": arm, "means": ARMS[arm].means}
         row |= {"seeds": sum(line["status"] == "complete" for line in own)}
         row |= {"failed": len(own) - row["seeds"]}
+        of_several = are_of_several_trees(own)
+        row |= {} if of_several is None else {"dirty": of_several}
         for measure in MEASURES:
             found = values(arm, measure)
             if found:
@@ -172,29 +197,25 @@ def where_measured(lines: Sequence[Row]) -> Row:
 
 def save(name: str, lines: Sequence[Row], folder: Path) -> Path:
     kept = [{field: value for field, value in line.items() if field != "from"} for line in lines]
-    path = write_result("study", name, rows_of(lines), folder, lines=kept)
+    path = write_result("study", name, rows_of(kept), folder, lines=kept)
     where = {field: value for field, value in where_measured(lines).items() if field not in ("bench", "command")}
     record = json.loads(path.read_text()) | where
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 
 
-def picture(lines: Sequence[Row]) -> str:
-    """A panel an arm: held-out accuracy over steps, a thin line a seed. Only complete runs have a line."""
+def picture(lines: Sequence[Row]) -> str | None:
+    """A panel an arm: held-out accuracy over steps, a thin line a seed. Only complete runs have a line. None: no run
+    has two evaluations, which a line needs."""
     curves: dict[str, list[Curve]] = {}
     for line in lines:
         if line["status"] == "complete" and line["curve"]:
             begin = [(0, line["start/accuracy"])] if line.get("start/accuracy") is not None else []
-            curves.setdefault(line["arm"], []).append([*begin, *((step, value) for step, value in line["curve"])])
+            points = [*begin, *((step, value) for step, value in line["curve"])]
+            if len(points) > 1:
+                curves.setdefault(line["arm"], []).append(points)
     whole = {arm: [one for one in own if len(one) == len(own[0])] for arm, own in curves.items()}
     return panels(whole, x="step", y="held-out accuracy")
-
-
-def is_dirty(record: Row) -> bool:
-    commit = str(record["commit"])
-    package = digest_of_commit(commit), record["source_digest"]
-    scripts = digest_of_commit(commit, BENCHMARKS, SCRIPTS), record["benchmarks_digest"]
-    return commit.endswith("-dirty") or any(held not in (None, found) for held, found in (package, scripts))
 
 
 def document_table(name: str, record: Row) -> str:
@@ -207,8 +228,9 @@ def document_table(name: str, record: Row) -> str:
         "| arm | " + " | ".join(title for title, _ in shown) + " |",
         "|---" * (len(shown) + 1) + "|",
     ]
-    dagger = " †" if is_dirty(record) else ""
+    whole = is_dirty(record)
     for row in record["rows"]:
+        dagger = " †" if row.get("dirty", whole) else ""
         cells = [_cell(field, row) for _, field in shown]
         lines.append(f"| `{row['arm']}`{dagger} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -256,27 +278,50 @@ def main(words: Sequence[str] | None = None) -> None:
         "--render", action="store_true", help="from the runs in the result file, whose rows are renewed"
     )
     arguments = parser.parse_args(words)
-    name = arguments.name or arguments.table
-    path = arguments.out / f"study_{name}.json"
-    if not arguments.render:
-        lines = read_lines(arguments.state, arguments.table, arguments.arms)
-        path = save(name, lines if arguments.join is None else joined(lines, arguments.join), arguments.out)
-        print(f"wrote {path}")
-    record = json.loads(path.read_text())
+    name = arguments.table if arguments.name is None else arguments.name
+    if NAME.fullmatch(name) is None:
+        raise UserError(f"--name: '{name}' is no name of a result; give letters, digits, '.', '_' and '-'")
+    path, drawing = arguments.out / f"study_{name}.json", arguments.pictures / f"study_{name}.svg"
+    document = None if arguments.document is None else read_document(arguments.document, name)
     if arguments.render:
-        record["rows"] = rows_of(record["lines"])
+        record = read_result(path, "--render")
+        lines = known_arms(record["lines"], "--render")
+        refuse_mixed(lines, f"--render: '{path}'")
+    else:
+        lines = read_lines(arguments.state, arguments.table, arguments.arms)
+        lines = lines if arguments.join is None else joined(lines, arguments.join)
+    for option, file in (("--out", path), ("--pictures", drawing)):
+        if file.is_dir():
+            raise UserError(f"{option}: '{file}' is a folder, a file is written there; give another {option} or --name")
+    with made_folder("--out", arguments.out), made_folder("--pictures", arguments.pictures):
+        drawn = picture(lines)
+    if arguments.render:
+        record["rows"] = rows_of(lines)
         path.write_text(json.dumps(record, indent=1) + "\n")
+    else:
+        print(f"wrote {save(name, lines, arguments.out)}")
+        record = json.loads(path.read_text())
     show(name, record["rows"])
-    arguments.pictures.mkdir(parents=True, exist_ok=True)
-    (arguments.pictures / f"study_{name}.svg").write_text(picture(record["lines"]))
-    if arguments.document is not None:
-        text = put_table(arguments.document.read_text(), name, document_table(name, record))
-        arguments.document.write_text(text)
+    if drawn is None:
+        print(f"no picture: no complete run of {name} has two evaluations", file=sys.stderr)
+    else:
+        drawing.write_text(drawn)
+    if document is not None:
+        arguments.document.write_text(put_table(document, name, document_table(name, record)))
+
+
+def read_document(path: Path, name: str) -> str:
+    """The text of the document. UserError: it has no place for the table, or cannot be written."""
+    try:
+        text = read_text(path, "give a Markdown file with the markers of the table")
+        put_table(text, name, "")
+        path.open("r+").close()
+    except OSError as error:
+        raise UserError(f"--document: cannot write '{path}' ({error.strerror}); give another file") from None
+    except UserError as error:
+        raise UserError(f"--document: {str(error).removeprefix('--document: ')}") from None
+    return text
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"benchmarks.study.table: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_command("study.table", main)

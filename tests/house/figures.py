@@ -31,7 +31,8 @@ each cell is a number and some have a fraction.
 
 **A dirty tree.** A result whose package or benchmark scripts are not those of its commit
 (octetrl/telemetry/source_digest.py), or whose commit says `-dirty`, has a † in the first cell of its row, or in its
-paragraph; clean ones have none.
+paragraph; clean ones have none. A row with a field `dirty` says it of itself: that of a study's arm, whose runs may be
+of other commits than those of the other arms.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def measured_rows(pattern: str) -> list[Row]:
     found = [sorted(REPO.glob(one)) for one in pattern.split(",")]
     assert all(found), f"no file is {pattern}"
     return [
-        row | of_file
+        row | of_file | {"dirty": row.get("dirty", of_file["dirty"])}  # a row of several runs may say it itself
         for paths in found
         for path in paths
         for result in [json.loads(path.read_text(encoding="utf-8"))]

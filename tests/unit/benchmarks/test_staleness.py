@@ -15,7 +15,7 @@ import pytest
 from benchmarks import staleness
 from benchmarks.command import run_command
 from octetrl.config.errors import Terminated, UserError
-from octetrl.config.load import load_recipe
+from octetrl.config.load import dump_recipe, load_recipe
 
 STEPS = 4
 
@@ -33,7 +33,7 @@ class Trains:
         self.folder, self.staleness = Path(config.output_dir), config.cluster.max_staleness
         self.begun.append((self.folder.name, "--resume" in command))
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text("")
+        (self.folder / "config.yaml").write_text(dump_recipe(config))
         self.file = self.folder / "metrics.jsonl"
         whole = self.file.read_text().rpartition("\n")[0] if self.file.exists() else ""
         self.file.write_text(whole + "\n" if whole else "")

@@ -1,0 +1,215 @@
+"""Reads the lines of the study's jobs, from a state's folder or a result, and refuses what cannot be compared.
+
+    (path, line) in lines_in(state, table)        each line of the table, with the identity that its file's name says
+    refuse_other_settings(...)                    runs: a line was trained with other changes or steps
+    refuse_mixed(...)                             table: lines differ from each other in these
+    known_arms(...)                               the lines of arms that the study has; says which it leaves out
+
+A line says by what it was trained: `commit` (and `dirty`: whether the files were others than the commit's). Lines of
+older results have neither.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.study.arms import ARMS
+from benchmarks.study.job import key
+from octetrl.config.errors import UserError
+from octetrl.config.json_file import parse_json, read_json, read_text, shown
+
+Row = dict[str, Any]
+MEASURES = ("start/accuracy", "end/accuracy", "end/accuracy_bf16")
+AVERAGED = ("mismatch/gen_kl", "fp8/kv_saturation", "seconds")
+SETTINGS = ("table", "changes", "of_steps")
+DAMAGED = "restore the file, or delete it to train its run again"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(value: object, is_one: Callable[[object], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_one, value))
+
+
+def _is_point(value: object) -> bool:
+    return _is_list_of(value, _is_number) and isinstance(value, list) and len(value) == 2
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+Rule = tuple[Callable[[object], bool], str]
+NUMBER: Rule = (_is_number, "a finite number")
+IDENTITY: Mapping[str, Rule] = {
+    "table": (_is_text, "a text"),
+    "arm": (_is_text, "a text"),
+    "seed": (_is_whole, "a whole number"),
+    "status": (lambda value: value in ("complete", "failed"), "'complete' or 'failed'"),
+}
+FURTHER: Mapping[str, Rule] = {  # what a line may lack
+    "of_steps": (_is_whole, "a whole number"),
+    "changes": (lambda value: _is_list_of(value, _is_text), "a list of texts"),
+    "commit": (_is_text, "a text"),
+    "dirty": (lambda value: isinstance(value, bool), "true or false"),
+    "start/accuracy_bf16": NUMBER,
+    **dict.fromkeys((*MEASURES, *AVERAGED), NUMBER),
+}
+CURVE: Rule = (lambda value: _is_list_of(value, _is_point), "a list of steps with their accuracies")
+FROM = ("commit", "source_digest", "date", "machine")
+
+
+def refuse_line(line: object, where: str, remedy: str = DAMAGED) -> Row:
+    """Return the line. UserError: it is not the line of a job, or one of its figures is not a number."""
+    if not isinstance(line, dict):
+        raise UserError(f"{where}: not an object with the fields of a job's line; {remedy}")
+    rules = dict(IDENTITY) | {name: rule for name, rule in FURTHER.items() if line.get(name) is not None}
+    for name, (is_right, needed) in rules.items():
+        if not is_right(line.get(name)):
+            raise UserError(f"{where}: '{name}' is {shown(line.get(name))}, {needed} is needed; {remedy}")
+    return line
+
+
+def refuse_figures(line: Row, where: str, remedy: str = DAMAGED) -> None:
+    """UserError: a complete line has no curve that can be drawn."""
+    is_right, needed = CURVE
+    if line["status"] == "complete" and not is_right(line.get("curve")):
+        raise UserError(f"{where}: 'curve' is {shown(line.get('curve'))}, {needed} is needed; {remedy}")
+
+
+def lines_in(folder: Path, table: str, option: str) -> list[tuple[Path, Row]]:
+    """The lines of a table in `folder`/lines, by file. UserError: a file is no line or is named as another one."""
+    found: dict[str, tuple[Path, Row]] = {}
+    for path in sorted((folder / "lines").glob(f"{table}-*.json")):
+        where = f"{option}: 'lines/{path.name}'"
+        line = refuse_line(parse_json(_text(path, where), where, DAMAGED), where)
+        name = key(line["table"], line["arm"], line["seed"])
+        if name in found:
+            both = f"'lines/{found[name][0].name}' and 'lines/{path.name}'"
+            raise UserError(f"{option}: {both} are both of {_named(line)}; delete one of them")
+        found[name] = path, line
+    for name, (path, _) in found.items():
+        if path.stem != name:
+            raise UserError(f"{option}: 'lines/{path.name}' is the line of '{name}'; {DAMAGED}")
+    return list(found.values())
+
+
+def _text(path: Path, where: str) -> str:
+    try:
+        return read_text(path, DAMAGED)
+    except UserError as error:  # names a path, which may be that of unpacked files
+        raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from None
+
+
+def refuse_other_settings(folder: Path, option: str, table: str, changes: Sequence[str], steps: int) -> None:
+    """UserError: the folder has a line of the table with other changes or steps than those of this command."""
+    for path, line in lines_in(folder, table, option):
+        for name, given in (("changes", list(changes)), ("of_steps", steps)):
+            held = line.get(name)
+            if held is not None and _setting(name, held) != _setting(name, given):
+                raise UserError(
+                    f"{option}: 'lines/{path.name}' was trained with {_said(name, held)}, this command gives"
+                    f" {_said(name, given)}; give the same, or another --state"
+                )
+
+
+def refuse_mixed(lines: Sequence[Row], option: str) -> None:
+    """UserError: the lines are not of one table, one number of steps and the same changes, or one is there twice."""
+    for name in SETTINGS:
+        known = [line for line in lines if line.get(name) is not None]
+        for one, other in pairwise(known):
+            if _setting(name, one[name]) != _setting(name, other[name]):
+                raise UserError(
+                    f"{option}: {_named(one)} was trained with {_said(name, one[name])}, {_named(other)} with"
+                    f" {_said(name, other[name])}; compare them apart, each with its own --state and --name"
+                )
+    seen: set[tuple[str, int]] = set()
+    for line in lines:
+        if (line["arm"], line["seed"]) in seen:
+            raise UserError(f"{option}: two lines are of {_named(line)}; delete one of them")
+        seen.add((line["arm"], line["seed"]))
+
+
+def _named(line: Row) -> str:
+    return f"{line['arm']}, seed {line['seed']}"
+
+
+def _setting(name: str, value: Any) -> object:
+    """Changes of different fields are the same in any order."""
+    if name != "changes":
+        return value
+    parts = [change.partition("=") for change in value]
+    return {field.strip(): given.strip() for field, _, given in parts}
+
+
+def _said(name: str, value: Any) -> str:
+    if name == "changes":
+        return f"the changes {' '.join(value)}" if value else "no changes"
+    return f"{value} steps" if name == "of_steps" else f"table '{value}'"
+
+
+def known_arms(lines: Sequence[Row], option: str) -> list[Row]:
+    """The lines of arms that the study has. Says on standard error which lines it leaves out."""
+    unknown = sorted({line["arm"] for line in lines} - ARMS.keys())
+    if unknown:
+        count = sum(line["arm"] in unknown for line in lines)
+        what = f"{count} line{'s' if count > 1 else ''} of {', '.join(map(shown, unknown))}"
+        print(f"benchmarks.study.table: {option}: left out {what}, no arm of the study", file=sys.stderr)
+    return [line for line in lines if line["arm"] in ARMS]
+
+
+def read_result(path: Path, option: str) -> Row:
+    """The result of an earlier table, with its lines checked. UserError: it is none."""
+    remedy = "give a result that benchmarks.study.table wrote"
+    try:
+        found = dict(read_json(path, remedy))
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from None
+    where = f"{option}: '{path}'"
+    for name in (*FROM, "bench"):
+        if not _is_text(found.get(name)):
+            raise UserError(f"{where}: '{name}' is {shown(found.get(name))}, a text is needed; {remedy}")
+    if not isinstance(found.get("lines"), list) or not found["lines"]:
+        raise UserError(f"{where} has no lines of jobs; {remedy}")
+    for number, line in enumerate(found["lines"], 1):
+        at = f"{where}, line {number} of its 'lines'"
+        refuse_figures(refuse_line(line, at, remedy), at, remedy)
+    return found
+
+
+def with_commit(line: Row, where: str) -> Row:
+    """The line with its own `commit` and `dirty`, if it says where it was measured. UserError: it says it wrongly."""
+    head = line.get("from")
+    if not isinstance(head, dict) or not all(_is_text(head.get(name)) for name in FROM):
+        raise UserError(f"{where}: 'from' does not say where the run was measured; {DAMAGED}")
+    if head["commit"] == "unknown":
+        return line
+    is_dirty = _is_dirty(head["commit"], head["source_digest"], head.get("benchmarks_digest"))
+    return line | {"commit": head["commit"].removesuffix("-dirty"), "dirty": is_dirty}
+
+
+@cache
+def _is_dirty(commit: str, package: str, scripts: str | None) -> bool:
+    digests = {"source_digest": package} | ({} if scripts is None else {"benchmarks_digest": scripts})
+    return record.is_dirty({"commit": commit, **digests})
+
+
+def are_of_several_trees(lines: Sequence[Row]) -> bool | None:
+    """Whether the lines are of several commits, or of files that no commit has. None: a line does not say it."""
+    if not all("commit" in line and "dirty" in line for line in lines):
+        return None
+    shortest = min((line["commit"] for line in lines), key=len)  # one commit may be written with fewer digits
+    return any(line["dirty"] or not line["commit"].startswith(shortest) for line in lines)
