@@ -150,6 +150,95 @@ def test_an_arm_that_takes_its_last_step_while_it_is_stopped_has_ended(
     assert begun == [("0_0", False)] and [one["steps"] for one in found["arms"]] == [STEPS]
 
 
+def test_a_folder_of_another_arm_is_refused(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(tmp_path, monkeypatch)
+    state, other = tmp_path / "state", tmp_path / "other.yaml"
+    other.write_text("extends: demo_grpo\nrollout:\n  temperature: 0.9\n")
+    begun.clear()
+    for words, field in (
+        (["rollout.group_size=5"], "rollout.group_size is 8 there and 5 here"),
+        (["--steps", "5"], "steps is 4 there and 5 here"),
+        (["--in-flight", "keep_cache", "--staleness", "4"], "cluster.weights_in_flight is 'off' there"),
+        (["--recipe", str(other)], "rollout.temperature is 1.0 there and 0.9 here"),
+    ):
+        with pytest.raises(UserError, match=f"--state: '.*_0' holds a run of another arm: {field}") as error:
+            sweep(tmp_path, monkeypatch, *words)
+        assert "\n" not in str(error.value)
+    (state / "4_0").rename(state / "2_0")
+    with pytest.raises(UserError, match=r"'.*/2_0' holds .*: cluster.max_staleness is 4 there and 2 here"):
+        sweep(tmp_path, monkeypatch, "--staleness", "2")
+    (state / "0_0" / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"'.*/0_0' holds metrics.jsonl but no config.yaml"):
+        sweep(tmp_path, monkeypatch)
+    assert not begun
+
+
+def test_a_state_in_another_folder_and_with_other_logs_continues(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(tmp_path, monkeypatch)
+    (tmp_path / "state").rename(tmp_path / "moved")
+    begun.clear()
+    assert len(sweep(tmp_path, monkeypatch, "--state", str(tmp_path / "moved"), "logging.console=quiet")["arms"]) == 6
+    assert not begun
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"garbage", "not JSON"),
+        (b"[3]", "not an object"),
+        (b"\xff", "not JSON"),
+        (b'{"time/step": 2.0}', "'step' is None, 3 is needed"),
+        (b'{"step": 2, "time/step": 2.0}', "'step' is 2, 3 is needed"),
+        (b'{"step": 3}', "'time/step' is None, a finite number is needed"),
+        (b'{"step": 3, "time/step": NaN}', "'time/step' is nan"),
+        (b'{"step": 3, "time/step": 2.0, "eval/accuracy": "a"}', "'eval/accuracy' is 'a'"),
+    ],
+    ids=str,
+)
+def test_a_damaged_line_of_metrics_is_named(
+    line: bytes, why: str, begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(tmp_path, monkeypatch)
+    begun.clear()
+    file = tmp_path / "state" / "1_0" / "metrics.jsonl"
+    lines = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([*lines[:2], line, *lines[3:]]) + b"\n")
+    with pytest.raises(UserError, match=f"1_0/metrics.jsonl, line 3: {why}"):
+        sweep(tmp_path, monkeypatch)
+    assert not begun
+
+
+def test_sigterm_stops_the_runs_of_a_sweep(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, sent = list[str](), list[int]()
+
+    def poll(_: Trains) -> None:
+        if not sent:  # once: a second signal ends the process
+            sent.append(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trains, "send_signal", lambda run, number: asked.append(run.folder.name))
+    monkeypatch.setattr(Trains, "poll", poll)
+    with pytest.raises(SystemExit) as ended:
+        run_command("staleness", lambda: print(sweep(tmp_path, monkeypatch, "--jobs", "2")))
+    assert ended.value.code == 143 and begun == [("0_0", False), ("1_0", False)]
+    assert set(asked) == {"0_0", "1_0"}
+
+
+def test_arms_with_fewer_evaluations_than_a_curve_needs_have_no_picture(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trains.stops = {"0_0": (2, 0)}
+    sweep(tmp_path, monkeypatch, "--steps", "2", "--staleness", "0", "--seeds", "1", "--curve", str(tmp_path / "c.svg"))
+    assert "--curve: no picture, because no arm has two evaluations" in capsys.readouterr().out
+    assert not (tmp_path / "c.svg").exists() and (tmp_path / "staleness_x.json").exists()
+
+
 def test_accuracy_at_equal_time_lies_between_two_evaluations() -> None:
     def arm(seconds: float) -> list[staleness.Row]:
         names = ("precision", "workload", "staleness", "in_flight", "jobs", "seed")

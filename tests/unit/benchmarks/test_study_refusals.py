@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy
 import pytest
 
-from benchmarks.study import runs
-from octetrl.config.errors import UserError
+from benchmarks.command import held_signals, run_command
+from benchmarks.study import job, runs, travel
+from octetrl.config.errors import Terminated, UserError
+from octetrl.config.sigterm import terminable
+from tests.unit.benchmarks.test_study_runs import fake_jobs
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "other", "empty"])
@@ -24,7 +32,7 @@ def test_a_damaged_pack_is_one_line(damage: str, tmp_path: Path) -> None:
         first.write_bytes({"cut": first.read_bytes()[:100], "other": b"x" * 100, "empty": b""}[damage])
     with pytest.raises(UserError, match=r"--unpack: the pieces in .* are damaged or incomplete") as error:
         runs.unpack(packed, tmp_path / "other")
-    assert "\n" not in str(error.value) and list((tmp_path / "other").iterdir()) == []
+    assert "\n" not in str(error.value) and not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
@@ -54,3 +62,103 @@ def test_arguments_that_cannot_be_used_are_one_line(
     with pytest.raises(UserError, match=says) as error:
         runs.main([*first, *words.format(file=tmp_path / "file").split()])
     assert "\n" not in str(error.value)
+
+
+def test_a_hundred_pieces_and_more_are_unpacked_in_their_order(tmp_path: Path) -> None:
+    state, packed = tmp_path / "state", tmp_path / "packed"
+    content = numpy.random.default_rng(0).bytes(125_000)
+    (state / "starts" / "one").mkdir(parents=True)
+    (state / "starts" / "one" / "weights").write_bytes(content)
+    runs.pack(state, packed, limit_mb=1.0, piece_mb=0.001)
+    assert len(list(packed.iterdir())) > 100
+    runs.unpack(packed, tmp_path / "other")
+    assert (tmp_path / "other" / "starts" / "one" / "weights").read_bytes() == content
+
+
+@pytest.mark.parametrize("place", ["{", "[]", '{"state": 3}', "\udcff"], ids=["cut", "list", "number", "bytes"])
+def test_a_damaged_place_leaves_the_state_as_it_was(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, packed = tmp_path / "state", tmp_path / "packed"
+    (state / "starts" / "one").mkdir(parents=True)
+
+    def write(path: Path, line: object) -> None:
+        path.write_bytes(place.encode(errors="surrogateescape"))
+
+    monkeypatch.setattr(travel, "write_line", write)
+    runs.pack(state, packed, limit_mb=1.0, piece_mb=1.0)
+    monkeypatch.undo()
+    held = tmp_path / "held"
+    job.write_line(held / "lines" / "a.json", {"seed": 1})
+    for other in (tmp_path / "new" / "deep", held):
+        with pytest.raises(UserError, match=r"--unpack: the pieces in .* are damaged or incomplete") as error:
+            runs.unpack(packed, other)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "new").exists()
+    assert sorted(path.name for path in held.rglob("*")) == ["a.json", "lines"]
+
+
+@pytest.mark.parametrize("words", ["--jobs 0", "--arms fp9", "--then bf16:1:0", "--change a.b=1", "--pack {file}"])
+def test_other_wrong_arguments_are_refused_before_unpacking(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "from" / "starts" / "one").mkdir(parents=True)
+    runs.pack(tmp_path / "from", tmp_path / "packed", limit_mb=1.0, piece_mb=1.0)
+    first = ["tiny-sums", "--state", str(tmp_path / "state"), "--unpack", str(tmp_path / "packed")]
+    with pytest.raises(UserError):
+        runs.main([*first, *words.format(file=tmp_path / "file").split()])
+    assert not (tmp_path / "state").exists()
+    monkeypatch.setattr(runs, "run_jobs", lambda plan, arguments: None)
+    runs.main(first)
+    assert (tmp_path / "state" / "starts" / "one").is_dir()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_ends_the_jobs_and_packs(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_jobs(monkeypatch, steps=1000)
+    state, jobs = tmp_path / "state", list[int]()
+
+    def stop() -> None:
+        until = time.monotonic() + 90
+        while len(found := list(state.glob("runs/*/waits"))) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+        jobs.extend(int(path.read_text()) for path in found)
+        os.kill(os.getpid(), number)
+
+    words = f"smollm2-sums --model m --arms bf16,fp8 --seeds 1 --jobs 2 --seconds 200 --state {state}"
+    words += f" --pack {tmp_path / 'packed'}"
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(SystemExit) as ended:
+        run_command("study.runs", lambda: runs.main(words.split()))
+    stopper.join()
+    assert ended.value.code == code and len(jobs) == 2
+    for one in jobs:
+        with pytest.raises(ProcessLookupError):
+            os.kill(one, 0)
+    runs.unpack(tmp_path / "packed", tmp_path / "other")
+    assert len(list((tmp_path / "other" / "runs").iterdir())) == 2
+
+
+def test_a_signal_waits_until_a_process_is_noted() -> None:
+    noted = []
+    with pytest.raises(Terminated), terminable():
+        with held_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            noted.append("process")
+        noted.append("after the block")
+    assert noted == ["process"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"tiny-sums-arm": "1"}', '{"tiny-sums-arm": NaN}'])
+def test_damaged_seconds_of_jobs_are_one_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "run_jobs", lambda plan, arguments: pytest.fail("a job was started"))
+    (tmp_path / "seconds.json").write_text(text)
+    with pytest.raises(UserError, match=r"--state: 'seconds.json' does not hold the seconds of jobs"):
+        runs.main(["tiny-sums", "--state", str(tmp_path)])
+    (tmp_path / "seconds.json").write_text(json.dumps({"tiny-sums-arm": 0.0}))
+    monkeypatch.setattr(runs, "run_jobs", lambda plan, arguments: None)
+    runs.main(["tiny-sums", "--state", str(tmp_path)])

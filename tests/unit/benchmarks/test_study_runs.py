@@ -35,7 +35,7 @@ SMALL = [
     f"environment.dataset={Path(__file__).parents[2] / 'e2e' / 'sums.jsonl'}",
 ]
 FAKE = """
-import json, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 state, name, steps, what = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 if what != "runs":
     print("it broke")
@@ -48,12 +48,14 @@ count = int((done / "step").read_text()) if (done / "step").exists() else 0
 for count in range(count + 1, min(count + 8, steps) + 1):  # as many as fit into a call
     (done / "step").write_text(str(count))
 if count < steps:
-    (done / "waits").touch()
+    (done / "waits.part").write_text(str(os.getpid()))
+    (done / "waits.part").rename(done / "waits")
     while not asked:
         time.sleep(0.01)
     (done / "waits").unlink()
     sys.exit(3)
-line = {"table": name.split("-")[0], "arm": sys.argv[5], "seed": int(sys.argv[6]), "status": "complete", "seconds": 0.1}
+line = {"table": name.rsplit("-", 2)[0], "arm": sys.argv[5], "seed": int(sys.argv[6])}
+line |= {"status": "complete", "seconds": 0.1}
 (state / "lines").mkdir(exist_ok=True)
 (state / "lines" / (name + ".json")).write_text(json.dumps(line))
 """
@@ -162,14 +164,17 @@ def test_further_arms_come_behind_and_once(tmp_path: Path) -> None:
     for wrong in ("bf16", "bf16:1", "bf16:a:1", "bf16:1:-2"):
         with pytest.raises(UserError, match="is not ARMS:FIRST:COUNT"):
             names(wrong)
-    with pytest.raises(UserError, match="'fp9' is no arm"):
+    with pytest.raises(UserError, match="--then: 'fp9' is no arm"):
         names("fp9:0:1")
+    with pytest.raises(UserError, match="--then: 'bf16:1:0' adds no seed"):
+        names("bf16:1:0")
 
 
 def test_a_job_that_always_fails_has_a_line_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_jobs(monkeypatch, steps=1, broken="fp8")
     runs.main(f"smollm2-sums --model m --arms bf16,fp8 --seeds 1 --jobs 2 --seconds 20 --state {tmp_path}".split())
     found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "lines").glob("*")}
+    assert found["smollm2-sums-fp8-0"]["changes"] == [] and found["smollm2-sums-fp8-0"]["of_steps"] == 40
     assert found["smollm2-sums-fp8-0"]["status"] == "failed" and found["smollm2-sums-fp8-0"]["why"] == "it broke"
     assert found["smollm2-sums-bf16-0"]["status"] == "complete"
 
