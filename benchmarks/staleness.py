@@ -129,7 +129,6 @@ class Arm:
                 f"--state: '{self.folder}' holds {METRICS_FILE} but no {RECIPE_FILE}, so nothing says of which arm it"
                 f" is; put its {RECIPE_FILE} back, or delete the folder"
             )
-        self.lines()
 
     def _refuse_other(self, recipe: Recipe, saved: Recipe) -> None:
         if recipe.model != saved.model:  # a run saves the folder of a model that the recipe names in another way

@@ -133,8 +133,8 @@ def test_a_wrong_file_of_a_line_is_named(
     write(tmp_path / "state", settled("bf16", 0), settled("fp8", 0))
     damage(job.line_path(tmp_path / "state", "tiny-sums", "bf16", 0))
     before = files(tmp_path)
-    words = ["tiny-sums", "--state", str(tmp_path / "state")]
-    assert why in refused(table.main, [*words, "--out", str(tmp_path / "out")], capsys)
+    words, out = ["tiny-sums", "--state", str(tmp_path / "state")], str(tmp_path / "out")
+    assert why in refused(table.main, [*words, "--out", out, "--pictures", out], capsys)
     assert why in refused(runs.main, [*words, "--arms", "bf16", "--seeds", "1"], capsys)
     assert files(tmp_path) == before
 
@@ -146,14 +146,15 @@ def test_what_is_not_a_number_is_refused_by_name(
     write(
         tmp_path, settled("bf16", 0), settled("fp8", 3, **{field: [[15, math.nan]] if field == "curve" else math.nan})
     )
-    said = refused(table.main, ["tiny-sums", "--state", str(tmp_path), "--out", str(tmp_path)], capsys)
+    words = ["tiny-sums", "--state", str(tmp_path), "--out", str(tmp_path), "--pictures", str(tmp_path)]
+    said = refused(table.main, words, capsys)
     assert f"'lines/tiny-sums-fp8-3.json': '{field}' is " in said and "nan" in said
 
 
 def test_two_lines_of_a_run_in_a_result_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table.save("tiny-sums", [settled("bf16", 0), settled("bf16", 0, end=0.9)], tmp_path)
     write(tmp_path, settled("bf16", 0))
-    words = ["tiny-sums", "--state", str(tmp_path), "--out", str(tmp_path)]
+    words = ["tiny-sums", "--state", str(tmp_path), "--out", str(tmp_path), "--pictures", str(tmp_path)]
     for option in (["--render"], ["--join", str(path)]):
         assert "two lines are of bf16, seed 0" in refused(table.main, [*words, *option], capsys)
 
