@@ -70,7 +70,7 @@ def _row(bench: RolesBench, rounds: Sequence[RolesTurn]) -> Row:
 
 
 def _metrics(lines: Sequence[Mapping[str, float]]) -> Row:
-    """Each metric's mean, or its largest value. A step without a time had none of it: no batch ended in it."""
+    """Each metric's mean, or its largest value. A step without a time had none of it."""
     row: Row = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         found = [line.get(name, 0.0) for line in lines]

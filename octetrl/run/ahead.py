@@ -39,6 +39,7 @@ from octetrl.rollout.samples import to_samples
 from octetrl.rollout.token_versions import versions_of
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.plain_tasks import with_plain_tasks
+from octetrl.run.slow_rewards import reward_times
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.protocol import WorkersAhead
@@ -226,7 +227,8 @@ class Ahead:
         collected = collect_batch(
             run.taskset, run.algorithm.keeps, run.rewards, workers, run.base_collection.at_step(step)
         )
-        metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited, **pause}
+        times = {**run.spans.take(only="rollout"), **reward_times(run.rewards)}
+        metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited, **times, **pause}
         groups = tuple(with_plain_tasks(collected.groups))  # the other thread reads no task of the user's
         plain = {id(group): new for group, new in zip(collected.groups, groups, strict=True)}
         kept = tuple(plain[id(group)] for group in collected.kept)

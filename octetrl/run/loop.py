@@ -198,12 +198,12 @@ def one_step(run: Run, step: int) -> StepMetrics:
     rollout = {} if run.conversations is not None or run.ahead is not None else run.rollout_workers.rollout_metrics()
     own: dict[str, float] = {"time/step": time.perf_counter() - began}
     evaluates = run.config.evaluation.every > 0 and step % run.config.evaluation.every == 0
-    with run.ahead.paused() if evaluates and run.ahead is not None else nullcontext():  # a batch that ends here counts
+    with run.ahead.paused() if evaluates and run.ahead is not None else nullcontext():
         own |= run.workers.memory_metrics()
         own |= run.workers.path_metrics()
         own |= run.workers.time_metrics()
-        own |= run.spans.take()
-        own |= reward_times(run.rewards) if run.conversations is None else {}
+        own |= run.spans.take(but="" if run.ahead is None else "rollout")  # a batch ahead has its own times
+        own |= reward_times(run.rewards) if run.conversations is None and run.ahead is None else {}
         evaluation = _evaluated(run) if evaluates else {}
     return StepMetrics.merge(metrics, rollout, own, evaluation)
 

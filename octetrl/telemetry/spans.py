@@ -36,10 +36,13 @@ class Spans:
             with self._lock:
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call, as `time/*`, and start again from zero."""
+    def take(self, only: str = "", but: str = "") -> dict[str, float]:
+        """Return the seconds of each phase since the last call, as `time/*`, and start again from zero.
+
+        only, but: a phase that is taken alone, or left for a later call, because it belongs to another step."""
         with self._lock:
-            taken, self._seconds = self._seconds, {}
+            taken = {name: s for name, s in self._seconds.items() if only in ("", name) and name != but}
+            self._seconds = {name: s for name, s in self._seconds.items() if name not in taken}
         return {f"time/{name}": seconds for name, seconds in taken.items()}
 
     def _now(self) -> float:

@@ -297,12 +297,12 @@ class HostedWorker:
     def path_metrics(self) -> dict[str, float]:
         return self._worker.path_metrics()
 
-    def times(self) -> dict[str, float]:
-        """Seconds of each phase since the last call, as `time/*`. With several workers also those of gathering new
+    def times(self, only: str = "", but: str = "") -> dict[str, float]:
+        """`Spans.take`. With several workers, and unless one phase is asked for, also the seconds of gathering new
         weights, `time/gather`, and the bytes received, `publish/bytes`."""
         worker = self._worker
-        exchanged = worker.trainer.weights.take_exchange() if isinstance(worker, Worker) else {}
-        return self._spans.take() | exchanged
+        exchanged = worker.trainer.weights.take_exchange() if isinstance(worker, Worker) and not only else {}
+        return self._spans.take(only, but) | exchanged
 
     # ------------------------------------------------------------ an open session
 

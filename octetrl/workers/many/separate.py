@@ -35,7 +35,15 @@ from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import serve_store
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.team import Call, PartOfTeam, Team
-from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer, memory_of, paths_of, times_of
+from octetrl.workers.many.workers import (
+    ManyWorkers,
+    TeamContext,
+    WorkersDiffer,
+    memory_of,
+    paths_of,
+    phases_of,
+    times_of,
+)
 
 
 class SeparateWorkers:
@@ -189,7 +197,9 @@ class SeparateWorkers:
         self._engine_workers.forget_prefixes()
 
     def rollout_metrics(self) -> Mapping[str, float]:
-        return self._engine_workers.rollout_metrics()
+        """With the seconds of each worker: a batch that is generated ahead belongs to a later step than `time_metrics`."""
+        seconds = self._engine_team.ask("state", "times", "rollout")
+        return {**self._engine_workers.rollout_metrics(), **phases_of(seconds, first=self._trainer_team.size)}
 
     # ------------------------------------------------------------ all
 
@@ -200,7 +210,7 @@ class SeparateWorkers:
         return paths_of(self._team)
 
     def time_metrics(self) -> Mapping[str, float]:
-        return times_of(self._team, self._trainers.link_gb_per_second)
+        return times_of(self._team, self._trainers.link_gb_per_second, but="rollout")
 
     def close(self) -> None:
         self._team.close()

@@ -299,18 +299,25 @@ def paths_of(team: Team) -> dict[str, float]:
     return {name: choose(part[name] for part in parts) for name, choose in worst.items()}
 
 
-def times_of(team: Team, link_gb_per_second: float) -> dict[str, float]:
-    """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker. With several workers the
-    bytes of new weights that a worker received, their speed, and that of the link."""
-    parts: list[dict[str, float]] = team.ask("state", "times")
+def times_of(team: Team, link_gb_per_second: float, but: str = "") -> dict[str, float]:
+    """`phases_of` all phases except `but`. With several workers also the bytes of new weights that a worker received,
+    their speed, and that of the link."""
+    parts: list[dict[str, float]] = team.ask("state", "times", "", but)
     metrics: dict[str, float] = {}
     received = max(part.pop("publish/bytes", 0.0) for part in parts)
     if received:
         slowest = max(part.get("time/gather", 0.0) for part in parts)
         metrics = {"publish/bytes": received, "publish/gb_per_second": received / 1e9 / slowest}
         metrics["publish/link_gb_per_second"] = link_gb_per_second
+    return metrics | phases_of(parts)
+
+
+def phases_of(parts: Sequence[Mapping[str, float]], first: int = 0) -> dict[str, float]:
+    """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker. `first`: number of the worker
+    that `parts` begins with."""
+    metrics: dict[str, float] = {}
     for name in sorted({name for part in parts for name in part}):
         seconds = [part.get(name, 0.0) for part in parts]
-        metrics |= {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds)}
-        metrics[f"{name}/slowest"] = float(seconds.index(max(seconds)))
+        metrics |= {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds, first)}
+        metrics[f"{name}/slowest"] = float(first + seconds.index(max(seconds)))
     return metrics

@@ -195,6 +195,7 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
         return reports[-1]
 
     monkeypatch.setattr("octetrl.run.loop.evaluate", evaluated)
+    took: list[float] = []  # seconds of each batch
     changes = {"precision": "bf16", "steps": 3, "evaluation.every": 1, "environment.reward": None, **DRAWING}
     with run_on(1, model, tmp_path, engines=1, ahead=1, **changes) as run:
 
@@ -202,7 +203,10 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
             until, ahead = time.monotonic() + 60.0, run.ahead
             while given[-1].step > 1 and ahead is not None and not ahead._pauses and time.monotonic() < until:
                 time.sleep(0.002)
-            return collect_batch(*given)
+            began = time.perf_counter()
+            collected = collect_batch(*given)
+            took.append(time.perf_counter() - began)
+            return collected
 
         monkeypatch.setattr("octetrl.run.ahead.collect_batch", collect)
         lines = [one_step(run, step) for step in (1, 2, 3)]
@@ -214,9 +218,10 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
         rollouts = [rollout for group in report.groups for rollout in group.rollouts]
         assert {turn.completion.policy_version for rollout in rollouts for turn in rollout.turns} == {step}
     assert [line["rollout/staleness"] for line in lines] == [0.0, 1.0, 1.0]
-    for name in ("time/rollout", "time/rollout/worker_1", "time/reward_slowest"):
-        assert lines[0][name] > 0.0 and lines[1][name] > 0.0, "the batch that ended in the pause"
-        assert lines[2].get(name, 0.0) == 0.0, f"{name} of an evaluation"
+    for line, seconds in zip(lines, took, strict=True):
+        assert 0.0 < line["time/rollout/worker_1"] <= line["time/rollout"] <= seconds, "each step: of its own batch"
+        assert "time/rollout/worker_0" not in line and line["time/rollout/slowest"] == 1.0, "worker 0 only trains"
+        assert 0.0 < line["time/reward_slowest"] <= seconds
     assert all(line["time/wait_to_evaluate"] > 0.0 for line in lines) and explained("time/wait_to_evaluate")
 
 

@@ -18,6 +18,7 @@ import pytest
 from octetrl.records import Sample
 from octetrl.run.ahead import Ahead, RunEnds
 from octetrl.telemetry.metrics import StepMetrics
+from octetrl.telemetry.spans import Spans
 
 LEARNS, DRAWS = 0, 1  # the two threads
 
@@ -99,7 +100,7 @@ class Line:
         self.run: Any = SimpleNamespace(
             config=SimpleNamespace(cluster=cluster, steps=len(draws)),
             step=0,
-            spans=self._span,
+            spans=Spans(),
             journal=SimpleNamespace(record=lambda *_: None),
             algorithm=SimpleNamespace(keeps=None),
             taskset=no_place,
@@ -122,10 +123,6 @@ class Line:
         monkeypatch.setattr("octetrl.run.ahead.with_plain_tasks", list)
         monkeypatch.setattr("octetrl.run.ahead.to_samples", lambda kept, _: list(kept))
         monkeypatch.setattr("octetrl.run.ahead.learn", self._learn)
-
-    @contextmanager
-    def _span(self, _: str) -> Iterator[None]:
-        yield
 
     def _adopt(self) -> None:
         if self._engine != self._published:
