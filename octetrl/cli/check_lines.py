@@ -15,11 +15,17 @@ import typer
 LEAST_WIDTH = 40  # of a text; a narrower terminal breaks it itself
 
 
+def terminal_columns() -> int | None:
+    """Of the terminal that stdout is. None: it is another file, whose lines are not broken."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
 def print_lines(title: str, lines: Iterator[tuple[str, str]]) -> None:
     """Print a section, or nothing if it has no lines."""
     rows = list(lines)  # all of them first: a section is shown whole or not at all
     width = max(20, *(len(name) + 2 for name, _ in rows)) if rows else 20
-    room = shutil.get_terminal_size().columns - width - 2 if sys.stdout.isatty() else None
+    columns = terminal_columns()
+    room = None if columns is None else columns - width - 2
     if rows:
         typer.echo(title)
     for name, value in rows:

@@ -10,6 +10,7 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.check_backend import backend_problems_here
 from octetrl.cli.check_device import find_device
+from octetrl.config.cluster import one_worker
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
@@ -80,7 +81,8 @@ def doctor(
 
 def _on_workers(recipe: str, resolved: Recipe, examination: Examination, *, attribute: bool) -> None:
     if attribute:
-        raise UserError("--attribute: it examines one worker; leave it out, or remove cluster.gpus and cluster.cpus")
+        alone = " ".join(one_worker(resolved.cluster))
+        raise UserError(f"--attribute: it examines one worker; leave it out, or add {alone}")
     from octetrl.doctor.many import examine_workers
 
     lines, equal = examine_workers(resolved, examination, os.path.abspath(recipe))

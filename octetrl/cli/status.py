@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from octetrl.cli.check_lines import terminal_columns, wrapped
 from octetrl.config.errors import refuse_empty
 from octetrl.config.text import counted
 from octetrl.workers.many.status import STATUS_FILE, status_lines
@@ -23,14 +24,47 @@ def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of
     """Show what a run does: each of its workers and its memory, and the last step."""
     refuse_empty(run, "run", "the folder of a run")
     folder = Path(run)
+    ended = _ending(folder)
+    if ended is not None:
+        for line in chain(ended, _last_step(folder) if _has_step(folder) else (), _in_flight(folder)):
+            _print(line)
+        return
     has_workers, has_step = (folder / STATUS_FILE).exists(), _has_step(folder)
     lines: Iterator[str] = iter(())
     if has_workers or not (has_step or (folder / LOCK).is_file()):
         lines = status_lines(folder)  # which refuses what is no run
     elif not has_step:
         lines = _before_the_first_step(folder)
-    for line in chain(lines, _last_step(folder) if has_step else (), _in_flight(folder)):
-        typer.echo(line)
+    for line in chain(lines, _last_step(folder) if has_step else (), _in_flight(folder), _gone(folder, has_step)):
+        _print(line)
+
+
+def _print(line: str) -> None:
+    """Broken between words where a terminal is narrower."""
+    for row in wrapped(line, terminal_columns()):
+        typer.echo(row)
+
+
+def _ending(folder: Path) -> Iterator[str] | None:
+    """What run.json says about the end of the run. None: nothing, so it is live or was killed."""
+    from octetrl.telemetry.ending import FINISHED, read_ending
+    from octetrl.telemetry.report_data import read_recipe, read_where
+    from octetrl.telemetry.sinks import METRICS_FILE, last_step
+
+    step = last_step(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else 0
+    ending = read_ending(read_where(folder), read_recipe(folder), [step])
+    if ending is None:
+        return None
+    then = "" if ending.how == FINISHED else f"; `octetrl train {_shown(folder / 'config.yaml')} --resume` continues it"
+    return iter([f"{ending.text}{then}"])
+
+
+def _gone(folder: Path, has_step: bool) -> Iterator[str]:
+    """Of a run with finished steps that did not say how it ended."""
+    process = _process_of(folder)
+    if has_step and process and not _runs(process):
+        resume = f"`octetrl train {_shown(folder / 'config.yaml')} --resume`"
+        yield f"process {process} has ended without a message, or runs on another machine; if it was killed, {resume}"
 
 
 def _has_step(folder: Path) -> bool:
@@ -43,8 +77,7 @@ def _has_step(folder: Path) -> bool:
 
 def _before_the_first_step(folder: Path) -> Iterator[str]:
     """Of a folder that a run has taken, without workers that have reported and without a finished step."""
-    text = (folder / LOCK).read_text(errors="replace").strip()
-    process = int(text) if text.isdecimal() and len(text) < 10 else 0
+    process = _process_of(folder)
     is_resumable = (folder / "config.yaml").is_file()
     if not process or not _runs(process):
         then = f"`octetrl train {_shown(folder / 'config.yaml')} --resume` continues it" if is_resumable else ""
@@ -60,6 +93,12 @@ def _before_the_first_step(folder: Path) -> Iterator[str]:
     elif logs:
         waits = f"{counted(logs, 'worker')} started, and not all have reported"
     yield f"starting for {seconds:.0f} s, process {process}: {waits}"
+
+
+def _process_of(folder: Path) -> int:
+    """The id in the lock of a run's folder; 0 if there is none."""
+    text = (folder / LOCK).read_text(errors="replace").strip() if (folder / LOCK).is_file() else ""
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 def _runs(process: int) -> bool:
@@ -80,12 +119,13 @@ def _last_step(folder: Path) -> Iterator[str]:
     """The line of the last finished step, and how long ago it was written."""
     from octetrl.telemetry.report_data import read_run
     from octetrl.telemetry.sinks import METRICS_FILE
-    from octetrl.telemetry.step_line import StepLine, duration, line
+    from octetrl.telemetry.step_line import WIDTH, StepLine, duration, line
 
     record = read_run(folder)
     row = {name: value for name, value in record.rows[-1].items() if value is not None}
     step, total = int(row["step"]), record.recipe.get("steps")
-    yield line(StepLine(total if isinstance(total, int) else step).parts(step, row))
+    width = min(WIDTH, terminal_columns() or WIDTH)
+    yield line(StepLine(int(total) if isinstance(total, int) else step).parts(step, row, width=width))
     ago = duration(time.time() - (folder / METRICS_FILE).stat().st_mtime) or "0 s"
     yield from record.left_out
     yield f"written {ago} ago; `octetrl report {_shown(folder)} --terminal` shows all steps"

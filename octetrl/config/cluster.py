@@ -140,6 +140,23 @@ class ClusterConfig(Section):
         return self.num_workers > 1 or self.address is not None
 
 
+SEVERAL = (  # fields of a cluster without a meaning for one worker
+    *("gpus", "cpus", "trainer_gpus", "engine_gpus", "trainer_cpus", "engine_cpus", "nodes", "gpus_per_node"),
+    *("workers_per_gpu", "tensor_parallel", "address", "max_staleness", "weights_in_flight", "weight_buffer"),
+)
+
+
+def one_worker(cluster: ClusterConfig) -> list[str]:
+    """The overrides that leave one worker of these: they name the fields that are set."""
+    fields = {name: ClusterConfig.model_fields[name].default for name in SEVERAL}
+    changed = [f"cluster.{name}={_yaml(alone)}" for name, alone in fields.items() if getattr(cluster, name) != alone]
+    return [*changed, "cluster.device=cpu"] if cluster.on_cpus and cluster.device != "cpu" else changed
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
 def lacking_gpus(cluster: ClusterConfig, has: int, where: str, remedy: str) -> str:
     """Say that `where` has fewer GPUs than the workers need. `remedy`: what to do if fewer workers are not wanted."""
     wanted, workers = cluster.num_gpus, cluster.num_workers

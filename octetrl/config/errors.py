@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
+from octetrl.config.text import printable
+
 MOST_NAMES = 2_000  # of a folder's files that are compared with a name
 TERMINATED = 128 + 15  # exit code: a shell's for SIGTERM
 LONGEST_LINE = 1_000  # characters of a message's line; the quoted input may have megabytes
@@ -31,8 +33,7 @@ class UserError(ValueError):
 
 
 def _shown(line: str) -> str:
-    if not line.isprintable():
-        line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(line.split("\n")))
+    line = printable(" ".join(line.split("\n")))
     half = LONGEST_LINE // 2
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 

@@ -21,6 +21,13 @@ def escaped(text: str) -> str:
     return text if text.isascii() else to_utf8(text).decode("utf-8")
 
 
+def printable(text: str) -> str:
+    """Return `text` with escapes for what a terminal would obey, such as its control characters, and line breaks."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def counted(number: int, thing: str) -> str:
     """A number with its noun: `1 token`, `1,200 tokens`."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

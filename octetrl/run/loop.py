@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from octetrl.config.errors import UserError
@@ -41,6 +41,7 @@ from octetrl.run.slow_rewards import SlowRewards, reward_times
 from octetrl.run.sound_checkpoints import SoundCheckpoints
 from octetrl.run.step import supervised_step, train_step
 from octetrl.telemetry.console import Console
+from octetrl.telemetry.ending import ending_of, write_ending
 from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
@@ -122,16 +123,27 @@ def _train(
         sinks = open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start)
         with sinks, run.console.steps(start, past):
             _run_steps(run, start, sinks, checkpoints, past)
+        _leave_ending(folder.path, None)
         run.console.rows(*last_screen(folder.path, recipe))
+    except BaseException as error:
+        _leave_ending(folder.path, error)
+        raise
     finally:
         run.close()
         leave_report(folder.path, run.console)
 
 
+def _leave_ending(folder: Path, error: BaseException | None) -> None:
+    """In the run folder, for `octetrl status` and the report. A full disk does not replace the run's own error."""
+    with suppress(OSError):
+        write_ending(folder, ending_of(error))
+
+
 def _run_steps(
     run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints, past: Iterable[Mapping[str, float | None]]
 ) -> None:
-    recipe, gate, fallbacks = run.config, MismatchGate(run.config.mismatch), FallbackWatch()
+    recipe, fallbacks = run.config, FallbackWatch()
+    gate = MismatchGate(recipe.mismatch, recipe.cluster.max_staleness)
     empty, slow = EmptySteps(recipe), SlowRewards(run.rewards)
     sound = SoundCheckpoints(checkpoints, recipe, past)
     with StopRequest(run.console) as stop, checkpoints.open(run, start):

@@ -24,8 +24,9 @@ from octetrl.environments.given import is_given
 from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.run.run_identity import CHECKPOINTS
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.report_data import RunRecord, idle_tail, read_run, results, seconds_by_phase, steps_above
+from octetrl.telemetry.report_data import RunRecord, idle_tail, read_run, results, steps_above
 from octetrl.telemetry.report_page import report_page
+from octetrl.telemetry.run_times import longest_first, overlap
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import duration
 from octetrl.trainer.checkpoint import latest, step_of
@@ -163,7 +164,8 @@ def last_screen(folder: Path, recipe: Recipe) -> Screen:
     run = read_run(folder)
     rows = [
         *results(run),
-        ("time", _seconds_by_phase(run)),
+        ("time", _seconds_by_part(run)),
+        ("", overlap(run.rows)),
         ("mismatch", steps_above(run) or ""),
         ("beside tail", idle_tail(run) or ""),
         *_where(folder),
@@ -179,9 +181,9 @@ def last_screen(folder: Path, recipe: Recipe) -> Screen:
     ]
 
 
-def _seconds_by_phase(run: RunRecord) -> str:
-    """Seconds of each phase that took a hundredth of the time or more."""
-    found = seconds_by_phase(run)
+def _seconds_by_part(run: RunRecord) -> str:
+    """Seconds of each part that took a hundredth of the time or more."""
+    found = longest_first(run.rows)
     whole = sum(found.values())
     shown = [f"{name} {duration(seconds)}" for name, seconds in found.items() if seconds >= 0.01 * whole]
     return ", ".join(shown)

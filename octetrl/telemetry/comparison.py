@@ -37,6 +37,13 @@ def differences(runs: Sequence[RunRecord], titles: Mapping[str, str]) -> Iterato
                 yield f"{titles[name]}, step by step", other, found
 
 
+def interval_text(found: Estimate, begin: str = "") -> str:
+    """The interval in words. Equal differences have none: resampling them shows no spread, however few they are."""
+    if found.low == found.high:
+        return f"the same in all {found.tasks} pairs"
+    return f"{begin}{found.low:+.4g} to {found.high:+.4g}"
+
+
 def uncompared(runs: Sequence[RunRecord]) -> Iterator[str]:
     """A line for each run whose tasks are not those of the first one."""
     for other in runs[1:]:

@@ -33,6 +33,7 @@ from octetrl.config.errors import RunFailed
 from octetrl.config.schema import MismatchConfig
 from octetrl.records import TokenLogprobs
 from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.staleness import lower_staleness, stale_share
 
 UNEQUAL = "mismatch/unequal_tokens"
 DECILES = 10
@@ -136,8 +137,9 @@ class MismatchGate:
     A run that is above `warn_above` in one step is in most, so later steps are reported only if they are clearly worse.
     It also reports log-probs that differ although parity is promised."""
 
-    def __init__(self, config: MismatchConfig) -> None:
-        self._config = config
+    def __init__(self, config: MismatchConfig, max_staleness: int = 0) -> None:
+        """max_staleness: the recipe's `cluster.max_staleness`."""
+        self._config, self._max_staleness = config, max_staleness
         self._worst_told = 0.0  # mismatch - 1
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -150,9 +152,12 @@ class MismatchGate:
             return None
         value, limit = metrics[MISMATCH], self._config.fail_above
         if limit is not None and not value <= limit:
+            stopped = "stopped before more steps are trained on wrong log-probs"
+            if stale_share(metrics):
+                stopped = "stopped, because the policy has changed that much since it sampled these tokens"
             raise MismatchError(
-                f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.fail_above={limit}; stopped before more steps"
-                f" are trained on wrong log-probs. {advice(metrics)}"
+                f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.fail_above={limit}; {stopped}."
+                f" {self._advice(metrics)}" + (" Or raise mismatch.fail_above." if stale_share(metrics) else "")
             )
         said = []
         if not value <= self._config.warn_above and not value - 1 <= CLEARLY_WORSE * self._worst_told:
@@ -168,12 +173,16 @@ class MismatchGate:
         is_first, limit = not self._worst_told, self._config.warn_above
         self._worst_told = max(self._worst_told, value - 1)  # NaN does not replace it
         if not is_first:
-            return f"step {step}: {MISMATCH} has risen to {value:.4f}, mismatch.warn_above={limit}. {advice(metrics)}"
+            risen = f"step {step}: {MISMATCH} has risen to {value:.4f}, mismatch.warn_above={limit}"
+            return f"{risen}. {self._advice(metrics)}"
         return (
-            f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.warn_above={limit}. {advice(metrics)} Raise"
+            f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.warn_above={limit}. {self._advice(metrics)} Raise"
             " mismatch.warn_above if this run may have such a mismatch. Said again only if it rises by a further"
             f" {CLEARLY_WORSE - 1:.0%}."
         )
+
+    def _advice(self, metrics: Mapping[str, float]) -> str:
+        return advice(metrics, self._max_staleness)
 
 
 def broken_parity(step: int, metrics: Mapping[str, float]) -> str:
@@ -185,13 +194,12 @@ def broken_parity(step: int, metrics: Mapping[str, float]) -> str:
     )
 
 
-def advice(metrics: Mapping[str, float]) -> str:
+def advice(metrics: Mapping[str, float], max_staleness: int = 1) -> str:
     """Suggest where to look first, based on the other metrics of the step."""
-    fresh = metrics.get("rollout/on_policy_share", 1.0)
-    if fresh < 1.0:
+    if stale := stale_share(metrics):
         return (
-            f"{1 - fresh:.0%} of the tokens were sampled by earlier weights, so it contains the policy's change: lower"
-            " cluster.max_staleness or the learning rate."
+            f"{stale:.0%} of the tokens were sampled by earlier weights, so it contains the policy's change:"
+            f" {lower_staleness(max_staleness)}."
         )
     saturation = metrics.get("fp8/kv_saturation", 0.0)
     errors = [metrics[name] for name in _decile_names() if name in metrics]

@@ -18,15 +18,16 @@ from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.config.text import counted
+from octetrl.telemetry.ending import FAILED, Ending, read_ending
 from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
+from octetrl.telemetry.sound_values import is_step, sound_recipe, sound_row, unordered_steps
+from octetrl.telemetry.staleness import lower_staleness
 from octetrl.telemetry.step_lines import WARNINGS
 
-PHASES = ("time/rollout", "time/reward", "time/train", "time/calibrate", "time/publish")
-_AGE = re.compile(r"mismatch/age_(\d{1,9})/tokens")
 _OF_STEP = re.compile(r"^step \d+: ")
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?%?")
 _SETTINGS = (
@@ -44,7 +45,8 @@ _OF_ROLLOUTS = ("tasks", "dataset", "reward", "prompts a step", "answers a promp
 @dataclass(frozen=True)
 class RunRecord:
     """One run. `rows`: its metrics by name, one mapping a step, in the order of steps. `unread`: damaged lines.
-    `warnings`: what its console warned of, with the step. `where`: of its run.json."""
+    `damaged`: values and `lost`: fields of the recipe that are left out. `warnings`: what its console warned of, with
+    the step. `where`: of its run.json."""
 
     folder: Path
     recipe: Mapping[str, Any]
@@ -52,16 +54,34 @@ class RunRecord:
     unread: int = 0
     warnings: Sequence[tuple[int, str]] = ()
     where: Mapping[str, Any] = field(default_factory=dict)
+    damaged: int = 0
+    lost: Sequence[str] = ()
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
     @property
+    def ending(self) -> Ending | None:
+        """How it ended. None: it is live, or its process was killed."""
+        return read_ending(self.where, self.recipe, [int(row["step"] or 0) for row in self.rows])
+
+    @property
     def left_out(self) -> list[str]:
         """What of its metrics can't be shown, in words."""
-        lines = f"{self.unread} line{'s' * (self.unread != 1)}"
-        return [f"{lines} of {METRICS_FILE} can't be read; their steps are missing here"] if self.unread else []
+        found = []
+        if self.unread:
+            lines = counted(self.unread, "line")
+            found.append(f"{lines} of {METRICS_FILE} can't be read; their steps are missing here")
+        if self.damaged:
+            values = counted(self.damaged, "value")
+            found.append(f"{values} of {METRICS_FILE} can't be used (no finite number, or no time); left out here")
+        if not self.recipe and not self.lost and (self.folder / "config.yaml").is_file():
+            found.append("config.yaml can't be read; its settings are left out here")
+        if self.lost:
+            found.append(f"config.yaml has damaged fields, which are left out here: {', '.join(self.lost)}")
+        remark = unordered_steps([int(row["step"] or 0) for row in self.rows])
+        return [*found, *([f"{METRICS_FILE}: {remark}"] if remark else [])]
 
     @cached_property
     def hours(self) -> list[float]:
@@ -94,6 +114,16 @@ class RunRecord:
         """Its `mismatch.warn_above`."""
         given = _at(self.recipe, "mismatch.warn_above")
         return float(given) if isinstance(given, int | float) else MISMATCH_LIMIT
+
+    @property
+    def has_stale_tokens(self) -> bool:
+        """Whether earlier weights sampled some of its trained tokens, so that its mismatch has the policy's change."""
+        return any(share < 1 for share in self.values("rollout/on_policy_share"))
+
+    @property
+    def max_staleness(self) -> int:
+        given = _at(self.recipe, "cluster.max_staleness")
+        return given if isinstance(given, int) else 1
 
     @property
     def settings(self) -> list[tuple[str, str]]:
@@ -132,18 +162,23 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read a run's folder. Raises UserError if it has no metrics."""
     path = folder / METRICS_FILE
+    if folder.is_file():
+        inside = f", such as '{folder.parent}'" if (folder.parent / METRICS_FILE).is_file() else ""
+        raise UserError(f"report: '{folder}' is a file; give the folder of a run{inside}")
     if not path.is_file():
         missing = f"has no {METRICS_FILE}" if folder.is_dir() else "does not exist"
         hint = runs_in(folder) if folder.is_dir() else nearest_file(folder)
         raise UserError(f"report: '{folder}' {missing}; give the folder of a run{hint}")
-    rows, unread = [], 0
+    rows, unread, damaged = [], 0, 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append({k: v for k, v in row.items() if v is None or isinstance(v, int | float)})
+        if isinstance(row, dict) and is_step(row.get("step")):
+            row, lost_values = sound_row(row)
+            rows.append(row)
+            damaged += lost_values
         elif line.endswith("\n"):  # without it, a run in progress is writing the line
             unread += 1
     if not rows:
@@ -151,9 +186,10 @@ def read_run(folder: Path) -> RunRecord:
     raised = [
         (line["step"], line["text"])
         for line in _objects(folder / WARNINGS)
-        if isinstance(line.get("step"), int) and isinstance(line.get("text"), str)
+        if is_step(line.get("step")) and isinstance(line.get("text"), str)
     ]
-    return RunRecord(folder, read_recipe(folder), rows, unread, raised, read_where(folder))
+    recipe, lost = sound_recipe(read_recipe(folder))
+    return RunRecord(folder, recipe, rows, unread, raised, read_where(folder), damaged, lost)
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
@@ -193,7 +229,9 @@ OF_THE_END = ("rollout/truncated_share", "reward/zero_variance_fraction")  # of 
 
 def findings(run: RunRecord) -> list[str]:
     """What a person should look at, with a remedy, from the metrics of all steps."""
-    found = run.left_out
+    ended = run.ending
+    found = [f"the run {ended.text}"] if ended is not None and ended.how == FAILED else []
+    found += run.left_out
 
     def steps_with(name: str, above: float) -> list[int]:
         return [step for step, _, value in run.series(name) if value > above]
@@ -242,10 +280,10 @@ def findings(run: RunRecord) -> list[str]:
 def _disagreement(run: RunRecord) -> str:
     """What a large mismatch means: with tokens of earlier weights it contains the policy's change."""
     limit = f"{100 * (run.mismatch_limit - 1):.3g}%"
-    if any(share < 1 for share in run.values("rollout/on_policy_share")):
+    if run.has_stale_tokens:
         return (
-            f"log-probs of sampling and training differ by more than {limit}, and tokens of earlier weights are among"
-            " them; lower cluster.max_staleness or the learning rate, or raise mismatch.warn_above"
+            f"the policy changed by more than {limit} between sampling and training, because tokens of earlier weights"
+            f" are trained on; {lower_staleness(run.max_staleness)}. Or raise mismatch.warn_above"
         )
     return f"engine and trainer disagree by more than {limit}; see docs/fp8.md"
 
@@ -280,7 +318,10 @@ def results(run: RunRecord) -> Iterator[tuple[str, str]]:
     if best is not None:
         step, _, accuracy = evaluations[-1]
         last = "" if best[0] == step else f"; the last: {accuracy:.3f} at step {step}"
-        yield "best", f"held-out accuracy {best[2]:.3f} at step {best[0]}{last}"
+        if best[2] > 0:
+            yield "best", f"held-out accuracy {best[2]:.3f} at step {best[0]}{last}"
+        else:
+            yield "held-out accuracy", f"0 in {counted(len(evaluations), 'evaluation')}"
     for name, label in (("reward/mean", "mean reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
         values = run.values(name)
         if values:
@@ -308,40 +349,6 @@ def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:
         return last, select(folder, Filter(steps=Interval(last, last)), None).groups if last else []
     except UserError:
         return 0, []
-
-
-def seconds_by_phase(run: RunRecord) -> dict[str, float]:
-    """Seconds of each phase over all steps, those that took any, the longest first."""
-    found = {name.removeprefix("time/"): sum(run.values(name)) for name in (*PHASES, *BETWEEN_STEPS)}
-    in_steps = sum(run.values("time/step"))
-    found["other"] = max(0.0, in_steps - sum(found[name.removeprefix("time/")] for name in PHASES))
-    return {name: seconds for name, seconds in sorted(found.items(), key=lambda one: -one[1]) if seconds > 0}
-
-
-def mismatch_by_length(run: RunRecord) -> list[tuple[str, float, float]]:
-    """(tenth of the sequence, mean of exp |engine − trainer|, mean gen_kl) over all steps; empty if not measured."""
-    found = []
-    for decile in range(10):
-        errors = run.values(f"mismatch/decile_{decile}/token_mult_prob_error")
-        kls = run.values(f"mismatch/decile_{decile}/gen_kl")
-        if errors and kls:
-            found.append((f"{decile * 10}–{decile * 10 + 10}%", sum(errors) / len(errors), sum(kls) / len(kls)))
-    return found
-
-
-def mismatch_by_age(run: RunRecord) -> list[tuple[int, int, float, float]]:
-    """(age in policy versions, tokens, mean gen_kl of a token, largest difference) over all steps in which several
-    versions sampled the batch; empty if there is none."""
-    ages = {int(found[1]) for row in run.rows for name in row if (found := _AGE.fullmatch(name))}
-    table = []
-    for age in sorted(ages):
-        names = [f"mismatch/age_{age}/{what}" for what in ("tokens", "gen_kl", "max_abs_diff")]
-        measured = [values for row in run.rows if None not in (values := [row.get(name) for name in names])]
-        tokens = sum(count or 0.0 for count, _, _ in measured)
-        if tokens:
-            kl = sum((count or 0.0) * (value or 0.0) for count, value, _ in measured) / tokens
-            table.append((age, int(tokens), kl, max(largest or 0.0 for *_, largest in measured)))
-    return table
 
 
 def _workers(section: object) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The report of one or several runs: one HTML page that needs no network, and the same in short for a terminal.
+"""The report of one or several runs: one HTML page that needs no network. terminal_report.py has the same in short.
 
 The page has the look of the rollouts' page (rollout_page.html), whose styles it takes. Texts of a model are escaped,
 and a Content-Security-Policy forbids scripts and connections. Charts are SVG (charts.py).
@@ -9,30 +9,31 @@ from __future__ import annotations
 import math
 import random
 import re
-import textwrap
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
+from pydantic import ValidationError
+
+from octetrl.config.cluster import ClusterConfig, one_worker
 from octetrl.config.errors import UserError
 from octetrl.config.text import counted
 from octetrl.records import RolloutStatus
-from octetrl.telemetry.charts import Line, line_chart, shown_number, sparkline, stacked_chart
-from octetrl.telemetry.comparison import differences, uncompared
+from octetrl.telemetry.charts import Line, line_chart, shown_number, stacked_chart
+from octetrl.telemetry.comparison import differences, interval_text, uncompared
 from octetrl.telemetry.glossary import explained
+from octetrl.telemetry.mismatch_tables import mismatch_by_age, mismatch_by_length
 from octetrl.telemetry.report_data import (
-    BETWEEN_STEPS,
-    PHASES,
     RunRecord,
     findings,
     last_evaluation,
-    mismatch_by_age,
-    mismatch_by_length,
     raised_warnings,
     results,
-    seconds_by_phase,
 )
 from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, select
+from octetrl.telemetry.run_times import OTHER, is_ahead, longest_first, overlap, seconds_by_part
+from octetrl.telemetry.staleness import IN_IT
 from octetrl.telemetry.step_line import duration
 
 BARS = 60  # of the chart of phases
@@ -53,10 +54,13 @@ CURVES: tuple[tuple[str, str], ...] = (
     ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),
 )  # fmt: skip
 _ACCURACY, _REWARD = "eval/accuracy", "eval/reward_mean"
-_TITLES = {name: title for title, name in CURVES} | {"time/step": "seconds of a step"}
-_OF_TERMINAL = ("model", "algorithm", "precision", "linears by layer")
+TITLES = {name: title for title, name in CURVES} | {"time/step": "seconds of a step"}
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?%?")
 _SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it."
+_BANDS = {
+    "reward/mean": " The band is one standard error of the mean on each side, with rewards as independent.",
+    "eval/accuracy": " The band is the 95% interval.",
+}
 _SAME = " The mean held-out reward is the same number."
 HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
 _TONES = (("#2f5fb3", "#8db4f5"), ("#b26a00", "#f0b35c"), ("#2b7a4b", "#6fcf97"), ("#8a3fa0", "#d39be6"),
@@ -87,31 +91,6 @@ def report_page(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def terminal_report(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Lines of the report for a terminal, no wider than 100 columns."""
-    for run in runs:
-        yield f"{run.name}: {counted(len(run.rows), 'step')} in {duration(run.hours[-1] * 3600) or '0 s'}"
-        facts = {**dict(results(run)), **{label: text for label, text in run.settings if label in _OF_TERMINAL}}
-        for label, text in facts.items():
-            yield from textwrap.wrap(f"  {label:<20} {text}", 98, subsequent_indent=" " * 23)
-        for name in HEADLINES:
-            values = run.values(name)
-            if len(values) > 0:
-                told = f"{shown_number(values[0])} → {shown_number(values[-1])}"
-                yield f"  {name:<20} {sparkline(values):<32}  {told}"
-        if phases := seconds_by_phase(run):
-            whole = sum(phases.values())
-            shares = [f"{name} {spent / whole:.0%}" for name, spent in phases.items() if spent >= 0.01 * whole]
-            yield f"  {'time':<20} {', '.join(shares)}"
-        lines = [*(f"look: {line}" for line in findings(run)), *(f"warned: {one}" for one in raised_warnings(run))]
-        for line in lines:
-            yield from textwrap.wrap(line, 98, initial_indent="  ", subsequent_indent="        ")
-    for line in uncompared(runs):
-        yield from textwrap.wrap(line, 98)
-    for what, other, found in differences(runs, _TITLES):
-        yield f"{what}, {other.name} − {runs[0].name}: {found.mean:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
-
-
 def _styles() -> str:
     folder = files("octetrl.telemetry")
     template = folder.joinpath("rollout_page.html").read_text(encoding="utf-8")
@@ -133,12 +112,18 @@ def _cell(text: str) -> str:
 
 
 def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
-    settings: list[Mapping[str, str]] = [{**dict(results(run)), **dict(run.settings)} for run in runs]
+    settings: list[Mapping[str, str]] = [
+        {"ended": _ended(run), **dict(results(run)), **dict(run.settings)} for run in runs
+    ]
     labels = list(dict.fromkeys(label for one in settings for label in one))
     rows = [[label, *(one.get(label, "–") for one in settings)] for label in labels]
     rows.append(["folder", *(str(run.folder) for run in runs)])
     rows.append(["time of its steps", *(duration(run.hours[-1] * 3600) or "0 s" for run in runs)])
     yield "<h2>What ran</h2>" + _table(["", *(run.name for run in runs)], rows, " settings")
+
+
+def _ended(run: RunRecord) -> str:
+    return "not yet, or its process was killed" if run.ending is None else run.ending.text
 
 
 def _look_at(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -154,9 +139,8 @@ def _look_at(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
     rows = [
-        [what, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", f"{found.low:+.4g} to {found.high:+.4g}",
-         str(found.tasks)]
-        for what, other, found in differences(runs, _TITLES)
+        [what, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", interval_text(found), str(found.tasks)]
+        for what, other, found in differences(runs, TITLES)
     ]  # fmt: skip
     lines = [f'<p class="soft">{escape(line)}</p>' for line in uncompared(runs)]
     if rows or lines:
@@ -194,6 +178,8 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
                 charts.append(f'<div class="by-{x_name}s">{line_chart(lines, x_name)}</div>')
         if charts:
             says = _meaning(name) + (_SAME if name == _ACCURACY and rewards_are_accuracy else "")
+            says += _BANDS.get(name, "") if any(line.low for line in lines) else ""
+            says += f" {IN_IT}" if name.startswith("mismatch/") and any(run.has_stale_tokens for run in runs) else ""
             cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(says)}</p>{"".join(charts)}</div>')
     yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
     if constant:
@@ -226,10 +212,10 @@ def _line(run: RunRecord, number: int, name: str, at: int) -> Line:
     low: list[float] = []
     high: list[float] = []
     if name == "reward/mean":
-        spread = {step: value for step, _, value in run.series("reward/std")}
-        if all(one[0] in spread for one in series):
-            low = [value - spread[step] for step, _, value in series]
-            high = [value + spread[step] for step, _, value in series]
+        errors = [_standard_error(row) for row in run.rows if row.get(name) is not None]
+        if all(error is not None for error in errors) and len(errors) == len(series):
+            low = [value - (error or 0.0) for value, error in zip(y, errors, strict=True)]
+            high = [value + (error or 0.0) for value, error in zip(y, errors, strict=True)]
     elif name == "eval/accuracy":
         ends = run.values("eval/accuracy_low"), run.values("eval/accuracy_high")
         if len(ends[0]) == len(ends[1]) == len(y):
@@ -237,28 +223,33 @@ def _line(run: RunRecord, number: int, name: str, at: int) -> Line:
     return Line(run.name, number % len(_TONES), x, y, low, high)
 
 
+def _standard_error(row: Mapping[str, float | None]) -> float | None:
+    spread, count = row.get("reward/std"), row.get("reward/count")
+    return spread / math.sqrt(count) if spread is not None and count is not None and count >= 1 else None
+
+
 def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards = []
     for run in runs:
-        names = [name for name in (*PHASES, *BETWEEN_STEPS) if any(run.values(name))]
+        ahead, longest = is_ahead(run.rows), longest_first(run.rows)
+        whole = sum(longest.values())
+        if not whole:
+            continue
+        shown = [name for name in seconds_by_part(run.rows, ahead=ahead) if name in longest or name == OTHER]
         width = -(-len(run.rows) // BARS)
         columns, steps = [], []
         for begin in range(0, len(run.rows), width):
             rows = run.rows[begin : begin + width]
-            parts = [sum(row.get(name) or 0.0 for row in rows) / len(rows) for name in names]
-            whole = sum(row.get(name) or 0.0 for row in rows for name in ("time/step", *BETWEEN_STEPS)) / len(rows)
-            columns.append([*parts, max(0.0, whole - sum(parts))])
+            parts = seconds_by_part(rows, ahead=ahead)
+            columns.append([parts[name] / len(rows) for name in shown])
             steps.append(float(rows[0]["step"] or 0))
-        if not any(sum(column) for column in columns):
-            continue
-        shown = [*(name.removeprefix("time/") for name in names), "other"]
-        total = sum(map(sum, columns))
         keys = "".join(
-            f'<span class="key"><i class="phase-{i}"></i>{name} {sum(c[i] for c in columns) / total:.0%}</span>'
+            f'<span class="key"><i class="phase-{i}"></i>{name} {longest.get(name, 0.0) / whole:.0%}</span>'
             for i, name in enumerate(shown)
         )
         title = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
-        cards.append(f'<div class="card">{title}<p>{_SECONDS} {keys}</p>'
+        says = _SECONDS + (f" {said[0].upper()}{said[1:]}." if (said := overlap(run.rows)) else "")
+        cards.append(f'<div class="card">{title}<p>{says} {keys}</p>'
                      f"{stacked_chart(shown, columns, steps, 'step')}</div>")  # fmt: skip
     if cards:
         yield f'<h2>Where the time went</h2><div class="grid-cards">{"".join(cards)}</div>'
@@ -275,13 +266,24 @@ def _mismatch(runs: Sequence[RunRecord]) -> Iterator[str]:
             says = f"The log-probs of all {sum(tokens):,.0f} trained tokens are equal, bit for bit."
             yield f'{title}<div class="card">{says}</div>'
             continue
-        doctor = f"octetrl doctor {run.folder / 'config.yaml'} --attribute"
         rows = [[part, f"{error:.6f}", f"{kl:.2e}"] for part, error, kl in mismatch_by_length(run)]
         yield title + _table(["part of the sequence", "mean exp |engine − trainer|", "gen_kl"], rows)
-        yield f'<p class="soft">{escape(doctor)} names the tensors that cause it.</p>'
+        yield f'<p class="soft">{escape(_cause(run))}</p>'
         if ages := mismatch_by_age(run):
             header = ["policy versions since it was sampled", "tokens", "gen_kl", "largest difference"]
             yield _table(header, [[str(age), f"{n:,}", f"{kl:.2e}", f"{most:.2e}"] for age, n, kl, most in ages])
+
+
+def _cause(run: RunRecord) -> str:
+    """What to do about log-probs that differ. Stale tokens are a cause of their own, which the doctor can't see."""
+    if run.has_stale_tokens:
+        return f"{IN_IT} The tokens of age 0 below are those of the trainer's own weights."
+    try:
+        cluster = ClusterConfig.model_validate(run.recipe.get("cluster") or {})
+    except ValidationError:  # of another version
+        cluster = ClusterConfig()
+    command = ["octetrl", "doctor", str(run.folder / "config.yaml"), "--attribute", *one_worker(cluster)]
+    return f"{shlex.join(command)} names the tensors that cause it."
 
 
 def _rollouts(run: RunRecord, says_name: bool) -> Iterator[str]:

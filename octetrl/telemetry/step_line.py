@@ -15,6 +15,7 @@ from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.text import counted
 from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.staleness import stale_share
 
 Tone = Literal["plain", "good", "warn", "bad"]
 
@@ -68,6 +69,8 @@ NUMBERS = (  # in the order of the line
 )
 TIME, REWARDS = "time/step", "time/reward"
 OTHERS = {"log-probs equal": MISMATCH, "log-probs apart": MISMATCH, "apart": MISMATCH} | {
+    "policy change": MISMATCH,
+    "stale": "rollout/on_policy_share",
     "held-out accuracy": "eval/accuracy",
     "waiting for rewards": REWARDS,
 }
@@ -169,7 +172,10 @@ def _most_columns(name: str, part: LinePart) -> int:
 
 
 def _agreement(error: float, metrics: Mapping[str, float]) -> LinePart:
-    """Whether the log-probs of engine and trainer are equal. `error`: mean of exp(absolute difference)."""
+    """Whether the log-probs of engine and trainer are equal. `error`: mean of exp(absolute difference). With stale
+    tokens it is the policy's change, and not a fault."""
+    if stale := stale_share(metrics):
+        return LinePart("stale", f"{stale:.0%}, policy change {error - 1:.1%}")
     unequal = metrics.get("mismatch/unequal_tokens", 0.0 if error == 1 else None)
     if unequal is None:
         return LinePart("log-probs", f"{error - 1:.3%} apart", "warn" if error > MISMATCH_LIMIT else "plain")
@@ -197,7 +203,9 @@ def evaluation_parts(
         interval = LinePart("95% interval", low_to_high)
     if earlier:
         at = max(earlier, key=lambda one: earlier[one])
-        if accuracy > earlier[at]:
+        if accuracy <= 0 and earlier[at] <= 0:
+            best = LinePart("", "none above 0 so far")
+        elif accuracy > earlier[at]:
             best = LinePart("", f"the best so far, {accuracy - earlier[at]:+.3f} against step {at}", "good")
         else:
             best = LinePart("best so far", f"{earlier[at]:.3f} at step {at}")

@@ -197,7 +197,7 @@ class SeparateWorkers:
         self._engine_workers.forget_prefixes()
 
     def rollout_metrics(self) -> Mapping[str, float]:
-        """With the seconds of each worker: a batch that is generated ahead belongs to a later step than `time_metrics`."""
+        """With the seconds of each worker, because a batch that is generated ahead belongs to a later step."""
         seconds = self._engine_team.ask("state", "times", "rollout")
         return {**self._engine_workers.rollout_metrics(), **phases_of(seconds, first=self._trainer_team.size)}
 

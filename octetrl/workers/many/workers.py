@@ -313,8 +313,9 @@ def times_of(team: Team, link_gb_per_second: float, but: str = "") -> dict[str, 
 
 
 def phases_of(parts: Sequence[Mapping[str, float]], first: int = 0) -> dict[str, float]:
-    """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker. `first`: number of the worker
-    that `parts` begins with."""
+    """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker.
+
+    first: number of the worker that `parts` begins with."""
     metrics: dict[str, float] = {}
     for name in sorted({name for part in parts for name in part}):
         seconds = [part.get(name, 0.0) for part in parts]

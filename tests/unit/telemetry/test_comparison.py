@@ -8,7 +8,8 @@ import pytest
 
 from octetrl.telemetry.comparison import changed_tasks
 from octetrl.telemetry.report_data import RunRecord
-from octetrl.telemetry.report_page import report_page, terminal_report
+from octetrl.telemetry.report_page import report_page
+from octetrl.telemetry.terminal_report import terminal_report
 
 TASKS = {"kind": "reasoning_gym", "dataset": "chain_sum"}
 SAYS = "the tasks differ: rewards and accuracies cannot be compared"
@@ -27,7 +28,10 @@ def test_rewards_of_the_same_tasks_are_compared() -> None:
     one, two = run_of("one", environment=TASKS), run_of("two", 0.75, environment={**TASKS, **limits})
     assert changed_tasks(one, two) == []
     lines, page = list(terminal_report([one, two])), report_page([one, two])
-    assert "reward, step by step, two − one: +0.25 (+0.25 to +0.25)" in lines
+    assert "reward, step by step, two − one: +0.25, the same in all 6 pairs" in lines, "no interval of width 0"
+    two.rows[-1]["reward/mean"] = 1.5
+    (varied,) = (line for line in terminal_report([one, two]) if line.startswith("reward, step by step"))
+    assert ", 95% interval +0.25 to +" in varied
     assert not any(SAYS in line for line in lines) and SAYS not in page
     assert "<td>reward, step by step</td>" in page and "<td>held-out accuracy, step by step</td>" in page
 

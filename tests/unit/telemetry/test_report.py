@@ -17,17 +17,18 @@ from octetrl.config.schema import LoggingConfig
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.comparison import held_out_difference, paired_difference
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
+from octetrl.telemetry.mismatch_tables import mismatch_by_age
 from octetrl.telemetry.report_data import (
-    PHASES,
     RunRecord,
     findings,
-    mismatch_by_age,
     raised_warnings,
     read_run,
     steps_above,
 )
-from octetrl.telemetry.report_page import _TONES, report_page, terminal_report
+from octetrl.telemetry.report_page import _TONES, report_page
+from octetrl.telemetry.run_times import PHASES
 from octetrl.telemetry.sinks import open_sinks
+from octetrl.telemetry.terminal_report import terminal_report
 from tests.unit.telemetry.sampled_rows import line as rollout_line
 from tests.unit.telemetry.sampled_rows import write_run
 
@@ -40,7 +41,13 @@ def make_run(folder: Path, steps: int = 12, **values: float) -> Path:
     )
     lines = []
     for step in range(1, steps + 1):
-        line: dict[str, Any] = {"step": step, "reward/mean": step / 10, "reward/std": 0.5, "time/step": 36.0}
+        line: dict[str, Any] = {
+            "step": step,
+            "reward/mean": step / 10,
+            "reward/std": 0.5,
+            "reward/count": 4,
+            "time/step": 36.0,
+        }
         line |= {"time/rollout": 20.0, "time/train": 10.0, "mismatch/tokens": 50, "mismatch/equal_fraction": 1.0}
         if step % 3 == 0:
             line |= {"eval/accuracy": step / 20, "eval/accuracy_low": 0.0, "eval/accuracy_high": 1.0}
@@ -80,6 +87,7 @@ def test_curves_are_over_steps_and_hours_and_runs_lie_on_one_another(tmp_path: P
     assert runs[0].hours[-1] == pytest.approx(12 * 36 / 3600)
     page = page_of(runs)
     rewards = page.split("<h3>reward</h3>")[1].split("<h3>")[0]
+    assert "The band is one standard error of the mean" in rewards
     assert rewards.count("<svg") == 2 and rewards.count("<polyline") == 4 and rewards.count("<polygon") == 4
     assert "two − one" in page
 
@@ -104,7 +112,12 @@ def test_a_mismatch_of_stale_tokens_is_not_called_a_fault_of_engine_and_trainer(
     assert line.startswith("engine and trainer disagree by more than 3%")
     stale = {MISMATCH: 1.2, "rollout/on_policy_share": 0.0}
     (line,) = findings(read_run(make_run(tmp_path / "stale", **stale)))
-    assert "lower cluster.max_staleness or the learning rate" in line and "disagree" not in line
+    assert "the policy changed by more than 3%" in line and "; lower the learning rate;" in line, "0 is no overlap"
+    page = page_of([read_run(tmp_path / "stale")])
+    assert "octetrl doctor" not in page and "it is no fault of the engine" in page
+    with (tmp_path / "stale" / "config.yaml").open("a") as file:
+        file.write("cluster: {trainer_gpus: 1, engine_gpus: 1, max_staleness: 2}\n")
+    assert "; lower cluster.max_staleness or the learning rate." in findings(read_run(tmp_path / "stale"))[0]
     with (tmp_path / "stale" / "config.yaml").open("a") as file:
         file.write("mismatch: {warn_above: 1.3}\n")
     assert findings(read_run(tmp_path / "stale")) == [], "the limit of the run, as on its console"
@@ -307,12 +320,12 @@ def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
     last = '{"step": 13, "time/step": 8, "time/evaluate": 30, "time/wait_to_evaluate": 10}\n'
     (tmp_path / "run" / "metrics.jsonl").open("a").write(last)
     run = read_run(tmp_path / "run")
-    assert "  time                 rollout 50%, train 25%, other 17%, evaluate 6%, wait_to_evaluate 2%" in list(
+    assert "  time                 rollout 50%, train 25%, other 17%, evaluate 6%, waiting to evaluate 2%" in list(
         terminal_report([run])
     )
-    shares = dict(re.findall(r"</i>(\w+) (\d+%)</span>", page_of([run])))
+    shares = dict(re.findall(r"</i>([\w ]+) (\d+%)</span>", page_of([run])))
     assert len(_TONES) > len((*PHASES, *BETWEEN_STEPS))
-    assert shares == {"rollout": "50%", "train": "25%", "evaluate": "6%", "wait_to_evaluate": "2%", "other": "17%"}
+    assert shares == {"rollout": "50%", "train": "25%", "evaluate": "6%", "waiting to evaluate": "2%", "other": "17%"}
 
 
 def test_a_point_lies_where_its_value_is() -> None:
