@@ -30,6 +30,11 @@ def worker_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     roles = describe_roles(recipe)
     if roles is not None:
         yield "", roles
+        if cluster.max_staleness and recipe.mismatch.fail_above is not None:
+            limit = (
+                f"mismatch.fail_above={recipe.mismatch.fail_above:g} judges stale tokens too, so the policy's change"
+            )
+            yield "", f"warning: {limit} may end the run; give mismatch.fail_above=null, or a limit that allows for it"
         count = cluster.num_trainers
     groups, size = cluster.num_groups, cluster.tensor_parallel
     if size > 1:

@@ -55,8 +55,9 @@ def _ending(folder: Path) -> Iterator[str] | None:
     ending = read_ending(read_where(folder), read_recipe(folder), [step])
     if ending is None:
         return None
+    said = ending.text.removesuffix(".")
     then = "" if ending.how == FINISHED else f"; `octetrl train {_shown(folder / 'config.yaml')} --resume` continues it"
-    return iter([f"{ending.text}{then}"])
+    return iter([f"{said}{then}"])
 
 
 def _gone(folder: Path, has_step: bool) -> Iterator[str]:

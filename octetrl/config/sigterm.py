@@ -8,8 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from octetrl.config.errors import Terminated
+
+_raised: list[int] = []  # the process in which a signal raised Terminated
 
 
 class RaiseTerminated:
@@ -22,7 +25,19 @@ class RaiseTerminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getpid() != self._process:
             os.kill(os.getpid(), signal.SIGTERM)
-        raise Terminated
+        raise_terminated()
+
+
+def raise_terminated() -> NoReturn:
+    """Raise Terminated in a handler of SIGTERM."""
+    _raised[:] = [os.getpid()]
+    raise Terminated
+
+
+def is_of_sigterm(error: BaseException) -> bool:
+    """Whether it is Terminated, or what became of it: Ray makes a plain SystemExit of one that is raised within a call
+    of its own."""
+    return isinstance(error, SystemExit) and (isinstance(error, Terminated) or _raised == [os.getpid()])
 
 
 @contextmanager
@@ -34,7 +49,12 @@ def terminable() -> Iterator[None]:
         yield
         return
     signal.signal(signal.SIGTERM, RaiseTerminated())
+    _raised.clear()
     try:
         yield
+    except SystemExit as error:
+        if isinstance(error, Terminated) or not is_of_sigterm(error):
+            raise
+        raise Terminated from error
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

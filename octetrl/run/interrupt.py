@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from octetrl.config.errors import Terminated
-from octetrl.config.sigterm import RaiseTerminated
+from octetrl.config.sigterm import RaiseTerminated, raise_terminated
 from octetrl.telemetry.console import Console
 
 Handler = Callable[[int, FrameType | None], object]
@@ -73,7 +73,7 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)
         elif not self._waits(Terminated(), "SIGTERM: send it again"):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            raise Terminated
+            raise_terminated()
 
     def _waits(self, error: BaseException, again: str) -> bool:
         """Whether the run goes on to the end of the step, or of the save, after this signal."""

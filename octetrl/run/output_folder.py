@@ -90,7 +90,7 @@ class OutputFolder:
                     os.fsync(file.fileno())
                 (self.path / CHECKPOINTS).mkdir(exist_ok=True)
                 aside.replace(self.path / RECIPE_FILE)
-            except OSError:
+            except BaseException:
                 aside.unlink(missing_ok=True)
                 if not (self.path / RECIPE_FILE).exists():
                     _remove_if_empty(self.path / CHECKPOINTS)

@@ -53,7 +53,7 @@ def write_run_id(run_folder: Path, run_id: str, where: Mapping[str, object]) -> 
             file.flush()
             os.fsync(file.fileno())
         aside.replace(run_folder / RUN_FILE)
-    except OSError:
+    except BaseException:
         aside.unlink(missing_ok=True)
         raise
 

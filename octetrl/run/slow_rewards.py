@@ -34,6 +34,7 @@ class SlowRewards:
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """metrics: of the step, with `reward_times`."""
         waited, whole = metrics.get("time/reward", 0.0), metrics.get("time/step", 0.0)
+        waited = min(waited, metrics.get("time/wait_for_batch", waited))  # a batch ahead: the step learnt meanwhile
         if self._has_warned or waited < SECONDS or waited < SHARE * whole:
             return None
         self._has_warned = True

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octetrl.config.errors import RunFailed, Terminated, UserError
+from octetrl.config.errors import RunFailed, UserError
+from octetrl.config.sigterm import is_of_sigterm
 from octetrl.config.text import ESCAPE, printable
 from octetrl.telemetry.sinks import RUN_FILE
 
@@ -41,7 +42,7 @@ def ending_of(error: BaseException | None) -> Ending:
         return Ending(FINISHED)
     if isinstance(error, KeyboardInterrupt):
         return Ending(STOPPED, "by Ctrl-C")
-    if isinstance(error, Terminated):
+    if is_of_sigterm(error):
         return Ending(STOPPED, "by SIGTERM")
     said = str(error)
     if not isinstance(error, UserError | RunFailed):

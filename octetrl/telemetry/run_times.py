@@ -19,6 +19,12 @@ PHASES = ("time/rollout", "time/reward", *LEARNING)
 PHASES_AHEAD = ("time/wait_for_batch", *LEARNING)
 OTHER = "other"
 ROUNDING = 0.02  # of the steps' time
+LEAST = 0.05  # seconds that are worth a word
+_BESIDE = (
+    ("time/rollout", "generating"),
+    ("time/reward", "rewards"),
+    ("time/wait_for_weights", "waiting for new weights"),
+)
 _WORDS = {
     "wait_for_batch": "waiting for the batch",
     "send_weights": "sending weights",
@@ -52,13 +58,9 @@ def beside_steps(rows: Rows) -> Iterator[str]:
     """How long other workers generated beside the steps. Empty if each step generates and then learns."""
     if not is_ahead(rows):
         return
-    generated, rewards = duration(_sum(rows, "time/rollout")), duration(_sum(rows, "time/reward"))
-    if generated:
-        yield f"generating {generated}"
-    if rewards:
-        yield f"rewards {rewards}"
-    if waited := duration(_sum(rows, "time/wait_for_weights")):
-        yield f"waiting for new weights {waited}"
+    for name, says in _BESIDE:
+        if (seconds := _sum(rows, name)) >= LEAST:
+            yield f"{says} {duration(seconds)}"
 
 
 def overlap(rows: Rows) -> str:

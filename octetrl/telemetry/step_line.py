@@ -150,6 +150,7 @@ class StepLine:
                 tone: Tone = number.tone if number.warn is not None and value > number.warn else "plain"
                 yield number.metric, LinePart(number.label, format(value, number.form), tone)
         seconds, waited = metrics.get(TIME), metrics.get(REWARDS, 0.0)
+        waited = min(waited, metrics.get("time/wait_for_batch", waited))  # a batch ahead: the step learnt meanwhile
         if seconds:
             yield TIME, LinePart("", duration(seconds))
             if waited > SLOW_REWARDS * seconds:

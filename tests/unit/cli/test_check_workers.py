@@ -15,7 +15,7 @@ from octetrl.cli.check_lines import wrapped
 from octetrl.cli.check_memory import MemoryPlan, memory_lines
 from octetrl.cli.check_workers import kept_cache_lines, weight_buffer_lines, worker_memory_lines
 from octetrl.config.memory import MemoryEstimate
-from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
+from octetrl.config.schema import ClusterConfig, MismatchConfig, ModelConfig, Recipe
 from tests.unit.cli.test_fitting import plan
 
 NARROW = ("trainer.optimizer.states=8bit", "trainer.optimizer.master=stochastic_rounding")
@@ -169,6 +169,18 @@ def test_what_the_memory_is_of() -> None:
     _, roles = said(trainer_cpus=1, engine_cpus=1)
     assert roles.startswith("worker 0 trains, worker 1 generates;")
     assert "that of each worker" in said(cpus=2)[1]
+
+
+def test_a_limit_that_judges_stale_tokens_is_warned_of() -> None:
+    def said(max_staleness: int, fail_above: float | None) -> list[str]:
+        cluster = ClusterConfig(trainer_cpus=1, engine_cpus=1, max_staleness=max_staleness)
+        recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=cluster)
+        recipe = recipe.model_copy(update={"mismatch": MismatchConfig(fail_above=fail_above)})
+        return [text for _, text in worker_lines(recipe) if "stale" in text and "warning" in text]
+
+    (line,) = said(1, 1.2)
+    assert "mismatch.fail_above=1.2 judges stale tokens" in line and "mismatch.fail_above=null" in line
+    assert said(0, 1.2) == said(1, None) == []
 
 
 def test_a_long_text_continues_below_itself_on_a_terminal() -> None:

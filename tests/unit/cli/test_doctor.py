@@ -79,6 +79,11 @@ def test_a_recipe_that_learns_from_a_teacher_needs_none(recipe: str, loss: str) 
         (["environment.dataset=chain_summ"], "chain_summ"),
         (["precision=bf16", "algorithm.name=sft", "algorithm.conversations=c.jsonl"], "'sft' samples no rollouts"),
         (["--attributes"], "--attribute"),
+        (["--attribute", "cluster.cpus=2"], "leave it out, or add cluster.cpus=null\n"),
+        (
+            ["--attribute", "cluster.trainer_cpus=1", "cluster.engine_cpus=1", "cluster.max_staleness=1"],
+            "or add cluster.trainer_cpus=null cluster.engine_cpus=null cluster.max_staleness=0\n",
+        ),
     ],
 )
 def test_a_wrong_input_is_one_line(recipe: str, arguments: list[str], said: str, capsys: Capture) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.errors import Terminated
+from octetrl.config.sigterm import is_of_sigterm, terminable
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.loop import train
 from octetrl.telemetry.console import Console
@@ -94,6 +95,26 @@ def test_sigterm_waits_for_the_step_and_a_forked_process_dies_of_it() -> None:
     with pytest.raises(Terminated), StopRequest(console):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_stays_sigterm_where_a_library_makes_another_exit_of_it() -> None:
+    """As Ray does within a call of its own."""
+
+    def call(*, with_signal: bool) -> None:
+        with terminable():
+            try:
+                if with_signal:
+                    signal.raise_signal(signal.SIGTERM)
+            except SystemExit:
+                pass
+            raise SystemExit(1)
+
+    with pytest.raises(Terminated) as caught:
+        call(with_signal=True)
+    assert caught.value.code == 143
+    with pytest.raises(SystemExit) as other:
+        call(with_signal=False)
+    assert other.value.code == 1 and not is_of_sigterm(other.value), "also after a run that SIGTERM ended"
 
 
 def test_sigterm_before_the_first_step_ends_the_run_and_leaves_nothing(

@@ -126,6 +126,8 @@ def test_log_probs_are_said_in_words() -> None:
     assert said(token_mult_prob_error=1.0, unequal_tokens=0.0) == "step 1/3  log-probs equal"
     assert said(token_mult_prob_error=1.0, unequal_tokens=2.0) == "step 1/3  log-probs differ in 2 tokens"
     assert said(token_mult_prob_error=1.01) == "step 1/3  log-probs 1.000% apart"
+    stale = {"mismatch/token_mult_prob_error": 1.249, "rollout/on_policy_share": 0.25}
+    assert line(StepLine(3).parts(1, stale)) == "step 1/3  stale 75%, policy change 24.9%", "parity is not broken"
 
 
 def test_an_evaluation_is_compared_with_the_best() -> None:
@@ -134,6 +136,8 @@ def test_an_evaluation_is_compared_with_the_best() -> None:
     assert first == "eval 10/20  held-out accuracy 0.500  95% interval 0.400 to 0.600  3.0 s"
     assert "the best so far, +0.250 against step 5" in line(evaluation_parts(10, 20, now, {5: 0.25, 7: 0.1}))
     assert "best so far 0.750 at step 5" in line(evaluation_parts(10, 20, now, {5: 0.75}))
+    said = line(evaluation_parts(10, 20, {"eval/accuracy": 0.0}, {5: 0.0}))
+    assert said == "eval 10/20  held-out accuracy 0.000  none above 0 so far"
 
 
 @pytest.mark.parametrize("earlier", [{}, {50: 0.25}, {50: 0.75}])

@@ -35,6 +35,10 @@ def test_spans_add_up_nest_and_start_anew() -> None:
     assert set(taken) == {"time/train", "time/calibrate"}
     assert taken["time/train"] >= taken["time/calibrate"] >= 0.004
     assert spans.take() == {}
+    with spans("train"), spans("rollout"):
+        pass
+    assert set(spans.take(but="rollout")) == {"time/train"} and set(spans.take(only="rollout")) == {"time/rollout"}
+    assert spans.take() == {}, "each was taken once"
 
 
 def test_a_span_is_recorded_when_its_block_raises_and_waits_for_the_device() -> None:

@@ -1,0 +1,78 @@
+"""`octetrl report` and `octetrl status`: which file a page may replace, and what is said of a run that has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from octetrl.cli.main import run_command
+from octetrl.telemetry.ending import Ending, write_ending
+from octetrl.workers.many.status import StatusReport, WorkerStatus, write_status
+from tests.unit.telemetry.test_report import make_run
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = make_run(Path("run"), steps=3)
+    (folder / "run.json").write_text('{"run": "ab"}')
+    (folder / "checkpoints" / "step_000003").mkdir(parents=True)
+    (folder / "checkpoints" / "step_000003" / "manifest.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.yaml", "checkpoints/step_000003/manifest.json", "put_back.jsonl", "lock"]
+)
+def test_a_page_never_replaces_a_file_of_a_run(name: str, run: Path, capsys: Capture) -> None:
+    path = run / name
+    before = path.read_bytes() if path.exists() else None
+    assert run_command(["report", "run", "--out", str(path)]) == 2
+    assert "is a file of a run, which a page would replace" in capsys.readouterr().err
+    assert (path.read_bytes() if path.exists() else None) == before
+    Path("link.html").symlink_to(path.absolute())
+    assert run_command(["report", "run", "--out", "link.html"]) == 2
+
+
+def test_a_page_replaces_a_page_and_what_is_no_file_of_a_run(run: Path, capsys: Capture) -> None:
+    Path("notes.txt").write_text("x")
+    for path in (Path("notes.txt"), run / "report.html", run / "both.html", run / "both.html"):
+        assert run_command(["report", "run", "--out", str(path)]) == 0, capsys.readouterr().err
+        assert path.read_text().startswith("<!doctype html>")
+
+
+def test_status_says_how_a_run_ended_and_no_longer_what_its_workers_do(run: Path, capsys: Capture) -> None:
+    write_status(run, [StatusReport(WorkerStatus(0, "here", "", 7, "train", 1.0, True, 0.5), 0.0)])
+    (run / "lock").write_text(str(os.getpid()))
+    assert run_command(["status", "run"]) == 0 and capsys.readouterr().out.startswith(
+        "worker 0 (host here, CPU): train"
+    )
+    write_ending(run, Ending("failed", "step 3: lost."))
+    assert run_command(["status", "run"]) == 0
+    first, step, *_ = capsys.readouterr().out.splitlines()
+    assert first == "failed: step 3: lost; `octetrl train run/config.yaml --resume` continues it"
+    assert step.startswith("step 3/3")
+    write_ending(run, Ending("finished"))
+    assert run_command(["status", "run"]) == 0 and capsys.readouterr().out.startswith("finished\nstep 3/3")
+
+
+def test_status_of_a_run_that_was_killed(run: Path, capsys: Capture) -> None:
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    (run / "lock").write_text(str(process))
+    assert run_command(["status", "run"]) == 0
+    assert f"process {process} has ended without a message" in capsys.readouterr().out
+
+
+def test_the_terminal_report_escapes_control_characters(run: Path, capsys: Capture) -> None:
+    (run / "warnings.jsonl").write_text(json.dumps({"step": 1, "text": "\x1b]0;x\x07"}) + "\n")
+    assert run_command(["report", "run", "--terminal"]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b]0;x\\x07" in out and all(line.isprintable() for line in out.splitlines())
