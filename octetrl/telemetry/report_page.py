@@ -65,7 +65,7 @@ _SAME = " The mean held-out reward is the same number."
 HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
 _TONES = (("#2f5fb3", "#8db4f5"), ("#b26a00", "#f0b35c"), ("#2b7a4b", "#6fcf97"), ("#8a3fa0", "#d39be6"),
           ("#b3372f", "#f08a80"), ("#3b7f8c", "#7cc9d6"), ("#75746b", "#b9bcc4"),
-          ("#a33b74", "#f09cc6"), ("#5f6b1d", "#c2cf6a"), ("#6b4a2b", "#cfa97c"))  # of runs, of parts of the time  # fmt: skip
+          ("#a33b74", "#f09cc6"), ("#5f6b1d", "#c2cf6a"), ("#6b4a2b", "#cfa97c"))  # runs, parts of time  # fmt: skip
 
 
 def report_page(runs: Sequence[RunRecord]) -> str:

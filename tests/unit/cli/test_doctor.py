@@ -11,6 +11,7 @@ from octetrl.cli.main import run_command
 from tests.e2e import tiny_run
 
 SMALL = ("--prompts", "2", "--sequences", "1", "--answer-tokens", "5")
+ROLES = ("cluster.trainer_cpus=1", "cluster.engine_cpus=1")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -81,8 +82,8 @@ def test_a_recipe_that_learns_from_a_teacher_needs_none(recipe: str, loss: str) 
         (["--attributes"], "--attribute"),
         (["--attribute", "cluster.cpus=2"], "leave it out, or add cluster.cpus=null\n"),
         (
-            ["--attribute", "cluster.trainer_cpus=1", "cluster.engine_cpus=1", "cluster.max_staleness=1"],
-            "or add cluster.trainer_cpus=null cluster.engine_cpus=null cluster.max_staleness=0\n",
+            ["--attribute", "cluster.device=auto", *ROLES, "cluster.max_staleness=1"],
+            "or add cluster.trainer_cpus=null cluster.engine_cpus=null cluster.max_staleness=0 cluster.device=cpu\n",
         ),
     ],
 )
