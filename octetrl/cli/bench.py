@@ -7,6 +7,7 @@ import typer
 from octetrl.cli.bench_rollout import rollout
 from octetrl.cli.bench_step import step
 from octetrl.cli.bench_train import train
+from octetrl.cli.usage import Command
 from octetrl.config.sigterm import terminable
 
 bench = typer.Typer()
@@ -18,4 +19,4 @@ def measure_a_part() -> None:
 
 
 for verb in (rollout, train, step):
-    bench.command(verb.__name__)(terminable()(verb))  # what a verb started ends with it
+    bench.command(verb.__name__, cls=Command)(terminable()(verb))  # what a verb started ends with it

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import typer
 
-LEAST_WIDTH = 40  # of a text; a narrower terminal breaks it itself
+LEAST_WIDTH = 30  # of a text; a narrower terminal breaks it itself
 
 
 def terminal_columns() -> int | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octetrl.cli.check_lines import LEAST_WIDTH
 from octetrl.config.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def metrics(
         if not found:
             continue
         table = Table(title=family, title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False)
+        longest = max(len(one.name) for one in found)
+        table.add_column(overflow="fold", no_wrap=longest + LEAST_WIDTH <= console.width)  # a name is never cut
+        table.add_column()
         for one in found:
             unit = f" [{one.unit}]" if one.unit else ""
             table.add_row(one.name, f"{one.meaning}{unit} {one.look}".rstrip(), style=None)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from octetrl.cli.check_lines import terminal_columns, wrapped
 from octetrl.config.errors import UserError
 from octetrl.config.shipped import copy_recipe, shipped_recipes
 
@@ -28,7 +29,11 @@ def recipes(
         raise UserError("--to: it needs --copy NAME, the recipe to copy")
     found = shipped_recipes()
     width = max(len(name) for name in found)
+    columns = terminal_columns()
     for name, summary in found.items():
-        typer.echo(f"{name:<{width}}  {summary}")
+        first, *others = wrapped(summary, None if columns is None else columns - width - 2)
+        typer.echo(f"{name:<{width}}  {first}")
+        for other in others:
+            typer.echo(f"{'':<{width}}  {other}")
     hint = "octetrl check NAME explains a recipe, octetrl train NAME runs it; before a demo_ recipe, run octetrl demo"
     typer.echo(hint, err=True)

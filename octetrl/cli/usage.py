@@ -10,10 +10,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rich.columns import Columns
+from rich.table import Table
+from rich.text import Text
+from typer import rich_utils
 from typer.core import TyperCommand
 
 from octetrl.config.errors import nearest
 
+LONGEST_RANGE = 9  # characters: x>=1, 0<=x<=64
 SHORT = {"generate --prompts": "; write -p TEXT (--prompt) for each prompt, or --input FILE for many"}
 _LABELS = {"int": "N", "float": "X", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
 _SAYS = (
@@ -27,7 +32,14 @@ _SAYS = (
 
 
 class Command(TyperCommand):
-    """A command whose `--help` labels types with plain words."""
+    """A command whose `--help` labels types with plain words, and cuts no name on a narrow terminal."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        plain, rich_utils.Table = rich_utils.Table, _FoldedTable  # type: ignore[misc]
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            rich_utils.Table = plain  # type: ignore[misc]
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = list(super().get_params(ctx))
@@ -35,7 +47,21 @@ class Command(TyperCommand):
             show = getattr(param, "display_type_rich", None)
             if show is not None and not isinstance(show, _Label):
                 param.display_type_rich = _Label(_label(param, show(ctx)))
+                allowed = param._get_number_range_help_str() or ""
+                if len(allowed) > LONGEST_RANGE:  # its column would cut words of the help on 80 columns
+                    param._get_number_range_help_str = str
         return params
+
+
+class _FoldedTable(Table):
+    """A long word continues in the next line; typer's own table ends it with an ellipsis. The first column is whole."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*cells, **options)
+        self.columns[0].no_wrap = True
+        for part in (one for cell in cells if isinstance(cell, Columns) for one in cell.renderables):
+            if isinstance(part, Text):
+                part.overflow = "fold"
 
 
 class _Label:

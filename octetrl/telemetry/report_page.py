@@ -37,6 +37,7 @@ from octetrl.telemetry.staleness import IN_IT
 from octetrl.telemetry.step_line import duration
 
 BARS = 60  # of the chart of phases
+SHORT = 180  # seconds, or minutes, that an axis counts as such
 CHARACTERS = 1500  # of one answer on the page
 SIBLINGS = 4  # of a group
 CURVES: tuple[tuple[str, str], ...] = (
@@ -85,9 +86,9 @@ def report_page(runs: Sequence[RunRecord]) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{escape(title)}</title><style>{_styles()}{tones}</style></head><body>"
         '<input class="toggle" type="radio" name="axis" id="steps" checked aria-label="over steps">'
-        '<input class="toggle" type="radio" name="axis" id="hours" aria-label="over hours">'
+        '<input class="toggle" type="radio" name="axis" id="hours" aria-label="over time">'
         f'<header><h1>{escape(title)}</h1><nav><label class="chip" for="steps">steps</label>'
-        f'<label class="chip" for="hours">hours</label></nav> {keys}</header><main>{body}</main></body></html>\n'
+        f'<label class="chip" for="hours">time</label></nav> {keys}</header><main>{body}</main></body></html>\n'
     )
 
 
@@ -158,6 +159,7 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards, constant = [], []
+    unit, per_hour = _unit_of_time(max(run.hours[-1] for run in runs))
     rewards_are_accuracy = all(run.values(_REWARD) == run.values(_ACCURACY) for run in runs)
     for title, name in (*CURVES, *_of_environments(runs)):
         if name == _REWARD and rewards_are_accuracy:
@@ -172,10 +174,10 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
             constant += [[title, f"{shown_number(value)}{missing}", _meaning(name)] for value in values]
             continue
         charts = []
-        for at, x_name in ((0, "step"), (1, "hour")):
-            lines = [_line(run, number, name, at) for number, run in enumerate(runs)]
+        for by, x_name, units in (("steps", "step", None), ("hours", unit, per_hour)):
+            lines = [_line(run, number, name, units) for number, run in enumerate(runs)]
             if any(line.x for line in lines):
-                charts.append(f'<div class="by-{x_name}s">{line_chart(lines, x_name)}</div>')
+                charts.append(f'<div class="by-{by}">{line_chart(lines, x_name)}</div>')
         if charts:
             says = _meaning(name) + (_SAME if name == _ACCURACY and rewards_are_accuracy else "")
             says += _BANDS.get(name, "") if any(line.low for line in lines) else ""
@@ -206,9 +208,18 @@ def _of_environments(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
         yield f"{name}: groups without a signal", f"environments/{name}/zero_variance_fraction"
 
 
-def _line(run: RunRecord, number: int, name: str, at: int) -> Line:
+def _unit_of_time(hours: float) -> tuple[str, float]:
+    """In which the time axis counts, and how many of it are an hour."""
+    if hours < SHORT / 3600:
+        return "second", 3600.0
+    return ("minute", 60.0) if hours < SHORT / 60 else ("hour", 1.0)
+
+
+def _line(run: RunRecord, number: int, name: str, units: float | None) -> Line:
+    """units: of the time axis in an hour; None: the axis has steps."""
     series = run.series(name)
-    x, y = [one[at] for one in series], [one[2] for one in series]
+    x: list[float] = [step if units is None else hours * units for step, hours, _ in series]
+    y = [one[2] for one in series]
     low: list[float] = []
     high: list[float] = []
     if name == "reward/mean":
