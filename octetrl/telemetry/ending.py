@@ -4,7 +4,7 @@
     failed     an error ended it; `why` is its message
     stopped    Ctrl-C or SIGTERM
 
-A run that starts or is resumed writes run.json anew, without this. So it is missing while a run is live, and of a run
+A run that starts or is resumed writes run.json again, without this. So it is missing while a run is live, and of a run
 whose process was killed.
 """
 

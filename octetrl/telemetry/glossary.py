@@ -266,6 +266,7 @@ def _on_the_console() -> list[str]:
     ]
     lines += [f"| {number.label} | `{number.metric}` |" for number in NUMBERS]
     lines += [
+        "| stale, policy change | 1 − `rollout/on_policy_share`, `mismatch/token_mult_prob_error` − 1 |",
         "| waiting for rewards | `time/reward`, as a share of `time/step`, above 10% |",
         "| seconds | `time/step` |",
     ]

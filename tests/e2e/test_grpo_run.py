@@ -158,6 +158,9 @@ def test_the_gate_stops_a_run_and_its_line_is_written(model: Path, tmp_path: Pat
     with pytest.raises(MismatchError, match=r"step 1: .* above mismatch\.fail_above=1\.001"):
         run(model, tmp_path / "run", changes)
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1]
+    ended = json.loads((tmp_path / "run" / "run.json").read_text())["ended"]
+    assert ended["how"] == "failed" and "above mismatch.fail_above=1.001" in ended["why"]
+    assert "the run failed: step 1: " in (tmp_path / "run" / "report.html").read_text(), "written after it"
 
 
 # --- published weights --------------------------------------------------------------------------------------
