@@ -22,6 +22,7 @@ from octetrl.config.text import counted
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.charts import Line, line_chart, shown_number, stacked_chart
 from octetrl.telemetry.comparison import differences, interval_text, uncompared
+from octetrl.telemetry.ending import FAILED
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.mismatch_tables import mismatch_by_age, mismatch_by_length
 from octetrl.telemetry.report_data import (
@@ -124,7 +125,10 @@ def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _ended(run: RunRecord) -> str:
-    return "not yet, or its process was killed" if run.ending is None else run.ending.text
+    """In few words: the reason of a failure is what to look at first."""
+    if run.ending is None:
+        return "not yet, or its process was killed"
+    return run.ending.how if run.ending.how == FAILED else run.ending.text
 
 
 def _look_at(runs: Sequence[RunRecord]) -> Iterator[str]:
