@@ -131,10 +131,14 @@ def test_a_signal_ends_the_jobs_and_packs(
     words = f"smollm2-sums --model m --arms bf16,fp8 --seeds 1 --jobs 2 --seconds 200 --state {state}"
     words += f" --pack {tmp_path / 'packed'}"
     stopper = threading.Thread(target=stop)
-    stopper.start()
-    with pytest.raises(SystemExit) as ended:
-        run_command("study.runs", lambda: runs.main(words.split()))
-    stopper.join()
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        stopper.start()
+        with pytest.raises(SystemExit) as ended:
+            run_command("study.runs", lambda: runs.main(words.split()))
+        stopper.join()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     assert ended.value.code == code and len(jobs) == 2
     for one in jobs:
         with pytest.raises(ProcessLookupError):
