@@ -120,7 +120,7 @@ def _plan(
     name: str, overrides: Sequence[str], recipe: Recipe, spec: ModelSpec | None, device: Device, preset: str | None
 ) -> tuple[list[str], str | None]:
     """Show model, precision and memory. Returns what is wrong with them, and whether the memory is too small. `preset`:
-    whose shape is shown while the model's folder is not there."""
+    where `spec` is from, if the model's folder is not there."""
     problems: list[str] = []
     if spec is None:
         return problems, None
