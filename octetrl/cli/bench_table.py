@@ -1,7 +1,8 @@
 """The table that a command of `octetrl bench` prints: a row for each arm and a column for each figure.
 
-If that is wider than the terminal, the table is turned: arms side by side, a figure on each line, where this is
-narrower. Into a pipe the table goes as it is. A cell is never cut, because a cut figure is lost.
+If that is wider than the terminal, the table is turned: arms side by side, a figure on each line. If that is too wide
+as well, the arms are spread over several such tables. Into a pipe the table goes as it is. A cell is never cut,
+because a cut figure is lost.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def print_table(
     from rich.console import Console
 
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    table, needed = fitting(room, title, names, columns, list(rows))
-    Console(width=max(needed, WIDTH if room is None else 1)).print(table)
+    for table, needed in fitting(room, title, names, columns, list(rows)):
+        Console(width=max(needed, WIDTH if room is None else 1)).print(table)
     if legend:
         Console(width=room or max(needed, WIDTH)).print(legend, style="italic", highlight=False, markup=False)
 
@@ -43,18 +44,21 @@ def fitting(
     names: Sequence[str],
     columns: Mapping[str, tuple[str, str]],
     rows: Sequence[Row],
-) -> tuple[Table, int]:
-    """The table for a terminal of `room` columns, and how many it takes. None: no terminal."""
+) -> list[tuple[Table, int]]:
+    """The tables for a terminal of `room` columns, and how many each takes. None: no terminal."""
     from rich.console import Console
 
-    console = Console(width=MOST)
+    measure = Console(width=MOST).measure
     table = _with_rows(title, names, columns, rows)
-    needed = console.measure(table).maximum
-    if room is not None and needed > room:
-        turned = _turned(title, names, columns, rows)
-        if console.measure(turned).maximum < needed:
-            return turned, console.measure(turned).maximum
-    return table, needed
+    needed = measure(table).maximum
+    if room is None or needed <= room:
+        return [(table, needed)]
+    for each in range(len(rows), 0, -1):  # arms of a table
+        parts = [_turned(title, names, columns, rows[start : start + each]) for start in range(0, len(rows), each)]
+        widths = [measure(part).maximum for part in parts]
+        if max(widths) <= room or (each == 1 and max(widths) < needed):
+            return list(zip(parts, widths, strict=True))
+    return [(table, needed)]
 
 
 def _with_rows(title: str, names: Sequence[str], columns: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> Table:

@@ -138,7 +138,10 @@ class Checkpoints:
         if before.step == last_step:
             return f"{at}: step {before.step} was already saved; continue with --resume"
         if not run.workers.weights_are_whole or run.workers.policy_version != before.policy_version:
-            return f"{at}, while the weights changed: continue from step {last_step} with --resume"
+            lost = (
+                f"continue from step {last_step} with --resume" if last_step else "no step is saved yet, so begin again"
+            )
+            return f"{at}, while the weights changed: {lost}"
         batches = self._batches_after(run, before.step, waits=False)
         failure = self._save_beside_error(run, before, batches)
         if failure is not None:

@@ -105,7 +105,9 @@ class RayTeam:
 
     def lines(self) -> list[str]:
         """What each worker does now, by what it last said."""
-        return [one.line for one in self._reports()]
+        reports = self._reports()
+        many = len({one.status.host for one in reports}) > 1
+        return [one.short_line(with_host=many) for one in reports]
 
     def _reports(self) -> list[StatusReport]:
         now, said = time.monotonic(), zip(self._heard, self._heard_at, strict=True)

@@ -42,7 +42,11 @@ class WorkerStatus:
     @property
     def place(self) -> str:
         role = f", {self.role}" if self.role else ""
-        return f"worker {self.rank}{role} (host {self.host}, {f'GPU {self.gpu}' if self.gpu else 'CPU'})"
+        return f"worker {self.rank}{role} (host {self.host}, {self.device})"
+
+    @property
+    def device(self) -> str:
+        return f"GPU {self.gpu}" if self.gpu else "CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +57,29 @@ class StatusReport:
     seconds_ago: float
 
     @property
+    def _doing(self) -> str:
+        status, seconds = self.status, self.status.seconds + self.seconds_ago
+        if not status.busy:
+            return f"idle for {seconds:.0f} s after {status.phase}"
+        done = f" ({status.done}/{status.total} micro-batches)" if status.total else ""
+        return f"{status.phase} for {seconds:.0f} s{done}"
+
+    def short_line(self, *, with_host: bool) -> str:
+        """For a narrow terminal: worker 0, GPU 3: train for 12 s, 61.2 GB"""
+        status = self.status
+        parts = [f"worker {status.rank}", status.role, status.host if with_host else "", status.device]
+        silent = f", silent for {self.seconds_ago:.0f} s" if self.seconds_ago > STALE_SECONDS else ""
+        return f"{', '.join(part for part in parts if part)}: {self._doing}, {status.memory_gb:.1f} GB{silent}"
+
+    @property
     def line(self) -> str:
         """For a person: worker 0 (host gpu1, GPU 3): train for 12 s, 61.2 GB, process 77, read 4.1 GB of weights"""
         status = self.status
-        seconds = status.seconds + self.seconds_ago
-        done = f" ({status.done}/{status.total} micro-batches)" if status.total else ""
-        doing = f"{status.phase} for {seconds:.0f} s{done}"
-        if not status.busy:
-            doing = f"idle for {seconds:.0f} s after {status.phase}"
         silent = f", silent for {self.seconds_ago:.0f} s" if self.seconds_ago > STALE_SECONDS else ""
         read = ""
         if status.read_gb:
             read = f", read {size(status.read_gb)} and quantised {size(status.quantized_gb)} of weights"
-        return f"{status.place}: {doing}, {status.memory_gb:.1f} GB, process {status.pid}{read}{silent}"
+        return f"{status.place}: {self._doing}, {status.memory_gb:.1f} GB, process {status.pid}{read}{silent}"
 
 
 def size(gb: float) -> str:

@@ -20,24 +20,23 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("room", "count", "turned"), [(None, 2, False), (300, 2, False), (80, 2, True), (20, 2, True), (80, 40, False)]
+    ("room", "count", "tables"), [(None, 2, 0), (300, 2, 0), (80, 2, 1), (80, 9, 2), (20, 2, 2)], ids=str
 )
 def test_no_figure_is_cut_and_arms_stand_side_by_side_where_that_is_narrower(
-    room: int | None, count: int, turned: bool
+    room: int | None, count: int, tables: int
 ) -> None:
-    rows = rows_of(count)
-    table, needed = fitting(room, "a title", NAMES, COLUMNS, rows)
-    console = Console(width=needed, record=True, file=io.StringIO())
-    console.print(table)
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= needed < MOST
-    assert (needed <= 80) == turned and "…" not in text
-    assert all(f"{1000 * place + n:.2f}" in text for place in range(count) for n in range(8))
-    assert text.count(" - ") == count
-    if turned:
-        assert [line.split("│")[1].strip() for line in text.splitlines() if "seconds of part" in line] == [
-            f"seconds of part {n}" for n in range(9)
-        ]
+    """`tables`: of turned ones; 0: one with a row for each arm."""
+    found = fitting(room, "a title", NAMES, COLUMNS, rows_of(count))
+    text = ""
+    for table, needed in found:
+        console = Console(width=needed, record=True, file=io.StringIO())
+        console.print(table)
+        part = console.export_text()
+        assert max(map(len, part.splitlines())) <= needed < MOST and (room is None or needed <= max(room, 40))
+        text += part
+    assert len(found) == max(tables, 1) and "…" not in text
+    assert [text.count(f" {1000 * place + n:.2f} ") for place in range(count) for n in range(8)] == [1] * (8 * count)
+    assert text.count(" - ") == count and text.count("seconds of part 3") == tables
 
 
 def test_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
