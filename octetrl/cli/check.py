@@ -104,6 +104,8 @@ def check(
         print_lines("recipe", _essentials(resolved, device, imports=not problems))
         preset = preset_of_missing(resolved) if spec is None else None
         shape = spec if preset is None else spec_from_config(preset_config(preset))
+        if shape is None:
+            print_lines("model", iter([("not shown", "its shape, precision and memory: there is no model yet")]))
         found, too_large = _plan(recipe, overrides, resolved, shape, device, preset)
         problems += found
         if problems:

@@ -63,6 +63,10 @@ FAMILIES = {
 }
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
+OWNERS = {  # on the hub, by how the names of their models begin
+    "qwen": "Qwen", "llama": "meta-llama", "moonlight": "moonshotai", "deepseek": "deepseek-ai", "mi": "mistralai",
+    "smollm": "HuggingFaceTB", "phi": "microsoft", "glm": "zai-org",
+}  # fmt: skip
 DEFAULT_ROPE_THETA = 10_000.0  # of the other families
 ROPE_THETAS = {"mixtral": 1_000_000.0}
 DEFAULT_MAX_POSITIONS = {
@@ -123,7 +127,8 @@ def _way_to(folder: Path) -> str:
         return known
     way = "give a Hugging Face folder with config.json"
     in_models = folder.parent == Path("models")  # as the other shipped recipes and the README name it
-    return f"{way}; `hf download OWNER/{folder.name} --local-dir {folder}` fetches one" if in_models else way
+    owner = next((owner for name, owner in OWNERS.items() if folder.name.lower().startswith(name)), "OWNER")
+    return f"{way}; `hf download {owner}/{folder.name} --local-dir {folder}` fetches one" if in_models else way
 
 
 def scale_format(folder: str | Path) -> str | None:

@@ -214,7 +214,7 @@ def test_folders_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_spec("runs/demo/sft/export")
     with pytest.raises(UserError, match=r"first, then, in a checkout, `python -m examples.upcycle \S+ runs/demo/moe`$"):
         load_spec("runs/demo/moe")
-    with pytest.raises(UserError, match=r"`hf download OWNER/Qwen3-8B --local-dir models/Qwen3-8B` fetches one$"):
+    with pytest.raises(UserError, match=r"`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B` fetches one$"):
         load_spec("models/Qwen3-8B")
     with pytest.raises(UserError, match=r"does not exist; give a Hugging Face folder with config\.json$"):
         load_spec(tmp_path / "absent")
