@@ -64,8 +64,8 @@ FAMILIES = {
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 ARCHITECTURES = {family: architecture for architecture, family in FAMILIES.items()}
 OWNERS = {  # on the hub, by how the names of their models begin
-    "qwen": "Qwen", "llama": "meta-llama", "moonlight": "moonshotai", "deepseek": "deepseek-ai", "mi": "mistralai",
-    "smollm": "HuggingFaceTB", "phi": "microsoft", "glm": "zai-org",
+    "qwen": "Qwen", "llama": "meta-llama", "moonlight": "moonshotai", "deepseek": "deepseek-ai",
+    "mistral": "mistralai", "mixtral": "mistralai", "smollm": "HuggingFaceTB", "phi": "microsoft", "glm": "zai-org",
 }  # fmt: skip
 DEFAULT_ROPE_THETA = 10_000.0  # of the other families
 ROPE_THETAS = {"mixtral": 1_000_000.0}
