@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import time
@@ -26,6 +27,8 @@ def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of
     folder = Path(run)
     ended = _ending(folder)
     if ended is not None:
+        if _is_held(folder):
+            ended = iter([f"process {_process_of(folder)} is building the run again, to continue it"])
         for line in chain(ended, _last_step(folder) if _has_step(folder) else (), _in_flight(folder)):
             _print(line)
         return
@@ -35,7 +38,7 @@ def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of
         lines = status_lines(folder)  # which refuses what is no run
     elif not has_step:
         lines = _before_the_first_step(folder)
-    for line in chain(lines, _last_step(folder) if has_step else (), _in_flight(folder), _gone(folder, has_step)):
+    for line in chain(lines, _last_step(folder) if has_step else (), _in_flight(folder), _owner(folder, has_step)):
         _print(line)
 
 
@@ -46,7 +49,7 @@ def _print(line: str) -> None:
 
 
 def _ending(folder: Path) -> Iterator[str] | None:
-    """What run.json says about the end of the run. None: nothing, so it is live or was killed."""
+    """How the run ended, from run.json. None: run.json has no ending, so the run is live or was killed."""
     from octetrl.telemetry.ending import FINISHED, read_ending
     from octetrl.telemetry.report_data import read_recipe, read_where
     from octetrl.telemetry.sinks import METRICS_FILE, last_step
@@ -60,12 +63,31 @@ def _ending(folder: Path) -> Iterator[str] | None:
     return iter([f"{said}{then}"])
 
 
-def _gone(folder: Path, has_step: bool) -> Iterator[str]:
-    """Of a run with finished steps that did not say how it ended."""
+def _owner(folder: Path, has_step: bool) -> Iterator[str]:
+    """Whether the process of a run with finished steps and without an ending is live."""
     process = _process_of(folder)
-    if has_step and process and not _runs(process):
-        resume = f"`octetrl train {_shown(folder / 'config.yaml')} --resume`"
-        yield f"process {process} has ended without a message, or runs on another machine; if it was killed, {resume}"
+    if not has_step or not process:
+        return
+    if _is_held(folder):
+        yield f"running, process {process}"
+        return
+    resume = f"`octetrl train {_shown(folder / 'config.yaml')} --resume`"
+    yield (
+        f"process {process} has ended without a message, or runs on another machine; if it was killed, continue the"
+        f" run with {resume}"
+    )
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a live process of this machine holds the run's lock. Its id alone is no proof: a notebook lives on."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file, or a file system without locks
+        return False
+    return False
 
 
 def _has_step(folder: Path) -> bool:

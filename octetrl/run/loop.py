@@ -41,7 +41,7 @@ from octetrl.run.slow_rewards import SlowRewards, reward_times
 from octetrl.run.sound_checkpoints import SoundCheckpoints
 from octetrl.run.step import supervised_step, train_step
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.ending import ending_of, write_ending
+from octetrl.telemetry.ending import ending_of, reopen, write_ending
 from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
@@ -78,7 +78,12 @@ def train(
                 if not restarts:
                     raise WorkerLost(f"{lost}\n  {after_loss(folder.path, folder.run_id)}") from lost
                 restarts, resume = restarts - 1, True
+                with suppress(OSError):
+                    reopen(folder.path)
                 Console(recipe.logging.console, recipe.steps).warn(f"{lost}\n  building all workers again")
+            except BaseException as error:  # also while the workers are built again
+                _leave_ending(folder.path, error)
+                raise
 
 
 def after_loss(folder: Path, run_id: str | None) -> str:
@@ -117,6 +122,8 @@ def _train(
         if last is None and optimizer_of is not None:
             run.console.note(branch(run, optimizer_of))
         folder.keep(in_force(recipe))
+        if start == recipe.steps:
+            _leave_ending(folder.path, None)  # no later error makes it a run that was stopped
         run.console.rows(*banner(run))
         if recipe.logging.rollouts:
             run.journal = Journal.of(recipe, folder.path, start)
@@ -134,8 +141,9 @@ def _train(
 
 
 def _leave_ending(folder: Path, error: BaseException | None) -> None:
-    """In the run folder, for `octetrl status` and the report. A full disk does not replace the run's own error."""
-    with suppress(OSError):
+    """In the run folder, for `octetrl status` and the report. An earlier ending stays, so a finished run stays
+    finished. A full disk does not replace the run's own error."""
+    with suppress(OSError, RecursionError):
         write_ending(folder, ending_of(error))
 
 

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import IO
 from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import targets_of
+from octetrl.config.replaced_file import replaced_file
 from octetrl.config.schema import Recipe
 from octetrl.run.allowed_changes import Change, changes_between, record_changes, refuse_changes
 from octetrl.run.early import RECIPE_FILE, refuse_held
@@ -45,6 +47,7 @@ from octetrl.trainer import checkpoint
 from octetrl.workers.model_shape import model_spec
 
 NOTHING: Mapping[str, object] = {}
+PROBED = 0.05  # seconds; longer than `octetrl status` holds a lock
 ATTEMPTS = 1000  # to take a folder that refused runs remove at the same time
 
 
@@ -77,21 +80,16 @@ class OutputFolder:
         leaves whole files. Creates `checkpoints/`, so that it is missing only if it was removed.
 
         in_force: what the model makes of settings, for the report."""
-        aside = self.path / f"{RECIPE_FILE}.partial"
         with self._writing():
             try:
                 if self.run_id is not None:
                     write_run_id(self.path, self.run_id, {**where_it_runs(), **in_force})
                 record_changes(self.path, self._last_step(), self._changes)
                 self._changes = []  # a restart of the workers keeps the folder again
-                with aside.open("w", encoding="utf-8") as file:
+                with replaced_file(self.path / RECIPE_FILE) as file:
                     file.write(dump_recipe(self._recipe))
-                    file.flush()
-                    os.fsync(file.fileno())
-                (self.path / CHECKPOINTS).mkdir(exist_ok=True)
-                aside.replace(self.path / RECIPE_FILE)
+                    (self.path / CHECKPOINTS).mkdir(exist_ok=True)
             except BaseException:
-                aside.unlink(missing_ok=True)
                 if not (self.path / RECIPE_FILE).exists():
                     _remove_if_empty(self.path / CHECKPOINTS)
                     (self.path / RUN_FILE).unlink(missing_ok=True)
@@ -117,7 +115,7 @@ class OutputFolder:
             except FileNotFoundError:
                 continue  # a refused run took the folder away in between
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock_now(lock)
             except BlockingIOError:
                 lock.seek(0)
                 owner = lock.read().strip() or "unknown"
@@ -242,6 +240,15 @@ class OutputFolder:
             self._clean_up()
         elif self._lock is not None:
             self._lock.close()
+
+
+def _lock_now(lock: IO[str]) -> None:
+    """Raises BlockingIOError if another process holds it. `octetrl status` holds it for an instant, so tries twice."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(PROBED)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _have_same_adapters(saved: Recipe, recipe: Recipe) -> bool:

@@ -9,12 +9,13 @@ ids have none. A folder without `run.json` belongs to the run of its checkpoints
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from octetrl.config.errors import UserError
+from octetrl.config.replaced_file import replaced_file
+from octetrl.telemetry.ending import LIVE
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.trainer import checkpoint
 
@@ -36,7 +37,7 @@ def read_run_id(run_folder: Path) -> str | None:
         run_id = json.loads(path.read_bytes())["run"]
     except FileNotFoundError:
         return _id_of_checkpoints(run_folder)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         run_id = None
     if not isinstance(run_id, str):
         raise UserError(f"'{path}' does not name a run; restore it, or delete it if all checkpoints belong to one run")
@@ -44,18 +45,9 @@ def read_run_id(run_folder: Path) -> str | None:
 
 
 def write_run_id(run_folder: Path, run_id: str, where: Mapping[str, object]) -> None:
-    """`where`: where it runs, and in which formats. Writes a temporary file and renames it, so a kill leaves the whole
-    file or none."""
-    aside = run_folder / f"{RUN_FILE}.partial"
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump({"run": run_id, **where}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(run_folder / RUN_FILE)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    """Write run.json of a run that starts. `where`: where it runs, and in which formats."""
+    with replaced_file(run_folder / RUN_FILE) as file:
+        json.dump({"run": run_id, **where, **LIVE}, file)
 
 
 def refuse_foreign_checkpoints(run_folder: Path, run_id: str | None) -> None:

@@ -2,27 +2,29 @@
 
     finished   all steps are done
     failed     an error ended it; `why` is its message
-    stopped    Ctrl-C or SIGTERM
+    stopped    Ctrl-C, SIGTERM or a closed pipe
 
-A run that starts or is resumed writes run.json again, without this. So it is missing while a run is live, and of a run
-whose process was killed.
+A run that starts or is resumed writes run.json again, with `"ended": null`. It stays null while the run is live, and
+if its process was killed. Older runs have no such field until they end.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from octetrl.config.errors import RunFailed, UserError
+from octetrl.config.replaced_file import replaced_file
 from octetrl.config.sigterm import is_of_sigterm
 from octetrl.config.text import ESCAPE, printable
 from octetrl.telemetry.sinks import RUN_FILE
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 MOST = 2_000  # characters of a reason
+LIVE: Mapping[str, None] = {"ended": None}  # in the run.json of a run that has not ended
 
 
 class Ending(NamedTuple):
@@ -44,38 +46,71 @@ def ending_of(error: BaseException | None) -> Ending:
         return Ending(STOPPED, "by Ctrl-C")
     if is_of_sigterm(error):
         return Ending(STOPPED, "by SIGTERM")
+    if isinstance(error, SystemExit) and _is_of_closed_pipe(error):
+        return Ending(STOPPED, "its output was closed, as by `| head`")
     said = str(error)
-    if not isinstance(error, UserError | RunFailed):
+    if isinstance(error, SystemExit):
+        said = f"sys.exit({error.code!r}) was called{_place_of(error)}"
+    elif not said.strip():
+        said = f"{type(error).__name__} without a message{_place_of(error)}"
+    elif not isinstance(error, UserError | RunFailed):
         said = f"{type(error).__name__}: {said}"
     return Ending(FAILED, said if len(said) <= MOST else f"{said[:MOST]} ...")
 
 
+def _is_of_closed_pipe(error: BaseException) -> bool:
+    """Whether it was raised while a BrokenPipeError was handled, as rich does when it prints."""
+    before: BaseException | None = error
+    seen: set[int] = set()
+    while before is not None and id(before) not in seen:
+        if isinstance(before, BrokenPipeError):
+            return True
+        seen.add(id(before))
+        before = before.__cause__ or before.__context__
+    return False
+
+
+def _place_of(error: BaseException) -> str:
+    """Where it was raised; empty if that is not known, as of an error of another process."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
 def write_ending(folder: Path, ending: Ending) -> None:
-    """Adds it to run.json. Writes a temporary file and renames it. A folder without a sound run.json stays as it is."""
-    path, aside = folder / RUN_FILE, folder / f"{RUN_FILE}.partial"
+    """Add it to run.json. An ending that is there stays, and so does a folder without a sound run.json."""
+    known = _known(folder)
+    if known is not None and not known.get("ended"):
+        _write(folder, {**known, "ended": {"how": ending.how, "why": ending.why}})
+
+
+def reopen(folder: Path) -> None:
+    """Remove the ending from run.json, of a run that goes on. A folder without a sound run.json stays as it is."""
+    known = _known(folder)
+    if known is not None:
+        _write(folder, {**known, **LIVE})
+
+
+def _known(folder: Path) -> dict[str, Any] | None:
     try:
-        known = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return
-    if not isinstance(known, dict):
-        return
-    try:
-        with aside.open("w", encoding="utf-8", errors=ESCAPE) as file:
-            json.dump({**known, "ended": {"how": ending.how, "why": ending.why}}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+        known = json.loads((folder / RUN_FILE).read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return known if isinstance(known, dict) else None
+
+
+def _write(folder: Path, content: Mapping[str, Any]) -> None:
+    with replaced_file(folder / RUN_FILE, errors=ESCAPE) as file:
+        json.dump(content, file)
 
 
 def read_ending(where: Mapping[str, Any], recipe: Mapping[str, Any], steps: Sequence[int]) -> Ending | None:
     """From a run.json, a recipe and the steps with metrics. None: the run is live, or its process was killed.
 
-    A run that is older than this field has finished if it has the metrics of its last step."""
+    A run that is older than this field has finished if it has the metrics of its last step. Metrics are written before
+    the checkpoint, so for a newer run they are no proof."""
     ended = where.get("ended")
     if isinstance(ended, Mapping) and ended.get("how") in (FINISHED, FAILED, STOPPED):
         why = ended.get("why")
         return Ending(ended["how"], printable(" ".join(why.split())) if isinstance(why, str) else "")
-    return Ending(FINISHED) if "ended" not in where and steps and steps[-1] == recipe.get("steps") else None
+    is_old = "ended" not in where
+    return Ending(FINISHED) if is_old and steps and 0 < steps[-1] == recipe.get("steps") else None

@@ -28,7 +28,7 @@ def mismatch_by_age(run: RunRecord) -> list[tuple[int, int, float, float]]:
     for row in run.rows:
         for age, place in _places_by_age(row):
             tokens, kl, largest = (row.get(f"mismatch/{place}{what}") for what in ("tokens", "gen_kl", "max_abs_diff"))
-            if tokens and kl is not None and largest is not None:
+            if tokens and tokens > 0 and kl is not None and largest is not None:
                 by_age.setdefault(age, []).append((tokens, kl, largest))
     table = []
     for age, measured in sorted(by_age.items()):

@@ -75,7 +75,9 @@ class RunRecord:
             found.append(f"{lines} of {METRICS_FILE} can't be read; their steps are missing here")
         if self.damaged:
             values = counted(self.damaged, "value")
-            found.append(f"{values} of {METRICS_FILE} can't be used (no finite number, or no time); left out here")
+            found.append(
+                f"{values} of {METRICS_FILE} can't be used (not a finite number, or a negative time or count); left out here"
+            )
         if not self.recipe and not self.lost and (self.folder / "config.yaml").is_file():
             found.append("config.yaml can't be read; its settings are left out here")
         if self.lost:

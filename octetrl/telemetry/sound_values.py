@@ -6,6 +6,7 @@ written by a run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 LARGEST = 1e100  # of a metric: its square is still a float
 LONGEST = 1e10  # seconds
 MOST_STEPS = 10**12
+_COUNT = re.compile(r"mismatch/(age_\d+/tokens|tokens|unequal_tokens)")
 _SECTIONS = (
     *("model", "fp8", "algorithm", "trainer", "trainer.optimizer", "environment", "environments", "rollout"),
     *("cluster", "mismatch", "evaluation", "data", "data.sources"),
@@ -38,8 +40,9 @@ def sound_row(row: Mapping[str, Any]) -> tuple[dict[str, float | None], int]:
 
 
 def _is_sound(name: str, value: object) -> bool:
-    is_time = name.startswith("time/")
-    return is_number(value) and not (is_time and not 0 <= value <= LONGEST)  # type: ignore[operator]
+    if not is_number(value) or (_COUNT.fullmatch(name) and value < 0):  # type: ignore[operator]
+        return False
+    return not name.startswith("time/") or 0 <= value <= LONGEST  # type: ignore[operator]
 
 
 def sound_recipe(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.layers.linear import Float8Linear
+from octetrl.run import loop
 from octetrl.run.build import Run, build_run
 from octetrl.run.loop import train
 from octetrl.run.step import train_step
@@ -161,6 +162,20 @@ def test_the_gate_stops_a_run_and_its_line_is_written(model: Path, tmp_path: Pat
     ended = json.loads((tmp_path / "run" / "run.json").read_text())["ended"]
     assert ended["how"] == "failed" and "above mismatch.fail_above=1.001" in ended["why"]
     assert "the run failed: step 1: " in (tmp_path / "run" / "report.html").read_text(), "written after it"
+
+
+def test_a_finished_run_stays_finished(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes after its last step, also in a resumed run without a step left."""
+
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    folder, resumed = tmp_path / "run", tiny_recipe(model, tmp_path / "run", {"steps": 1})
+    for name, resume in (("last_screen", False), ("last_screen", True), ("restore", True), ("banner", True)):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(loop, name, interrupted)
+            train(resumed, resume=resume)
+        assert json.loads((folder / "run.json").read_text())["ended"] == {"how": "finished", "why": ""}, name
 
 
 # --- published weights --------------------------------------------------------------------------------------

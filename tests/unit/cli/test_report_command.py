@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.main import run_command
-from octetrl.telemetry.ending import Ending, write_ending
+from octetrl.telemetry.ending import Ending, reopen, write_ending
 from octetrl.workers.many.status import StatusReport, WorkerStatus, write_status
 from tests.unit.telemetry.test_report import make_run
 
@@ -57,6 +58,15 @@ def test_status_says_how_a_run_ended_and_no_longer_what_its_workers_do(run: Path
     first, step, *_ = capsys.readouterr().out.splitlines()
     assert first == "failed: step 3: lost; `octetrl train run/config.yaml --resume` continues it"
     assert step.startswith("step 3/3")
+    with (run / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run_command(["status", "run"]) == 0
+        first, step, *_ = capsys.readouterr().out.splitlines()
+        assert first == f"process {os.getpid()} is building the run again, to continue it"
+        assert step.startswith("step 3/3")
+        reopen(run)
+        assert run_command(["status", "run"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"running, process {os.getpid()}"
     write_ending(run, Ending("finished"))
     assert run_command(["status", "run"]) == 0 and capsys.readouterr().out.startswith("finished\nstep 3/3")
 
@@ -67,8 +77,11 @@ def test_status_of_a_run_that_was_killed(run: Path, capsys: Capture) -> None:
         os._exit(0)
     os.waitpid(process, 0)
     (run / "lock").write_text(str(process))
+    reopen(run)  # as a run that starts; it has the metrics of its last step, and not its checkpoint
     assert run_command(["status", "run"]) == 0
-    assert f"process {process} has ended without a message" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"process {process} has ended without a message" in out and "finished" not in out
+    assert "continue the run with `octetrl train run/config.yaml --resume`" in out
 
 
 def test_the_terminal_report_escapes_control_characters(run: Path, capsys: Capture) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octetrl.config.errors import RunFailed, Terminated, UserError
-from octetrl.telemetry.ending import Ending, ending_of, read_ending, write_ending
+from octetrl.telemetry.ending import Ending, ending_of, read_ending, reopen, write_ending
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.mismatch_tables import mismatch_by_age
 from octetrl.telemetry.report_data import findings, read_run, results
@@ -63,6 +65,16 @@ def test_stale_tokens_are_named_as_the_cause_and_have_an_age(tmp_path: Path) -> 
     assert command in report_page([read_run(apart.folder)]), "several workers are refused"
 
 
+def test_ages_whose_tokens_add_up_to_0_are_left_out(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", steps=2, **STALE))
+    for row, tokens in zip(run.rows, (5, -5), strict=True):
+        assert isinstance(row, dict)
+        row["mismatch/tokens"] = tokens
+    assert mismatch_by_age(run) == [(1, 5, 0.25, 0.5)]
+    run.rows[0]["mismatch/tokens"] = 0  # type: ignore[index]
+    assert mismatch_by_age(run) == []
+
+
 def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     assert read_run(folder).ending is None and "not yet, or its process was killed" in report_page([read_run(folder)])
@@ -80,7 +92,10 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
         (ZeroDivisionError("by 0"), "failed: ZeroDivisionError: by 0"),
         (UserError("x" * 9000), "failed: " + "x" * 500 + " ... " + "x" * 500),
     ):
+        reopen(folder)
+        assert read_run(folder).ending is None, "live or killed, although the metrics of its last step are there"
         write_ending(folder, ending_of(error))
+        write_ending(folder, Ending("stopped", "later"))  # the first one stays
         ending = read_run(folder).ending
         assert ending is not None and ending.text == text
         assert json.loads((folder / "run.json").read_text())["run"] == "ab"
@@ -90,6 +105,33 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
     (folder / "run.json").write_text('{"ended": {"how": ["failed"], "why": 3}}')
     assert read_run(folder).ending is None
     assert read_ending({"ended": {"how": "failed", "why": 3}}, {}, []) == Ending("failed")
+    assert read_ending({}, {"steps": 0}, [0]) is None
+    (folder / "run.json").write_text("[" * 100_000)
+    write_ending(folder, Ending("stopped"))
+
+
+def test_an_error_without_words_is_named_by_its_place() -> None:
+    def ending(act: Callable[[], object]) -> str:
+        try:
+            act()
+        except BaseException as error:
+            return ending_of(error).text
+        raise AssertionError("it raised nothing")
+
+    def prints_to_a_closed_pipe() -> None:
+        try:
+            raise BrokenPipeError(32, "Broken pipe")
+        except BrokenPipeError:
+            raise SystemExit(1) from None
+
+    def raises() -> None:
+        raise ValueError
+
+    here = re.escape(__file__)
+    assert re.fullmatch(rf"failed: sys\.exit\(3\) was called in {here}, line \d+", ending(lambda: sys.exit(3)))
+    assert re.fullmatch(rf"failed: ValueError without a message in {here}, line \d+", ending(raises))
+    assert ending(prints_to_a_closed_pipe) == "stopped: its output was closed, as by `| head`"
+    assert ending_of(AssertionError()).text == "failed: AssertionError without a message"
 
 
 DAMAGED: tuple[dict[str, Any], ...] = (
@@ -97,6 +139,7 @@ DAMAGED: tuple[dict[str, Any], ...] = (
     *({"loss": 10**400}, {"reward/mean": -1e308}, {"kl": True}, {"kl": "x"}, {"mismatch/gen_kl": float("inf")}),
     {"mismatch/age_1/tokens": float("nan"), "mismatch/age_1/gen_kl": 0.0, "mismatch/age_1/max_abs_diff": 0.0},
     {"mismatch/age_1/tokens": float("inf"), "mismatch/age_1/gen_kl": 0.0, "mismatch/age_1/max_abs_diff": 0.0},
+    {"mismatch/age_1/tokens": -50, "mismatch/age_1/gen_kl": 0.0, "mismatch/age_1/max_abs_diff": 0.0},
 )
 
 
@@ -106,7 +149,9 @@ def test_damaged_values_are_left_out_and_counted(values: dict[str, Any], tmp_pat
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "time/step": 36.0, "reward/mean": 0.5, **values}) + "\n")
     run = read_run(folder)
-    assert findings(run) == ["1 value of metrics.jsonl can't be used (no finite number, or no time); left out here"]
+    assert findings(run) == [
+        "1 value of metrics.jsonl can't be used (not a finite number, or a negative time or count); left out here"
+    ]
     assert report_page([run]) and list(terminal_report([run, run]))
     assert run.hours[-1] <= 4 * 36 / 3600
 
