@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,9 @@ from octetrl.config.errors import UserError, refuse_empty
 from octetrl.config.text import ESCAPE
 
 PAGE = "report.html"
-OF_A_RUN = ("metrics.jsonl", "run.json")  # a folder with one of these is a run's
+SUFFIXES = (".html", ".htm")
+# A folder with two of these is a run's. One alone may be of anything, such as a home folder with a config.yaml.
+MARKS = ("config.yaml", "lock", "run.json", "metrics.jsonl", "checkpoints")
 BEGINS = b"<!doctype html>"
 
 
@@ -38,23 +41,30 @@ def report(
         return
     path = Path(runs[0]) / PAGE if out is None else out
     refuse_file("--out", path, PAGE)
-    refuse_file_of_run(path)
+    refuse_file_of_run(path, [record.folder for record in records])
     page = report_page(records)
     with whole_file("--out", path) as file:
         file.write_text(page, encoding="utf-8", errors=ESCAPE)
     typer.echo(f"wrote {path}")
 
 
-def refuse_file_of_run(path: Path) -> None:
-    """Raise UserError for a file of a run that is not a page. One that is not there yet must be named like a page: the
-    run may be about to write a file of that name."""
-    real = path.resolve()
-    if not any((folder / name).is_file() for folder in real.parents for name in OF_A_RUN):
+def refuse_file_of_run(path: Path, runs: Sequence[Path] = ()) -> None:
+    """Raise UserError for a file in a run's folder that is not a page. A new or empty file there must be named like a
+    page: the run may be about to write it. runs: folders that are known to be runs."""
+    real, known = path.resolve(), [run.resolve() for run in runs]
+    folder = next((one for one in real.parents if one in known or _is_run(one)), None)
+    if folder is None:
         return
-    if real.is_file():
+    another = f"give another, such as {PAGE}"
+    if real.exists() and not real.is_file():
+        raise UserError(f"--out: '{path}' in the run folder '{folder}' is not a file; {another}")
+    if real.is_file() and real.stat().st_size:
         with real.open("rb") as file:
-            is_page = file.read(len(BEGINS)).lower() == BEGINS or not real.stat().st_size
-    else:
-        is_page = real.suffix in (".html", ".htm")
-    if not is_page or (real.exists() and not real.is_file()):
-        raise UserError(f"--out: '{path}' is a file of a run, which a page would replace; give another, such as {PAGE}")
+            if file.read(len(BEGINS)).lower() != BEGINS:
+                raise UserError(f"--out: '{path}' is a file of the run '{folder}', and not a page; {another}")
+    elif real.suffix.lower() not in SUFFIXES:
+        raise UserError(f"--out: '{path}' is in the run folder '{folder}', where a page ends in .html; {another}")
+
+
+def _is_run(folder: Path) -> bool:
+    return sum((folder / name).exists() for name in MARKS) >= 2

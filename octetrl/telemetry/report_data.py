@@ -75,9 +75,8 @@ class RunRecord:
             found.append(f"{lines} of {METRICS_FILE} can't be read; their steps are missing here")
         if self.damaged:
             values = counted(self.damaged, "value")
-            found.append(
-                f"{values} of {METRICS_FILE} can't be used (not a finite number, or a negative time or count); left out here"
-            )
+            why = "not a finite number, or a negative time or count"
+            found.append(f"{values} of {METRICS_FILE} can't be used ({why}); left out here")
         if not self.recipe and not self.lost and (self.folder / "config.yaml").is_file():
             found.append("config.yaml can't be read; its settings are left out here")
         if self.lost:

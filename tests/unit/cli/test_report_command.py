@@ -28,13 +28,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "config.yaml", "checkpoints/step_000003/manifest.json", "put_back.jsonl", "lock"]
+    ("name", "why"),
+    [
+        ("metrics.jsonl", "is a file of the run"),
+        ("config.yaml", "is a file of the run"),
+        ("checkpoints/step_000003/manifest.json", "is a file of the run"),
+        ("put_back.jsonl", "where a page ends in .html"),
+        ("lock", "where a page ends in .html"),
+        ("warnings.jsonl", "where a page ends in .html"),
+    ],
 )
-def test_a_page_never_replaces_a_file_of_a_run(name: str, run: Path, capsys: Capture) -> None:
+def test_a_page_never_replaces_a_file_of_a_run(name: str, why: str, run: Path, capsys: Capture) -> None:
     path = run / name
+    (run / "warnings.jsonl").touch()  # empty before the first warning
     before = path.read_bytes() if path.exists() else None
     assert run_command(["report", "run", "--out", str(path)]) == 2
-    assert "is a file of a run, which a page would replace" in capsys.readouterr().err
+    assert why in capsys.readouterr().err
     assert (path.read_bytes() if path.exists() else None) == before
     Path("link.html").symlink_to(path.absolute())
     assert run_command(["report", "run", "--out", "link.html"]) == 2
@@ -42,9 +51,23 @@ def test_a_page_never_replaces_a_file_of_a_run(name: str, run: Path, capsys: Cap
 
 def test_a_page_replaces_a_page_and_what_is_no_file_of_a_run(run: Path, capsys: Capture) -> None:
     Path("notes.txt").write_text("x")
-    for path in (Path("notes.txt"), run / "report.html", run / "both.html", run / "both.html"):
+    Path("metrics.jsonl").write_text("x")  # alone it makes no run of the folder above
+    (run / "empty.html").touch()
+    names = ("report.html", "both.html", "both.html", "empty.html", "LOUD.HTML")
+    for path in (Path("notes.txt"), *(run / name for name in names)):
         assert run_command(["report", "run", "--out", str(path)]) == 0, capsys.readouterr().err
         assert path.read_text().startswith("<!doctype html>")
+
+
+def test_a_run_that_is_being_built_and_a_run_with_metrics_alone_are_runs(run: Path, capsys: Capture) -> None:
+    Path("starts").mkdir()
+    for name in ("config.yaml", "lock"):
+        Path("starts", name).touch()
+    assert run_command(["report", "run", "--out", "starts/run.json"]) == 2
+    Path("bare").mkdir()
+    (run / "metrics.jsonl").rename("bare/metrics.jsonl")
+    assert run_command(["report", "bare", "--out", "bare/metrics.jsonl"]) == 2
+    assert "is a file of the run" in capsys.readouterr().err
 
 
 def test_status_says_how_a_run_ended_and_no_longer_what_its_workers_do(run: Path, capsys: Capture) -> None:
