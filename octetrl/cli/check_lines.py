@@ -16,7 +16,7 @@ LEAST_WIDTH = 30  # of a text; a narrower terminal breaks it itself
 
 
 def terminal_columns() -> int | None:
-    """Of the terminal that stdout is. None: it is another file, whose lines are not broken."""
+    """The width of the terminal. None: stdout is a file or a pipe, whose lines are not broken."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

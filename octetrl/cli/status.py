@@ -148,7 +148,8 @@ def _last_step(folder: Path) -> Iterator[str]:
     row = {name: value for name, value in record.rows[-1].items() if value is not None}
     step, total = int(row["step"]), record.recipe.get("steps")
     width = min(WIDTH, terminal_columns() or WIDTH)
-    yield line(StepLine(int(total) if isinstance(total, int) else step).parts(step, row, width=width))
+    lines = StepLine(int(total) if isinstance(total, int) else step, record.mismatch_limit)
+    yield line(lines.parts(step, row, width=width))
     ago = duration(time.time() - (folder / METRICS_FILE).stat().st_mtime) or "0 s"
     yield from record.left_out
     yield f"written {ago} ago; `octetrl report {_shown(folder)} --terminal` shows all steps"

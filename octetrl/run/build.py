@@ -107,7 +107,7 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     try_objective(recipe)
     algorithm = build_algorithm(recipe.algorithm)
     spans = Spans(torch.cuda.synchronize if on_gpu and not cluster.uses_ray else None)
-    console = Console(recipe.logging.console, recipe.steps)
+    console = Console(recipe.logging.console, recipe.steps, mismatch_limit=recipe.mismatch.warn_above)
     of_training = (*never_drawn(recipe), cannot_keep(cluster, policy.kv_mode)) if trains else ()
     for line in filter(None, (*slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains), *of_training)):
         console.warn(line)

@@ -51,7 +51,7 @@ def build_server_run(recipe: Recipe) -> Run:
         tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
     else:
         spec, tokenizer = None, cast(Tokenizer, CharacterTokenizer())
-    console = Console(recipe.logging.console, recipe.steps)
+    console = Console(recipe.logging.console, recipe.steps, mismatch_limit=recipe.mismatch.warn_above)
     environments = build_environments(recipe)
     chat = build_chats(recipe, spec, tokenizer, environments)
     collection = build_collection(recipe, chat)

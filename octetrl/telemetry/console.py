@@ -24,6 +24,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.text import escaped
 from octetrl.telemetry.metrics import BETWEEN_STEPS
 from octetrl.telemetry.progress import Phase, StepTimes, bar_line, heartbeat
@@ -67,9 +68,19 @@ class PhaseProgress:
 
 
 class Console:
-    """The console of a run of `total_steps`. `out` and `err` are for tests; None: stdout and stderr."""
+    """The console of a run of `total_steps`. `out` and `err` are for tests; None: stdout and stderr.
 
-    def __init__(self, mode: Mode, total_steps: int, out: TextIO | None = None, err: TextIO | None = None) -> None:
+    mismatch_limit: the recipe's `mismatch.warn_above`."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        total_steps: int,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        *,
+        mismatch_limit: float = MISMATCH_LIMIT,
+    ) -> None:
         self._out = RichConsole(file=out, highlight=False, soft_wrap=True)
         self._err = RichConsole(file=err, stderr=err is None, highlight=False, soft_wrap=True)
         self._is_live = mode == "auto" and self._out.is_terminal and not self._out.is_dumb_terminal
@@ -81,7 +92,7 @@ class Console:
         self._phases: dict[int, Phase] = {}  # that run now, by thread
         self._took: dict[str, float] = {}  # seconds of each phase, the last time
         self._between: Phase | None = None  # what runs between two phases
-        self._line = StepLine(total_steps)
+        self._line = StepLine(total_steps, mismatch_limit)
         self._times = StepTimes()
         self._evaluations: dict[int, float] = {}  # accuracy by step
         self._step: int | None = None  # that runs now

@@ -219,7 +219,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/wait_for_batch", SECONDS, "The step waited for its batch, which is generated ahead."),
         Metric("time/publish_pause", SECONDS, "Nothing could be generated while the engines took new weights."),
         Metric("time/wait_for_weights", SECONDS, "Generation waited for a training step or an evaluation to end."),
-        Metric("time/send_weights", SECONDS, "After `time/publish`: the weights' way to workers that only generate."),
+        Metric("time/send_weights", SECONDS, "After `time/publish`: sending weights to workers that only generate."),
         Metric("time/receive_weights", SECONDS, "Of `time/send_weights`: until they were at the slowest worker."),
         Metric("time/publish", SECONDS, "New weights and scales into the engine, read back and compared."),
         Metric("time/calibrate", SECONDS, "Measuring the scales of an FP8 KV cache."),
@@ -266,7 +266,7 @@ def _on_the_console() -> list[str]:
     ]
     lines += [f"| {number.label} | `{number.metric}` |" for number in NUMBERS]
     lines += [
-        "| stale, policy change | 1 − `rollout/on_policy_share`, `mismatch/token_mult_prob_error` − 1 |",
+        "| stale, apart | 1 − `rollout/on_policy_share`, `mismatch/token_mult_prob_error` − 1 |",
         "| waiting for rewards | `time/reward`, as a share of `time/step`, above 10% |",
         "| seconds | `time/step` |",
     ]

@@ -137,10 +137,10 @@ class MismatchGate:
     A run that is above `warn_above` in one step is in most, so later steps are reported only if they are clearly worse.
     It also reports log-probs that differ although parity is promised."""
 
-    def __init__(self, config: MismatchConfig, max_staleness: int = 0) -> None:
+    def __init__(self, config: MismatchConfig, max_staleness: int = 1) -> None:
         """max_staleness: the recipe's `cluster.max_staleness`."""
         self._config, self._max_staleness = config, max_staleness
-        self._worst_told = 0.0  # mismatch - 1
+        self._worst_reported = 0.0  # mismatch - 1
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return a warning to show, or None.
@@ -154,13 +154,13 @@ class MismatchGate:
         if limit is not None and not value <= limit:
             stopped = "stopped before more steps are trained on wrong log-probs"
             if stale_share(metrics):
-                stopped = "stopped, because the policy has changed that much since it sampled these tokens"
+                stopped = "stopped; it contains the change of the policy since it sampled these tokens"
             raise MismatchError(
                 f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.fail_above={limit}; {stopped}."
                 f" {self._advice(metrics)}" + (" Or raise mismatch.fail_above." if stale_share(metrics) else "")
             )
         said = []
-        if not value <= self._config.warn_above and not value - 1 <= CLEARLY_WORSE * self._worst_told:
+        if not value <= self._config.warn_above and not value - 1 <= CLEARLY_WORSE * self._worst_reported:
             said.append(self._above(step, value, metrics))
         if metrics.get(UNEQUAL, 0.0) > 0:
             broken = broken_parity(step, metrics)
@@ -170,8 +170,8 @@ class MismatchGate:
         return " ".join(said) or None
 
     def _above(self, step: int, value: float, metrics: Mapping[str, float]) -> str:
-        is_first, limit = not self._worst_told, self._config.warn_above
-        self._worst_told = max(self._worst_told, value - 1)  # NaN does not replace it
+        is_first, limit = not self._worst_reported, self._config.warn_above
+        self._worst_reported = max(self._worst_reported, value - 1)  # NaN does not replace it
         if not is_first:
             risen = f"step {step}: {MISMATCH} has risen to {value:.4f}, mismatch.warn_above={limit}"
             return f"{risen}. {self._advice(metrics)}"
@@ -198,7 +198,7 @@ def advice(metrics: Mapping[str, float], max_staleness: int = 1) -> str:
     """Suggest where to look first, based on the other metrics of the step."""
     if stale := stale_share(metrics):
         return (
-            f"{stale:.0%} of the tokens were sampled by earlier weights, so it contains the policy's change:"
+            f"{stale:.0%} of the tokens were sampled by earlier weights, so it contains the change of the policy:"
             f" {lower_staleness(max_staleness)}."
         )
     saturation = metrics.get("fp8/kv_saturation", 0.0)

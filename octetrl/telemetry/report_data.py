@@ -68,7 +68,7 @@ class RunRecord:
 
     @property
     def left_out(self) -> list[str]:
-        """What of its metrics can't be shown, in words."""
+        """Remarks about the metrics and settings that can't be shown."""
         found = []
         if self.unread:
             lines = counted(self.unread, "line")
@@ -279,12 +279,12 @@ def findings(run: RunRecord) -> list[str]:
 
 
 def _disagreement(run: RunRecord) -> str:
-    """What a large mismatch means: with tokens of earlier weights it contains the policy's change."""
+    """What a large mismatch means: with stale tokens it contains the change of the policy."""
     limit = f"{100 * (run.mismatch_limit - 1):.3g}%"
     if run.has_stale_tokens:
         return (
-            f"the policy changed by more than {limit} between sampling and training, because tokens of earlier weights"
-            f" are trained on; {lower_staleness(run.max_staleness)}. Or raise mismatch.warn_above"
+            f"engine and trainer differ by more than {limit}, which contains the change of the policy, because earlier"
+            f" weights sampled some of the tokens; {lower_staleness(run.max_staleness)}. Or raise mismatch.warn_above"
         )
     return f"engine and trainer disagree by more than {limit}; see docs/fp8.md"
 

@@ -283,16 +283,20 @@ def _mismatch(runs: Sequence[RunRecord]) -> Iterator[str]:
             continue
         rows = [[part, f"{error:.6f}", f"{kl:.2e}"] for part, error, kl in mismatch_by_length(run)]
         yield title + _table(["part of the sequence", "mean exp |engine − trainer|", "gen_kl"], rows)
-        yield f'<p class="soft">{escape(_cause(run))}</p>'
-        if ages := mismatch_by_age(run):
+        ages = mismatch_by_age(run)
+        of_own_weights = any(age == 0 for age, *_ in ages)
+        yield f'<p class="soft">{escape(_cause(run, of_own_weights=of_own_weights))}</p>'
+        if ages:
             header = ["policy versions since it was sampled", "tokens", "gen_kl", "largest difference"]
             yield _table(header, [[str(age), f"{n:,}", f"{kl:.2e}", f"{most:.2e}"] for age, n, kl, most in ages])
 
 
-def _cause(run: RunRecord) -> str:
-    """What to do about log-probs that differ. Stale tokens are a cause of their own, which the doctor can't see."""
+def _cause(run: RunRecord, *, of_own_weights: bool) -> str:
+    """What to do about log-probs that differ. Stale tokens are a cause of their own, which the doctor can't see.
+
+    of_own_weights: the table by age has tokens of age 0."""
     if run.has_stale_tokens:
-        return f"{IN_IT} The tokens of age 0 below are those of the trainer's own weights."
+        return f"{IN_IT} The tokens of age 0 below are those of the trainer's own weights." if of_own_weights else IN_IT
     try:
         cluster = ClusterConfig.model_validate(run.recipe.get("cluster") or {})
     except ValidationError:  # of another version

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
+from octetrl.config.replaced_file import replaced_file
 from octetrl.config.text import ESCAPE
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, differ
 from octetrl.telemetry.failures import Failures
@@ -110,18 +110,13 @@ class RolloutFiles:
     def write(self, step: int, groups: Iterable[RolloutGroup]) -> Path:
         """Write `step_NNNNNN.jsonl` and return its path. Raises UserError if it can't be written."""
         path = self.folder / f"step_{step:06d}.jsonl"
-        aside = path.with_suffix(".jsonl.partial")
         try:
-            with aside.open("w", encoding="utf-8", errors=ESCAPE) as file:
+            with replaced_file(path, errors=ESCAPE) as file:
                 for group in groups:
                     for sibling, rollout in enumerate(group.rollouts):
                         line = json.dumps(_as_json(rollout, sibling), ensure_ascii=False, allow_nan=False)
                         file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
         except OSError as error:
-            aside.unlink(missing_ok=True)
             raise not_written(self.folder, error) from error
         return path
 

@@ -54,7 +54,7 @@ def longest_first(rows: Rows) -> dict[str, float]:
     return {name: seconds for name, seconds in sorted(found.items(), key=lambda one: -one[1]) if seconds > 0}
 
 
-def beside_steps(rows: Rows) -> Iterator[str]:
+def times_beside_steps(rows: Rows) -> Iterator[str]:
     """How long other workers generated beside the steps. Empty if each step generates and then learns."""
     if not is_ahead(rows):
         return
@@ -65,8 +65,8 @@ def beside_steps(rows: Rows) -> Iterator[str]:
 
 def overlap(rows: Rows) -> str:
     """Says that generating and training overlap, with the seconds of generating. Empty if they do not."""
-    if beside := ", ".join(beside_steps(rows)):
-        return f"generating and training overlap; beside these steps: {beside}"
+    if times := ", ".join(times_beside_steps(rows)):
+        return f"generating and training overlap; beside these steps: {times}"
     steps = _sum(rows, "time/step")
     if not is_ahead(rows) and sum(_sum(rows, name) for name in PHASES) > (1 + ROUNDING) * steps > 0:
         return "some phases overlap: together they took longer than the steps"

@@ -69,7 +69,6 @@ NUMBERS = (  # in the order of the line
 )
 TIME, REWARDS = "time/step", "time/reward"
 OTHERS = {"log-probs equal": MISMATCH, "log-probs apart": MISMATCH, "apart": MISMATCH} | {
-    "policy change": MISMATCH,
     "stale": "rollout/on_policy_share",
     "held-out accuracy": "eval/accuracy",
     "waiting for rewards": REWARDS,
@@ -88,13 +87,13 @@ ALARMS: tuple[Tone, ...] = ("warn", "bad")
 
 
 class StepLine:
-    """Makes the lines of a run of `total` steps.
+    """Makes the lines of a run of `total` steps. Above `limit` the mismatch is coloured: its `mismatch.warn_above`.
 
     It keeps how wide each number has been, so that the lines stay columns, and shows on what was once above 0. A number
     that was shown is shown in the later lines too; only one with a warning may take its room."""
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self, total: int, limit: float = MISMATCH_LIMIT) -> None:
+        self._total, self._limit = total, limit
         self._widths: dict[str, int] = {}
         self._seen: set[str] = set()
         self._columns: dict[str, int] = {}  # columns of what was shown, by metric
@@ -145,7 +144,7 @@ class StepLine:
                 continue
             self._seen.add(number.metric)
             if number.metric == MISMATCH:
-                yield number.metric, _agreement(value, metrics)
+                yield number.metric, _agreement(value, metrics, self._limit)
             else:
                 tone: Tone = number.tone if number.warn is not None and value > number.warn else "plain"
                 yield number.metric, LinePart(number.label, format(value, number.form), tone)
@@ -172,14 +171,15 @@ def _most_columns(name: str, part: LinePart) -> int:
     return len(part.text) + 2 + max(0, wide - len(part.value))
 
 
-def _agreement(error: float, metrics: Mapping[str, float]) -> LinePart:
+def _agreement(error: float, metrics: Mapping[str, float], limit: float) -> LinePart:
     """Whether the log-probs of engine and trainer are equal. `error`: mean of exp(absolute difference). With stale
-    tokens it is the policy's change, and not a fault."""
+    tokens it contains the change of the policy, so it is not 0 in a sound run."""
+    tone: Tone = "warn" if error > limit else "plain"
     if stale := stale_share(metrics):
-        return LinePart("stale", f"{stale:.0%}, policy change {error - 1:.1%}")
+        return LinePart("stale", f"{stale:.0%}, log-probs {error - 1:.1%} apart", tone)
     unequal = metrics.get("mismatch/unequal_tokens", 0.0 if error == 1 else None)
     if unequal is None:
-        return LinePart("log-probs", f"{error - 1:.3%} apart", "warn" if error > MISMATCH_LIMIT else "plain")
+        return LinePart("log-probs", f"{error - 1:.3%} apart", tone)
     if unequal:
         return LinePart("log-probs", f"differ in {counted(round(unequal), 'token')}", "bad")
     return LinePart("log-probs", "equal", "good")

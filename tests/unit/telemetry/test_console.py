@@ -127,7 +127,11 @@ def test_log_probs_are_said_in_words() -> None:
     assert said(token_mult_prob_error=1.0, unequal_tokens=2.0) == "step 1/3  log-probs differ in 2 tokens"
     assert said(token_mult_prob_error=1.01) == "step 1/3  log-probs 1.000% apart"
     stale = {"mismatch/token_mult_prob_error": 1.249, "rollout/on_policy_share": 0.25}
-    assert line(StepLine(3).parts(1, stale)) == "step 1/3  stale 75%, policy change 24.9%", "parity is not broken"
+    parts = StepLine(3).parts(1, stale)
+    assert line(parts) == "step 1/3  stale 75%, log-probs 24.9% apart", "it may be of the engine as well"
+    assert parts[-1].tone == "warn" and StepLine(3, limit=1.5).parts(1, stale)[-1].tone == "plain"
+    out = StringIO()
+    assert Console("plain", 3, out=out, mismatch_limit=1.5)._line.parts(1, stale)[-1].tone == "plain"
 
 
 def test_an_evaluation_is_compared_with_the_best() -> None:

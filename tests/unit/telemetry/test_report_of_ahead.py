@@ -56,7 +56,11 @@ def test_stale_tokens_are_named_as_the_cause_and_have_an_age(tmp_path: Path) -> 
     varied = read_run(make_run(tmp_path / "varied", steps=3, **STALE))
     varied.rows[0]["mismatch/gen_kl"] = 0.5
     card = report_page([varied]).split("<h3>KL engine to trainer</h3>")[1].split("<svg")[0]
-    assert "the policy&#x27;s change is in it" in card
+    assert "it contains the change of the policy" in card and "The tokens of age 0" not in page
+    for row in varied.rows:
+        assert isinstance(row, dict)
+        row |= {f"mismatch/age_0/{name}": 1.0 for name in ("tokens", "gen_kl", "max_abs_diff")}
+    assert "The tokens of age 0 below" in report_page([varied])
     apart = read_run(make_run(tmp_path / "apart", steps=3, **{**STALE, "rollout/on_policy_share": 1.0}))
     assert "config.yaml --attribute names the tensors" in report_page([apart])
     with (apart.folder / "config.yaml").open("a") as file:
