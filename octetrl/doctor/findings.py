@@ -266,8 +266,8 @@ def end_difference(first: End, other: End, sequences: DrawnSequences) -> EndDiff
 
 def lines_of(title: str, found: Sequence[tuple[str, Difference | EndDifference | None]]) -> list[str]:
     """A section of the report: one line a pass or end."""
-    told = [(name, "equal" if difference is None else _briefly(difference)) for name, difference in found]
-    return [title, *(f"  {name:<42}{words}" for name, words in told)]
+    shown = [(name, "equal" if difference is None else _briefly(difference)) for name, difference in found]
+    return [title, *(f"  {name:<42}{words}" for name, words in shown)]
 
 
 def _briefly(difference: Difference | EndDifference) -> str:

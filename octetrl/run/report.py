@@ -121,8 +121,8 @@ def _data(run: Run) -> str:
     recipe = run.config
     if run.conversations is not None:
         return ", ".join(str(source.path) for source in recipe.sources.values())
-    told = [f"{name}: {_tasks(one)}" if name else _tasks(one) for name, one in recipe.each_environment.items()]
-    return "; ".join(told)
+    described = [f"{name}: {_tasks(one)}" if name else _tasks(one) for name, one in recipe.each_environment.items()]
+    return "; ".join(described)
 
 
 def _tasks(environment: EnvironmentConfig) -> str:

@@ -49,8 +49,8 @@ def line_chart(lines: Sequence[Line], x_name: str) -> str:
             parts += (f'<circle class="dot run-{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in place)
         stride = -(-len(place) // HOVERED)
         for (x, y), at, value in list(zip(place, line.x, line.y, strict=True))[::stride]:
-            told = escape(f"{line.name}: {shown_number(value)} at {x_name} {shown_number(at)}")
-            parts.append(f'<circle class="hover" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{told}</title></circle>')
+            tooltip = escape(f"{line.name}: {shown_number(value)} at {x_name} {shown_number(at)}")
+            parts.append(f'<circle class="hover" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{tooltip}</title></circle>')
     return _svg(parts)
 
 
@@ -65,10 +65,10 @@ def stacked_chart(names: Sequence[str], columns: Sequence[Sequence[float]], x: S
         for number, value in enumerate(column):
             top, bottom = _y(base + value, down), _y(base, down)
             base += value
-            told = escape(f"{names[number]}: {shown_number(value)} s at {x_name} {shown_number(x[place])}")
+            tooltip = escape(f"{names[number]}: {shown_number(value)} s at {x_name} {shown_number(x[place])}")
             parts.append(
                 f'<rect class="phase-{number}" x="{LEFT + place * room:.2f}" y="{top:.2f}" width="{room * 0.86:.2f}"'
-                f' height="{max(0.0, bottom - top):.2f}"><title>{told}</title></rect>'
+                f' height="{max(0.0, bottom - top):.2f}"><title>{tooltip}</title></rect>'
             )
     ends = ((LEFT, x[0], "start"), (WIDTH - RIGHT, x[-1], "end"))
     for at, value, anchor in ends if len(x) > 1 else ends[:1]:

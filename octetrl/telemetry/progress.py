@@ -95,8 +95,8 @@ class StepTimes:
 def heartbeat(phase: Phase, step: str) -> str:
     """One line for a pipe."""
     left = phase.seconds_left
-    told = [*phase.facts, f"{phase.seconds:.0f} s", f"{duration(left)} left" if left else ""]
-    return f"  {step}{', ' if step else ''}{phase.name}: {', '.join(filter(None, told))}"
+    facts = [*phase.facts, f"{phase.seconds:.0f} s", f"{duration(left)} left" if left else ""]
+    return f"  {step}{', ' if step else ''}{phase.name}: {', '.join(filter(None, facts))}"
 
 
 def bar_line(label: str, share: float | None, facts: list[str], width: int, room: int, *, plain: bool) -> Text:

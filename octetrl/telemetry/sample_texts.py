@@ -22,10 +22,10 @@ def sample_texts(groups: Sequence[RolloutGroup]) -> str:
 
 def _shown(rollout: Rollout) -> str:
     size = counted(sum(len(turn.completion.token_ids) for turn in rollout.turns), "token")
-    told = f"**reward {rollout.reward:.3f}**, {rollout.status.value}, {size}, task {rollout.task.id}"
+    title = f"**reward {rollout.reward:.3f}**, {rollout.status.value}, {size}, task {rollout.task.id}"
     said = "\n\n".join(f"{by}:\n\n{as_code(text)}" for by, text in said_in(rollout))
     reference = "" if rollout.task.answer is None else f"\n\nreference answer:\n\n{as_code(rollout.task.answer)}"
-    return f"{told}\n\n{as_code(rollout.task.prompt)}\n\n{said}{reference}\n\n---"
+    return f"{title}\n\n{as_code(rollout.task.prompt)}\n\n{said}{reference}\n\n---"
 
 
 def said_in(rollout: Rollout) -> list[tuple[str, str]]:

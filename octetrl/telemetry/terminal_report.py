@@ -32,11 +32,11 @@ def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[s
         for name in HEADLINES:
             if values := run.values(name):
                 curve = sparkline(values, min(32, max(LEAST_CURVE, width - LABEL - 5 - VALUES)))
-                told = f"{shown_number(values[0])} → {shown_number(values[-1])}"
+                ends = f"{shown_number(values[0])} → {shown_number(values[-1])}"
                 yield (
-                    f"  {name:<{LABEL}} {curve:<{min(32, width)}}  {told}"
+                    f"  {name:<{LABEL}} {curve:<{min(32, width)}}  {ends}"
                     if width >= WIDTH
-                    else (f"  {name:<{LABEL}} {curve}  {told}")
+                    else (f"  {name:<{LABEL}} {curve}  {ends}")
                 )
         if parts := longest_first(run.rows):
             whole = sum(parts.values())
