@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from octetrl.config.errors import RunFailed
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.fp8.quantize import quantize_weight_reference
@@ -27,6 +28,7 @@ from octetrl.run.step import train_step
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.mismatch import MismatchError
 from octetrl.trainer import checkpoint
+from octetrl.workers.many.deadlines import WorkerLost
 from tests.e2e.tiny_run import make_model, read_lines, run, timeless, tiny_recipe
 
 PRECISIONS = ("bf16", "fp8_rollout", "fp8", "fp8_full")
@@ -176,6 +178,33 @@ def test_a_finished_run_stays_finished(model: Path, tmp_path: Path, monkeypatch:
             patched.setattr(loop, name, interrupted)
             train(resumed, resume=resume)
         assert json.loads((folder / "run.json").read_text())["ended"] == {"how": "finished", "why": ""}, name
+
+
+def test_an_error_while_lost_workers_are_built_again_is_the_ending(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+
+    def read_ending() -> object:
+        return json.loads((tmp_path / "run" / "run.json").read_text())["ended"]
+
+    def lose(*_: object) -> NoReturn:
+        raise WorkerLost("worker 1 was lost")
+
+    def build(recipe: Recipe, **given: Any) -> Run:
+        if (tmp_path / "run" / "run.json").exists():
+            ended.append(read_ending())
+            raise RunFailed("no worker is left")
+        return build_run(recipe, **given)
+
+    recipe = tiny_recipe(model, tmp_path / "run", {"steps": 2})
+    recipe = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"max_restarts": 1})})
+    monkeypatch.setattr(loop, "one_step", lose)
+    monkeypatch.setattr(loop, "build_run", build)
+    with pytest.raises(RunFailed, match="no worker is left"):
+        train(recipe)
+    assert ended == [None], "it is live while it is built again"
+    assert read_ending() == {"how": "failed", "why": "no worker is left"}
 
 
 # --- published weights --------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@ was refused."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import yaml
 from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
+from octetrl.run import output_folder
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.run_identity import read_run_id
 from octetrl.trainer import checkpoint
@@ -175,6 +178,16 @@ def test_a_refused_run_leaves_an_empty_folder_as_it_was() -> None:
     with pytest.raises(UserError), OutputFolder(recipe(), resume=False):
         raise UserError("refused")
     assert list(Path("runs/one").iterdir()) == []
+
+
+def test_a_run_starts_although_status_looks_at_its_lock() -> None:
+    begin(recipe())
+    with Path("runs/one/lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as `octetrl status`, which holds it for an instant
+        looked = threading.Timer(output_folder.PROBED / 5, fcntl.flock, (lock.fileno(), fcntl.LOCK_UN))
+        looked.start()
+        begin(recipe(), resume=True)
+        looked.join()
 
 
 def _open_and_refuse(folder: str, until: float) -> None:
