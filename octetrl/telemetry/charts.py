@@ -7,7 +7,7 @@ Text is in the page's font. A chart is `WIDTH` units wide and scales with its ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from typing import NamedTuple
@@ -54,20 +54,21 @@ def line_chart(lines: Sequence[Line], x_name: str) -> str:
     return _svg(parts)
 
 
-def stacked_chart(names: Sequence[str], columns: Sequence[Sequence[float]], x: Sequence[float], x_name: str) -> str:
-    """An SVG of bars, one for each x; `columns[i]` are the parts of bar i in the order of `names`."""
+def stacked_chart(names: Mapping[str, int], columns: Sequence[Sequence[float]], x: Sequence[float], x_name: str) -> str:
+    """An SVG of bars, one for each x; `columns[i]` are the parts of bar i in the order of `names`, which have their
+    colours."""
     most = max(sum(column) for column in columns)
     across, down = _scale(min(x), max(x)), _scale(0.0, most)
     room = (WIDTH - LEFT - RIGHT) / len(columns)
     parts = [_axes(across, down, x_name, has_x=False)]
     for place, column in enumerate(columns):
         base = 0.0
-        for number, value in enumerate(column):
+        for (name, colour), value in zip(names.items(), column, strict=True):
             top, bottom = _y(base + value, down), _y(base, down)
             base += value
-            tooltip = escape(f"{names[number]}: {shown_number(value)} s at {x_name} {shown_number(x[place])}")
+            tooltip = escape(f"{name}: {shown_number(value)} s at {x_name} {shown_number(x[place])}")
             parts.append(
-                f'<rect class="phase-{number}" x="{LEFT + place * room:.2f}" y="{top:.2f}" width="{room * 0.86:.2f}"'
+                f'<rect class="phase-{colour}" x="{LEFT + place * room:.2f}" y="{top:.2f}" width="{room * 0.86:.2f}"'
                 f' height="{max(0.0, bottom - top):.2f}"><title>{tooltip}</title></rect>'
             )
     ends = ((LEFT, x[0], "start"), (WIDTH - RIGHT, x[-1], "end"))

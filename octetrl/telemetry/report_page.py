@@ -245,12 +245,14 @@ def _standard_error(row: Mapping[str, float | None]) -> float | None:
 
 def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards = []
+    colours: dict[str, int] = {}  # of all runs, so that a phase has one in each
     for run in runs:
         ahead, longest = is_ahead(run.rows), longest_first(run.rows)
         whole = sum(longest.values())
         if not whole:
             continue
-        shown = [name for name in seconds_by_part(run.rows, ahead=ahead) if name in longest or name == OTHER]
+        named = [name for name in seconds_by_part(run.rows, ahead=ahead) if name in longest or name == OTHER]
+        shown = {name: colours.setdefault(name, len(colours) % len(_TONES)) for name in named}
         width = -(-len(run.rows) // BARS)
         columns, steps = [], []
         for begin in range(0, len(run.rows), width):
@@ -259,8 +261,8 @@ def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
             columns.append([parts[name] / len(rows) for name in shown])
             steps.append(float(rows[0]["step"] or 0))
         keys = "".join(
-            f'<span class="key"><i class="phase-{i}"></i>{name} {longest.get(name, 0.0) / whole:.0%}</span>'
-            for i, name in enumerate(shown)
+            f'<span class="key"><i class="phase-{colour}"></i>{name} {longest.get(name, 0.0) / whole:.0%}</span>'
+            for name, colour in shown.items()
         )
         title = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
         says = _SECONDS + (f" {said[0].upper()}{said[1:]}." if (said := overlap(run.rows)) else "")

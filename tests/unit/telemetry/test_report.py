@@ -338,8 +338,9 @@ def test_a_point_lies_where_its_value_is() -> None:
     assert line_chart([Line("flat", 0, [1, 2], [3.0, 3.0])], "step").count("<polyline") == 1
     assert svg.count('class="dot') == 3, "a chart of few points shows all of them, one with a long line none"
     assert "dot" not in line_chart([Line("s", 0, [0, 9], [0, 1]), Line("l", 1, range(31), [0.5] * 31)], "step")
-    bars = stacked_chart(["a", "b"], [[1.0, 3.0], [2.0, 2.0]], [1, 2], "step")
+    bars = stacked_chart({"a": 4, "b": 1}, [[1.0, 3.0], [2.0, 2.0]], [1, 2], "step")
     heights = [float(height) for height in re.findall(r'height="([\d.]+)"', bars)]
+    assert re.findall(r'class="phase-(\d)"', bars) == ["4", "1", "4", "1"]
     assert heights[1] == pytest.approx(3 * heights[0], rel=0.01) and heights[2] == pytest.approx(heights[3], rel=0.01)
 
 

@@ -43,6 +43,8 @@ def test_the_parts_of_a_step_add_up_although_generating_overlaps_with_training(t
     lines = "\n".join(terminal_report([run]))
     assert "time                 train 80%, waiting for the batch 10%" in lines and "overlap" in lines
     in_turn = read_run(make_run(tmp_path / "turns", steps=2))
+    colours = re.findall(r'class="phase-(\d)"></i>train', report_page([in_turn, run]))
+    assert len(colours) == 2 and len(set(colours)) == 1, "a part has one colour in all runs"
     assert overlap(in_turn.rows) == "" and longest_first(in_turn.rows)["rollout"] == 40.0
     odd = read_run(make_run(tmp_path / "odd", steps=2, **{"time/reward": 20.0}))
     assert overlap(odd.rows).startswith("some phases overlap"), "other: 0% would hide it"
