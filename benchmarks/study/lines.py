@@ -5,13 +5,12 @@
     refuse_mixed(...)                             table: lines differ from each other in these
     known_arms(...)                               the lines of arms that the study has; says which it leaves out
 
-A line says by what it was trained: `commit` (and `dirty`: whether the files were others than the commit's). Lines of
+A line names the code that trained it: `commit`, and `dirty` (true if the files differed from that commit). Lines of
 older results have neither.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -24,16 +23,13 @@ from benchmarks.study.arms import ARMS
 from benchmarks.study.job import key
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import parse_json, read_json, read_text, shown
+from octetrl.telemetry.sound_values import is_number
 
 Row = dict[str, Any]
 MEASURES = ("start/accuracy", "end/accuracy", "end/accuracy_bf16")
 AVERAGED = ("mismatch/gen_kl", "fp8/kv_saturation", "seconds")
 SETTINGS = ("table", "changes", "of_steps")
 DAMAGED = "restore the file, or delete it to train its run again"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_whole(value: object) -> bool:
@@ -44,16 +40,32 @@ def _is_list_of(value: object, is_one: Callable[[object], bool]) -> bool:
     return isinstance(value, list) and all(map(is_one, value))
 
 
+def _is_share(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 1  # type: ignore[operator]
+
+
 def _is_point(value: object) -> bool:
-    return _is_list_of(value, _is_number) and isinstance(value, list) and len(value) == 2
+    return isinstance(value, list) and len(value) == 2 and is_number(value[0]) and _is_share(value[1])
+
+
+def _is_curve(value: object) -> bool:
+    if not isinstance(value, list) or not all(map(_is_point, value)):
+        return False
+    return all(step < after for (step, _), (after, _) in pairwise(value))
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_commit(value: object) -> bool:
+    return isinstance(value, str) and value.removesuffix("-dirty").strip() != ""
+
+
 Rule = tuple[Callable[[object], bool], str]
-NUMBER: Rule = (_is_number, "a finite number")
+NUMBER: Rule = (is_number, "a finite number")
+ACCURACY: Rule = (_is_share, "a number from 0 to 1")
+COMMIT: Rule = (_is_commit, "the name of a commit")
 IDENTITY: Mapping[str, Rule] = {
     "table": (_is_text, "a text"),
     "arm": (_is_text, "a text"),
@@ -63,12 +75,12 @@ IDENTITY: Mapping[str, Rule] = {
 FURTHER: Mapping[str, Rule] = {  # what a line may lack
     "of_steps": (_is_whole, "a whole number"),
     "changes": (lambda value: _is_list_of(value, _is_text), "a list of texts"),
-    "commit": (_is_text, "a text"),
+    "commit": COMMIT,
     "dirty": (lambda value: isinstance(value, bool), "true or false"),
-    "start/accuracy_bf16": NUMBER,
-    **dict.fromkeys((*MEASURES, *AVERAGED), NUMBER),
+    **dict.fromkeys(AVERAGED, NUMBER),
+    **dict.fromkeys((*MEASURES, "start/accuracy_bf16"), ACCURACY),
 }
-CURVE: Rule = (lambda value: _is_list_of(value, _is_point), "a list of steps with their accuracies")
+CURVE: Rule = (_is_curve, "a list of rising steps, each with an accuracy from 0 to 1,")
 FROM = ("commit", "source_digest", "date", "machine")
 
 
@@ -182,6 +194,8 @@ def read_result(path: Path, option: str) -> Row:
     for name in (*FROM, "bench"):
         if not _is_text(found.get(name)):
             raise UserError(f"{where}: '{name}' is {shown(found.get(name))}, a text is needed; {remedy}")
+    if not _is_commit(found["commit"]):
+        raise UserError(f"{where}: 'commit' is {shown(found['commit'])}, {COMMIT[1]} is needed; {remedy}")
     if not isinstance(found.get("lines"), list) or not found["lines"]:
         raise UserError(f"{where} has no lines of jobs; {remedy}")
     for number, line in enumerate(found["lines"], 1):
@@ -195,9 +209,14 @@ def with_commit(line: Row, where: str) -> Row:
     head = line.get("from")
     if not isinstance(head, dict) or not all(_is_text(head.get(name)) for name in FROM):
         raise UserError(f"{where}: 'from' does not say where the run was measured; {DAMAGED}")
+    if not _is_commit(head["commit"]):
+        raise UserError(f"{where}: 'from.commit' is {shown(head['commit'])}, {COMMIT[1]} is needed; {DAMAGED}")
+    scripts = head.get("benchmarks_digest")
+    if not (scripts is None or _is_text(scripts)):
+        raise UserError(f"{where}: 'from.benchmarks_digest' is {shown(scripts)}, a text is needed; {DAMAGED}")
     if head["commit"] == "unknown":
         return line
-    is_dirty = _is_dirty(head["commit"], head["source_digest"], head.get("benchmarks_digest"))
+    is_dirty = _is_dirty(head["commit"], head["source_digest"], scripts)
     return line | {"commit": head["commit"].removesuffix("-dirty"), "dirty": is_dirty}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
+from octetrl.telemetry.sound_values import is_number
 
 LEAST_PIECE_MB = 0.001
 
@@ -63,6 +64,6 @@ def read_seconds(state: Path, option: str = "--state") -> dict[str, float]:
         known = dict(read_json(path, "delete it"))
     except UserError:
         known = {"": None}
-    if not all(isinstance(seconds, int | float) and 0 <= seconds < math.inf for seconds in known.values()):
+    if not all(is_number(seconds) and seconds >= 0 for seconds in known.values()):
         raise UserError(f"{option}: '{path.name}' does not hold the seconds of jobs; delete it, or copy it again")
     return known

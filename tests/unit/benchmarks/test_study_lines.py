@@ -151,6 +151,37 @@ def test_what_is_not_a_number_is_refused_by_name(
     assert f"'lines/tiny-sums-fp8-3.json': '{field}' is " in said and "nan" in said
 
 
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"seconds": 10**400}, "'seconds' is 1000000"),
+        ({"end/accuracy": 10**400}, "'end/accuracy' is 1000000"),
+        ({"end/accuracy": 1.5}, "'end/accuracy' is 1.5, a number from 0 to 1 is needed"),
+        ({"start/accuracy": -0.1}, "'start/accuracy' is -0.1, a number from 0 to 1"),
+        ({"start/accuracy_bf16": 2}, "'start/accuracy_bf16' is 2, a number from 0 to 1"),
+        ({"curve": [[10**400, 0.5]]}, "'curve' is [[1000000"),
+        ({"curve": [[15, 1.5]]}, "'curve' is [[15, 1.5]]"),
+        ({"curve": [[30, 0.5], [15, 0.6]]}, "'curve' is [[30, 0.5], [15, 0.6]], a list of rising steps"),
+        ({"commit": ""}, "'commit' is '', the name of a commit is needed"),
+        ({"from": {"commit": ""}}, "'from.commit' is '', the name of a commit is needed"),
+        ({"from": {"benchmarks_digest": ["0"]}}, "'from.benchmarks_digest' is ['0'], a text is needed"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_figures_that_no_run_has_are_refused_by_name(
+    changed: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = settled("bf16", 0)
+    write(tmp_path, line | changed | {"from": line["from"] | changed.get("from", {})})
+    words = ["tiny-sums", "--state", str(tmp_path), "--out", str(tmp_path), "--pictures", str(tmp_path)]
+    assert f"'lines/tiny-sums-bf16-0.json': {why}" in refused(table.main, words, capsys)
+    path = table.save("tiny-sums", [line], tmp_path)
+    found = json.loads(path.read_text())
+    in_result, said = ({"commit": ""}, "'commit' is ''") if "from" in changed else ({"lines": [line | changed]}, why)
+    path.write_text(json.dumps(found | in_result))
+    assert said in refused(table.main, [*words, "--render"], capsys)
+
+
 def test_two_lines_of_a_run_in_a_result_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table.save("tiny-sums", [settled("bf16", 0), settled("bf16", 0, end=0.9)], tmp_path)
     write(tmp_path, settled("bf16", 0))
