@@ -12,7 +12,10 @@ import shutil
 import tarfile
 import zlib
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+
+import yaml
 
 from benchmarks.study.job import write_line
 from benchmarks.study.refusals import made_folder
@@ -59,12 +62,14 @@ def _read_pieces(folder: Path) -> bytes:
     for path in folder.glob(f"{PIECE}*") if folder.is_dir() else ():
         number = path.name.removeprefix(PIECE)
         if number.isascii() and number.isdigit():
+            if number != f"{int(number):02d}":  # beside the piece of this number, one of the two would be lost
+                raise UserError(f"--unpack: '{path}' is named as no piece that --pack writes; delete or rename it")
             numbered[int(number)] = path
     if not numbered:
         raise UserError(f"--unpack: '{folder}' holds no {PIECE}00; give the folder that --pack wrote")
-    missing = [number for number in range(max(numbered)) if number not in numbered]
-    if missing:
-        raise _damaged(folder, f"{PIECE}{missing[0]:02d} is missing")
+    missing = next(number for number in count() if number not in numbered)
+    if missing < max(numbered):
+        raise _damaged(folder, f"{PIECE}{missing:02d} is missing")
     return b"".join(numbered[number].read_bytes() for number in sorted(numbered))
 
 
@@ -99,14 +104,24 @@ def _extract(folder: Path, aside: Path, state: Path) -> None:
         raise  # a ValueError too
     except json.JSONDecodeError as error:
         raise _damaged(folder, f"{PLACE} is not JSON: {error.msg}") from error
-    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, RecursionError) as error:
-        raise _damaged(folder, error) from error
+    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise _damaged(folder, " ".join(str(error).split())) from error
 
 
 def _name_place(unpacked: Path, old: str, new: str) -> None:
     """Put the state's new path into the recipes of unpacked runs: a run resumes with the paths that it began with."""
     for recipe in unpacked.rglob("config.yaml") if old != new else ():
-        recipe.write_text(recipe.read_text().replace(f"{old}/", f"{new}/"))
+        recipe.write_text(_with_place(recipe.read_text(), old, new))
+
+
+def _with_place(text: str, old: str, new: str) -> str:
+    """Replace `old` in the YAML values that are this path or one below it. All other characters stay as they are."""
+    values = [token for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
+    for token in reversed(values):  # from the end: a replacement moves what is behind it
+        if token.value == old or token.value.startswith(f"{old}/"):
+            said = json.dumps(new + token.value.removeprefix(old), ensure_ascii=False)  # a YAML text too
+            text = text[: token.start_mark.index] + said + text[token.end_mark.index :]
+    return text
 
 
 def _move(aside: Path, state: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import yaml
 
 from benchmarks.command import held_signals, run_command
 from benchmarks.study import job, runs, travel
@@ -73,6 +74,48 @@ def test_a_hundred_pieces_and_more_are_unpacked_in_their_order(tmp_path: Path) -
     assert len(list(packed.iterdir())) > 100
     runs.unpack(packed, tmp_path / "other")
     assert (tmp_path / "other" / "starts" / "one" / "weights").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("state.tar.gz.1", "state.tar.gz.1' is named as no piece that --pack writes; delete or rename it"),
+        ("state.tar.gz.000", "state.tar.gz.000' is named as no piece"),
+        ("state.tar.gz.99999999999", r"damaged or incomplete \(state.tar.gz.\d\d is missing\)"),
+    ],
+)
+def test_a_piece_that_was_not_packed_is_refused(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "state" / "starts" / "one").mkdir(parents=True)
+    (tmp_path / "state" / "starts" / "one" / "weights").write_bytes(numpy.random.default_rng(0).bytes(30_000))
+    runs.pack(tmp_path / "state", tmp_path / "packed", limit_mb=1.0, piece_mb=0.01)
+    assert (tmp_path / "packed" / "state.tar.gz.01").exists()
+    (tmp_path / "packed" / name).write_bytes(b"other")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=why):
+        runs.unpack(tmp_path / "packed", tmp_path / "other")
+    assert time.monotonic() - began < 10 and not (tmp_path / "other").exists()
+
+
+def test_only_paths_in_the_state_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    old, new = Path("runs/study"), tmp_path / 'é "new"'
+    values = ["/mnt/runs/study/a", "runs/study2/a", "my runs/study/a", "a:runs/study/b"]
+    config = {"output_dir": "runs/study/runs/x", "whole": "runs/study", "others": values, "rate": 1e-6}
+    config["long"] = "runs/study/" + "a folder " * 20
+    recipe = old / "runs" / "x" / "config.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# runs/study/c\n" + yaml.safe_dump(config, allow_unicode=True))
+    runs.pack(old, tmp_path / "packed", limit_mb=1.0, piece_mb=1.0)
+    runs.unpack(tmp_path / "packed", new)
+    text = (new / "runs" / "x" / "config.yaml").read_text()
+    assert text.startswith("# runs/study/c\n") and "1.0e-06" in text
+    moved = {"output_dir": f"{new}/runs/x", "whole": str(new), "long": f"{new}/" + "a folder " * 20}
+    assert yaml.safe_load(text) == config | moved
+    recipe.write_text('a: "')
+    runs.pack(old, tmp_path / "packed", limit_mb=1.0, piece_mb=1.0)
+    with pytest.raises(UserError, match="damaged or incomplete") as error:
+        runs.unpack(tmp_path / "packed", tmp_path / "other")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("place", ["{", "[]", '{"state": 3}', "\udcff"], ids=["cut", "list", "number", "bytes"])
