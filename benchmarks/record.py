@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from octetrl.config.errors import UserError
 from octetrl.telemetry import bench_record
 from octetrl.telemetry.source_digest import BENCHMARKS, PACKAGE, SCRIPTS, digest_of_commit
 
 Row = Mapping[str, object]
 RESULTS = Path(__file__).parent / "results"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def need_hopper(bench: str, or_else: str = "") -> None:
@@ -22,6 +24,12 @@ def need_hopper(bench: str, or_else: str = "") -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         print(f"benchmarks.{bench}: no Hopper GPU here; run it on one{or_else}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def refuse_name(name: str) -> None:
+    """UserError: `--name` cannot be a part of a file's name."""
+    if _NAME.fullmatch(name) is None:
+        raise UserError(f"--name: '{name}' is no name of a result; give letters, digits, '.', '_' and '-'")
 
 
 def write_result(bench: str, name: str, rows: Sequence[Row], folder: Path = RESULTS, **further: Sequence[Row]) -> Path:

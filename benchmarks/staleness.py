@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import signal
 import statistics
 import subprocess
@@ -47,7 +47,8 @@ from rich.table import Table
 
 from benchmarks.command import at_least, held_signals, listed, run_command, seconds
 from benchmarks.curves import panels
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, refuse_name, write_result
+from benchmarks.study.refusals import made_folder
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import parse_json, shown
 from octetrl.config.load import load_recipe
@@ -55,6 +56,7 @@ from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.run.model_source import with_found_model
 from octetrl.telemetry.sinks import METRICS_FILE
+from octetrl.telemetry.sound_values import is_number
 
 SHOWN = (
     "eval/accuracy", "reward/mean", "rollout/staleness", "rollout/on_policy_share", "time/step", "time/wait_for_batch",
@@ -126,8 +128,8 @@ class Arm:
             self._refuse_other(recipe, load_recipe(saved))
         elif (self.folder / METRICS_FILE).exists():
             raise UserError(
-                f"--state: '{self.folder}' holds {METRICS_FILE} but no {RECIPE_FILE}, so nothing says of which arm it"
-                f" is; put its {RECIPE_FILE} back, or delete the folder"
+                f"--state: '{self.folder}' holds {METRICS_FILE} but no {RECIPE_FILE}, so its arm is unknown;"
+                f" restore {RECIPE_FILE}, or delete the folder"
             )
 
     def _refuse_other(self, recipe: Recipe, saved: Recipe) -> None:
@@ -188,8 +190,7 @@ def metrics_of(line: bytes, step: int, file: Path) -> dict[str, float]:
     for name in SHOWN:
         value = metrics.get(name, None if name == "time/step" else 0.0)
         may_miss = value is None and name != "time/step"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not may_miss and not is_number:
+        if not may_miss and not is_number(value):
             raise UserError(f"{where}: '{name}' is {shown(value)}, a finite number is needed; {remedy}")
     return metrics
 
@@ -301,6 +302,36 @@ def curve_of(ended: Sequence[Sequence[Row]]) -> str | None:
     return panels(curves, x="step", y="held-out accuracy")
 
 
+def result_name(arguments: argparse.Namespace) -> str:
+    """The name of the result. UserError: `--name`, `--out` or `--curve` cannot be written, or `--state` is a file."""
+    if arguments.name is not None:
+        refuse_name(arguments.name)
+    name = arguments.name or Path(arguments.recipe).stem
+    for option, file in (("--out", arguments.out / f"staleness_{name}.json"), ("--curve", arguments.curve)):
+        if file is not None and file.is_dir():
+            raise UserError(f"{option}: '{file}' is a folder, a file is written there; give another path")
+        if file is not None and file.exists() and not os.access(file, os.W_OK):
+            raise UserError(f"{option}: cannot write '{file}'; give another path")
+    if arguments.state is not None and arguments.state.exists() and not arguments.state.is_dir():
+        raise UserError(f"--state: '{arguments.state}' is a file; give a folder")
+    return name
+
+
+def checked_arms(arguments: argparse.Namespace, work: Path) -> list[Arm]:
+    """All arms, in their order. UserError: an arm's recipe or folder is wrong, or a folder cannot be written. No folder
+    is left then that was not there."""
+    arms = [
+        Arm(staleness, seed, work / f"{staleness}_{seed}")
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+        for staleness in arguments.staleness[:: -1 if seed % 2 else 1]
+    ]
+    of_curve = nullcontext() if arguments.curve is None else made_folder("--curve", arguments.curve.parent)
+    with made_folder("--out", arguments.out), of_curve, made_folder("--state", work):
+        for arm in arms:  # all of them before the first begins, which may run for hours
+            arm.check(arguments)
+    return arms
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="demo_grpo")
@@ -320,17 +351,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("changes", nargs="*", help="key=value, as for octetrl train")
     arguments = parser.parse_args()
-    if arguments.state is not None and arguments.state.exists() and not arguments.state.is_dir():
-        raise UserError(f"--state: '{arguments.state}' is a file; give a folder")
+    name = result_name(arguments)
     with tempfile.TemporaryDirectory() if arguments.state is None else nullcontext(str(arguments.state)) as work:
-        Path(work).mkdir(parents=True, exist_ok=True)
-        arms = [
-            Arm(staleness, seed, Path(work) / f"{staleness}_{seed}")
-            for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-            for staleness in arguments.staleness[:: -1 if seed % 2 else 1]
-        ]
-        for arm in arms:  # all of them before the first begins, which may run for hours
-            arm.check(arguments)
+        arms = checked_arms(arguments, Path(work))
         failed = run_arms(arms, arguments)
         ended = [arm.rows(arguments) for arm in arms if arm.has_ended(arguments.steps)]
     if not ended:
@@ -338,14 +361,13 @@ def main() -> None:
         raise UserError(f"{why}; run it again with the same --state to go on")
     rows, ends = [row for own in ended for row in own], with_equal_time(ended)
     show(ends, rows)
+    print(write_result("staleness", name, rows, arguments.out, arms=ends))  # before a picture, which may fail
     if arguments.curve is not None:
         drawn = curve_of(ended)
         if drawn is None:
             print(f"--curve: no picture, because no arm has two evaluations; --eval-every is {arguments.eval_every}")
         else:
             arguments.curve.write_text(drawn)
-    name = arguments.name or Path(arguments.recipe).stem
-    print(write_result("staleness", name, rows, arguments.out, arms=ends))
     if failed:
         raise UserError(f"{len(failed)} of {len(arms)} arms failed; {failed[0]}")
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Collection, Sequence
@@ -32,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.command import run_command
 from benchmarks.curves import Curve, panels
-from benchmarks.record import RESULTS, is_dirty, write_result
+from benchmarks.record import RESULTS, is_dirty, refuse_name, write_result
 from benchmarks.study.arms import ARMS, TABLES
 from benchmarks.study.lines import (
     AVERAGED,
@@ -54,7 +53,6 @@ from octetrl.config.json_file import read_text
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = "bf16"
 REPEATED = ("start/accuracy_bf16", "rewards", "curve", "end/accuracy")  # equal in two runs from one start
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 SHOWN = (
     ("seeds", "seeds"),
     ("start", "start/accuracy"),
@@ -279,8 +277,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(words)
     name = arguments.table if arguments.name is None else arguments.name
-    if NAME.fullmatch(name) is None:
-        raise UserError(f"--name: '{name}' is no name of a result; give letters, digits, '.', '_' and '-'")
+    refuse_name(name)
     path, drawing = arguments.out / f"study_{name}.json", arguments.pictures / f"study_{name}.svg"
     document = None if arguments.document is None else read_document(arguments.document, name)
     if arguments.render:

@@ -170,7 +170,9 @@ def test_a_folder_of_another_arm_is_refused(
     with pytest.raises(UserError, match=r"'.*/2_0' holds .*: cluster.max_staleness is 4 there and 2 here"):
         sweep(tmp_path, monkeypatch, "--staleness", "2")
     (state / "0_0" / "config.yaml").unlink()
-    with pytest.raises(UserError, match=r"'.*/0_0' holds metrics.jsonl but no config.yaml"):
+    with pytest.raises(
+        UserError, match=r"'.*/0_0' holds metrics.jsonl but no config.yaml, so its arm is unknown; restore"
+    ):
         sweep(tmp_path, monkeypatch)
     assert not begun
 
@@ -195,6 +197,7 @@ def test_a_state_in_another_folder_and_with_other_logs_continues(
         (b'{"step": 2, "time/step": 2.0}', "'step' is 2, 3 is needed"),
         (b'{"step": 3}', "'time/step' is None, a finite number is needed"),
         (b'{"step": 3, "time/step": NaN}', "'time/step' is nan"),
+        (b'{"step": 3, "time/step": 1' + b"0" * 400 + b"}", "'time/step' is 1000000"),
         (b'{"step": 3, "time/step": 2.0, "eval/accuracy": "a"}', "'eval/accuracy' is 'a'"),
     ],
     ids=str,
@@ -239,6 +242,41 @@ def test_arms_with_fewer_evaluations_than_a_curve_needs_have_no_picture(
     assert not (tmp_path / "c.svg").exists() and (tmp_path / "staleness_x.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--name", "../../esc"], r"--name: '\.\./\.\./esc' is no name of a result"),
+        (["--name", ""], "--name: '' is no name"),
+        (["--curve", "{tmp}/file/x.svg"], "--curve: cannot write in '.*/file'"),
+        (["--curve", "/proc/x/y.svg"], "--curve: cannot write in '/proc/x'"),
+        (["--curve", "{tmp}"], "--curve: '.*' is a folder"),
+        (["--out", "{tmp}/file"], "--out: cannot write in '.*/file'"),
+        (["--out", "{tmp}/out"], "--out: '.*/out/staleness_x.json' is a folder"),
+    ],
+    ids=str,
+)
+def test_where_nothing_can_be_written_is_refused_before_a_run_begins(
+    words: list[str], why: str, begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "out" / "staleness_x.json").mkdir(parents=True)
+    with pytest.raises(UserError, match=why):
+        sweep(tmp_path, monkeypatch, *(word.format(tmp=tmp_path) for word in words))
+    assert not begun and {path.name for path in tmp_path.iterdir()} == {"file", "out"}
+
+
+def test_a_picture_that_fails_leaves_the_result(
+    begun: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(staleness, "panels", fail)
+    with pytest.raises(OSError, match="full"):
+        sweep(tmp_path, monkeypatch, "--curve", str(tmp_path / "new" / "c.svg"))
+    assert (tmp_path / "staleness_x.json").exists() and len(begun) == 6
+
+
 def test_accuracy_at_equal_time_lies_between_two_evaluations() -> None:
     def arm(seconds: float) -> list[staleness.Row]:
         names = ("precision", "workload", "staleness", "in_flight", "jobs", "seed")
@@ -261,7 +299,7 @@ def test_a_wrong_recipe_is_refused_before_a_run_begins(
         sweep(tmp_path, monkeypatch, "rollout.group_sise=5")
     with pytest.raises(UserError, match="max_staleness"):
         sweep(tmp_path, monkeypatch, "--staleness", "0,65")  # one of the later arms
-    (tmp_path / "state").rmdir()
+    assert not list(tmp_path.iterdir()), "no new folder is left"
     (tmp_path / "state").touch()
     with pytest.raises(UserError, match=r"'.*state' is a file"):
         sweep(tmp_path, monkeypatch)
