@@ -10,9 +10,12 @@ The folder STATE holds
     runs/TABLE-ARM-SEED/         the run folder, while the job is not complete
     lines/TABLE-ARM-SEED.json    one line, written when the job is complete: the result
 
+A start and an unfinished run hold `made_with.json`: the changes of the cold start's recipe, or the pretrained model.
+
 A line: table, arm, seed, status (`complete`, or `failed` with `why`), steps, accuracy of the start and of the end in
 the arm's precision (`start/accuracy`, `end/accuracy`) and in BF16 (`start/accuracy_bf16`, `end/accuracy_bf16`: the same
-weights), the curve of held-out accuracies, mean rewards, mismatch, saturation, seconds, and where it was measured.
+weights), the curve of held-out accuracies, mean rewards, mismatch, saturation, seconds, and where it was measured. It
+also has the recipe's `changes`, and `start_changes` (of the cold start) or `model` (a digest of the pretrained model).
 
 Ctrl-C ends the run after its step, with a checkpoint; the exit code is then `UNFINISHED`, and the next call goes on
 from the checkpoint. So does one after the process was killed, from the last checkpoint before.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -34,6 +38,7 @@ from typing import Any
 
 from benchmarks.study.arms import ARMS, TABLES
 from octetrl.config.errors import RunFailed, UserError
+from octetrl.config.json_file import read_json, shown
 from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
@@ -48,6 +53,7 @@ from octetrl.telemetry.sinks import METRICS_FILE
 REFUSED, UNFINISHED = 2, 3  # exit codes
 START = "start"
 CHECKPOINT_EVERY = 15
+MADE_WITH = "made_with.json"  # of a start or a run
 Line = dict[str, Any]
 
 
@@ -61,6 +67,31 @@ def line_path(state: Path, table: str, arm: str, seed: int) -> Path:
 
 def start_folder(state: Path, table: str, seed: int) -> Path:
     return state / "starts" / f"{table}-{seed}"
+
+
+def model_digest(model: str) -> str:
+    """A digest of the weights, shape and tokenizer in a model's folder, wherever it lies; what is no folder is returned
+    as it was given."""
+    folder, digest = Path(model), hashlib.sha256()
+    if not folder.is_dir():
+        return model
+    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def read_made_with(folder: Path) -> Line:
+    """What a start or a run was made with; empty for those that do not say it. UserError: the file is damaged."""
+    path, remedy = folder / MADE_WITH, "delete its folder to begin it again"
+    found = dict(read_json(path, remedy)) if path.exists() else {}
+    changes, model = found.get("start_changes", []), found.get("model", "")
+    if not isinstance(changes, list) or not all(isinstance(change, str) for change in changes):
+        raise UserError(f"{path}: 'start_changes' is {shown(changes)}, a list of texts is needed; {remedy}")
+    if not isinstance(model, str):
+        raise UserError(f"{path}: 'model' is {shown(model)}, a text is needed; {remedy}")
+    return {name: found[name] for name in ("start_changes", "model") if name in found}
 
 
 def quietly(folder: Path, seed: int) -> list[str]:
@@ -95,6 +126,7 @@ def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> Non
     resumes = has_checkpoint(recipe)
     if not resumes:
         shutil.rmtree(folder, ignore_errors=True)
+        write_line(folder / MADE_WITH, {"start_changes": list(changes)})
         shape = preset_config("tiny") | dict(table.shape)
         make_model_and_examples(recipe, shape, answers=table.answers)
     try:
@@ -106,6 +138,8 @@ def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> Non
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     export_run(recipe.output_dir, str(part))
+    if (folder / MADE_WITH).exists():
+        shutil.copy(folder / MADE_WITH, part)
     part.rename(target)
     shutil.rmtree(folder)
 
@@ -146,8 +180,12 @@ def run_arm(state: Path, name: str, arm: str, seed: int, model: str | None, chan
     resumes = has_checkpoint(recipe)
     if not resumes:
         shutil.rmtree(folder, ignore_errors=True)
+        if TABLES[name].start is None and model is not None:
+            write_line(folder / MADE_WITH, {"model": model_digest(model)})
+    read_seconds_of(folder)  # a damaged file is refused before the training
     began = time.monotonic()
-    line: Line = {"table": name, "arm": arm, "seed": seed, "of_steps": recipe.steps}
+    made_with = read_made_with(folder if TABLES[name].start is None else start_folder(state, name, seed))
+    line: Line = {"table": name, "arm": arm, "seed": seed, "of_steps": recipe.steps, **made_with}
     try:
         train(recipe, resume=resumes)
         line |= {"status": "complete", **summary(recipe)}
@@ -223,13 +261,25 @@ def has_checkpoint(recipe: Recipe) -> bool:
 def add_seconds(folder: Path, seconds: float) -> float:
     """The time that all tries of a job took together, kept in its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "seconds"
-    total = seconds + (float(path.read_text()) if path.exists() else 0.0)
-    path.write_text(str(total))
+    total = seconds + read_seconds_of(folder)
+    write_line(folder / "seconds", total)
     return round(total, 1)
 
 
-def write_line(path: Path, line: Line) -> None:
+def read_seconds_of(folder: Path) -> float:
+    """The time that the tries of a job took so far; 0 before the first has ended. UserError: the file is damaged."""
+    path = folder / "seconds"
+    text = path.read_text(errors="replace").strip() if path.exists() else "0"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"{path}: {shown(text)} is no number of seconds; delete the file to count from 0")
+    return seconds
+
+
+def write_line(path: Path, line: Line | float) -> None:
     """Write a file of one line, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")

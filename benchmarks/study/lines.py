@@ -1,7 +1,7 @@
 """Reads the lines of the study's jobs, from a state's folder or a result, and refuses what cannot be compared.
 
     (path, line) in lines_in(state, table)        each line of the table, with the identity that its file's name says
-    refuse_other_settings(...)                    runs: a line was trained with other changes or steps
+    refuse_other_settings(...)                    runs: a line, start or run has other changes, steps or another model
     refuse_mixed(...)                             table: lines differ from each other in these
     known_arms(...)                               the lines of arms that the study has; says which it leaves out
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.study.arms import ARMS
-from benchmarks.study.job import key
+from benchmarks.study.job import key, read_made_with, read_seconds_of
 from octetrl.config.errors import UserError
 from octetrl.config.json_file import parse_json, read_json, read_text, shown
 from octetrl.telemetry.sound_values import is_number
@@ -28,7 +28,7 @@ from octetrl.telemetry.sound_values import is_number
 Row = dict[str, Any]
 MEASURES = ("start/accuracy", "end/accuracy", "end/accuracy_bf16")
 AVERAGED = ("mismatch/gen_kl", "fp8/kv_saturation", "seconds")
-SETTINGS = ("table", "changes", "of_steps")
+SETTINGS = ("table", "changes", "of_steps", "start_changes", "model")
 DAMAGED = "restore the file, or delete it to train its run again"
 
 
@@ -74,7 +74,8 @@ IDENTITY: Mapping[str, Rule] = {
 }
 FURTHER: Mapping[str, Rule] = {  # what a line may lack
     "of_steps": (_is_whole, "a whole number"),
-    "changes": (lambda value: _is_list_of(value, _is_text), "a list of texts"),
+    **dict.fromkeys(("changes", "start_changes"), (lambda value: _is_list_of(value, _is_text), "a list of texts")),
+    "model": (_is_text, "a text"),
     "commit": COMMIT,
     "dirty": (lambda value: isinstance(value, bool), "true or false"),
     **dict.fromkeys(AVERAGED, NUMBER),
@@ -126,14 +127,22 @@ def _text(path: Path, where: str) -> str:
         raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
-def refuse_other_settings(folder: Path, option: str, table: str, changes: Sequence[str], steps: int) -> None:
-    """UserError: the folder has a line of the table with other changes or steps than those of this command."""
-    for path, line in lines_in(folder, table, option):
-        for name, given in (("changes", list(changes)), ("of_steps", steps)):
-            held = line.get(name)
-            if held is not None and _setting(name, held) != _setting(name, given):
+def refuse_other_settings(folder: Path, option: str, table: str, settings: Mapping[str, Any]) -> None:
+    """UserError: the folder has a line, a start or an unfinished run of the table with other settings than those of
+    this command. What does not say a setting is accepted."""
+    held = [(f"lines/{path.name}", line) for path, line in lines_in(folder, table, option)]
+    for path in sorted([*(folder / "starts").glob(f"{table}-*"), *(folder / "runs").glob(f"{table}-*")]):
+        try:
+            held.append((str(path.relative_to(folder)), read_made_with(path)))
+            read_seconds_of(path)
+        except UserError as error:  # names a path, which may be that of unpacked files
+            raise UserError(f"{option}: {str(error).removeprefix(f'{folder}/')}") from None
+    for where, known in held:
+        for name in SETTINGS:
+            given = settings.get(name, known.get(name))
+            if known.get(name) is not None and _setting(name, known[name]) != _setting(name, given):
                 raise UserError(
-                    f"{option}: 'lines/{path.name}' was trained with {_said(name, held)}, this command gives"
+                    f"{option}: '{where}' was trained with {_said(name, known[name])}, this command gives"
                     f" {_said(name, given)}; give the same, or another --state"
                 )
 
@@ -161,7 +170,7 @@ def _named(line: Row) -> str:
 
 def _setting(name: str, value: Any) -> object:
     """Changes of different fields are the same in any order."""
-    if name != "changes":
+    if name not in ("changes", "start_changes"):
         return value
     parts = [change.partition("=") for change in value]
     return {field.strip(): given.strip() for field, _, given in parts}
@@ -170,6 +179,10 @@ def _setting(name: str, value: Any) -> object:
 def _said(name: str, value: Any) -> str:
     if name == "changes":
         return f"the changes {' '.join(value)}" if value else "no changes"
+    if name == "start_changes":
+        return f"the changes {' '.join(value)} of the start" if value else "no changes of the start"
+    if name == "model":
+        return f"the model {value}"
     return f"{value} steps" if name == "of_steps" else f"table '{value}'"
 
 

@@ -15,8 +15,8 @@ still runs at the end is killed, and loses at most the steps since its last chec
 end in time, by the longest job of its kind so far, unless no call of this length could hold it. On a new machine the
 first jobs also compile the kernels and take several times as long; `--job-seconds` says what later jobs take. A job
 that fails `ATTEMPTS` times leaves a line that says so. A job that refuses its input leaves none, and no job follows it.
-Ctrl-C and SIGTERM end the jobs at once, and `--pack` still packs. A state whose lines have other changes or steps is
-refused.
+Ctrl-C and SIGTERM end the jobs at once, and `--pack` still packs. A state whose lines, starts or runs have other
+changes, steps or another model is refused.
 
 On a machine that is given up after each call, `--pack FOLDER` leaves there what the next call needs, in pieces of
 `--piece-mb` at most: all lines, then starts, then the runs that were cut off, as far as `--pack-mb` allows; what was
@@ -50,6 +50,8 @@ from benchmarks.study.job import (
     arm_recipe,
     key,
     line_path,
+    model_digest,
+    read_seconds_of,
     start_folder,
     start_recipe,
     write_line,
@@ -93,7 +95,7 @@ class Plan:
     jobs: list[Job]
     guess: float  # seconds of an arm's job before one has ended
     expected: float | None = None  # seconds of an arm's job, whatever the earlier ones took
-    settings: dict[str, Any] = field(default_factory=dict)  # of the lines: changes and steps
+    settings: dict[str, Any] = field(default_factory=dict)  # what lines say of the recipes
     attempts: dict[str, int] = field(default_factory=dict)
     refusal: str | None = None  # of the first job that refused its input
 
@@ -117,8 +119,7 @@ class Plan:
         """What the job still takes: as expected, else the longest of its kind so far; less what it has run."""
         known = read_seconds(self.state)
         kind = f"{job.table}-{'start' if job.arm == START else 'arm'}"
-        ran = self.state / "runs" / job.name / "seconds"
-        done = float(ran.read_text()) if ran.exists() else 0.0
+        done = read_seconds_of(self.state / "runs" / job.name)
         whole = self.expected if self.expected is not None and job.arm != START else known.get(kind, self.guess)
         return max(whole - done, 0.0)
 
@@ -267,7 +268,10 @@ def settings_of(arguments: argparse.Namespace, jobs: Sequence[Job]) -> dict[str,
     arms = dict.fromkeys(job.arm for job in jobs if job.arm != START)
     steps = {arm_recipe(state, table, arm, 0, arguments.model, arguments.change).steps for arm in arms}
     assert len(steps) == 1, "an arm changes no steps"
-    return {"of_steps": steps.pop(), "changes": list(arguments.change)}
+    found = {"of_steps": steps.pop(), "changes": list(arguments.change)}
+    if TABLES[table].start is not None:
+        return found | {"start_changes": list(arguments.start_change)}
+    return found | {"model": model_digest(arguments.model)}
 
 
 def prepare(arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -275,7 +279,7 @@ def prepare(arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
     then that was not there."""
 
     def refuse(folder: Path, option: str) -> None:
-        refuse_other_settings(folder, option, arguments.table, settings["changes"], settings["of_steps"])
+        refuse_other_settings(folder, option, arguments.table, settings)
         read_seconds(folder, option)
 
     refuse(arguments.state, "--state")

@@ -200,7 +200,37 @@ def test_a_signal_waits_until_a_process_is_noted() -> None:
     assert noted == ["process"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"tiny-sums-arm": "1"}', '{"tiny-sums-arm": NaN}'])
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("seconds", "", "seconds: '' is no number of seconds; delete the file to count from 0"),
+        ("seconds", "nan", "seconds: 'nan' is no number of seconds"),
+        ("seconds", "-1", "seconds: '-1' is no number of seconds"),
+        ("made_with.json", "{", "made_with.json: not JSON"),
+        ("made_with.json", '{"start_changes": [1]}', r"made_with.json: 'start_changes' is \[1\], a list of texts"),
+        ("made_with.json", '{"model": 1}', "made_with.json: 'model' is 1, a text is needed"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_one_line(
+    name: str, text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "run_jobs", lambda plan, arguments: pytest.fail("a job was started"))
+    folder = tmp_path / "state" / "runs" / "tiny-sums-bf16-0"
+    folder.mkdir(parents=True)
+    (folder / name).write_text(text)
+    runs.pack(tmp_path / "state", tmp_path / "packed", limit_mb=1.0, piece_mb=1.0)
+    where = f"runs/tiny-sums-bf16-0/{why}"
+    with pytest.raises(UserError, match=f"^--state: {where}") as error:
+        runs.main(["tiny-sums", "--state", str(tmp_path / "state")])
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=f"^--unpack: {where}"):
+        runs.main(["tiny-sums", "--state", str(tmp_path / "new"), "--unpack", str(tmp_path / "packed")])
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"tiny-sums-arm": "1"}', '{"tiny-sums-arm": NaN}', f'{{"a": 1{"0" * 400}}}']
+)
 def test_damaged_seconds_of_jobs_are_one_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "run_jobs", lambda plan, arguments: pytest.fail("a job was started"))
     (tmp_path / "seconds.json").write_text(text)

@@ -219,6 +219,7 @@ def test_a_resumed_job_has_the_same_line_in_another_folder_too(tmp_path: Path) -
         start = job.start_folder(state, "tiny-sums", 0)
         start.parent.mkdir(parents=True)
         shutil.copytree(model, start)
+        job.write_line(start / job.MADE_WITH, {"start_changes": ["seed=7"]})
         if name == "cut":
             recipe = job.arm_recipe(state, "tiny-sums", "fp8_full", 0, None, [*SMALL, "steps=2"])
             train(recipe)
@@ -232,6 +233,7 @@ def test_a_resumed_job_has_the_same_line_in_another_folder_too(tmp_path: Path) -
         lines.append(json.loads(path.read_text()))
         assert not list((state / "runs").iterdir())
     for line in lines:
+        assert line["start_changes"] == ["seed=7"] and "model" not in line
         assert line["status"] == "complete" and line["steps"] == 4 and len(line["rewards"]) == 4
         assert [step for step, _ in line["curve"]] == [2, 4] and line["curve"][-1][1] == line["end/accuracy"]
         for varies in ("seconds", "from", "time/step"):
