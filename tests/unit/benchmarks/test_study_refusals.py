@@ -99,7 +99,7 @@ def test_a_piece_that_was_not_packed_is_refused(name: str, why: str, tmp_path: P
 def test_only_paths_in_the_state_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     old, new = Path("runs/study"), tmp_path / 'é "new"'
-    values = ["/mnt/runs/study/a", "runs/study2/a", "my runs/study/a", "a:runs/study/b"]
+    values = ["/disk/runs/study/a", "runs/study2/a", "my runs/study/a", "a:runs/study/b"]
     config = {"output_dir": "runs/study/runs/x", "whole": "runs/study", "others": values, "rate": 1e-6}
     config["long"] = "runs/study/" + "a folder " * 20
     recipe = old / "runs" / "x" / "config.yaml"
