@@ -58,3 +58,4 @@ def terminable() -> Iterator[None]:
         raise Terminated from error
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _raised.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +139,10 @@ def test_sigterm_before_the_first_step_ends_the_run_and_leaves_nothing(
         train(tiny_recipe(tmp_path / "model", tmp_path / "run"))
     assert asked == [True], "the steps have their own handler"
     assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_exit_after_a_command_that_a_signal_ended_is_no_signal() -> None:
+    with pytest.raises(Terminated), terminable():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert not is_of_sigterm(SystemExit(3))

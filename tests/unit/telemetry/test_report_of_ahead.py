@@ -116,7 +116,9 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
     write_ending(folder, Ending("stopped"))
 
 
-def test_an_error_without_words_is_named_by_its_place() -> None:
+def test_an_error_without_words_is_named_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octetrl.config.sigterm._raised", [])  # no earlier test's signal
+
     def ending(act: Callable[[], object]) -> str:
         try:
             act()
