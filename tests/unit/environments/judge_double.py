@@ -43,6 +43,10 @@ class Double:
         return 200, json.dumps(given if isinstance(given, dict) else {"choices": [message]}), {}
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # more requests arrive at once than the usual 5; some would be reset
+
+
 @contextmanager
 def judge_double(*answers: Any) -> Iterator[Double]:
     double = Double(list(answers))
