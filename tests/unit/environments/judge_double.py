@@ -43,10 +43,6 @@ class Double:
         return 200, json.dumps(given if isinstance(given, dict) else {"choices": [message]}), {}
 
 
-class Server(ThreadingHTTPServer):
-    request_queue_size = 128  # more requests arrive at once than the usual 5; some would be reset
-
-
 @contextmanager
 def judge_double(*answers: Any) -> Iterator[Double]:
     double = Double(list(answers))
@@ -77,6 +73,8 @@ def judge_double(*answers: Any) -> Iterator[Double]:
             """Nothing."""
 
     class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # more requests arrive at once than the usual 5; some would be reset
+
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A client that hung up."""
 
