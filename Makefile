@@ -30,8 +30,8 @@ test: lint  ## lint, types (beside the tests, shown last) and all tests that nee
 	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu" || failed=$$?; \
 	wait $$beside || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt build/outside.txt; exit $$failed
 
-test-gpu: $(READY)  ## the tests that need a Hopper GPU; fails without one
-	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n 6 --dist loadgroup -m gpu
+test-gpu: $(READY)  ## the tests that need a Hopper GPU, in JOBS=6 processes a GPU on all GPUs; fails without one
+	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n $$(($(or $(JOBS),6) * $$($(PYTHON) -m tests.gpu_order))) --dist loadgroup -m gpu
 
 test-faults: $(READY)  ## kill a run on several workers at MOMENTS=20 random moments; SEED=n repeats those of a run
 	$(PYTHON) -m tests.e2e.faults --moments $(or $(MOMENTS),20) $(if $(SEED),--seed $(SEED))

@@ -15,10 +15,12 @@ from itertools import groupby, islice
 import pytest
 from hypothesis import settings
 
+from tests.gpu_order import turn
 from tests.required import check_names, is_required, not_run, skip_reason
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: it reads this once
     os.environ["OMP_NUM_THREADS"] = "1"
+    turn(os.environ)
     gc.disable()  # until all tests are collected: imported objects stay, so a collection would find nothing to free
 
 for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
