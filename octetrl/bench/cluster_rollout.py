@@ -112,7 +112,7 @@ def _measured(bench: Bench, arm: RolloutArm, began: float, workers: BenchWorkers
     if workers.needs_calibration:
         workers.calibrate(calibration_prompts(workload))
     if bench.warmup_tokens:
-        workers.generate(workload.cut(bench.warmup_tokens))
+        workers.generate(workload.short(bench.warmup_tokens))
         workers.forget_prefixes()  # the prompts are prefilled in the time that counts
     peaks()  # forgets the peak so far
     up = now(workers, bench.device)

@@ -165,9 +165,12 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
 
 
 def warm_up(arm: Arm, workload: Workload, tokens: int) -> None:
-    """Generate short answers to the workload's prompts, so that every kernel is compiled before the timing."""
+    """Generate short answers to the workload's prompts, so that every kernel is compiled before the timing.
+
+    Where the timed answers end one after another, these do so too, and the graph of every size of batch is captured.
+    """
     if tokens:
-        arm.engine.generate(workload.cut(tokens))
+        arm.engine.generate(workload.short(tokens))
 
 
 def cached_kernels() -> int:
@@ -282,13 +285,16 @@ def _row(rounds: Sequence[Turn]) -> Row:
 
 
 def _step_times(metrics: Sequence[EngineMetrics]) -> Iterator[tuple[str, float]]:
-    """Percentiles of the time of a step over all rounds, the share of the long tail, and the time to capture graphs."""
+    """Percentiles of the time of a step over all rounds, the share of the long tail, and the part of the time that
+    captured graphs."""
     seconds = [second for one in metrics for second in one.step_seconds]
     if seconds:
         yield "rollout/step_ms_p50", float(np.percentile(seconds, 50)) * 1e3
         yield "rollout/step_ms_p99", float(np.percentile(seconds, 99)) * 1e3
     yield "rollout/tail_share", statistics.median(one.tail_share for one in metrics)
-    yield "time/capture", max(one.capture_seconds for one in metrics)
+    captures = [one.session_capture_seconds for one in metrics if one.session_capture_seconds is not None]
+    if captures:
+        yield "time/capture", statistics.median(captures)
 
 
 def _bandwidth_model(rounds: Sequence[Turn]) -> Iterator[tuple[str, float]]:

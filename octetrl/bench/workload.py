@@ -115,6 +115,11 @@ class Workload:
         """Keys read, summed over all decode steps and sequences."""
         return sum(answer * prompt + answer * (answer - 1) // 2 for prompt, answer in self.siblings)
 
+    def short(self, tokens: int) -> tuple[GenerationRequest, ...]:
+        """The same requests for a warm-up. Equal answers end together, as in the timed rollout; others in `stairs`."""
+        ragged = len({answer for _, answer in self.siblings}) > 1
+        return self.stairs(tokens) if ragged else self.cut(tokens)
+
     def cut(self, tokens: int) -> tuple[GenerationRequest, ...]:
         """The same requests with answers of at most `tokens` tokens, for a warm-up."""
         return tuple(

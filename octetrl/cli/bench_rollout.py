@@ -68,6 +68,7 @@ COLUMNS = {  # key of a row: heading, format
     "rollout/batch_occupancy": ("occupancy", ".1%"),
     "rollout/tail_share": ("tail", ".1%"),
     "rollout/preemptions": ("preempted", "d"),
+    "time/capture": ("capture\ns", ".2f"),
     "time/startup": ("start s", ".1f"),
     "time/first_token": ("warm s", ".3f"),
     "memory/peak_gb": ("peak GB", ".1f"),
@@ -91,7 +92,8 @@ LEGEND = (
     "bandw. model: decoding at 4.3 TB/s (H200). A step reads the weights of linears and lm_head once (of a mixture,"
     " the experts that have a row), and the live keys and values once for each sequence. It is no lower bound: L2"
     " serves some reads of a shared prompt. of bandw. model: the model's time as a share of the measured one. tail:"
-    " share of the decode time with less than half of the batch running. start: time from an initialised CUDA to the"
+    " share of the decode time with less than half of the batch running. capture: part of the time that captured CUDA"
+    " graphs; a run's steps capture them again. start: time from an initialised CUDA to the"
     " first token: build the model, create or read its weights, quantise, calibrate, allocate the cache, compile or"
     " load kernels, capture a graph. warm: the same request again."
 )

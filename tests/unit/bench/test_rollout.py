@@ -146,6 +146,8 @@ def test_a_warm_up_by_stairs_ends_one_answer_after_another() -> None:
     expected = [(prompt, min(answer, 9 + place)) for place, (prompt, answer) in enumerate(ragged.siblings)]
     assert Workload("stairs", ragged.stairs(9)).siblings == expected
     assert [one.sampling.max_new_tokens for one in SMALL.stairs(2)] == [3, 5], "the longest of each request"
+    assert ragged.short(9) == ragged.stairs(9), "so no size of batch compiles while ragged answers are timed"
+    assert SMALL.short(4) == SMALL.cut(4)
 
 
 def rollout(task: str, prompt: int, answers: tuple[int, ...]) -> Rollout:
@@ -298,7 +300,7 @@ class Said:
     preemptions: int = 0
     step_seconds: tuple[float, ...] = ()
     tail_share: float = 0.0
-    capture_seconds: float = 0.0
+    session_capture_seconds: float | None = 0.5
 
 
 def turn_of(said: Said, precision: str = "bf16", **fields: object) -> bench_rollout.Turn:
