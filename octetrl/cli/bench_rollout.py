@@ -93,9 +93,8 @@ LEGEND = (
     " the experts that have a row), and the live keys and values once for each sequence. It is no lower bound: L2"
     " serves some reads of a shared prompt. of bandw. model: the model's time as a share of the measured one. tail:"
     " share of the decode time with less than half of the batch running. capture: part of the time that captured CUDA"
-    " graphs; a run's steps capture them again. start: time from an initialised CUDA to the"
-    " first token: build the model, create or read its weights, quantise, calibrate, allocate the cache, compile or"
-    " load kernels, capture a graph. warm: the same request again."
+    " graphs, which a run's steps do again. start: from an initialised CUDA to the first token: build the model, create"
+    " or read its weights, quantise, calibrate, allocate the cache, compile or load kernels. warm: the same again."
 )
 
 Requests = Annotated[

@@ -19,7 +19,7 @@ from typing import NoReturn
 from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, clear_screen, is_of_ctrl_c
 from octetrl.config.errors import TERMINATED, Terminated
 from octetrl.config.text import ESCAPE
-from octetrl.config.threads import NVIDIA, short_waits
+from octetrl.config.threads import short_waits
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _STDOUT, _STDERR = 1, 2
@@ -37,7 +37,7 @@ def main() -> NoReturn:
         ctrl_c.install()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors=ESCAPE)  # as stderr is: no text of a model, task or path ends a run
-        os.environ.update(short_waits(os.environ, on_gpu=NVIDIA.exists()))  # before torch is loaded
+        os.environ.update(short_waits(os.environ))  # before torch is loaded
         import octetrl.cli.verbs  # noqa: F401
 
         ctrl_c.clean_up_first()

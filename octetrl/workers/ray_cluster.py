@@ -172,10 +172,10 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     started = RayCluster(is_ours=True, folder=folder, watcher=watcher)
     guard = StartGuard(cluster.deadlines.silent_seconds, started.processes, started.dismiss_watcher)
     try:
-        with guard, _kept_stderr(), _environment({**variables_of_ray(cluster), ray_watcher.MARK: str(folder)}):
+        with guard, _kept_stderr(), _environment({**variables_of_ray(), ray_watcher.MARK: str(folder)}):
             ray.init(
                 address="local",
-                num_cpus=max(cluster.num_workers, os.cpu_count() or 1),
+                num_cpus=cluster.num_workers,  # Ray starts as many idle processes
                 num_gpus=cluster.num_gpus,
                 object_store_memory=_store_bytes(),
                 include_dashboard=False,
@@ -193,10 +193,10 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     return started
 
 
-def variables_of_ray(cluster: ClusterConfig) -> dict[str, str]:
+def variables_of_ray() -> dict[str, str]:
     """For the processes of a Ray that we start. Its own niceness for workers is 15."""
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    return variables | short_waits(os.environ, on_gpu=bool(cluster.num_gpus))
+    return variables | short_waits(os.environ)
 
 
 @contextmanager

@@ -62,6 +62,29 @@ def test_launches_of_the_forward_do_not_contract() -> None:
         assert not forward or keywords & {"enable_fp_fusion", None}, f"{path}:{launch.lineno}: {name} may contract"
 
 
+COUNTS = {"num_tokens", "num_sequences", "num_rows", "T"}
+OF_A_GRAPH = {"advance_rows", "gather_rows", "settle_drafts"}  # a captured size is compiled by itself in any case
+
+
+def test_what_every_batch_changes_compiles_no_kernel_again() -> None:
+    """Triton compiles a kernel once for a number that is a multiple of 16, once for 1, and once for any other: seconds
+    in the middle of a step, for each kernel and combination of counts."""
+    found = [(path, *one) for path in python_files("octetrl/kernels") for one in functions(path) if is_triton(one[1])]
+    for path, name, kernel in found:
+        if not name.endswith("_kernel") or PurePath(path).stem in OF_A_GRAPH:
+            continue
+        general = {text for mark in kernel.decorator_list for text in _strings(mark)}
+        counts = {argument.arg for argument in kernel.args.args if argument.annotation is None} & COUNTS
+        assert counts <= general, f"{path}: {name}: do_not_specialize lacks {sorted(counts - general)}"
+
+
+def _strings(mark: ast.expr) -> Iterator[str]:
+    """What `@triton.jit(do_not_specialize=[...])` lists."""
+    for node in ast.walk(mark):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
 def test_host_code_is_typed() -> None:
     """mypy lets untyped functions pass in kernels/, for the sake of device code alone."""
     of_host = [

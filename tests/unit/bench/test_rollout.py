@@ -146,8 +146,7 @@ def test_a_warm_up_by_stairs_ends_one_answer_after_another() -> None:
     expected = [(prompt, min(answer, 9 + place)) for place, (prompt, answer) in enumerate(ragged.siblings)]
     assert Workload("stairs", ragged.stairs(9)).siblings == expected
     assert [one.sampling.max_new_tokens for one in SMALL.stairs(2)] == [3, 5], "the longest of each request"
-    assert ragged.short(9) == ragged.stairs(9), "so no size of batch compiles while ragged answers are timed"
-    assert SMALL.short(4) == SMALL.cut(4)
+    assert (ragged.short(9), SMALL.short(4)) == (ragged.stairs(9), SMALL.cut(4)), "no size compiles while it is timed"
 
 
 def rollout(task: str, prompt: int, answers: tuple[int, ...]) -> Rollout:

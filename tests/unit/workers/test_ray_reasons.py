@@ -13,7 +13,6 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 
 from ray.exceptions import RayActorError
 
-from octetrl.config.cluster import ClusterConfig
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.ray import RayTeam, _why, lacking_module
 from octetrl.workers.ray_cluster import _kept_stderr, other_versions, variables_of_ray
@@ -98,12 +97,11 @@ def test_threads_of_workers_wait_for_a_short_time_unless_told_otherwise(
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     usual = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    assert variables_of_ray(ClusterConfig(gpus=2)) == usual | {"GOMP_SPINCOUNT": "0"}
-    assert variables_of_ray(ClusterConfig(cpus=2)) == usual | {"GOMP_SPINCOUNT": "10000"}
+    assert variables_of_ray() == usual | {"GOMP_SPINCOUNT": "10000"}
     for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert variables_of_ray(ClusterConfig(cpus=2)) == variables_of_ray(ClusterConfig(gpus=2)) == usual
+            assert variables_of_ray() == usual
 
 
 @pytest.mark.parametrize(("lines", "end"), [((), "it died"), (("last",), "it died; it printed:\n    last")])
