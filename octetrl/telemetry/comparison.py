@@ -19,6 +19,11 @@ ENOUGH = 4  # steps, for a difference with an interval
 COMPARED = ("eval/accuracy", "reward/mean", "rollout/mean_length", "entropy", "time/step")
 NAMED = 3  # fields of the recipe that differ
 OF_TASKS = ("eval/accuracy", "reward/mean")  # comparable only on the same tasks
+OF_PAIRS = (
+    "Pairs are the same held-out tasks in the last evaluations, or the same steps over the last half of the runs. The"
+    " intervals are a bootstrap over pairs. Steps of a run depend on one another, so theirs are too narrow. None covers"
+    " another seed, which may differ as much."
+)
 LIMITS = {  # of time, memory and number: they change neither a task nor its score
     *("train_size", "eval_size", "seed", "reward_timeout_seconds", "reward_memory_mib", "reward_workers"),
     *("load_timeout_seconds", "task_timeout_seconds", "sandbox", "max_failure_share"),

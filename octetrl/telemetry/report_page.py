@@ -21,7 +21,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.text import counted
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.charts import Line, line_chart, shown_number, stacked_chart
-from octetrl.telemetry.comparison import differences, interval_text, uncompared
+from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
 from octetrl.telemetry.ending import FAILED
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.mismatch_tables import mismatch_by_age, mismatch_by_length
@@ -153,12 +153,7 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
     if rows:
         header = ["", "", "mean", "95% interval", "pairs"]
         yield _table(header, rows, " differences")
-        says = (
-            "Pairs are the same held-out tasks in the last evaluations, or the same steps over the last half of the"
-            " runs. The intervals are a bootstrap over pairs. Steps of a run depend on one another, so theirs are too"
-            " narrow. None covers another seed, which may differ as much."
-        )
-        yield f'<p class="soft">{says}</p>'
+        yield f'<p class="soft">{escape(OF_PAIRS)}</p>'
 
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:

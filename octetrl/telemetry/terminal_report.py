@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from octetrl.config.text import counted, printable
 from octetrl.telemetry.charts import shown_number, sparkline
-from octetrl.telemetry.comparison import differences, interval_text, uncompared
+from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
 from octetrl.telemetry.report_data import RunRecord, findings, raised_warnings, results
 from octetrl.telemetry.report_page import HEADLINES, TITLES
 from octetrl.telemetry.run_times import longest_first, overlap
@@ -48,9 +48,12 @@ def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[s
             yield from _wrapped(f"  {line}", width, " " * 8)
     for line in uncompared(runs):
         yield from _wrapped(line, width, "  ")
-    for what, other, found in differences(runs, TITLES):
+    compared = list(differences(runs, TITLES))
+    for what, other, found in compared:
         line = f"{what}, {other.name} − {runs[0].name}: {found.mean:+.4g}, {interval_text(found, '95% interval ')}"
         yield from _wrapped(line, width, "  ")
+    if compared:
+        yield from _wrapped(OF_PAIRS, width, "  ")
 
 
 def _fact(label: str, text: str, width: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.telemetry.comparison import changed_tasks
+from octetrl.telemetry.comparison import OF_PAIRS, changed_tasks
 from octetrl.telemetry.report_data import RunRecord
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.terminal_report import terminal_report
@@ -32,6 +32,8 @@ def test_rewards_of_the_same_tasks_are_compared() -> None:
     two.rows[-1]["reward/mean"] = 1.5
     (varied,) = (line for line in terminal_report([one, two]) if line.startswith("reward, step by step"))
     assert ", 95% interval +0.25 to +" in varied
+    assert OF_PAIRS in " ".join(" ".join(lines).split()) and OF_PAIRS in page, "which pairs, in both"
+    assert "bootstrap" not in " ".join(terminal_report([one]))
     assert not any(SAYS in line for line in lines) and SAYS not in page
     assert "<td>reward, step by step</td>" in page and "<td>held-out accuracy, step by step</td>" in page
 
@@ -47,7 +49,7 @@ def test_rewards_of_other_tasks_are_not() -> None:
     lines = list(terminal_report([one, two, third]))
     assert f"one and two: {SAYS} (environment.dataset)" in lines
     mixed = run_of("mixed", environments={"sums": TASKS})
-    said = [line for line in terminal_report([one, mixed]) if "differ" in line or " more)" in line]
+    said = [line for line in terminal_report([one, mixed]) if "tasks differ" in line or " more)" in line]
     assert said[0].startswith(SAYS) and said[-1].endswith(" more)") and max(map(len, said)) <= 100
     rewards = next(line for line in lines if line.startswith("reward,"))
     assert rewards.startswith("reward, step by step, three − one")
