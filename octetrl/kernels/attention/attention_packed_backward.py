@@ -108,7 +108,7 @@ def _dq_tile(
     return tl.dot(ds_IJ.to(tl.bfloat16), k_JD, dq_ID)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "stride_row"])
 def _dq_kernel(
     q_desc, dout_desc, out_desc, k_desc, v_desc, lse2_ptr, rows_ptr, dq_ptr, cu_seqlens_ptr, k_scale_ptr, v_scale_ptr,
     base_scale, softmax_scale, num_sequences, num_tokens, stride_row,

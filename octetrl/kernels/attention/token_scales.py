@@ -31,7 +31,7 @@ def first_column(first_token, sequence):
     return (first_token // ALIGN + sequence) * ALIGN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_row"])
 def _attention_scales_kernel(
     k_scale_ptr, v_scale_ptr, k_out_ptr, v_out_ptr, cu_seqlens_ptr, stride_row,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr,
