@@ -71,7 +71,7 @@ def scale_rows(num_rows):
     return (num_rows + 3) // 4 * 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _quantize_activation_kernel(
     x_ptr, code_ptr, scale_ptr, M, K, row_stride, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
