@@ -298,20 +298,21 @@ def _step_times(metrics: Sequence[EngineMetrics]) -> Iterator[tuple[str, float]]
 
 
 def _bandwidth_model(rounds: Sequence[Turn]) -> Iterator[tuple[str, float]]:
-    """The memory-bandwidth model's parts, and its share of the measured time on a GPU."""
+    """The memory-bandwidth model's parts. On a GPU also its speed, and its share of the time."""
     turn = rounds[0]
     yield "rollout/weight_gb_per_step", turn.weight_bytes / 1e9
     yield "rollout/kv_bytes_per_token", turn.kv_bytes_per_token
     steps = [decode_steps(one.metrics, one.max_batch) for one in rounds]
     live = statistics.median(turn.workload.live_token_steps / count for count in steps)
     yield "rollout/live_kv_tokens", live
+    if turn.peak_bytes is None:
+        return
     modelled = modelled_seconds(turn.weight_bytes, live * turn.kv_bytes_per_token)
     yield "rollout/floor_step_ms", modelled * 1e3
     rows_of_a_step = [one.metrics.generated_tokens / count for one, count in zip(rounds, steps, strict=True)]
     yield "rollout/floor_tokens_per_second", statistics.median(rows_of_a_step) / modelled
-    if turn.peak_bytes is not None:
-        shares = (modelled * count / one.metrics.seconds for one, count in zip(rounds, steps, strict=True))
-        yield "rollout/floor_share", statistics.median(shares)
+    shares = (modelled * count / one.metrics.seconds for one, count in zip(rounds, steps, strict=True))
+    yield "rollout/floor_share", statistics.median(shares)
 
 
 def decode_steps(metrics: EngineMetrics, max_batch: int) -> int:

@@ -37,13 +37,15 @@ from octetrl.cli.bench_options import (
     Seed,
     Sigma,
     device_of,
+    legend_of,
     model_of,
     numerics_of,
     precisions_of,
     result_suffix,
     results_folder,
 )
-from octetrl.cli.bench_table import WIDTH, print_table
+from octetrl.cli.bench_rollout_columns import COLUMNS, DRAFT_COLUMNS, DRAFT_LEGEND, LEGEND
+from octetrl.cli.bench_table import WIDTH, filled, print_table
 from octetrl.cli.bench_vllm import OURS, WARMUP_TOKENS, Backend, Warmup, backends_of, measure_backends
 from octetrl.config.errors import UserError
 from octetrl.config.speculation import SpeculationConfig
@@ -57,45 +59,6 @@ ON_GPU, ON_CPU = (Shape(128, 512, 4096), Shape(256, 512, 1024)), (Shape(8, 16, 3
 DRAWN = ("fixed", "lognormal")  # --lengths; anything else is a file
 KERNELS_SHOWN = 20
 SMALLER = "lower --requests or --prompt, or give a smaller --workload"
-COLUMNS = {  # key of a row: heading, format
-    "rollout/tokens_per_second": ("tokens/s", ",.0f"),
-    "rollout/speedup_over_bf16": ("to\nbf16", ".2f"),
-    "rollout/step_ms_p50": ("step ms\np50", ".2f"),
-    "rollout/step_ms_p99": ("step ms\np99", ".2f"),
-    "rollout/floor_tokens_per_second": ("bandw. model\ntokens/s", ",.0f"),
-    "rollout/floor_share": ("of bandw.\nmodel", ".1%"),
-    "rollout/kv_capacity_tokens": ("KV cache\ntokens", ",d"),
-    "rollout/batch_occupancy": ("occupancy", ".1%"),
-    "rollout/tail_share": ("tail", ".1%"),
-    "rollout/preemptions": ("preempted", "d"),
-    "time/capture": ("capture\ns", ".2f"),
-    "time/startup": ("start s", ".1f"),
-    "time/first_token": ("warm s", ".3f"),
-    "memory/peak_gb": ("peak GB", ".1f"),
-}
-DRAFT_COLUMNS = {
-    "rollout/tokens_per_second": ("tokens/s", ",.0f"),
-    "rollout/speedup": ("of none", ".2f"),
-    "rollout/steps": ("forwards", ",d"),
-    "rollout/drafted_tokens": ("drafted", ",.0f"),
-    "rollout/accepted_tokens": ("accepted", ",.0f"),
-    "time/capture": ("capture\ns", ".2f"),
-    "rollout/unequal_answers": ("unequal\nanswers", "d"),
-}
-DRAFT_LEGEND = (
-    "of none: speed relative to no drafts. capture: part of the time that captured graphs, 0 in a fair comparison."
-    " unequal answers: 0 where speculation keeps all bits."
-)
-ROUTER_COLUMNS = {"router/load_max_over_mean": ("expert load\nmax/mean", ".2f")}
-NUMERICS_COLUMNS = {"rollout/cost_of_parity": ("parity\ncosts", ".1%")}
-LEGEND = (
-    "bandw. model: decoding at 4.3 TB/s (H200). A step reads the weights of linears and lm_head once (of a mixture,"
-    " the experts that have a row), and the live keys and values once for each sequence. It is no lower bound: L2"
-    " serves some reads of a shared prompt. of bandw. model: the model's time as a share of the measured one. tail:"
-    " share of the decode time with less than half of the batch running. capture: part of the time that captured CUDA"
-    " graphs, which a run's steps do again. start: from an initialised CUDA to the first token: build the model, create"
-    " or read its weights, quantise, calibrate, allocate the cache, compile or load kernels. warm: the same again."
-)
 
 Requests = Annotated[
     int | None, typer.Option(min=1, help="Number of completions, including all siblings. Default: 128; on a CPU 8.")
@@ -294,14 +257,10 @@ def _measure(
 
     rows = rows_of(measure(plan, _say))
     title = f"rollout, {plan.model.name} on {plan.device.type}"
-    names, columns = ["precision", "workload"], COLUMNS
-    if any("router/load_max_over_mean" in row for row in rows):
-        columns = columns | ROUTER_COLUMNS
+    names, columns = ["precision", "workload"], filled(COLUMNS, rows)
     if plan.numerics != ("parity",):
         names.append("rollout/numerics")
-    if len(plan.numerics) > 1:
-        columns = columns | NUMERICS_COLUMNS
-    print_table(title, names, columns, rows, LEGEND)
+    print_table(title, names, columns, rows, legend_of(LEGEND, columns))
     path = write_result("rollout", name, rows, folder)  # before the profile, which might fail
     if profile:
         from octetrl.bench.profile import profile_rows

@@ -38,6 +38,11 @@ def print_table(
         Console(width=room or max(needed, WIDTH)).print(legend, style="italic", highlight=False, markup=False)
 
 
+def filled(columns: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Columns that some row has a figure for."""
+    return {key: shown for key, shown in columns.items() if any(key in row for row in rows)}
+
+
 def fitting(
     room: int | None,
     title: str,

@@ -62,7 +62,8 @@ def check_tokenizer_files(folder: str | Path, *, remedy: str = "give model.token
     """Check a tokenizer's files as far as that needs no transformers. Returns the folder. Raises UserError."""
     path = Path(folder)
     if not path.is_dir():
-        raise UserError(f"tokenizer: no folder '{path}'; {remedy} with a tokenizer")
+        seen = "" if path.is_absolute() else f" in '{Path.cwd()}'"
+        raise UserError(f"tokenizer: no folder '{path}'{seen}; {remedy} with a tokenizer")
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise UserError(f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)}; {remedy} with a tokenizer")
     _check_settings(path)

@@ -7,6 +7,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,11 @@ from octetrl.bench.cluster_rows import rows_of as step_rows
 from octetrl.bench.mix import Mix
 from octetrl.bench.model import BenchModel, find_model
 from octetrl.bench.on_workers import EMBEDDED, check_cut, compare_workers, digest_warnings
-from octetrl.bench.rollout import Bench
+from octetrl.bench.rollout import Bench, warm_up
 from octetrl.bench.step import StepBench
 from octetrl.bench.train import TrainBench
 from octetrl.bench.turns import Row
-from octetrl.bench.workload import LengthRange, Shape, lognormal_lengths, uniform_lengths
+from octetrl.bench.workload import LengthRange, Shape, Workload, lognormal_lengths, uniform_lengths
 from octetrl.cli.bench_cluster import check_codes, cluster_of, columns_of, counts_of, noise_warnings
 from octetrl.cli.bench_on_workers import micro_batches_of
 from octetrl.cli.bench_options import with_layers
@@ -57,12 +58,19 @@ def test_a_table_has_no_column_that_says_nothing() -> None:
     assert "step/beside_tail_share" in beside
 
 
-def test_any_number_of_workers_draws_the_same_lengths_and_tokens() -> None:
+def test_any_number_of_workers_draws_the_same_lengths_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm: list[int] = []
+    short = Workload.short
+    monkeypatch.setattr(Workload, "short", lambda workload, tokens: warm.append(tokens) or short(workload, tokens))
     work = lognormal_lengths(Shape(8, 6, 5), 2, TINY.spec.vocab_size, 0, sigma=0.7, max_positions=64)
     bench = Bench(TINY, ("fp8_full",), (work,), CPU, warmup_tokens=2, max_batch=3)
     plan = cluster_rollout.ClusterRollout(bench, TWO, ALL)
     turns = cluster_rollout.measure(plan, None, threads)
     assert [turn.workers for turn in turns] == [0, 1, 2]
+    assert warm == [2, 2, 2], "every size of batch, if answers end one after another"
+    alone: Any = SimpleNamespace(engine=SimpleNamespace(generate=lambda requests: None))
+    warm_up(alone, work, 5)
+    assert warm == [2, 2, 2, 5], "and so without workers"
     assert len({turn.digest for turn in turns}) == 1 and not list(digest_warnings(turns))
     embedded, one, two = cluster_rollout.rows_of(plan, turns)
     for row in (embedded, one, two):

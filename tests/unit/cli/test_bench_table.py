@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octetrl.cli.bench_table import MOST, fitting, print_table
+from octetrl.cli.bench_table import MOST, filled, fitting, print_table
 
 NAMES = ("precision", "train/numerics")
 COLUMNS = {f"time/{n}": (f"seconds\nof part {n}", ".2f") for n in range(9)}
@@ -17,6 +17,11 @@ COLUMNS = {f"time/{n}": (f"seconds\nof part {n}", ".2f") for n in range(9)}
 def rows_of(count: int) -> list[dict[str, Any]]:
     rows = [{"precision": f"fp8_{n}", "train/numerics": "parity"} for n in range(count)]
     return [row | {f"time/{n}": 1000 * place + n for n in range(8)} for place, row in enumerate(rows)]  # the last: none
+
+
+def test_a_column_without_a_figure_is_left_out() -> None:
+    assert list(filled(COLUMNS, rows_of(2))) == [f"time/{n}" for n in range(8)]
+    assert list(filled(COLUMNS, [{}, {"time/3": 1.0}])) == ["time/3"]
 
 
 @pytest.mark.parametrize(

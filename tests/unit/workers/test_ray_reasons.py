@@ -13,9 +13,11 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 
 from ray.exceptions import RayActorError
 
+from octetrl.config.cluster import ClusterConfig
+from octetrl.config.errors import RunFailed
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.ray import RayTeam, _why, lacking_module
-from octetrl.workers.ray_cluster import _kept_stderr, other_versions, variables_of_ray
+from octetrl.workers.ray_cluster import _kept_stderr, connect, other_versions, variables_of_ray
 
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: _RayWorker
@@ -89,6 +91,20 @@ def test_what_a_library_prints_while_it_connects_is_shown_unless_it_fails(capfd:
         os.write(2, b"InvalidAuthToken\n")
         raise ConnectionError
     assert capfd.readouterr().err == ""
+
+
+def test_ray_starts_no_more_idle_processes_than_there_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts one for each CPU that it is told of."""
+    given: dict[str, object] = {}
+
+    def init(**arguments: object) -> None:
+        given.update(arguments)
+        raise ConnectionError("not in this test")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RunFailed, match="not in this test"):
+        connect(ClusterConfig(cpus=3), None)
+    assert given["num_cpus"] == 3
 
 
 def test_threads_of_workers_wait_for_a_short_time_unless_told_otherwise(
