@@ -270,7 +270,7 @@ def _read_lengths(path: Path) -> list[tuple[str, int, int]]:
 def _check_groups(shape: Shape, group_size: int) -> None:
     if shape.requests % group_size:
         raise UserError(
-            f"--requests: {shape.requests} requests are no whole groups of {group_size};"
+            f"workload {shape}: {shape.requests} requests are no whole groups of {group_size};"
             f" give a multiple of --group-size, such as {-(-shape.requests // group_size) * group_size}"
         )
 

@@ -155,7 +155,9 @@ class JsonObject(Mapping[str, Any]):
         return tuple(ids)
 
     def wrong(self, key: str, needed: str) -> UserError:
-        return UserError(f"{self.where}'{key}' is {shown(self.values_by_key.get(key))}, {needed}; correct the config")
+        value = self.values_by_key.get(key)
+        given = shown(value) if value is not None else "null" if key in self.values_by_key else "missing"
+        return UserError(f"{self.where}'{key}' is {given}, {needed}; correct the config")
 
     def _given(self, key: str, default: Any) -> Any:
         value = self.values_by_key.get(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from octetrl.config.blocks import StackedLinearLayout
 from octetrl.config.memory import Precisions
@@ -11,6 +11,7 @@ from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
 
 BLOCK = 128  # of fp8/format.py, which needs torch
+ALIGNED = 8  # BF16 values of 16 bytes: TMA reads rows that begin at multiples of them
 ONLY_BFLOAT16 = (
     "a mixture of experts runs on a GPU in bfloat16, and its FP8 is not emulated there; set model.dtype=bfloat16 and"
     " leave fp8.emulate out, or set cluster.device=cpu"
@@ -46,24 +47,31 @@ def expert_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
 
 def experts_refused_on_gpu(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> str | None:
     """Why a GPU does not run this model's experts, as one line; None: it does, or there are none."""
-    experts = {name: linear for name, linear in spec.linears() if isinstance(linear, StackedLinearLayout)}
-    if not experts:
+    if not spec.has_experts:
         return None
-    fp8 = [name for name in experts if name in {*precisions.fp8_rollout, *precisions.fp8_train}]
     if recipe.model.dtype != "bfloat16" or (recipe.fp8.emulate and (precisions.fp8_rollout or precisions.fp8_train)):
         return ONLY_BFLOAT16
-    return next((text for name in fp8 if (text := widths_refused_in_fp8(name, experts[name])) is not None), None)
+    return expert_widths_refused(spec, {*precisions.fp8_rollout, *precisions.fp8_train})
 
 
-def widths_refused_in_fp8(name: str, linear: StackedLinearLayout) -> str | None:
-    """Why a GPU does not multiply by these experts in FP8, as one line; None: it does. The widths are the config's, so
-    those of gate and up count one by one."""
+def expert_widths_refused(spec: ModelSpec, fp8: Collection[str]) -> str | None:
+    """Why a GPU does not multiply by these experts, as one line; None: it does. `fp8`: the names of linears in FP8."""
+    experts = ((name, linear) for name, linear in spec.linears() if isinstance(linear, StackedLinearLayout))
+    return next((why for each in experts if (why := _widths_refused(*each, fp8=each[0] in fp8)) is not None), None)
+
+
+def _widths_refused(name: str, linear: StackedLinearLayout, *, fp8: bool) -> str | None:
+    """The widths are the config's, so those of gate and up count one by one."""
     multiplied = (linear.in_features, linear.in_features), (linear.parts[0].rows, linear.out_features)
-    ragged = dict.fromkeys(f"{width:,}" for width, size in multiplied if size % BLOCK)
+    multiple = BLOCK if fp8 else ALIGNED
+    ragged = dict.fromkeys(f"{width:,}" for width, size in multiplied if size % multiple or width % ALIGNED)
     if not ragged:
         return None
+    runs_in_bf16 = fp8 and not any(width % ALIGNED for width, _ in multiplied)
+    remedies = (
+        "fp8.ignore=['*.experts.*'], precision=bf16 or cluster.device=cpu" if runs_in_bf16 else "cluster.device=cpu"
+    )
     return (
-        f"experts with a width of {' and '.join(ragged)} ({name}) do not run in FP8 on a GPU, where their hidden and"
-        f" intermediate sizes must be multiples of {BLOCK}; set fp8.ignore=['*.experts.*'], precision=bf16 or"
-        f" cluster.device=cpu"
+        f"experts with a width of {' and '.join(ragged)} ({name}) do not run{' in FP8' if fp8 else ''} on a GPU, where"
+        f" their hidden and intermediate sizes must be multiples of {multiple}; set {remedies}"
     )

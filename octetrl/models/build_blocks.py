@@ -17,7 +17,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.lora import lora_parts
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
-from octetrl.config.validate_experts import ONLY_BFLOAT16, widths_refused_in_fp8
+from octetrl.config.validate_experts import ONLY_BFLOAT16, expert_widths_refused
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.layers.cut_linear import CutFloat8Linear, CutLinear
@@ -54,6 +54,10 @@ class LayerBuilder:
             raise UserError(why_not)
         if on_gpu and self.spec.has_experts and (emulated or self.dtype != torch.bfloat16):
             raise UserError(ONLY_BFLOAT16)
+        if on_gpu or self.backend == "scaled_mm":
+            fp8 = {linear.name for linear in self.policy.linears if getattr(linear, self.side) == "fp8"}
+            if (why_not := expert_widths_refused(self.spec, fp8)) is not None:
+                raise UserError(why_not)
 
     def blocks(self, index: int) -> tuple[Block, Block]:
         """The blocks of layer `index`, in the order of `PLACES`."""
@@ -84,9 +88,6 @@ class LayerBuilder:
         width, rows = layout.in_features, layout.out_features
         if isinstance(layout, StackedLinearLayout):
             stacked = Float8StackedLinear if is_fp8 else StackedLinear
-            why_not = widths_refused_in_fp8(f"{block}.{name}", layout) if is_fp8 else None
-            if self.backend == "scaled_mm" and why_not is not None:
-                raise UserError(why_not)
             experts = stacked(width, rows, layout.count, **common, **(fp8 if is_fp8 else {}))
             if self.lora is not None and (parts := lora_parts(layout, self.lora)):
                 adapted = width, parts, self.lora.rank, self.lora.alpha, layout.count

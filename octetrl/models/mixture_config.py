@@ -97,11 +97,10 @@ def _routing(config: JsonObject, family: str) -> Routing:
     if family in CORRECTED:
         defaults = zip(("n_group", "topk_group"), GROUPS.get(family, (1, 1)), strict=True)
         groups, kept = (config.integer(name, default, most=MOST_HEADS) for name, default in defaults)
-        if experts % groups or kept > groups:
-            raise UserError(
-                f"{experts} experts in n_group {groups}, of which topk_group {kept} are kept, do not divide; correct"
-                f" the config"
-            )
+        if experts % groups:
+            raise UserError(f"{experts} experts do not divide into n_group {groups}; correct the config")
+        if kept > groups:
+            raise UserError(f"topk_group {kept} exceeds n_group {groups}; correct the config")
         if groups > 1 and experts // groups < 2:
             raise UserError(f"n_group {groups} of {experts} experts leaves groups of one; correct the config")
     candidates = experts // groups * kept

@@ -15,7 +15,12 @@ from octetrl.config.blocks import LayerBlocks
 from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.relative_error import relative_error
-from octetrl.kernels.attention.latent_backward import LatentGradients, latent_backward_reference, latent_backward_triton
+from octetrl.kernels.attention.latent_backward import (
+    LatentGradients,
+    latent_backward,
+    latent_backward_reference,
+    latent_backward_triton,
+)
 from octetrl.kernels.attention.latent_decode import PIPELINE, latent_decode
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.attention.latent_paged import latent_paged
@@ -50,6 +55,7 @@ SIZES = HeadSizes(128, 128)
 ROUTING = Routing(16, 3, "sigmoid", True, corrected=True, num_groups=4, kept_groups=2, scale=2.5)
 MIXTURE = MixtureLayout(ROUTING, 256, 512)
 DIRECT, LOW_RANK = (LatentAttentionLayout(256, rank, 64, 64, value) for rank, value in ((0, 128), (256, 64)))
+WIDE_HEADS = LatentAttentionLayout(LATENT, 256, 192, ROTARY, 256)  # as GLM-4.7-Flash's; their backward is padded
 _WIDE = replace(
     TINY["qwen3"], hidden_size=512, intermediate_size=1152, num_heads=8, num_kv_heads=8, head_size=128, vocab_size=4096,
     qk_norm=False,
@@ -57,6 +63,9 @@ _WIDE = replace(
 MODELS: dict[str, ModelSpec] = {
     "direct": replace(_WIDE, blocks=(LayerBlocks(DIRECT, MLPLayout()), LayerBlocks(DIRECT, MIXTURE))),
     "low_rank": replace(_WIDE, blocks=(LayerBlocks(LOW_RANK, MIXTURE),)),
+    "wide_heads": replace(
+        _WIDE, num_heads=20, num_kv_heads=20, head_size=256, blocks=(LayerBlocks(WIDE_HEADS, MIXTURE),)
+    ),
 }
 
 
@@ -207,17 +216,18 @@ def test_rows_have_the_bits_of_the_references() -> None:
         assert torch.equal(moved.cpu(), rope_reference(x_THR, *rotary, sign, True))
 
 
-def test_products_with_kv_b_do_not_depend_on_the_number_of_tokens() -> None:
+@pytest.mark.parametrize("sizes", [SIZES, HeadSizes(192, 256)], ids=str)
+def test_products_with_kv_b_do_not_depend_on_the_number_of_tokens(sizes: HeadSizes) -> None:
     generator = torch.Generator("cuda").manual_seed(2)
-    q_THN = torch.randn(600, HEADS, SIZES.nope, generator=generator, device="cuda").bfloat16()
-    kv_b = (torch.randn(HEADS * sum(SIZES), LATENT, generator=generator, device="cuda") / 22).bfloat16()
-    q_THC = absorb(q_THN, kv_b, SIZES)
-    out_TV = expand(q_THC, kv_b, SIZES)
-    wk = kv_b.view(HEADS, sum(SIZES), -1)[:, : SIZES.nope].double()
+    q_THN = torch.randn(600, HEADS, sizes.nope, generator=generator, device="cuda").bfloat16()
+    kv_b = (torch.randn(HEADS * sum(sizes), LATENT, generator=generator, device="cuda") / 22).bfloat16()
+    q_THC = absorb(q_THN, kv_b, sizes)
+    out_TV = expand(q_THC, kv_b, sizes)
+    wk = kv_b.view(HEADS, sum(sizes), -1)[:, : sizes.nope].double()
     assert relative_error(q_THC, torch.einsum("thn,hnc->thc", q_THN.double(), wk)) < 3e-3
     for tokens in (1, 2, 16, 33, 128, 129, 512):
-        assert torch.equal(absorb(q_THN[:tokens], kv_b, SIZES), q_THC[:tokens]), tokens
-        assert torch.equal(expand(q_THC[:tokens], kv_b, SIZES), out_TV[:tokens]), tokens
+        assert torch.equal(absorb(q_THN[:tokens], kv_b, sizes), q_THC[:tokens]), tokens
+        assert torch.equal(expand(q_THC[:tokens], kv_b, sizes), out_TV[:tokens]), tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 90, 300])
@@ -298,6 +308,14 @@ def test_the_backward_repeats_its_bits_and_nothing_crosses_over(sizes: tuple[int
         assert torch.equal(one[:64], other[:64]) and torch.equal(one[193:], other[193:])
 
 
+def test_the_backward_of_wider_heads_is_that_of_the_formula() -> None:
+    """Ordinary attention's, on padded copies."""
+    lengths = (1, 63, 129, 300)
+    arguments = gradients.Arguments(*(x.cuda() for x in gradients.draw(sum(lengths), 5, sizes=(192, 64, 256))))
+    found = latent_backward(*arguments, gradients.cu_seqlens(lengths).cuda(), max(lengths), gradients.SCALE)
+    assert max(gradients.errors(found, gradients.written_out(arguments, lengths))) < 1e-2
+
+
 def test_what_keys_and_values_have_in_common_hardly_adds_to_an_error_of_queries() -> None:
     """The rows of dS add up to zero. With a delta from outputs in BF16 they would not, if outputs are large."""
     arguments = gradients.Arguments(*(x.cuda() for x in gradients.draw(700, 4, common=2.0, sizes=(128, 64, 128))))
@@ -307,7 +325,10 @@ def test_what_keys_and_values_have_in_common_hardly_adds_to_an_error_of_queries(
     assert relative_error(found, want) < relative_error(by_outputs, want) / 2
 
 
-@pytest.mark.parametrize(("model", "precision"), [("direct", "bf16"), ("direct", "fp8_full"), ("low_rank", "fp8_full")])
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [("direct", "bf16"), ("direct", "fp8_full"), ("low_rank", "fp8_full"), ("wide_heads", "fp8_full")],
+)
 def test_what_happens_in_engine_and_trainer_changes_nothing(model: str, precision: str) -> None:
     spec, draw = MODELS[model], random.Random(4)
     sides = Sides(spec, precision, "cuda", calibrate_on=[random_tokens(random.Random(0), spec, 300)])

@@ -203,7 +203,7 @@ def test_what_is_no_rollouts_file_is_refused(text: str | bytes, said: str, tmp_p
 
 
 def test_groups_are_whole_and_lengths_fit() -> None:
-    with pytest.raises(UserError, match="no whole groups of 8; give a multiple of --group-size, such as 16"):
+    with pytest.raises(UserError, match=r"^workload 12x4\+4: 12 requests are no whole groups of 8; .* such as 16$"):
         fixed_lengths(Shape(12, 4, 4), 8, VOCAB, seed=0)
     check_positions(Shape(1, 24, 1000), 1024, "tiny")
     with pytest.raises(UserError, match="24 \\+ 1001 tokens and tiny has 1024 positions; shorten --prompt or --answer"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
@@ -12,6 +13,8 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.fp8.policy import precision_policy
+from octetrl.layers.tensor_group import ONE_WORKER
+from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 
@@ -27,6 +30,7 @@ def refusal(sizes: dict[str, int], preset: str = "tiny-moe", **sections: Any) ->
 
 
 FP8 = {"fp8": {"rollout": True, "train": True}}
+UNLIKE = {"fp8": {"rollout": True, "train": True, "ignore": ["*.experts.*"]}}  # experts alone are in BF16
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,15 @@ FP8 = {"fp8": {"rollout": True, "train": True}}
         ({"moe_intermediate_size": 64}, FP8, "a width of 64 (layers.0.mlp.experts.down_proj)"),
         ({"hidden_size": 144, "moe_intermediate_size": 272}, FP8, "a width of 144 and 272 (layers.0.mlp."),
         ({"hidden_size": 64, "moe_intermediate_size": 64}, FP8, "a width of 64 (layers.0.mlp.experts.gate_up_proj)"),
+        ({"moe_intermediate_size": 1444}, FP8, "multiples of 128; set cluster.device=cpu"),
+        (
+            {"moe_intermediate_size": 1444},
+            {},
+            "a width of 1,444 (layers.0.mlp.experts.gate_up_proj) do not run on a GPU",
+        ),
+        ({"moe_intermediate_size": 1444}, {}, "must be multiples of 8; set cluster.device=cpu"),
+        ({"hidden_size": 100, "moe_intermediate_size": 40}, {}, "a width of 100 (layers.0.mlp.experts.gate_up_proj)"),
+        ({"moe_intermediate_size": 1444}, UNLIKE, "a width of 1,444 (layers.0.mlp.experts.gate_up_proj) do not run on"),
         ({}, {"model": {"dtype": "float32"}}, "a mixture of experts runs on a GPU in bfloat16"),
         ({}, {"fp8": {"train": True, "emulate": True}}, "its FP8 is not emulated there"),
     ],
@@ -50,7 +63,8 @@ def test_what_does_not_run_is_refused(sizes: dict[str, int], sections: dict[str,
     [
         ({}, FP8),
         ({"moe_intermediate_size": 1440}, {}),
-        ({"moe_intermediate_size": 1440}, {"fp8": {"train": True, "rollout": True, "ignore": ["*.experts.*"]}}),
+        ({"moe_intermediate_size": 1440}, UNLIKE),
+        ({"hidden_size": 104, "moe_intermediate_size": 40}, {}),
     ],
 )
 def test_what_runs_is_not(sizes: dict[str, int], sections: dict[str, Any]) -> None:
@@ -63,6 +77,16 @@ def test_a_model_that_is_built_is_refused_in_the_words_of_the_check() -> None:
     with pytest.raises(UserError) as refused:
         Decoder(spec, policy, "train", device="meta", backend="scaled_mm")
     assert str(refused.value) == refusal({"moe_intermediate_size": 272}, **FP8)
+
+
+def test_so_is_one_in_bf16() -> None:
+    sizes = {"hidden_size": 100, "moe_intermediate_size": 40}
+    spec = spec_from_config(preset_config("tiny-moe") | sizes)
+    policy = precision_policy(spec, Fp8Config())
+    with pytest.raises(UserError) as refused:
+        LayerBuilder(spec, policy, "train", torch.bfloat16, "cuda", "emulated", None, ONE_WORKER, True)
+    assert str(refused.value) == refusal(sizes)
+    LayerBuilder(spec, policy, "train", torch.bfloat16, "cpu", "emulated", None, ONE_WORKER, True)
 
 
 def test_a_model_without_experts_is_not_asked() -> None:

@@ -24,13 +24,18 @@ def test_the_kernel_is_the_reference(name: str, monkeypatch: pytest.MonkeyPatch)
     generator = torch.Generator().manual_seed(experts)
     logits_TX = torch.randn(12, experts, generator=generator) * 2
     logits_TX[:6] = logits_TX[:6].round()  # ties
-    logits_TX[6] = 0.0
+    logits_TX[6], logits_TX[7] = 0.0, -200.0  # sigmoids of 0
     bias_X = None if rule.softmax else torch.randn(experts, generator=generator).div(4)
     for bias in {id(one): one for one in (bias_X, None)}.values():
         found, want = route_tokens_triton(logits_TX, bias, rule), route_tokens(logits_TX, bias, rule)
-        assert torch.equal(found.expert_TS, want.expert_TS)
+        assert torch.equal(found.expert_TS, want.expert_TS) and found.weight_TS.isfinite().all()
         torch.testing.assert_close(found.weight_TS, want.weight_TS, rtol=1e-6, atol=0)
         torch.testing.assert_close(found.score_TX, want.score_TX, rtol=1e-6, atol=0)
+
+
+def test_weights_are_0_if_all_scores_are() -> None:
+    found = route_tokens(torch.full((1, 8), -200.0), None, RULES["groups"][1])
+    assert found.weight_TS.tolist() == [[0.0] * 3]
 
 
 @pytest.mark.parametrize("name", ["softmax", "groups"])

@@ -156,7 +156,7 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"architectures": ["GptOssForCausalLM"]}, "unsupported architecture GptOssForCausalLM.*why others are not$"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE type 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is None"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "'factor' is 0.5, 1 or more"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "1"}}, "'mscale' is '1'"),
         ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1.0, "beta_slow": 2.0}}, "'beta_fast' is 1.0, at least"),
@@ -165,7 +165,7 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "mscale": 1e300}}, r"'mscale' is 1e\+300, a number from 0.001"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1}, "'rope_theta' is 1, YaRN needs more"),
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "'original_max_position"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),
         (
             {
                 "rope_scaling": {
@@ -187,13 +187,13 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         (GLM | {"partial_rotary_factor": "half"}, "'partial_rotary_factor' is 'half'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "RoPE of its own for 'full_attention' is not"),
-        ({"hidden_act": None}, "'hidden_act' is None"),
+        ({"hidden_act": None}, "'hidden_act' is null"),
         ({"torch_dtype": "float99"}, "'torch_dtype' is 'float99'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias true is not supported for qwen3"),
         ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias true"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
-        ({"vocab_size": None}, "'vocab_size' is None"),
+        ({"vocab_size": None}, "'vocab_size' is null"),
         ({"hidden_size": "1024"}, "'hidden_size' is '1024'"),
         ({"num_key_value_heads": 7}, "not a multiple"),
         ({"head_dim": 127}, "head size 127"),

@@ -154,7 +154,7 @@ def test_block_fp8_as_published_and_further_layers_are_read(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_lora_rank": None}, "'kv_lora_rank' is None, a positive integer is needed"),
+        ({"kv_lora_rank": None}, "'kv_lora_rank' is null, a positive integer is needed"),
         ({"q_lora_rank": 0}, "'q_lora_rank' is 0, a positive integer is needed"),
         ({"qk_rope_head_dim": 15}, "'qk_rope_head_dim' is 15, an even number is needed"),
         ({"num_key_value_heads": 2}, "num_key_value_heads 2 differs from num_attention_heads 4"),
@@ -165,6 +165,13 @@ def test_block_fp8_as_published_and_further_layers_are_read(tmp_path: Path) -> N
 def test_configs_that_cannot_be_run_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         spec_from_config(preset_config("tiny-mla-moe") | changes)
+
+
+def test_a_missing_key_is_called_missing() -> None:
+    config = preset_config("tiny-mla-moe")
+    del config["kv_lora_rank"]
+    with pytest.raises(UserError, match="'kv_lora_rank' is missing, a positive integer is needed"):
+        spec_from_config(config)
 
 
 def test_a_negative_number_of_further_layers_is_refused(tmp_path: Path) -> None:

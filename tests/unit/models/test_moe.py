@@ -115,6 +115,11 @@ def test_routes_are_those_of_the_formula(routing: Routing) -> None:
         assert weights.tolist() == pytest.approx(list(want.values()), rel=1e-6)
 
 
+def test_logits_of_a_router_are_never_rounded_to_bfloat16() -> None:
+    gate, x_TE = mixture(SOFTMAX).gate, inputs_of(20, torch.bfloat16)
+    torch.testing.assert_close(gate(x_TE).double(), x_TE.double() @ gate.weight.double().t(), rtol=1e-6, atol=1e-6)
+
+
 def test_a_tie_goes_to_the_lowest_id() -> None:
     equal_TX = torch.zeros(3, 8)
     assert route(equal_TX[:, :6], None, SOFTMAX).expert_TS.tolist() == [[0, 1]] * 3

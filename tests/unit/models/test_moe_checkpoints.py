@@ -146,7 +146,7 @@ def refusal(folder: Path) -> str:
         ({"scoring_func": "sqrtsoftplus"}, r"routing function 'sqrtsoftplus' \(scoring_func\) is not supported"),
         ({"topk_method": "noaux_tc"}, r"'noaux_tc' \(topk_method\) is not supported for qwen3_moe, only greedy"),
         ({"num_experts": 0}, "'num_experts' is 0, a positive integer is needed"),
-        ({"moe_intermediate_size": None}, "'moe_intermediate_size' is None, a positive integer is needed"),
+        ({"moe_intermediate_size": None}, "'moe_intermediate_size' is null, a positive integer is needed"),
         ({"mlp_only_layers": [0, 1]}, "none of the 2 layers of this qwen3_moe has experts"),
         ({"mlp_only_layers": "all"}, "'mlp_only_layers' is 'all', a list of integers is needed"),
         ({"architectures": ["OlmoeForCausalLM"]}, "unsupported architecture OlmoeForCausalLM; supported are"),
@@ -158,10 +158,19 @@ def test_configs_that_cannot_be_run_are_refused(changes: dict[str, Any], words: 
         spec_from_config(config)
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_experts_per_tok"])
+def test_a_missing_key_is_called_missing(key: str) -> None:
+    config = preset_config("tiny-moe")
+    del config[key]
+    with pytest.raises(UserError, match=f"'{key}' is missing, a positive integer is needed, at most"):
+        spec_from_config(config)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_group": 3}, "8 experts in n_group 3, of which topk_group 1 are kept, do not divide"),
+        ({"n_group": 3}, "8 experts do not divide into n_group 3; correct the config"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group 3 exceeds n_group 2; correct the config"),
         ({"n_group": 8, "topk_group": 4}, "n_group 8 of 8 experts leaves groups of one"),
         ({"n_group": 4, "topk_group": 1}, "num_experts_per_tok 3 exceeds the 2 experts in the 1 kept groups"),
         ({"scoring_func": "softmax"}, "routing function 'softmax'"),
