@@ -27,5 +27,6 @@ class SpeculationConfig(Section):
     """Smallest gain in tokens/s, as measured in recent forwards with drafts and without. 0.03 is 3%. Below it drafting
     pauses for some forwards. 0: always draft, without measuring."""
     memory_tokens: int = Field(default=4_000_000, ge=0, le=1 << 34)
-    """Number of tokens of ended answers that are kept for later steps, 4 bytes each. The prompts that were answered
-    longest ago are dropped first."""
+    """Number of tokens of ended answers and of their prompts that are kept for later steps. A prompt counts once for
+    all its answers. A token takes 4 bytes, and each answer and each prompt about 250 bytes more. The prompts that were
+    answered longest ago are dropped first."""

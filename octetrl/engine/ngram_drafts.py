@@ -6,10 +6,12 @@ tries the longest n first and returns the text from that place on. New tokens en
 one forward late. A hash that collides gives a wrong draft, and a wrong
 draft changes no token (speculation.py).
 
-Ended answers are kept by prompt, as arrays; this costs nothing while a batch is large. A prompt's tables are built when
+Ended answers are kept by prompt, as bytes; this costs nothing while a batch is large. A prompt's tables are built when
 its first running answer asks for a draft, and dropped when its last one ends. A new session sorts the answers of the
-last one by request and sibling. A resumed run gives them back in that order (`remember`), so its drafts are those of a
-run that was never stopped.
+last one by request and sibling. A resumed run gives them back in that order (`remember`). It reads them from the run's
+files, so what is in no file is not kept: cancelled answers, and groups that over-drawing puts back (`forget`). With one
+worker in the run's process, and room for all answers, a resumed run makes the drafts of a run that was never stopped.
+Workers of a resumed run know the answers of all workers, and not just their own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.draft_budget import DraftLosses
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.speculation import DraftSource
-from octetrl.records import EarlierAnswer
+from octetrl.records import EarlierAnswer, GenerationRequest
 
 INDEXED_TOKENS = 1 << 15  # of a prompt's kept answers, the latest first
 TEXT = 1 << 32
@@ -41,7 +43,16 @@ class _Kept:
     """An ended answer."""
 
     place: Place
-    token_ids: np.ndarray
+    request_id: str
+    token_ids: bytes  # int32
+
+    @property
+    def num_tokens(self) -> int:
+        return _num_packed(self.token_ids)
+
+    def tokens(self) -> list[int]:
+        tokens: list[int] = np.frombuffer(self.token_ids, dtype=np.int32).tolist()
+        return tokens
 
 
 @dataclass(slots=True)
@@ -54,13 +65,14 @@ class _Texts:
 
 
 class NGramDrafts:
-    """Looks up the last `config.ngrams` tokens, and keeps `config.memory_tokens` tokens of answers."""
+    """Looks up the last `config.ngrams` tokens, and keeps `config.memory_tokens` tokens of answers and prompts."""
 
     def __init__(self, config: SpeculationConfig) -> None:
         self._lengths = tuple(sorted(set(config.ngrams), reverse=True))
         self._memory = config.memory_tokens
         self.losses = DraftLosses()
-        self._answers: OrderedDict[Prompt, list[_Kept]] = OrderedDict()  # the prompt answered last is the last
+        self._answers: OrderedDict[bytes, list[_Kept]] = OrderedDict()  # by int32 prompt; the one answered last is last
+        self._is_sorted = True  # false: a prompt's place is that of an answer that was forgotten
         self._kept = 0  # tokens of all answers and of their prompts
         self._session = 0  # its number
         self._texts: dict[Prompt, _Texts] = {}
@@ -70,16 +82,18 @@ class NGramDrafts:
         """Drops the tables. Ended answers stay, in an order that does not depend on when they ended."""
         self._texts.clear()
         self._unindexed.clear()
-        prompts = takewhile(lambda one: self._answers[one][-1].place[0] == self._session, reversed(self._answers))
+        is_new = takewhile(lambda one: self._answers[one][-1].place[0] == self._session, reversed(self._answers))
+        prompts = is_new if self._is_sorted else self._answers
         for prompt in sorted(prompts, key=lambda one: max(kept.place for kept in self._answers[one])):
             self._answers[prompt].sort(key=lambda kept: kept.place)
             self._answers.move_to_end(prompt)
+        self._is_sorted = True
         self._session += 1
 
     def remember(self, answers: Iterable[EarlierAnswer]) -> None:
         """Keeps answers of earlier sessions, oldest first."""
         for number, answer in enumerate(answers):
-            self._keep(answer.prompt_token_ids, answer.token_ids, (number, 0))
+            self._keep(answer.prompt_token_ids, answer.token_ids, (number, 0), "")
         self._session += 1
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
@@ -121,9 +135,10 @@ class NGramDrafts:
                 return texts.texts[number][place : place + most]
         return ()
 
-    def end(self, sequence: RunningSequence) -> None:
-        """Keeps the answer. It stays a text of its siblings."""
-        prompt = sequence.group.request.prompt_token_ids
+    def end(self, sequence: RunningSequence, *, keeps: bool = True) -> None:
+        """The answer stays a text of its siblings. `keeps`: also of later answers to the prompt."""
+        request = sequence.group.request
+        prompt = request.prompt_token_ids
         texts = self._texts.get(prompt)
         if texts is not None:
             known = len(texts.texts[texts.growing[sequence.sibling]]) if sequence.sibling in texts.growing else 0
@@ -133,34 +148,54 @@ class NGramDrafts:
             del texts.growing[sequence.sibling]
             if not texts.growing:
                 del self._texts[prompt]
-        self._keep(prompt, sequence.token_ids[sequence.prompt_length :], (sequence.group.index, sequence.sibling))
+        if keeps:
+            place = sequence.group.index, sequence.sibling
+            self._keep(prompt, sequence.token_ids[sequence.prompt_length :], place, request.id)
 
-    def _keep(self, prompt: Prompt, answer: Sequence[int], place: tuple[int, int]) -> None:
+    def forget(self, request: GenerationRequest) -> None:
+        """Drops the request's answers of this session."""
+        prompt = _packed(request.prompt_token_ids)
+        answers = self._answers.get(prompt, [])
+        left = [one for one in answers if (one.place[0], one.request_id) != (self._session, request.id)]
+        if len(left) == len(answers):
+            return
+        self._kept -= sum(one.num_tokens for one in answers) - sum(one.num_tokens for one in left)
+        self._answers[prompt] = left
+        self._is_sorted = False
+        if not left:
+            self._drop(prompt)
+
+    def _keep(self, prompt_ids: Prompt, answer: Sequence[int], place: tuple[int, int], request_id: str) -> None:
+        prompt = _packed(prompt_ids)
         if prompt in self._answers:
             self._answers.move_to_end(prompt)
         else:
             self._answers[prompt] = []
-            self._kept += len(prompt)
-        self._answers[prompt].append(_Kept((self._session, *place), np.array(answer, dtype=np.int32)))
+            self._kept += len(prompt_ids)
+        self._answers[prompt].append(_Kept((self._session, *place), request_id, _packed(answer)))
         self._kept += len(answer)
         while self._kept > self._memory and self._answers:
             oldest, answers = next(iter(self._answers.items()))
-            self._kept -= len(answers.pop(0).token_ids)
+            self._kept -= answers.pop(0).num_tokens
             if not answers:
-                del self._answers[oldest]
-                self._kept -= len(oldest)
+                self._drop(oldest)
+
+    def _drop(self, prompt: bytes) -> None:
+        """Drops a prompt without answers."""
+        del self._answers[prompt]
+        self._kept -= _num_packed(prompt)
 
     def _opened(self, prompt: Prompt) -> _Texts:
         texts = _Texts(places=[{} for _ in self._lengths])
         room = INDEXED_TOKENS
-        answers: list[np.ndarray] = []
-        for kept in reversed(self._answers.get(prompt, [])):
-            room -= len(kept.token_ids)
+        answers: list[list[int]] = []
+        for kept in reversed(self._answers.get(_packed(prompt), [])):
+            room -= kept.num_tokens
             if room < 0:
                 break
-            answers.append(kept.token_ids)
+            answers.append(kept.tokens())
         tail = list(prompt[-self._lengths[0] :])
-        for text in (list(prompt), *(tail + answer.tolist() for answer in reversed(answers))):
+        for text in (list(prompt), *(tail + answer for answer in reversed(answers))):
             texts.texts.append(text)
             self._index(texts, len(texts.texts) - 1, 0)
         return texts
@@ -181,6 +216,14 @@ class NGramDrafts:
 def draft_source_of(config: SpeculationConfig) -> DraftSource | None:
     """The source that a recipe asks for; None without speculation."""
     return NGramDrafts(config) if config.name == "ngram" else None
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return np.array(token_ids, dtype=np.int32).tobytes()
+
+
+def _num_packed(packed: bytes) -> int:
+    return len(packed) // np.dtype(np.int32).itemsize
 
 
 def _hash(token_ids: Iterable[int]) -> int:

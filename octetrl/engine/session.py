@@ -129,8 +129,11 @@ class Session:
         self._drop([sibling for sibling in self._unfinished() if sibling.group is group])
         self._rest()
 
+    def forget(self, request: GenerationRequest) -> None:
+        """No draft of a later session comes from the request's answers, which have ended or were cancelled."""
+        self._speculator.forget(request)
+
     def _unfinished(self) -> list[RunningSequence]:
-        """All sequences of the scheduler."""
         return [*self._scheduler.running, *self._scheduler.waiting]
 
     def _drop(self, siblings: list[RunningSequence]) -> None:
@@ -138,7 +141,7 @@ class Session:
             if sibling.row != NO_ROW:
                 self._transcript.close(sibling, sibling.row)
             self._scheduler.cancel(sibling)
-            self._speculator.end(sibling)
+            self._speculator.end(sibling, keeps=False)
             self._reported.pop(sibling, None)
         self._tally.cancelled += len(siblings)
 

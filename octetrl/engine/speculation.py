@@ -37,6 +37,7 @@ from octetrl.engine.model_runner import ModelRunner, Results, Sampled
 from octetrl.engine.request import RunningSequence, Step
 from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.transcript import Batch, Transcript
+from octetrl.records import GenerationRequest
 
 PAUSE = 64  # forwards without drafts after one that was not finite
 
@@ -55,8 +56,11 @@ class DraftSource(Protocol):
     def index(self) -> None:
         """Prepares what was taken for later proposals. Called while the device works, after every launch."""
 
-    def end(self, sequence: RunningSequence) -> None:
-        """The sequence has ended; `token_ids` has all of its tokens."""
+    def end(self, sequence: RunningSequence, *, keeps: bool = True) -> None:
+        """The sequence has ended; `token_ids` has all of its tokens. `keeps` false: it was cancelled."""
+
+    def forget(self, request: GenerationRequest) -> None:
+        """No draft of a later session comes from the request's answers, which have ended."""
 
     def reset(self) -> None:
         """A new session: no sequence of the last one comes back."""
@@ -261,12 +265,17 @@ class Speculator:
         if seconds is not None and not captures and self._config.min_gain > 0:
             self._times.add(self._runner.padded_rows(num_rows or num_sequences), seconds)
 
-    def end(self, sequence: RunningSequence) -> None:
-        """Forgets a sequence that has ended; its tokens become drafts of others."""
+    def end(self, sequence: RunningSequence, *, keeps: bool = True) -> None:
+        """Forgets a sequence that has ended. `keeps`: its tokens become drafts of others."""
         if self._source is None:
             return
         self._num_known.pop(sequence, None)
-        self._source.end(sequence)
+        self._source.end(sequence, keeps=keeps)
+
+    def forget(self, request: GenerationRequest) -> None:
+        """No draft of a later session comes from the request's answers."""
+        if self._source is not None:
+            self._source.forget(request)
 
 
 def _rounds(

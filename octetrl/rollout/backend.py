@@ -89,6 +89,14 @@ class KnowsLengths(Protocol):
 
 
 @runtime_checkable
+class ForgetsAnswers(Protocol):
+    """A session whose ended answers become drafts of later sessions (`engine.speculation`)."""
+
+    def forget(self, request: GenerationRequest, /) -> None:
+        """The answers of this request do not. They have ended, or were cancelled."""
+
+
+@runtime_checkable
 class TellsAnswers(Protocol):
     """A session whose unfinished answers can continue in another engine (`GenerationRequest.said`)."""
 

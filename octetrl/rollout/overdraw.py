@@ -28,7 +28,7 @@ from octetrl.config.errors import UserError
 from octetrl.environments.score import Score
 from octetrl.environments.scoring_round import ScoresAll, begin_round
 from octetrl.records import Completion, GenerationRequest, RolloutGroup, Task
-from octetrl.rollout.backend import KnowsLengths, RolloutSession
+from octetrl.rollout.backend import ForgetsAnswers, KnowsLengths, RolloutSession
 from octetrl.rollout.collect_answers import rollout_of
 from octetrl.rollout.collected import CollectedBatch
 from octetrl.rollout.collection_settings import CollectionSettings, Generates, Tasks
@@ -154,6 +154,10 @@ def _draw(
                 scoring.advance()
                 for place in [] if race is None else _lost(session, race, place_of, answers):
                     session.cancel(requests[place].id)
+            if race is not None and isinstance(session, ForgetsAnswers):
+                for place in race.losers:  # no file has their answers, so a resumed run makes no drafts from them
+                    if place in requests:
+                        session.forget(requests[place])
         return answers, scoring.finish()
 
 

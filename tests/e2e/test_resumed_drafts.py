@@ -32,10 +32,10 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def resumed(model: Path, whole: Path, folder: Path) -> list[dict[str, Any]]:
+def resumed(model: Path, whole: Path, folder: Path, drafted: dict[str, Any] = DRAFTED) -> list[dict[str, Any]]:
     """The metrics of a run that goes on from step 3 of `whole`, with the rollouts and evaluations that it finds."""
     shutil.rmtree(folder / "checkpoints/step_000004")
-    changes = DRAFTED | {"environment.dataset": str(whole.parent / "tasks.jsonl")}
+    changes = drafted | {"environment.dataset": str(whole.parent / "tasks.jsonl")}
     train(tiny_recipe(model, folder, changes), resume=True)
     drawn = [[row["token_ids"] for row in read_lines(one / "rollouts/step_000004.jsonl")] for one in (folder, whole)]
     assert drawn[0] == drawn[1]
@@ -46,6 +46,19 @@ def test_a_resumed_run_makes_the_same_drafts(model: Path, whole: Path, tmp_path:
     shutil.copytree(whole, tmp_path / "run")
     metrics = resumed(model, whole, tmp_path / "run")
     assert metrics == timeless(read_lines(whole / "metrics.jsonl"))
+    assert metrics[-1]["rollout/drafted_tokens"] > 0
+
+
+@pytest.mark.parametrize("stops", [[], ["e", "a", "1"]], ids=["ended", "cancelled"])
+def test_answers_of_groups_that_were_put_back_make_no_drafts(stops: list[str], model: Path, tmp_path: Path) -> None:
+    """They are in no file. Without stops all answers have one length, so all groups end before one is put back."""
+    (tmp_path / "tasks.jsonl").write_text("".join(TASKS.read_text().splitlines(keepends=True)[1:6]))
+    changes = DRAFTED | {"rollout.overdraw": 1.5, "rollout.stop": stops, "rollout.max_new_tokens": 28}
+    run(model, tmp_path / "whole", changes | {"environment.dataset": str(tmp_path / "tasks.jsonl")})
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    metrics = resumed(model, tmp_path / "whole", tmp_path / "run", changes)
+    assert metrics == timeless(read_lines(tmp_path / "whole/metrics.jsonl"))
+    assert all(line["rollout/put_back_groups"] == 1 for line in metrics)
     assert metrics[-1]["rollout/drafted_tokens"] > 0
 
 

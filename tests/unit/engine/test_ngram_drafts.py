@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from octetrl.config.speculation import SpeculationConfig
+from octetrl.engine import ngram_drafts
 from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.records import EarlierAnswer
 
@@ -15,8 +19,8 @@ from octetrl.records import EarlierAnswer
 class Said(SimpleNamespace):
     """A sequence, as far as drafts look at it."""
 
-    def __init__(self, prompt: Sequence[int], sibling: int = 0) -> None:
-        asked = SimpleNamespace(prompt_token_ids=tuple(prompt))
+    def __init__(self, prompt: Sequence[int], sibling: int = 0, name: str = "") -> None:
+        asked = SimpleNamespace(prompt_token_ids=tuple(prompt), id=name)
         super().__init__(group=SimpleNamespace(request=asked, index=0), sibling=sibling, token_ids=list(prompt))
 
     __hash__ = object.__hash__
@@ -64,6 +68,65 @@ def test_answers_are_kept_for_the_same_prompt_up_to_a_bound() -> None:
         again.say(source, 11, 12)
         kept = [13, prompt[0], 15] if prompt is not prompts[0] else []
         assert list(source.propose(again, 5)) == kept, "the prompt that was answered first is dropped"
+
+
+def kept_by(source: NGramDrafts) -> list[tuple[bytes, list[list[int]]]]:
+    """Of each prompt, in the order in which they are dropped."""
+    return [(prompt, [one.tokens() for one in answers]) for prompt, answers in source._answers.items()]
+
+
+def test_dropped_prompts_make_room_for_answers() -> None:
+    source = ngrams(memory_tokens=39)
+    for number in range(20, 60):
+        answer = Said([number, 1, 2, 3])
+        answer.token_ids += [10, 11, 12, 13, 14, 15]
+        source.end(answer)
+    assert [answers for _, answers in kept_by(source)] == [[[10, 11, 12, 13, 14, 15]]] * 3, "of 10 tokens each"
+
+
+def test_prompts_and_answers_are_kept_in_four_bytes_a_token() -> None:
+    """A prompt as a tuple would take 36 bytes a token."""
+    source = ngrams()
+    tracemalloc.start()
+    for number in range(50):
+        source.remember([EarlierAnswer(tuple(range(number + 1000, number + 2000)), tuple(range(1000, 1020)))])
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 50 * (4 * 1020 + 2 * 300)
+
+
+def test_the_oldest_answers_are_not_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_drafts, "INDEXED_TOKENS", 8)
+    source = ngrams()
+    source.remember([EarlierAnswer((1, 2), (first, 8, 9, first + 1)) for first in (20, 30, 40)])
+    again = Said([1, 2])
+    for first, follows in ((20, []), (30, [9, 31]), (40, [9, 41])):
+        again.say(source, first, 8)
+        assert list(source.propose(again, 4)) == follows
+
+
+def test_cancelled_and_forgotten_answers_are_not_kept() -> None:
+    """A resumed run, which reads the others from its files, keeps the same in the same order."""
+    source, resumed = ngrams(), ngrams()
+    first = [EarlierAnswer((n, 1), (7, 8, n)) for n in (1, 2, 3)]
+    for one in (source, resumed):
+        one.remember(first)
+    for prompt, name in ((1, "lost"), (2, "kept"), (4, "lost, too"), (2, "lost, of the same prompt")):
+        answer = Said([prompt, 1], 0, name)
+        answer.token_ids += [7, 9, len(name)]
+        source.end(answer)
+    cancelled = Said([3, 1])
+    cancelled.say(source, 7, 9, 30)
+    source.end(cancelled, keeps=False)
+    for prompt, name in ((1, "lost"), (4, "lost, too"), (2, "lost, of the same prompt")):
+        source.forget(Said([prompt, 1], 0, name).group.request)
+    source.forget(Said([9, 1], 0, "unknown").group.request)
+    resumed.remember([EarlierAnswer((2, 1), (7, 9, 4))])
+    for one in (source, resumed):
+        one.reset()
+    assert kept_by(source) == kept_by(resumed) and source._kept == resumed._kept == 4 * 3 + 3 * 2
+    source.forget(Said([2, 1], 0, "kept").group.request)
+    assert kept_by(source) == kept_by(resumed), "an answer of an earlier session stays"
 
 
 def test_the_order_of_kept_answers_does_not_depend_on_when_they_ended() -> None:

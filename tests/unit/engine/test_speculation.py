@@ -45,7 +45,7 @@ class Told:
     def __init__(self, answers: dict[tuple[str, int], Sequence[int]], p: float) -> None:
         self._answers, self._p, self._draw = answers, p, random.Random(0)
         self._known: dict[tuple[str, int], int] = {}
-        self.ended: list[tuple[str, int]] = []
+        self.ended: list[tuple[str, int]] = []  # and were not cancelled
         self.losses = DraftLosses()
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
@@ -63,30 +63,26 @@ class Told:
 
     def index(self) -> None: ...
 
-    def end(self, sequence: RunningSequence) -> None:
-        self.ended.append((sequence.group.request.id, sequence.sibling))
+    def end(self, sequence: RunningSequence, *, keeps: bool = True) -> None:
+        self.ended += [(sequence.group.request.id, sequence.sibling)] if keeps else []
+
+    def forget(self, request: GenerationRequest) -> None: ...
 
     def reset(self) -> None:
         self._known.clear()
 
 
-class Random:
+class Random(Told):
     """Random drafts of random lengths."""
 
     def __init__(self) -> None:
+        super().__init__({}, 0.0)
         self._draw = random.Random(1)
-        self.losses = DraftLosses()
 
     def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None: ...
 
     def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
         return [self._draw.randrange(SPEC.vocab_size) for _ in range(self._draw.randint(0, most))]
-
-    def index(self) -> None: ...
-
-    def end(self, sequence: RunningSequence) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 def speculative(precision: str = "bf16", source: Any = None, draft: int = 8, **config: Any) -> Engine:
@@ -247,19 +243,20 @@ def test_turns_of_a_conversation_in_an_open_session() -> None:
     assert talk(speculative(source=source)) == expected, "pages of accepted drafts are found too"
 
 
-def test_a_cancelled_request_leaves_no_page_behind() -> None:
+def test_a_cancelled_request_leaves_no_page_and_no_drafts_behind() -> None:
     asked = [replace(one, id=one.id) for one in ASKED]
     expected = tiny_engine().generate(asked)
     engine = speculative(source=Random())
+    source: Any = engine.draft_source
     with engine.session() as session:
         for one in asked:
             session.submit(one)
-        for _ in range(12):
-            session.events()
+        events = [event for _ in range(12) for event in session.events()]
         session.cancel("drawn")
-        ended = {}
         while session.has_work:
-            ended |= {(e.request_id, e.sibling): e.completion for e in session.events() if e.completion is not None}
+            events += session.events()
+    ended = {(event.request_id, event.sibling): event.completion for event in events if event.completion is not None}
+    assert sorted(source.ended) == sorted(ended) and len(ended) == 6, "one of seven was cancelled"
     assert all(ended[name] == expected[[one.id for one in asked].index(name[0])][name[1]] for name in ended)
 
 

@@ -61,8 +61,8 @@ def test_every_worker_that_generates_remembers_earlier_answers(engines: int, mod
     with run_on(2 if not engines else 1, model, tmp_path, engines=engines, **drafts) as run:
         run.rollout_workers.remember([EarlierAnswer((1, 2), array("i", [3, 4])), EarlierAnswer((1, 2), (5,))])
         for worker in run.workers._team.workers[-2:]:
-            kept = worker._policy.engine.draft_source._answers
-            assert [answer.token_ids.tolist() for answer in kept[1, 2]] == [[3, 4], [5]]
+            (answers,) = worker._policy.engine.draft_source._answers.values()
+            assert [answer.tokens() for answer in answers] == [[3, 4], [5]]
 
 
 def test_a_request_that_cannot_be_served_and_one_that_is_cancelled(model: Path, tmp_path: Path) -> None:
