@@ -94,17 +94,18 @@ def _rows(
         return NGramDrafts(settings) if kind == NGRAM else ForcedDrafts(answers, float(kind), vocab_size, bench.seed)
 
     rows: list[Row] = []
-    plain = 0.0
+    plain, plain_steps = 0.0, 0
     for kind in ("none", *drafts):
         for _ in range(MOST_TURNS):
             engine.draft_source = source_of(kind)
             row = _measured(engine, workload, expected)
-            if not row.get(
-                "time/capture"
-            ):  # else the numbers of drafts, which follow times, led to a new size of batch
+            if not row.get("time/capture"):  # else the measured times led to a new size of batch
                 break
         speed = float(row["rollout/tokens_per_second"])
-        plain = plain or speed
+        if kind == "none":
+            plain, plain_steps = speed, int(row["rollout/steps"])
+        else:
+            row["rollout/forwards_saved"] = plain_steps - int(row["rollout/steps"])
         row |= {"precision": precision, "workload": workload.name, "rollout/drafts": kind}
         rows.append(row | {"rollout/speedup": speed / plain})
         say(f"{workload.name}  {precision}  drafts {kind}: {speed:,.0f} tokens/s, {speed / plain:.2f} of none")

@@ -23,7 +23,7 @@ class DraftTally:
     forwards: int = 0  # with drafts
     drafted: int = 0  # tokens
     accepted: int = 0  # of these, in completions
-    saved: float = 0.0  # decode forwards, in the mean over the sequences that ran
+    saved: float = 0.0  # accepted / sequences of the forward, added up; of one sequence these are the forwards saved
 
     def named(self) -> dict[str, float]:
         return {

@@ -112,8 +112,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/drafted_tokens", TOKENS, "Tokens that engine.speculation drafted."),
         Metric("rollout/accepted_tokens", TOKENS, "Drafted tokens that were right and are part of an answer.",
                "Far below the drafted ones: longer engine.speculation.ngrams, or fewer drafts."),
-        Metric("rollout/forwards_saved", "", "Decode forwards that drafts saved, on average over the sequences that"
-               " ran."),
+        Metric("rollout/forwards_saved", "", "Accepted drafts divided by the sequences of their forward, added up.",
+               "Decode forwards saved if one sequence ran. With several it is an estimate, too high or too low."),
         Metric("rollout/non_finite_tokens", TOKENS, "Tokens that met a non-finite activation.", "Above 0: an error."),
         Metric("rollout/reward_restarts", "", "Reward processes that were replaced after a crash or a time-out."),
         Metric("rollout/fused", "0 or 1", "Whether the engine runs the fused forward."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octetrl.workers.session_sum import SessionSum
+from tests.unit.engine.test_speculation import Told, answers_of, speculative
 from tests.unit.engine.tiny_engine import Graphs, request, tiny_engine
 
 
@@ -43,3 +44,17 @@ def test_saturation_is_a_metric_of_calibrated_caches_alone() -> None:
         engine = tiny_engine(precision)
         engine.generate([request(max_new_tokens=2, ignore_eos=True)])
         assert ("fp8/kv_saturation" in engine.rollout_metrics()) == measured
+
+
+@pytest.mark.parametrize("siblings", [1, 3])
+def test_right_drafts_save_as_many_forwards_as_are_reported(siblings: int) -> None:
+    """Of sequences that run side by side to one length: each forward saves what one of them has accepted."""
+    asked = [request("same", num_siblings=siblings, seed=1, max_new_tokens=26, ignore_eos=True)]
+    plain = tiny_engine(page_size=16)
+    answers = answers_of(asked, plain.generate(asked))
+    engine = speculative(source=Told(answers, 1.0), draft=4)
+    engine.generate(asked)
+    assert plain.metrics is not None and engine.metrics is not None and engine.metrics.drafts is not None
+    drafts = engine.metrics.drafts
+    assert drafts.saved == pytest.approx(plain.metrics.steps - engine.metrics.steps) and drafts.saved > 15
+    assert drafts.accepted == drafts.drafted == siblings * drafts.saved, "drafted tokens, without the rows before them"
