@@ -39,6 +39,7 @@ from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.validate import spec_problems
 from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.config.validate_overdraw import describe_overdraw
+from octetrl.config.validate_speculation import drafts_without_effect
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why_not_equal
@@ -307,6 +308,9 @@ def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterat
         yield "", why
     for line in slow_paths(recipe, policy, on_gpu=device.on_gpu):
         yield "warning", line
+    unread = drafts_without_effect(recipe)
+    if unread is not None:
+        yield "warning", unread
     speculation = recipe.engine.speculation
     if speculation.name != "none" and recipe.algorithm.learns_from == "rollouts":
         most = f"up to {speculation.max_draft_tokens} drafts a sequence while at most {speculation.max_sequences} run"

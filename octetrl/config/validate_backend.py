@@ -9,7 +9,7 @@ from octetrl.config.openai import MOST_STOPS, openai_problems
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.config.spec import ModelSpec
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.validate_speculation import changed_speculation
 from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE, padded_vocabulary
 
 FIELD = "engine.backend"
@@ -38,21 +38,14 @@ def without_effect(recipe: Recipe) -> str | None:
         return None
     unread = [name for name in type(recipe.engine).model_fields if name not in {"backend", "openai", "speculation"}]
     given = [f"engine.{name}" for name in unread if name in recipe.engine.model_fields_set]
-    given += _changed_speculation(recipe)
+    given += changed_speculation(recipe)
     verb = "has" if len(given) == 1 else "have"
     return f"{', '.join(given)} {verb} no effect with {FIELD}: openai; the server has its own" if given else None
 
 
-def _changed_speculation(recipe: Recipe) -> list[str]:
-    """The settings of drafts that are not the defaults. `name`, which asks for drafts, has a problem of its own."""
-    given, usual = recipe.engine.speculation, SpeculationConfig()
-    names = [name for name in type(given).model_fields if name != "name"]
-    return [f"engine.speculation.{name}" for name in names if getattr(given, name) != getattr(usual, name)]
-
-
 def _vllm_problems(recipe: Recipe) -> Iterator[Problem]:
     cluster, fp8, speculation = recipe.cluster, recipe.fp8, recipe.engine.speculation
-    own, drafts = "or engine.backend: octetrl", _changed_speculation(recipe)
+    own, drafts = "or engine.backend: octetrl", changed_speculation(recipe)
     shares = cluster.workers_per_gpu > 1 and cluster.tensor_parallel == 1  # with it, no cache makes it right
     rules = (
         (cluster.device == "cpu" or cluster.on_cpus, _cpu_field(recipe), "needs NVIDIA GPUs; run there,"),

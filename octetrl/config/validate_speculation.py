@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
+from octetrl.config.speculation import SpeculationConfig
 
 
 def speculation_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -24,3 +25,23 @@ def speculation_problems(recipe: Recipe) -> Iterator[Problem]:
             f" {1 + speculation.max_draft_tokens}, or set engine.speculation.name 'none'"
         )
         yield Problem(("engine.max_batch", "engine.speculation.name"), text)
+
+
+def changed_speculation(recipe: Recipe) -> list[str]:
+    """The settings of drafts that are not the defaults. `name`, which asks for drafts, is left out."""
+    given, usual = recipe.engine.speculation, SpeculationConfig()
+    names = [name for name in type(given).model_fields if name != "name"]
+    return [f"engine.speculation.{name}" for name in names if getattr(given, name) != getattr(usual, name)]
+
+
+def drafts_without_effect(recipe: Recipe) -> str | None:
+    """The settings of drafts that a recipe without drafts does not read, in one line. None: there are none. They are no
+    problem: a run that turns drafts off keeps its other settings and resumes."""
+    changed = changed_speculation(recipe)
+    if recipe.engine.speculation.name != "none" or not changed:
+        return None
+    verb = "has" if len(changed) == 1 else "have"
+    return (
+        f"{', '.join(changed)} {verb} no effect while engine.speculation.name is none; set that to ngram, or remove"
+        f" {'it' if len(changed) == 1 else 'them'}"
+    )

@@ -200,6 +200,15 @@ def test_equal_logprobs_are_promised_or_the_reason_is_given(
     assert promised or ("mismatch.fail_on_difference: true" in err and why in err and err.count("\n") == 1)
 
 
+def test_settings_of_drafts_without_drafts_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are not refused, so that a run which turns drafts off resumes."""
+    warning = "warning engine.speculation.max_draft_tokens has no effect while engine.speculation.name is none; set"
+    drafts = "engine.speculation.max_draft_tokens=4"
+    code, out, _ = check(capsys, drafts)
+    assert code == 0 and warning in out
+    assert warning not in check(capsys)[1] and warning not in check(capsys, drafts, "engine.speculation.name=ngram")[1]
+
+
 def test_a_gpu_that_is_not_here_leaves_the_cache_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = check(capsys, "cluster.device=cuda")
     if "this machine has no GPU" in out:
