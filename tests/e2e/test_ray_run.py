@@ -23,6 +23,7 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig, DeadlineConfig
 from octetrl.config.errors import UserError
+from octetrl.environments.scoring import RewardRound
 from octetrl.models.weight_files import SINGLE
 from octetrl.records import Completion
 from octetrl.run import loop
@@ -37,6 +38,8 @@ from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.grid import WIDE
 from tests.unit.backends.vllm_workers import build_worker_with_double
+from tests.unit.workers.many.paused_worker import build_paused_worker, pause_file
+from tests.unit.workers.many.test_tail import CHANGES as OF_A_TAIL
 from tests.unit.workers.many.thread_team import run_on, steps_of, unspread
 
 TWO: dict[str, Any] = {"cluster.device": "auto", "cluster.cpus": 2, "cluster.cpu_threads": 1}
@@ -192,6 +195,32 @@ def test_a_worker_that_stalls_ends_the_step_and_is_named(
     finally:
         live.close()
     wait_for(lambda: not Path("/proc", str(stopped)).exists())
+
+
+def test_a_run_learns_beside_its_tail(
+    running: RayCluster, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It samples what one process samples that waits for the last answer, and both sides have equal log-probs."""
+    folder, advance = tmp_path / "beside", RewardRound._advance
+
+    def advance_while_workers_pause(self: RewardRound) -> None:
+        pause_file(folder).touch()
+        while not self.is_done:
+            advance(self, waits=True)
+        pause_file(folder).unlink()
+
+    changes = OF_A_TAIL | {"steps": 1}
+    train(tiny_recipe(model, tmp_path / "waits", changes))
+    monkeypatch.setattr("octetrl.workers.many.build.build_worker", build_paused_worker)
+    monkeypatch.setattr("octetrl.workers.many.tail.TAIL_SHARE", 1.5)
+    monkeypatch.setattr("octetrl.workers.many.workers.LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(RewardRound, "advance", advance_while_workers_pause)
+    train(tiny_recipe(model, folder, changes | JOINED | {"rollout.learn_beside_tail": True, "steps": 2}))
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [(line["step"], line["mismatch/max_abs_diff"]) for line in lines] == [(1, 0.0), (2, 0.0)]
+    assert all(line["train/beside_tail_share"] > 0 and line["rollout/moved_answers"] > 0 for line in lines)
+    first = "rollouts/step_000001.jsonl"
+    assert (folder / first).read_bytes() == (tmp_path / "waits" / first).read_bytes()
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["each", "together"])

@@ -156,6 +156,12 @@ class SimulatedTeam:
         return self.now, lambda: PolicyUpdate(1, {})
 
 
+def call_with_result(team: SimulatedTeam, call: Call) -> Call:
+    """The call, which the worker has answered."""
+    result = team.result(call)
+    return Call(call.worker, (call.reference[0], lambda: result))
+
+
 def completion(length: int) -> Completion:
     return Completion((5,) * length, (-1.0,) * length, "", FinishReason.STOP, 0, "digest")
 
@@ -235,7 +241,9 @@ def test_a_tail_has_room_on_one_worker_and_nothing_waits(tokens: int, fits: bool
     assert not opened._is_tail()
 
 
-def test_an_answer_that_ended_since_the_last_poll_is_not_lost() -> None:
+@pytest.mark.parametrize("polled", [False, True])
+def test_an_answer_that_ended_since_the_last_poll_is_not_lost(polled: bool) -> None:
+    """`polled`: a poll has it, and the driver has not read the poll. Otherwise no poll has seen it."""
     team = SimulatedTeam(2, {("long", 0): LONG, ("short", 0): SHORT})
     queue = PartQueue(team, Costs(1.0, 0.0))
     admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
@@ -243,7 +251,13 @@ def test_an_answer_that_ended_since_the_last_poll_is_not_lost() -> None:
     for name in ("long", "short"):
         opened.submit(GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=2000)))
     assert opened.events(0.0) == [] and [len(worker.drawing) for worker in team._workers] == [1, 1]
-    opened._polls.clear()  # none has seen it
+    if polled:
+        (short,) = (n for n, worker in enumerate(team._workers) if worker.drawing[0].request.id.startswith("short"))
+        poll = team.begin(short, "poll", SHORT * TOKEN, 0.0)
+        opened._polls = {short: call_with_result(team, poll)}
+        assert not team._workers[short].drawing
+    else:
+        opened._polls.clear()
     team.now = 2 * SHORT * TOKEN
     (event,) = opened._gather()
     assert (event.request_id, event.sibling) == ("short", 0) and event.completion is not None
