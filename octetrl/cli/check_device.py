@@ -54,18 +54,28 @@ def _needs_gpu(recipe: Recipe) -> bool:
 
 
 def missing_fp8(recipe: Recipe, device: Device) -> list[str]:
-    """The problem of a recipe with FP8 linears on a GPU of this machine that has no GEMMs for them."""
+    """The problem of a recipe with FP8 on a GPU of this machine: linears for which it has no GEMMs, or a cache of vLLM
+    whose attention may keep old scales."""
     cluster, fp8 = recipe.cluster, recipe.fp8
     elsewhere = cluster.uses_ray and not cluster.starts_ray
     if not (device.is_here and device.on_gpu) or elsewhere or device.capability in (None, HOPPER):
         return []
+    of_vllm = recipe.engine.backend == "vllm"
     if not (fp8.rollout or fp8.train) or fp8.emulate is True:
-        return []
-    emulate = "" if recipe.engine.backend == "vllm" else ", or fp8.emulate=true for its numbers without its speed"
+        return [_no_cache_of_vllm(device)] if of_vllm and fp8.kv_cache == "calibrated" else []
+    emulate = "" if of_vllm else ", or fp8.emulate=true for its numbers without its speed"
     return [
         f"fp8: {device.name}, has no block-scaled FP8 GEMM (compute capability {device.capability}, and a Hopper GPU"
         f" has {HOPPER}); use precision=bf16{emulate}"
     ]
+
+
+def _no_cache_of_vllm(device: Device) -> str:
+    return (
+        f"fp8.kv_cache: calibrated with engine.backend: vllm needs a Hopper GPU (compute capability {HOPPER}), and"
+        f" {device.name}, has {device.capability}; elsewhere vLLM's attention may keep old scales; use none, or"
+        " engine.backend: octetrl"
+    )
 
 
 def _first_gpu() -> Device | None:

@@ -104,6 +104,8 @@ def backend_spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     if spec.family not in FAMILIES:
         text = f"{FIELD}: vllm is not told the parameters of {spec.family}; it knows {', '.join(FAMILIES)}"
         yield Problem((FIELD,), f"{text}; use engine.backend: octetrl")
+    for text in _lacks_of_vllm(spec.whole):
+        yield Problem((FIELD,), f"{FIELD}: vllm {text}; use engine.backend: octetrl")
     size, rows = recipe.cluster.tensor_parallel, padded_vocabulary(spec.vocab_size)
     if rows % size:
         text = (
@@ -126,6 +128,21 @@ def backend_spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
                 f" ({tensor.never_fp8}); use none"
             )
             yield Problem(("fp8.kv_cache", FIELD), text)
+
+
+def _lacks_of_vllm(spec: ModelSpec) -> Iterator[str]:
+    """What vLLM's model of this family lacks, for which it has an assertion at its start or no parameter."""
+    family, size = spec.family, spec.hidden_size // spec.num_heads
+    windows = {getattr(spec.blocks_of(layer).attention, "window", None) for layer in range(spec.num_layers)}
+    if len(windows) > 1:
+        yield f"has sliding windows in all layers of a {family} or in none, and this model has them in some"
+    if family == "qwen3" and spec.o_bias:
+        yield "has no bias of o_proj in a qwen3, and this model has one (attention_bias: true)"
+    if family == "qwen2" and spec.head_size != size:
+        yield (
+            f"takes hidden_size / num_attention_heads as the head size of a qwen2, {size} here, and this model's"
+            f" head_dim is {spec.head_size}"
+        )
 
 
 def _openai_problems(recipe: Recipe, training: bool) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ def why_no_vllm() -> str | None:
         found = version("vllm")
     except PackageNotFoundError:
         return f"engine.backend: vllm {VLLM_VERSION} is not installed; pip install 'octetrl[vllm]', or use octetrl"
-    if found != VLLM_VERSION:
+    if found.partition("+")[0] != VLLM_VERSION:  # a local version, as 0.25.1+cu129, is the same source
         return (
             f"engine.backend: vllm {found} is installed, and only {VLLM_VERSION} was tried; pip install"
             f" vllm=={VLLM_VERSION}, or use octetrl"

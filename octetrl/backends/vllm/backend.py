@@ -25,8 +25,8 @@ from octetrl.backends.vllm.calls import Started
 from octetrl.backends.vllm.metrics import VllmMetrics
 from octetrl.backends.vllm.ranks import Ranks, together
 from octetrl.backends.vllm.session import VllmSession, checked
+from octetrl.backends.vllm.settings import no_room
 from octetrl.backends.vllm.weights import VllmWeights
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.admission import Admission
@@ -43,7 +43,8 @@ class VllmBackend(OneSession[VllmMetrics]):
     """`RolloutBackend` over a started engine, which is put to sleep at once.
 
     `context_length` and `config` must be those that the engine was started with (settings.py). `spec`: of this worker's
-    part of the model. `ranks`: the workers that have the others; None: it has the model whole.
+    part of the model. `ranks`: the workers that have the others; None: it has the model whole. Raises UserError for
+    a calibrated cache whose attention may not read new scales.
     """
 
     NAME = "vLLM"
@@ -76,6 +77,8 @@ class VllmBackend(OneSession[VllmMetrics]):
             decode=memoised(self._decode),
         )
         self._has_weights = self._has_cache = True
+        if policy.kv_mode != "none":
+            together(ranks, "start", lambda: self._apply(self._model.check_attention))
         self.sleep()
 
     # ------------------------------------------------------------ weights
@@ -204,10 +207,7 @@ class VllmBackend(OneSession[VllmMetrics]):
         try:
             self._vllm.engine.wake_up(tags=[which])
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise UserError(
-                f"engine.backend: vLLM's {which} do not fit beside the trainer ({error}); lower"
-                " engine.kv_memory_fraction or engine.kv_cache_tokens, or use trainer.optimizer.offload=true"
-            ) from error
+            raise no_room(which, error) from error
 
     def forget_prefixes(self) -> None:
         """The next request prefills its whole prompt. A sleep has dropped them already."""

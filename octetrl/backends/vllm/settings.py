@@ -52,6 +52,15 @@ def check_room(tokens: int, context_length: int, needed: int, device_bytes: int)
         )
 
 
+def no_room(what: str, error: Exception) -> UserError:
+    """The line for memory of vLLM that the device did not give."""
+    said = " ".join(str(error).split())
+    return UserError(
+        f"engine.backend: vLLM's {what} do not fit beside the trainer ({said}); lower engine.kv_memory_fraction or"
+        " engine.kv_cache_tokens, or use trainer.optimizer.offload=true"
+    )
+
+
 def engine_arguments(
     config: EngineConfig,
     policy: PrecisionPolicy,

@@ -29,6 +29,7 @@ import torch
 
 from octetrl.backends.vllm.calls import LLMEngine, Started
 from octetrl.backends.vllm.ranks import Ranks, together
+from octetrl.backends.vllm.settings import no_room
 from octetrl.config.errors import UserError
 from octetrl.config.vllm import why_no_vllm
 
@@ -98,25 +99,37 @@ def _refuse_without_vllm() -> None:
 
 def start_vllm(settings: Mapping[str, Any], rank: int = 0, ranks: Ranks | None = None) -> Started:
     """An engine with these `EngineArgs`. `rank`: of several workers'. `ranks`: those that start one vLLM together.
-    Raises UserError without vLLM, and for what vLLM refuses."""
+    Raises UserError without vLLM, and for any error of its start."""
     together(ranks, "start", _refuse_without_vllm)
     prepare_environment(rank=rank)
     if ranks is not None:
         os.environ.update(FORCED_ON_RANKS | _place_of(ranks))
         ranks.join_default_group()
-    from vllm import EngineArgs, SamplingParams
-    from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.llm_engine import LLMEngine as EngineOfVllm
-
     with _global_state_kept():
         try:
+            from vllm import EngineArgs, SamplingParams
+            from vllm.inputs.engine import tokens_input
+            from vllm.sampling_params import RequestOutputKind
+            from vllm.v1.engine.llm_engine import LLMEngine as EngineOfVllm
+
             engine = EngineOfVllm.from_engine_args(EngineArgs(**settings), enable_multiprocessing=False)
-        except (ValueError, NotImplementedError) as error:
-            said = " ".join(str(error).split())[:300]
-            raise UserError(f"engine.backend: vLLM refuses this model or its settings: {said}") from error
+        except (ValueError, NotImplementedError, AssertionError, RuntimeError, ImportError, OSError) as error:
+            raise _of_start(error) from error
     how = {"output_kind": RequestOutputKind.DELTA, "detokenize": False, "flat_logprobs": True}
     return StartedVllm(engine, partial(SamplingParams, **how), tokens_input)
+
+
+def _of_start(error: Exception) -> UserError:
+    """The line of an error that ended vLLM's start. vLLM may wrap one about memory in another."""
+    if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
+        return no_room("weights, graphs and cache", error)
+    said = " ".join(str(error).split())[:300]
+    if isinstance(error, ValueError | NotImplementedError):
+        return UserError(f"engine.backend: vLLM refuses this model or its settings: {said}")
+    return UserError(
+        f"engine.backend: vLLM did not start ({type(error).__name__}: {said}); its lines above may say more;"
+        " correct that, or use engine.backend: octetrl"
+    )
 
 
 @contextmanager

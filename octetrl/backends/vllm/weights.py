@@ -7,9 +7,13 @@ Every parameter of vLLM's model must be covered: one that kept its dummy value i
 A rank of a tensor-parallel vLLM holds a part of the model, which is made from the workers' rows (parts.py). All ranks
 then call `put` and `digest` together, and an error of one is raised on all.
 
-KV scales: vLLM has one scale for all heads of K in a layer, and one for V. The largest of our scales of the heads is
-used, on a rank that of its own heads. Q is quantised too, with scale 1: E4M3 holds magnitudes from 2^-6 to 448 with the
-same relative precision.
+KV scales: with quant_method fp8 vLLM has one scale for all heads of K in a layer, and one for V. The largest of our
+scales of the heads is used, on a rank that of its own heads. Q is quantised too, with scale 1: E4M3 holds magnitudes
+from 2^-6 to 448 with the same relative precision. vLLM's scales of single heads (attn_head of compressed-tensors,
+fp8_per_token_head) are not built here.
+
+New scales reach only attention that reads them on the device. FLASH_ATTN does. FLASHINFER takes them as numbers of the
+host: it keeps some from its first forward, and a captured graph keeps the others. So it is refused (`check_attention`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor
 from octetrl.backends.vllm.names import attention_name, vllm_name
 from octetrl.backends.vllm.parts import VOCABULARY, VllmParts
 from octetrl.backends.vllm.ranks import Ranks, together
+from octetrl.config.errors import UserError
 from octetrl.config.spec import ModelSpec
 from octetrl.engine.weight_digest import digest_and_flags
 from octetrl.fp8.format import BLOCK, E4M3
@@ -34,6 +39,7 @@ from octetrl.records import WeightSet
 
 Q_SCALE = 1.0
 LETTERS = "kvq"
+ATTENTION = "FLASH_ATTN"  # vLLM's name of the attention that reads KV scales on the device
 
 
 PUBLISH = "publish"
@@ -152,9 +158,20 @@ class VllmWeights:
 
     # ------------------------------------------------------------ KV scales
 
+    def check_attention(self, model: Any) -> None:
+        """Raises UserError if a layer's attention may keep old scales."""
+        modules = dict(model.named_modules())
+        for layer in range(self._spec.num_layers):
+            found = modules[attention_name(layer)].attn_backend.get_name()
+            if found != ATTENTION:
+                raise UserError(
+                    f"fp8.kv_cache: vLLM chose the attention {found} in layer {layer}, which may keep old KV scales;"
+                    f" only {ATTENTION} reads new ones (on Hopper GPUs); use none, or engine.backend: octetrl"
+                )
+
     @torch.inference_mode()
     def put_scales(self, model: Any, scales: KVScales) -> None:
-        """Writes the scales of every layer to where the kernels read them, then reads them back."""
+        """Writes the scales of every layer, on the device and on the host, then reads them back."""
         modules = dict(model.named_modules())
         wanted = self.layer_scales(scales)
         for layer, (k_scale, v_scale) in enumerate(wanted):
@@ -167,7 +184,7 @@ class VllmWeights:
     @torch.inference_mode()
     def check_scales(self, model: Any, scales: KVScales) -> None:
         """Raises RuntimeError naming the first layer whose scale is not the one last put in. Each is there twice: on
-        the device, and as a number of the host, which other kernels read."""
+        the device, where FLASH_ATTN reads it, and as a number of the host."""
         modules = dict(model.named_modules())
         layers = [modules[attention_name(layer)] for layer in range(self._spec.num_layers)]
         on_device = torch.stack([_scales_of(layer) for layer in layers]).tolist()

@@ -126,6 +126,31 @@ def held_scales(setting: Setting) -> list[tuple[float, float]]:
     return [(float(one._k_scale), float(one._v_scale)) for one in layers]
 
 
+def test_attention_that_may_keep_old_scales_is_refused() -> None:
+    """Before anything is generated. In BF16 there are no scales, and any attention will do."""
+
+    class FlashInfer:
+        @staticmethod
+        def get_name() -> str:
+            return "FLASHINFER"
+
+    for precision in ("fp8_full", "bf16"):
+        sides = Sides(SPEC, precision, calibrate_on=[[1, 2, 3, 4]])
+        model = tensors_of(
+            SPEC, sides.policy, {name: one.detach() for name, one in sides.trainer_model.named_parameters()}
+        )
+        dict(model.named_modules())[attention_name(1)].attn_backend = FlashInfer  # type: ignore[assignment]
+        how: dict[str, Any] = {"tokenizer": Letters(), "config": EngineConfig(page_size=16), "context_length": 64}
+        if precision == "bf16":
+            VllmBackend(VllmDouble(model, vocab_size=90), spec=SPEC, policy=sides.policy, **how)
+            continue
+        with pytest.raises(
+            UserError, match=r"vLLM chose the attention FLASHINFER in layer 1.* only FLASH_ATTN"
+        ) as error:
+            VllmBackend(VllmDouble(model, vocab_size=90), spec=SPEC, policy=sides.policy, **how)
+        assert "\n" not in str(error.value)
+
+
 def test_a_layer_gets_the_largest_of_its_heads_scales(fp8_full: Setting) -> None:
     fp8_full.adapter.wake()
     assert fp8_full.sides.scales is not None

@@ -19,7 +19,7 @@ import pytest
 
 from octetrl.backends.vllm import calls, start
 from octetrl.backends.vllm.settings import ON_RANKS
-from octetrl.backends.vllm.weights import LETTERS
+from octetrl.backends.vllm.weights import ATTENTION, LETTERS
 from octetrl.config.vllm import VLLM_VERSION, VOCABULARY_PAD
 from tests.unit.backends.test_vllm_start import ENGINE_ARGUMENTS
 from tests.unit.backends.test_vllm_start import ON_RANKS as ARGUMENTS_ON_RANKS
@@ -135,6 +135,23 @@ def test_scales_are_where_they_are_written() -> None:
         assert f'layer.register_buffer("_{letter}_scale"' in text and f"layer._{letter}_scale_float = 1.0" in text
     for runner in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):  # `_clear_cache`
         assert "self.kv_caches" in _text(runner)
+
+
+def test_the_attention_that_is_accepted_reads_its_scales_on_the_device() -> None:
+    text, flash = _text("model_executor/layers/attention/attention.py"), _text("v1/attention/backends/flash_attn.py")
+    assert "self.attn_backend.get_name()" in text and f'return "{ATTENTION}"' in flash
+    assert not re.search(r"_[kvq]_scale_float", flash) and "layer._k_scale.expand(descale_shape)" in flash
+    assert re.search(r"_[kvq]_scale_float", _text("v1/attention/backends/flashinfer.py")), "it is refused for this"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_what_is_refused_of_a_family_is_what_its_model_lacks(family: str) -> None:
+    text = ast.unparse(parsed(f"vllm.model_executor.models.{family}"))
+    (output,) = re.findall(r"self.o_proj = RowParallelLinear\((.*)\)", text)
+    assert "bias=False" in output
+    if family == "qwen2":
+        assert "self.head_dim = hidden_size // self.total_num_heads" in text
+        assert "assert config.max_window_layers == config.num_hidden_layers" in text
 
 
 def test_scheduling_resumes_when_all_memory_is_awake() -> None:

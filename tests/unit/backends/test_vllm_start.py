@@ -177,6 +177,34 @@ def test_the_trainers_process_keeps_its_state(refuses: Exception | None, install
     assert after == states and torch.get_float32_matmul_precision() == "highest"
 
 
+OOM, WRAPPED = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA out of memory while warming up")
+WRAPPED.__cause__ = OOM
+
+
+@pytest.mark.parametrize(
+    ("refuses", "expected"),
+    [
+        (AssertionError("window\n layers"), r"vLLM did not start \(AssertionError: window layers\); its lines above"),
+        (RuntimeError("Engine core"), r"vLLM did not start \(RuntimeError: Engine core\)"),
+        (None, r"vLLM did not start \(ModuleNotFoundError: "),
+        (
+            OOM,
+            r"vLLM's weights, graphs and cache do not fit beside the trainer \(CUDA out of memory\); lower engine.kv",
+        ),
+        (WRAPPED, r"vLLM's weights, graphs and cache do not fit beside the trainer \(CUDA out of memory while"),
+    ],
+)
+def test_any_error_of_its_start_is_one_line(
+    refuses: Exception | None, expected: str, installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed.refuses = refuses
+    if refuses is None:
+        monkeypatch.setitem(sys.modules, "vllm.v1.engine.llm_engine", None)
+    with pytest.raises(UserError, match=expected) as error:
+        start_vllm(arguments_of("bf16", tmp_path))
+    assert "\n" not in str(error.value)
+
+
 def test_another_version_is_refused_before_anything_starts(
     installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,8 +291,7 @@ def test_the_cache_gets_a_share_of_what_the_others_leave() -> None:
         tokens = cache_tokens(CONFIG, taken, SPEC, policy, taken + weights + RESERVE + 1000 * per_token)
         assert tokens == int(1000 * CONFIG.kv_memory_fraction) // 16 * 16
         assert cache_tokens(CONFIG, taken, SPEC, policy, taken) <= 0
-    given = CONFIG.model_copy(update={"kv_cache_tokens": 100})
-    assert cache_tokens(given, 0, SPEC, policy, 0) == 96, "whole pages"
+    assert cache_tokens(CONFIG.model_copy(update={"kv_cache_tokens": 100}), 0, SPEC, policy, 0) == 96, "whole pages"
 
 
 def test_a_cache_without_room_for_one_context_is_refused() -> None:

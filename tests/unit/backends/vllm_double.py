@@ -32,6 +32,14 @@ from octetrl.fp8.policy import PrecisionPolicy
 VOCABULARY_PAD = 64  # vLLM pads the rows of embedding and lm_head to a multiple of it
 
 
+class FlashAttention:
+    """vLLM's attention backend, as a layer names it."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+
 def tensors_of(spec: ModelSpec, policy: PrecisionPolicy, ours: dict[str, torch.Tensor], ranks: int = 1) -> nn.Module:
     """A module with vLLM's parameters and attention's scale buffers, all undefined. `ours`: parameters by our name, of
     the whole model. `ranks`: of a tensor-parallel vLLM, of which the module is one's."""
@@ -52,6 +60,7 @@ def tensors_of(spec: ModelSpec, policy: PrecisionPolicy, ours: dict[str, torch.T
             attention = _module(root, attention_name(layer))
             attention.register_buffer(f"_{letter}_scale", torch.tensor(1.0))
             setattr(attention, f"_{letter}_scale_float", 1.0)
+            attention.attn_backend = FlashAttention  # type: ignore[assignment]
     return root
 
 

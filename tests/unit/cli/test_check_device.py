@@ -70,6 +70,23 @@ def test_fp8_on_a_gpu_that_has_none() -> None:
         assert missing_fp8(recipe, device) == []
 
 
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
+def test_a_calibrated_cache_of_vllm_needs_hopper(capability: str) -> None:
+    """On others vLLM chooses an attention that may keep old scales."""
+    vllm, cache = ("engine.backend", "vllm"), ("fp8.kv_cache", "calibrated")
+    other = Device("A GPU, 80.0 GiB", True, 80 << 30, capability=capability)
+    (text,) = missing_fp8(recipe_with(("precision", "bf16"), vllm, cache), other)
+    assert text == (
+        "fp8.kv_cache: calibrated with engine.backend: vllm needs a Hopper GPU (compute capability 9.0), and A GPU,"
+        f" 80.0 GiB, has {capability}; elsewhere vLLM's attention may keep old scales; use none, or engine.backend:"
+        " octetrl"
+    )
+    hopper = Device("H100", True, 80 << 30, capability="9.0")
+    assert missing_fp8(recipe_with(("precision", "bf16"), vllm, cache), hopper) == []
+    assert missing_fp8(recipe_with(("precision", "bf16"), vllm), other) == []
+    assert missing_fp8(recipe_with(("precision", "bf16"), cache), other) == []
+
+
 def test_check_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     nvidia_smi(tmp_path, A100, None, monkeypatch)
     (tmp_path / "r.yaml").write_text(

@@ -135,9 +135,50 @@ def test_models_that_the_adapter_does_not_know() -> None:
     assert text.startswith("engine.backend: vllm is not told the parameters of deepseek_v3; it knows llama, mistral")
     narrow = texts(recipe, num_attention_heads=3, num_key_value_heads=1, head_dim=64)
     assert narrow[0].startswith("engine.backend: vllm needs multiples of 128 rows for FP8, and q_proj has 192")
-    qwen2 = texts(recipe, architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+    qwen2 = texts(recipe, architectures=["Qwen2ForCausalLM"], model_type="qwen2", head_dim=64)
     assert len(qwen2) == 1 and "stores K and V in one format, and K must stay BF16" in qwen2[0]
     assert texts(recipe_with(FULL), num_attention_heads=3, num_key_value_heads=1, head_dim=64) == []
+
+
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {**WINDOWS, "max_window_layers": 3},
+            "has sliding windows in all layers of a qwen3 or in none, and this model",
+        ),
+        (
+            {**QWEN2, **WINDOWS, "max_window_layers": 3, "head_dim": 64},
+            "has sliding windows in all layers of a qwen2 or",
+        ),
+        ({**WINDOWS, "max_window_layers": 0}, None),
+        ({"attention_bias": True}, "has no bias of o_proj in a qwen3, and this model has one (attention_bias: true)"),
+        (
+            {**QWEN2, "head_dim": 128},
+            "takes hidden_size / num_attention_heads as the head size of a qwen2, 64 here, and",
+        ),
+        ({**QWEN2, "head_dim": 64}, None),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True}, None),
+    ],
+)
+def test_what_vllms_model_of_a_family_lacks(config: dict[str, Any], expected: str | None) -> None:
+    found = texts(recipe_with(VLLM), **config)
+    assert len(found) == (expected is not None) and texts(recipe_with(), **config) == []
+    if expected is not None:
+        assert found[0].startswith(f"engine.backend: vllm {expected}") and found[0].endswith(
+            "use engine.backend: octetrl"
+        )
+
+
+def test_a_local_version_is_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, refused in ((f"{VLLM_VERSION}+cu129", False), (f"{VLLM_VERSION}.post1", True), ("0.26.0+cu129", True)):
+        monkeypatch.setattr("octetrl.config.vllm.version", lambda _, found=found: found)
+        why = why_no_vllm()
+        assert (why is not None) == refused and (why is None or f"vllm {found} is installed" in why)
 
 
 def test_equality_is_not_promised() -> None:
