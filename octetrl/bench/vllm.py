@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from octetrl.backends.vllm.start import write_model
 from octetrl.bench.rollout import Bench, Turn, take_turn
 from octetrl.bench.turns import Row, take_in_turn
 from octetrl.bench.workload import Workload
+from octetrl.config.errors import RunFailed
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
@@ -67,7 +69,7 @@ def measure_beside(
 
 
 def vllm_turn(bench: Bench, precision: str, workload: Workload) -> VllmTurn:
-    """Measure one precision of vLLM in a process of its own. Raises RuntimeError if that process fails."""
+    """Measure one precision of vLLM in a process of its own. Raises RunFailed if that process fails."""
     rows = bench.rows_of(workload)
     with tempfile.TemporaryDirectory(prefix="octetrl-vllm-") as name:
         folder = Path(name)
@@ -77,7 +79,10 @@ def vllm_turn(bench: Bench, precision: str, workload: Workload) -> VllmTurn:
         command = [sys.executable, "-m", "octetrl.backends.vllm.measure", str(asked_file), str(result)]
         done = subprocess.run(command, check=False)
         if done.returncode != 0 or not result.is_file():
-            raise RuntimeError(f"vLLM's process ended with {done.returncode}; its messages are above")
+            raise RunFailed(
+                f"bench: vLLM's process for {precision} at {workload.name} ended with code {done.returncode}; its"
+                " messages above say why"
+            )
         measured = Measured(**json.loads(result.read_text(encoding="utf-8")))
     return VllmTurn(precision, workload, rows, measured)
 
@@ -116,7 +121,13 @@ def _answers_of(request: GenerationRequest) -> list[tuple[int, int]]:
 
 def _in_fresh_process(bench: Bench, precision: str, workload: Workload) -> Turn:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(take_turn, bench, precision, workload).result()
+        try:
+            return pool.submit(take_turn, bench, precision, workload).result()
+        except BrokenProcessPool:
+            raise RunFailed(
+                f"bench: the process for {precision} at {workload.name} died; its last lines say why, or it ran out of"
+                " memory"
+            ) from None
 
 
 def vllm_rows(turns: Sequence[VllmTurn]) -> list[Row]:

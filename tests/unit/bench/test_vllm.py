@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from octetrl.bench.vllm import VllmTurn, asked_of, measure_beside, precision_in_
 from octetrl.bench.workload import Shape, Workload, fixed_lengths, lognormal_lengths
 from octetrl.cli.bench_vllm import backends_of, measure_backends
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
+from octetrl.config.errors import RunFailed, UserError
 
 WORKLOAD = fixed_lengths(Shape(256, 8, 4), 8, 300, seed=1)
 BENCH = Bench(find_model("tiny"), ("bf16", "fp8_full"), (WORKLOAD,), torch.device("cpu"), rounds=2, warmup_tokens=2)
@@ -65,8 +66,25 @@ def test_each_turn_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows[0]["rounds"] == 2 and rows[0]["rollout/max_batch"] == 256
 
     monkeypatch.setattr("octetrl.bench.vllm.subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 3))
-    with pytest.raises(RuntimeError, match="vLLM's process ended with 3"):
+    with pytest.raises(RunFailed, match=r"bench: vLLM's process for bf16 at 256x8\+4 ended with code 3; its messages"):
         measure_beside(BENCH, ("vllm",))
+
+
+def test_our_process_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Dead:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def submit(self, *_: Any) -> Any:
+            raise BrokenProcessPool
+
+    monkeypatch.setattr("octetrl.bench.vllm.ProcessPoolExecutor", Dead)
+    with pytest.raises(RunFailed, match=r"bench: the process for bf16 at 256x8\+4 died"):
+        measure_beside(BENCH, ("octetrl",))
 
 
 def test_a_turn_that_fails_leaves_the_results_of_those_before_it(
