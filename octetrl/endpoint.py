@@ -21,6 +21,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -98,6 +99,7 @@ class Endpoint:
         if not is_address(config.base_url):
             raise UserError(f"{section}.base_url: this is not an address; {HOW}")
         self._key = _key_of(config.api_key_variable)
+        self._echo = re.compile("".join(map(_forms_of, self._key))) if self._key else None
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
         connect = min(_LONGEST_CONNECT, _CONNECT_SHARE * config.timeout_seconds)
@@ -130,7 +132,7 @@ class Endpoint:
             backoff = self._config.backoff_seconds * 2**tries * self._chance.uniform(0.5, 1.0)
             seconds = min(_LONGEST_WAIT, max(wait, backoff))
             if not self._closed.is_set():  # a closed connection is an error too, and nobody's fault
-                with self._waits.of(str(error), seconds, tries + 1, self._config):
+                with self._waits.of(str(error), seconds, tries + 1, self._config, asked=wait):
                     self._closed.wait(seconds)
             if self._closed.is_set():
                 raise EndpointError(f"{url}: not retried, because the run ends")
@@ -209,8 +211,7 @@ class Endpoint:
             raise ValueError(f"not a JSON object: {self._shown(text)}")
         if answer.get("error") and not answer.get("choices"):  # as some proxies send it
             raise ValueError(f"status 200 with an error: {self._shown(_reason(text))}")
-        key = self._key
-        if key is not None and len(key) >= _LEAST_KEY and (key in text or any(key in one for one in _strings(answer))):
+        if self._echoes(text) or any(map(self._echoes, _strings(answer))):
             raise ValueError(
                 "the answer contains the key that was sent, so it is not used; the server must not echo it"
             )
@@ -225,8 +226,12 @@ class Endpoint:
     def _error(self, text: str, *, reached: bool) -> EndpointError:
         return EndpointError(self._masked(text), reached=reached)
 
+    def _echoes(self, text: str) -> bool:
+        """Whether it contains the key. Of a short one, which stands for none, this is not asked."""
+        return self._echo is not None and len(self._key or "") >= _LEAST_KEY and self._echo.search(text) is not None
+
     def _masked(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+        return self._echo.sub("***", text) if self._echo is not None else text
 
     def _shown(self, text: str) -> str:
         """The beginning of a server's text. The key is masked before it is cut, so that no part of it stays."""
@@ -269,8 +274,11 @@ class Waits:
         self._said = -_PAUSE
 
     @contextmanager
-    def of(self, why: str, seconds: float, retry: int, config: EndpointSettings) -> Iterator[None]:
-        """Within, a request waits `seconds` for the retry of this number."""
+    def of(
+        self, why: str, seconds: float, retry: int, config: EndpointSettings, *, asked: float = 0.0
+    ) -> Iterator[None]:
+        """Within, a request waits `seconds` for the retry of this number. `asked`: by `Retry-After`; later waits are
+        taken to be no shorter. A later answer may ask for more, so their sum is a limit only at `_LONGEST_WAIT`."""
         with self._lock:
             self._count += 1
             now = time.monotonic()
@@ -278,10 +286,12 @@ class Waits:
             self._said = now if is_due else self._said
             others = self._count - 1
         if is_due:
-            later = [min(_LONGEST_WAIT, config.backoff_seconds * 2**one) for one in range(retry, config.retries)]
+            usual = [config.backoff_seconds * 2**one for one in range(retry, config.retries)]
+            later = [min(_LONGEST_WAIT, max(one, asked)) for one in usual]
             most = seconds + sum(later)
+            unless = ", unless Retry-After asks for more" if any(one < _LONGEST_WAIT for one in later) else ""
             line = f"octetrl: {why}; retry {retry} of {config.retries} in {seconds:.1f} s"
-            line += f", the last one after at most {most:.0f} s of waiting" if later else ", the last one"
+            line += f", the last one after at most {most:.0f} s of waiting{unless}" if later else ", the last one"
             line += f", and {config.timeout_seconds:g} s for each attempt"
             line += f"; {others} more request{'s' * (others != 1)} wait too" if others else ""
             print(line, file=sys.stderr, flush=True)
@@ -299,6 +309,12 @@ def _reason(text: str) -> str:
     except (ValueError, RecursionError, LookupError, TypeError):
         return text
     return found if isinstance(found, str) and found.strip() else text
+
+
+def _forms_of(letter: str) -> str:
+    """A pattern of a printable ASCII character: as it is, and as URLs and JSON escape it."""
+    number = f"{ord(letter):02x}"
+    return rf"(?:\\?{re.escape(letter)}|(?i:%{number}|\\u00{number}))"
 
 
 def _strings(answer: dict[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -17,9 +18,9 @@ from octetrl.backends.openai import metrics
 from octetrl.backends.openai.answers import sibling_seed
 from octetrl.backends.openai.session import GIVES_UP
 from octetrl.config.errors import UserError
-from octetrl.endpoint import Endpoint
+from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.records import FinishReason, GenerationRequest, SamplingParams
-from tests.unit.backends.test_openai import CHAT, asked, one, replaced, said, texts
+from tests.unit.backends.test_openai import CHAT, asked, one, replaced, said, settings, texts
 from tests.unit.environments.judge_double import judge_double
 
 
@@ -74,10 +75,55 @@ def test_a_wait_for_a_retry_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     (line,) = [line for line in error.splitlines() if line.startswith("octetrl: ")]
     assert "/v1/chat/completions: status 503: busy; retry 1 of 4 in " in line
-    assert re.search(r" in (0\.[5-9]|1\.0) s, the last one after at most 1[45] s of waiting, and 5 s for each", line)
+    assert re.search(r" in (0\.[5-9]|1\.0) s, the last one after at most 1[45] s of waiting, unless", line)
+    assert line.split("unless ")[1].startswith("Retry-After asks for more, and 5 s for each attempt")
     with judge_double(busy, said("four")) as double:
         one(texts(double.url), asked())
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "expected"),
+    [("inf", "retry 1 of 5 in 60.0 s, the last one after at most 300 s of waiting, and 5 s"),
+     ("20", "retry 1 of 5 in 20.0 s, the last one after at most 100 s of waiting, unless Retry-After asks for more,")],
+)  # fmt: skip
+def test_the_longest_wait_counts_what_the_server_asks_for(
+    retry_after: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    with judge_double((429, "slow", {"Retry-After": retry_after})) as double:
+        client = Endpoint(settings(double.url, retries=5, backoff_seconds=1.0))
+        never = SimpleNamespace(is_set=lambda: False, wait=waited.append, set=lambda: None)
+        monkeypatch.setattr(client, "_closed", never)
+        with pytest.raises(EndpointError, match="status 429"):
+            client.post("/v1/completions", {})
+        client.close()
+    assert sum(waited) <= float(expected.split("at most ")[1].split()[0]) and len(waited) == 5
+    assert expected in capsys.readouterr().err
+
+
+SLASHED = "sk-123/x+9=abc"
+
+
+@pytest.mark.parametrize(
+    "echoed",
+    ["sk-123%2Fx%2B9%3Dabc", "sk-123%2fx%2b9%3dabc", "sk-123/x%2B9%3Dabc", "%73k-123/x+9=abc", r"sk-123\/x+9=abc",
+     r"sk-123\u002Fx+9\u003dabc"],
+)  # fmt: skip
+def test_a_key_is_masked_as_urls_and_json_write_it(echoed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", SLASHED)
+    for given in (
+        (400, f"no access for {echoed} here", {}),
+        (302, "", {"Location": f"http://there/?key={echoed}"}),
+        (200, json.dumps(said(f"it is {echoed}")), {}),
+    ):
+        with judge_double(given) as double:
+            client = Endpoint(settings(double.url, api_key_variable="MY_KEY", retries=0))
+            with pytest.raises(EndpointError) as error:
+                client.post("/v1/completions", {})
+            client.close()
+        found = str(error.value)
+        assert "123" not in found.replace(double.url, "") and ("***" in found or "contains the key" in found)
 
 
 def test_a_connection_that_the_end_itself_closed_is_no_wait_for_a_retry(
