@@ -56,6 +56,8 @@ def build_engine(
             rank=peers.worker.rank,
             ranks=peers.group if isinstance(peers, GridPeers) else None,
         )
+    if recipe.engine.backend != "octetrl":
+        raise AssertionError(f"engine.backend: {recipe.engine.backend} is not built here; add it to build_engine.py")
     return Engine(
         model,
         spec=model.spec,

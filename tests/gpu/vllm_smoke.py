@@ -15,7 +15,8 @@ from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.calls import block_pool_of
 from octetrl.config.schema import EngineConfig, Fp8Config, ModelConfig, OptimizerConfig, Recipe, RolloutConfig
 from octetrl.config.schema import TrainerConfig as Trainer
-from octetrl.engine.weights import weight_set, weights_digest
+from octetrl.engine.weights import put_weights, share_weights, weight_set, weights_digest
+from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.trainer.packing import pack
@@ -82,11 +83,19 @@ def backend_of(worker: Worker) -> VllmBackend:
 
 def same_as_ours(worker: Worker) -> str:
     """The digest, which must be that of our own engine's model for the same weights."""
-    policy_version = worker.policy_version
-    given = weight_set(worker.trainer_model, policy_version, worker.kv_scales)
     found = worker.engine.weights_digest(covers_all=True)
-    assert found == weights_digest(worker.trainer_model, given, covers_all=True) or worker.policy.uses_fp8("rollout")
+    assert found == digest_of_ours(worker), "vLLM holds other bytes than our own engine would"
     return found
+
+
+def digest_of_ours(worker: Worker) -> str:
+    """The digest of our own engine's model with the worker's weights, which is built for this."""
+    trained = worker.trainer_model
+    given = weight_set(trained, worker.policy_version, worker.kv_scales)
+    own = Decoder(trained.spec, worker.policy, "rollout", dtype=trained.dtype, device="meta", backend=trained.backend)
+    share_weights(own, trained)
+    put_weights(own, given)
+    return weights_digest(own, given, covers_all=True)
 
 
 def train_once(worker: Worker, seed: int) -> dict[str, float]:

@@ -6,20 +6,28 @@ cannot be put into it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.logit_options import LogitOptions
 from octetrl.records import Completion, FinishReason
-from octetrl.rollout.backend import KnowsLengths, RolloutBackend
+from octetrl.rollout.backend import BackendSession, KnowsLengths, MeasuredSession, RolloutBackend, RolloutSession
+from octetrl.workers.build_engine import build_engine
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters, Setting, drain, request
+from tests.unit.config.test_validate import recipe_with
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +180,39 @@ def test_no_weights_are_put_into_a_server(setting: Setting, server: OpenaiBacken
             act()
     with server.session() as session, pytest.raises(UserError, match="openai takes no weights"):
         session.adopt(lambda: 1, keeps_cache=False)
+
+
+def test_a_backend_that_is_built_nowhere_is_not_taken_for_our_own(setting: Setting) -> None:
+    recipe = recipe_with()
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "sglang"})})
+    how: dict[str, Any] = {"policy": setting.sides.policy, "tokenizer": Letters(), "trains": False}
+    with pytest.raises(AssertionError, match=r"engine.backend: sglang is not built here"):
+        build_engine(recipe, setting.sides.engine_model, device=torch.device("cpu"), **how)
+
+
+# ---------------------------------------------------------------- the page that says how to add one
+
+
+def page_section() -> str:
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    return page.split("## Add another engine")[1]
+
+
+def test_the_page_names_all_that_a_backend_and_its_session_must_have() -> None:
+    inherited = {"submit", "cancel", "has_work"}  # of `AdapterSession`
+    wanted = {
+        name
+        for protocol in (RolloutBackend, BackendSession, MeasuredSession, RolloutSession, KnowsLengths)
+        for name in vars(protocol)
+        if not name.startswith("_")
+    }
+    named = set(re.findall(r"`(\w+)[`(]", page_section()))
+    assert wanted - inherited <= named and "NAME" in named and "self._opened(" in page_section()
+    assert inherited <= set(vars(AdapterSession))
+
+
+def test_the_page_names_all_places_of_memory_and_devices_that_ask_for_vllm() -> None:
+    asks = re.compile(r"backend [!=]= \"vllm\"")
+    files = [*(ROOT / "octetrl" / "config").glob("*.py"), *(ROOT / "octetrl" / "cli").glob("*.py")]
+    asking = [f"{one.parent.name}/{one.name}" for one in files if asks.search(one.read_text(encoding="utf-8"))]
+    assert len(asking) > 5 and all(f"`{one}`" in page_section() for one in asking), asking

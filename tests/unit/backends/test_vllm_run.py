@@ -7,6 +7,7 @@ alone, so every number of workers draws the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from octetrl.workers.many.workers import WorkersDiffer
 from octetrl.workers.worker import Worker
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model, tiny_recipe
+from tests.gpu import vllm_smoke
 from tests.grid import WIDE
+from tests.parity.short_run import worker_of
 from tests.unit.backends.vllm_workers import CountingDouble, build_double
 from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of
 
@@ -55,6 +58,17 @@ def tokens(groups: tuple[RolloutGroup, ...]) -> list[tuple[int, ...]]:
 
 def versions(groups: tuple[RolloutGroup, ...]) -> set[int]:
     return {turn.completion.policy_version for group in groups for one in group.rollouts for turn in one.turns}
+
+
+@pytest.mark.parametrize("precision", vllm_smoke.PRECISIONS)
+def test_the_gpu_test_compares_the_digest_in_every_precision(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 2, "vocab_size": 200}
+    worker = worker_of(vllm_smoke.recipe_of(precision), replace(vllm_smoke.SPEC, **sizes), "cpu")  # type: ignore[arg-type]
+    worker.publish(0)
+    assert vllm_smoke.same_as_ours(worker) == vllm_smoke.digest_of_ours(worker)
+    monkeypatch.setattr(worker.engine, "weights_digest", lambda *, covers_all: "another")
+    with pytest.raises(AssertionError, match="other bytes than our own engine"):
+        vllm_smoke.same_as_ours(worker)
 
 
 @pytest.fixture(scope="module")
