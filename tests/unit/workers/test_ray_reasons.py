@@ -94,7 +94,7 @@ def test_what_a_library_prints_while_it_connects_is_shown_unless_it_fails(capfd:
 
 
 def test_ray_starts_no_more_idle_processes_than_there_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts one for each CPU that it is told of."""
+    """It starts one for each CPU that `ray.init` names."""
     given: dict[str, object] = {}
 
     def init(**arguments: object) -> None:
