@@ -15,8 +15,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def driver_lists() -> list[str]:
-    """Numbers of the GPUs that the driver lists here. CUDA numbers them alike, by their place on the bus, with
-    `CUDA_DEVICE_ORDER`; of equal GPUs any order will do."""
+    """Numbers of the GPUs that the driver lists here. CUDA may order them otherwise, which changes nothing here."""
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
