@@ -38,7 +38,8 @@ def test_the_same_as_nobody(record_property: Callable[[str, object], None]) -> N
     command += ["-k", f"({' and '.join(f'not {name}' for name in ONCE)}) or (test_scorer and ({judged}))"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", *(str(here / name) for name in TESTS)]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):  # a report of root's is no file that nobody may write
+        environment.pop(name, None)
     environment.pop(VARIABLE, None)  # asked of root's tests: a user without rights may have fewer levels, and says so
     run = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     for reason in (NO_REACH, NOT_READABLE):
