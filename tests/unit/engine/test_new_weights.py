@@ -156,11 +156,14 @@ def test_who_starts_later_finds_no_page_of_the_old_weights(keeps_cache: bool) ->
         events += session.adopt(putting(engine, "bf16", 1), keeps_cache=keeps_cache)
         session.submit(late)  # the early ones still run, and have pages with its prompt
         events += drain(session)
+        said = next(event.completion for event in events if event.completion and event.request_id == "early")
+        turn = replace(late, id="turn", prompt_token_ids=early.prompt_token_ids + said.token_ids)
         session.submit(replace(late, id="last"))  # by now they are finished, and their pages are free
+        session.submit(turn)  # an old answer with a cache of both weights, which a later turn must not find
         events += drain(session)
     answers = finished(events)
-    expected = engine_of("roomy", "bf16", 1).generate([late])[0]
-    for name in ("late", "last"):
+    for name, asked in (("late", late), ("last", late), ("turn", turn)):
+        expected = engine_of("roomy", "bf16", 1).generate([asked])[0]
         assert [answers[name, sibling] for sibling in (0, 1)] == expected
     assert not any(answers["late", sibling].updates for sibling in (0, 1))
 

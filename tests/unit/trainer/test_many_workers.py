@@ -17,6 +17,7 @@ from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
+from octetrl.layers.many_linears import LinearRows, quantize_rows
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.scalar_decoder import ScalarDecoder
@@ -219,6 +220,30 @@ def test_a_number_that_is_not_finite_on_one_worker_stops_all_before_they_update(
     message = results[0][0]
     assert all(text == message for text, _ in results)
     assert "micro-batch 1 of 2 of worker 1 " in message and "the advantage of sample" in message, message
+
+
+def test_codes_of_a_weight_that_is_not_finite_are_used_by_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where quantising reports nothing and leaves NaN in the scales, which all workers receive."""
+
+    def quantize(parts: Mapping[str, LinearRows]) -> None:
+        quantize_rows(parts)
+        for name, part in parts.items():
+            if name == "layers.0.mlp.gate_up_proj.weight" and part.first > 0:  # rows of the second worker alone
+                part.linear.scale[-1, 0] = torch.nan
+
+    monkeypatch.setattr("octetrl.trainer.shared_weights.quantize_rows", quantize)
+    (batch,) = batches(1, sft=True)
+
+    def work(peers: Peers) -> str:
+        trainer = _sft_trainer(peers)
+        with pytest.raises(NonFiniteError) as error:
+            trainer.train(share_of(batch, peers), KVReplay(), None)
+        for _, linear in trainer.model.float8_linears():
+            with pytest.raises(RuntimeError, match="codes are stale"):
+                linear(torch.zeros(1, linear.in_features, dtype=torch.bfloat16))
+        return str(error.value)
+
+    assert run_team(2, work) == ["layers.0.mlp.gate_up_proj.weight is not finite"] * 2
 
 
 def test_the_state_of_owned_rows_restores_every_bit() -> None:

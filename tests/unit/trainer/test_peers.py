@@ -90,14 +90,15 @@ def test_small_things_are_combined_in_the_order_of_ranks() -> None:
             peers.gather_records({"rank": rank, "x": 0.1}, "records"),
             peers.agree("broken" if rank == 2 else None, "check"),
             peers.agree(None, "check"),
+            peers.agree(f"broken {rank}" if rank else None, "check"),
         )
 
     records = [{"rank": rank, "x": 0.1} for rank in range(3)]
     (sums, *first), *others = run_team(3, work)
     assert sums == pytest.approx([3.0, 3e-9])
-    assert first == [[2.0, -1.0], True, [[], [0], [0, 1]], records, "broken", None]
+    assert first == [[2.0, -1.0], True, [[], [0], [0, 1]], records, "broken", None, "broken 1"]
     assert all([sums, *first] == list(other) for other in others)
-    assert work(Alone())[3:] == ([[]], records[:1], None, None)
+    assert work(Alone())[3:] == ([[]], records[:1], None, None, None)
 
 
 def test_a_worker_that_stalls_is_an_error_that_names_phase_and_seconds() -> None:
