@@ -6,12 +6,14 @@ The routing weights of a token add up to 1, so the mixture begins as nearly the 
 (arXiv:2212.05055). The router is random.
 """
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
 
 import torch
 
+from octetrl.config.errors import UserError
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights
@@ -23,8 +25,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 @torch.no_grad()
 def upcycle(source: Path, target: Path) -> None:
-    """Writes the mixture and the tokenizer of the dense model in `source` as a Hugging Face folder."""
+    """Writes the mixture and the tokenizer of the dense model in `source` as a Hugging Face folder. Raises UserError
+    if the source is no dense Qwen3, or the target is not empty."""
     dense_spec = load_spec(source)
+    if dense_spec.family != "qwen3":
+        raise UserError(f"'{source}' holds a model of the family {dense_spec.family}; give a dense Qwen3")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"'{target}' exists and is not empty; give a new folder, or remove this one")
     dense = Decoder(dense_spec, full_precision(dense_spec), "train")
     load_weights(dense, source)
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
@@ -35,8 +42,11 @@ def upcycle(source: Path, target: Path) -> None:
     copied = dict(dense.named_parameters())
     for name, parameter in mixture.named_parameters():
         theirs = copied.get(name.replace(".experts.", "."))
+        if name.endswith(".mlp.gate.weight"):
+            assert theirs is None
+            continue
         if theirs is None:
-            continue  # the router
+            raise UserError(f"'{source}' has nothing for {name}; give a dense Qwen3")
         if ".experts." in name:
             noise = NOISE * theirs.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
             parameter.copy_(theirs.repeat(EXPERTS, 1) + noise)
@@ -48,5 +58,18 @@ def upcycle(source: Path, target: Path) -> None:
             shutil.copy(source / file, target / file)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes a mixture of experts from a dense Qwen3.")
+    parser.add_argument("source", type=Path, help="the dense model's folder, such as runs/demo/sft/export")
+    parser.add_argument("target", type=Path, help="a new folder for the mixture, such as runs/demo/moe")
+    given = parser.parse_args()
+    try:
+        upcycle(given.source, given.target)
+    except UserError as error:
+        print(f"upcycle: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"wrote {given.target}: {EXPERTS} experts a layer, {CHOSEN} of them for each token")
+
+
 if __name__ == "__main__":
-    upcycle(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

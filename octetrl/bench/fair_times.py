@@ -33,5 +33,5 @@ def drain_warnings(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield (
                 f"warning: {row['precision']}, {row['step/numerics']}, {row['arm']}: a step of {step:.2f} s cannot be"
                 f" shorter than the {generate:.2f} s of its own generation; batches that were generated before had"
-                " shortened it; give --steps 2 or more"
+                " shortened it; give more --steps or longer answers"
             )

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from octetrl.config.errors import UserError
 from octetrl.config.schema import Precision
 
 RecipePath = Annotated[
@@ -39,6 +40,20 @@ Address = Annotated[
 
 
 def cluster_section(device: str, gpus: int | None, cpus: int | None, address: str | None) -> dict[str, Any]:
-    """A recipe's section from these options."""
+    """A recipe's section from these options. Raises UserError if this machine has not so many GPUs."""
+    if gpus is not None and address is None:
+        _refuse_lack(gpus)
     given = {"device": device, "gpus": gpus, "cpus": cpus, "address": address}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _refuse_lack(gpus: int) -> None:
+    import torch
+
+    has = torch.cuda.device_count()
+    if gpus > has:
+        fewer = "lower it" if has else f"use --cpus {gpus} instead, leave it out"
+        raise UserError(
+            f"--gpus: {gpus} GPUs were asked for, this machine has {has}; {fewer}, or give the --address of a Ray"
+            " cluster that has them"
+        )

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
-from octetrl.cli.check_backend import backend_lines, backend_problems_here
+from octetrl.cli.check_backend import PLANNED, backend_lines, backend_problems_here
 from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
 from octetrl.cli.check_device import Device, find_device, missing_fp8, missing_gpu
 from octetrl.cli.check_environments import environment_lines
@@ -101,7 +101,7 @@ def check(
         device = find_device(resolved, memory_gib)
         problems += [*missing_gpu(resolved, device), *missing_fp8(resolved, device)]
         if device.is_here:
-            problems += [*worker_problems(resolved.cluster), *backend_problems_here(resolved, device)]
+            problems += [*worker_problems(resolved.cluster), *backend_problems_here(resolved, device, PLANNED)]
         print_lines("recipe", _essentials(resolved, device, imports=not problems))
         preset = preset_of_missing(resolved) if spec is None else None
         shape = spec if preset is None else spec_from_config(preset_config(preset))

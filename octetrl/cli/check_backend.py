@@ -9,13 +9,16 @@ from octetrl.config.objective_settings import CorrectionSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.vllm import VLLM_VERSION, why_no_vllm
 
+PLANNED = "plan for one with --memory-gib"  # of `octetrl check`, which has this option
 
-def backend_problems_here(recipe: Recipe, device: Device) -> list[str]:
-    """Why vLLM cannot run on the device of this machine. Another machine's packages are not known."""
+
+def backend_problems_here(recipe: Recipe, device: Device, remedy: str = "run this on a machine with one") -> list[str]:
+    """Why vLLM cannot run on the device of this machine. Another machine's packages are not known. `remedy`: what to do
+    without a GPU."""
     if recipe.engine.backend != "vllm" or not device.is_here:
         return []
     if not device.on_gpu or (device.num_bytes is None and recipe.cluster.device != "cuda"):
-        return ["engine.backend: vllm needs an NVIDIA GPU, and this machine has none; plan for one with --memory-gib"]
+        return [f"engine.backend: vllm needs an NVIDIA GPU, and this machine has none; {remedy}"]
     why = why_no_vllm()
     return [] if why is None else [why]
 

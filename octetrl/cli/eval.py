@@ -23,6 +23,7 @@ from octetrl.cli.out_file import refuse_file, whole_file
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError, nearest_file, refuse_empty, runs_in
 from octetrl.config.load import load_recipe
+from octetrl.config.made_first import way_to_make
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.environments.python_object import search_beside
 from octetrl.run.early import refuse_no_model
@@ -84,8 +85,7 @@ def evaluate(
     out: OutOption = None,
 ) -> None:
     """Evaluate runs or models on a recipe's held-out tasks."""
-    targets = [word for word in words if not _is_override(word)]
-    overrides = [word for word in words if _is_override(word)]
+    targets, overrides = _parted(words)
     overrides += _options_as_overrides(samples, k, temperature)
     recipe = recipe or _recipe_with_tasks(targets, overrides)
     overrides += _without_held_out(recipe, overrides) if all_tasks else []
@@ -211,9 +211,8 @@ def recipe_of(targets: Sequence[str]) -> str:
             return str(found)
     for target in targets:
         if not Path(target.partition("@")[0]).exists():
-            raise UserError(
-                f"'{target}' does not exist; give a run, a checkpoint or a model folder{nearest_file(Path(target))}"
-            )
+            way = way_to_make(target) or f"give a run, a checkpoint or a model folder{nearest_file(Path(target))}"
+            raise UserError(f"'{target}' does not exist; {way}")
     hint = next(filter(None, (runs_in(Path(target)) for target in targets)), "")
     raise UserError(f"--recipe: none of the targets is a run with a recipe of its own; give --recipe RECIPE.yaml{hint}")
 
@@ -242,6 +241,28 @@ def _whole_numbers(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
+def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The targets and the overrides. Raises UserError if both name a model."""
+    targets = [word for word in words if not _is_override(word)]
+    overrides = [word for word in words if _is_override(word)]
+    named = next((one for one in overrides if one.startswith("model.path=")), None)
+    if targets and named is not None:
+        raise UserError(f"eval: {named} has no effect beside '{targets[0]}'; leave one of the two out")
+    return targets, overrides
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Raise UserError for a file that no evaluation wrote: `write_json` would replace it."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
+    if not (isinstance(content, dict) and {"evaluation", "models"} <= content.keys()):
+        raise UserError(f"--out: '{path}' exists and is no evaluation; give another name, or remove it")
+
+
 def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tasks: bool, out: str | None) -> None:
     """Report errors that can be found before the work."""
     if resolved.engine.backend == "openai":
@@ -258,7 +279,10 @@ def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tas
     if not any(one.eval_size for one in resolved.each_environment.values()) and not all_tasks:
         name = "environments.NAME.eval_size" if resolved.environments else "environment.eval_size"
         raise UserError(f"{recipe}: {name} is 0, so no task is held out; set it above 0, or give --all-tasks")
+    if out is not None:
+        refuse_empty(out, "file or folder", "--out eval.json, or a new folder")
     if out is not None and is_json(out):
         refuse_file("--out", Path(out), "eval.json")
+        _refuse_other_file(Path(out))
     elif out is not None:
         refuse_folder(out)

@@ -189,7 +189,8 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     scaling = rope_scaling(rope, config, max_positions)
     latent = latent_layout(config, family) if family in LATENT_FAMILIES else None
     given_size = config.integer("head_dim", 128 if family == "qwen3" else hidden_size // heads, most=MOST_WIDTH)
-    attention = latent or AttentionLayout(rotated=rotated_size(rope, family, given_size))
+    rotated = None if latent and family != "glm4_moe_lite" else rotated_size(rope, family, given_size)
+    attention = latent or AttentionLayout(rotated=rotated)
     if scaling is not None and family == "phi3":
         raise UserError("RoPE scaling is not supported for phi3; use another model")
     has_bias = config.flag("attention_bias")

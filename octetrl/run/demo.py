@@ -70,7 +70,7 @@ def run_demo(folder: Path, *, again: bool = False) -> None:
         console.print(
             f"continues the demo in {folder} (--again starts from the beginning)", markup=False, highlight=False
         )
-    console.rule("1 · a tiny model and its worked examples (all four parts: 6 to 13 minutes on two free cores)")
+    console.rule("1 · a tiny model (all parts: 6 to 13 minutes on two free cores)")
     if MADE not in complete:
         make_model_and_examples(sft, preset_config("tiny"))
         note_phase(folder, MADE)

@@ -56,5 +56,8 @@ class SoundCheckpoints:
 
 def named(path: Path | None) -> str:
     if path is None:
-        return "no checkpoint is known to be sound; start again with a lower trainer.optimizer.lr"
+        return (
+            "no checkpoint is known to be sound; start again with a lower trainer.optimizer.lr, or with other weights"
+            " if the first step failed"
+        )
     return f"the last checkpoint from before is {path}: {REMEDY}"

@@ -114,6 +114,8 @@ def test_eval_of_several_side_by_side(
 
 def test_eval_says_what_is_wrong_before_it_works(finished: Finished, tmp_path: Path, capsys: Capture) -> None:
     folder = str(finished("fp8"))
+    other = tmp_path / "other.json"
+    other.write_text('{"models": 1}')
     for words, says in [
         ([folder, str(tmp_path / "gone")], "gone' does not exist; give a run folder, a checkpoint, or"),
         ([folder, folder], "is given twice"),
@@ -122,10 +124,14 @@ def test_eval_says_what_is_wrong_before_it_works(finished: Finished, tmp_path: P
         ([folder, "--k", "4"], "evaluation.samples: 4 greedy answers"),
         ([folder, "--k", "4", "--samples", "2", "--temperature", "1"], "evaluation.k: 4 cannot be estimated from 2"),
         ([folder, "--out", str(tmp_path / "gone" / "eval.json")], "is not a file in a folder that exists"),
+        ([folder, "--out", str(other)], "other.json' exists and is no evaluation; give another name, or remove it"),
+        ([folder, "--out", ""], "'' names no file or folder"),
+        ([folder, "model.path=elsewhere"], "model.path=elsewhere has no effect beside"),
     ]:
         assert run_command(["eval", *words, "--recipe", f"{folder}/config.yaml"]) == 2
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
+    assert other.read_text() == '{"models": 1}'
 
 
 def test_an_evaluation_that_mostly_fails_is_exit_code_1(finished: Finished, capsys: Capture) -> None:

@@ -58,3 +58,15 @@ def test_settings_that_this_model_cannot_follow_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         steps_of(models[which], tmp_path / "run", **changes)
+
+
+def test_upcycling_refuses_what_it_would_spoil(models: tuple[Path, Path], tmp_path: Path) -> None:
+    dense, mixture = models
+    with pytest.raises(UserError, match="family qwen3_moe; give a dense Qwen3"):
+        upcycle(mixture, tmp_path / "twice")
+    assert not (tmp_path / "twice").exists()
+    for taken in (dense, mixture):
+        before = {path.name: path.read_bytes() for path in taken.iterdir()}
+        with pytest.raises(UserError, match="is not empty; give a new folder"):
+            upcycle(dense, taken)
+        assert {path.name: path.read_bytes() for path in taken.iterdir()} == before

@@ -224,7 +224,7 @@ def test_times_that_compare_nothing_have_a_warning() -> None:
     ]
     (line,) = drain_warnings(rows)
     assert line.startswith("warning: bf16, parity, 1+1: a step of 4.00 s cannot be shorter than the 5.00 s of its own")
-    assert line.endswith("give --steps 2 or more")
+    assert line.endswith("give more --steps or longer answers")
     assert not list(capture_warnings(rows_of(bench(BOTH), [turn_of(BOTH, (1.0,), {})]), names, "")), "not on a CPU"
 
 

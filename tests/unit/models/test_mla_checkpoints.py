@@ -187,6 +187,14 @@ def test_layer_kinds_that_do_not_fit_are_refused() -> None:
             spec_from_config(config | {"mlp_layer_types": kinds})
 
 
+def test_a_share_of_rotated_values_that_latent_attention_has_not_is_refused() -> None:
+    """transformers reads it for GLM-4.7-Flash, and not for DeepSeek-V3."""
+    config = preset_config("tiny-mla-moe") | {"partial_rotary_factor": 0.5}
+    with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5 is not supported for glm4_moe_lite, only 1 is"):
+        spec_from_config(config | {"architectures": ["Glm4MoeLiteForCausalLM"]})
+    assert spec_from_config(config) == spec_from_config(preset_config("tiny-mla-moe"))
+
+
 def test_sizes_that_a_gpu_cannot_run_are_refused_there() -> None:
     narrow = spec_from_config(preset_config("tiny-mla-moe") | {"qk_nope_head_dim": 32})
     policy = precision_policy(narrow, Fp8Config())
