@@ -291,7 +291,7 @@ class CheckpointConfig(Section):
     """Number of steps between checkpoints. A run always writes one at its end. 0: only that one."""
     keep_last: int = Field(default=2, ge=1, le=1_000_000_000)
     """Number of latest checkpoints to keep. The last sound one also stays until a further step has shown that newer
-    weights are sound (`collapse`)."""
+    weights are sound (`collapse`), and so does one in whose folder you have put a file of your own."""
     keep_best: int = Field(default=0, ge=0, le=1_000_000_000)
     """Number of further checkpoints to keep: those with the highest `best_metric`."""
     best_metric: str = "eval/accuracy"

@@ -221,17 +221,25 @@ def prune(
     exempt: Collection[int] = (),
 ) -> list[Path]:
     """Of the checkpoints of run `run_id`, hides all but the last `keep_last`, the `keep_best` of highest `best_metric`
-    (of equals, the later) and those of the `exempt` steps. Returns the hidden folders, for `remove_hidden`."""
+    (of equals, the later) and those of the `exempt` steps. A folder in which somebody has put a file of their own stays
+    too. Returns the hidden folders, for `remove_hidden`."""
     steps = _steps(folder)
     manifests = {step: _read_manifest(path) for step, path in steps.items()}
     own = {step: manifest for step, manifest in manifests.items() if manifest and manifest.get("run") == run_id}
     kept = {*sorted(own)[-keep_last:], *exempt}
     scores = [(one["metrics"][best_metric], step) for step, one in own.items() if best_metric in one["metrics"]]
     kept |= {step for _, step in sorted(scores, reverse=True)[:keep_best]}
+    kept |= {step for step, manifest in own.items() if _has_others(steps[step], manifest)}
     hidden = [_hidden(steps[step], ".removed") for step in sorted(own.keys() - kept)]
     for step, path in zip(sorted(own.keys() - kept), hidden, strict=True):
         steps[step].rename(path)
     return hidden
+
+
+def _has_others(path: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint is a link, or has files that it was not saved with. Hidden ones are a file system's."""
+    known = {*manifest["files"], MANIFEST}
+    return path.is_symlink() or any(one.name not in known for one in path.iterdir() if not one.name.startswith("."))
 
 
 def remove_hidden(folders: Iterable[Path]) -> None:

@@ -206,6 +206,19 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
 
 
+def test_pruning_leaves_a_folder_with_somebodys_file(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, payload())
+    (tmp_path / "step_000001" / "notes.txt").write_text("why this one failed")
+    (tmp_path / "step_000002" / ".nfs0001").touch()
+    moved = tmp_path.with_name(f"{tmp_path.name}_elsewhere")
+    (tmp_path / "step_000003").rename(moved)
+    (tmp_path / "step_000003").symlink_to(moved)
+    remove_hidden(prune(tmp_path, keep_last=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000003", "step_000004"]
+    assert load(tmp_path / "step_000001").step == 1 and load(tmp_path / "step_000003").step == 3
+
+
 def test_pruning_leaves_other_runs_and_the_exempt(tmp_path: Path) -> None:
     for step, run_id in ((1, "ours"), (2, "ours"), (3, "ours"), (98, "theirs"), (99, None)):
         save(tmp_path, step, payload(), run_id=run_id)
