@@ -41,7 +41,7 @@ Address = Annotated[
 
 def cluster_section(device: str, gpus: int | None, cpus: int | None, address: str | None) -> dict[str, Any]:
     """A recipe's section from these options. Raises UserError if this machine has not so many GPUs."""
-    if gpus is not None and address is None:
+    if gpus is not None and cpus is None and address is None:
         _refuse_lack(gpus)
     given = {"device": device, "gpus": gpus, "cpus": cpus, "address": address}
     return {name: value for name, value in given.items() if value is not None}
