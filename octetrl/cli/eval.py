@@ -246,7 +246,7 @@ def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
     targets = [word for word in words if not _is_override(word)]
     overrides = [word for word in words if _is_override(word)]
     named = next((one for one in overrides if one.startswith("model.path=")), None)
-    if targets and named is not None and named.partition("=")[2] not in targets:
+    if targets and named is not None and named.partition("=")[2].strip("'\"") not in targets:
         raise UserError(f"eval: {named} has no effect beside '{targets[0]}'; leave one of the two out")
     return targets, overrides
 
