@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from octetrl.cli.check_cluster import worker_problems
+from octetrl.config.cluster import ClusterConfig, cluster_problems
 from octetrl.config.errors import UserError
+from octetrl.config.limits import MOST_GPUS
 from octetrl.config.schema import Precision
 
 RecipePath = Annotated[
@@ -39,21 +42,34 @@ Address = Annotated[
 ]
 
 
+OPTIONS = {  # words about a recipe, longer ones first: those about options
+    "or rollout.learn_beside_tail: false": "or leave --learn-beside-tail out",
+    "rollout.learn_beside_tail": "--learn-beside-tail",
+    "cluster.max_staleness": "--max-staleness",
+    "cluster.weights_in_flight": "--weights-in-flight",
+    "cluster.tensor_parallel": "--tensor-parallel",
+    "cluster.gradients": "--gradients",
+    "cluster.address": "--address",
+    "cluster.gpus": "--gpus",
+    "cluster.cpus": "--cpus",
+    "trainer.gradients": "--gradient-sums",
+    "trainer.weight_codes": "--weight-codes",
+}
+
+
 def cluster_section(device: str, gpus: int | None, cpus: int | None, address: str | None) -> dict[str, Any]:
-    """A recipe's section from these options. Raises UserError if this machine has not so many GPUs."""
-    if gpus is not None and cpus is None and address is None:
-        _refuse_lack(gpus)
+    """A recipe's section from these options. Raises UserError if this machine has fewer GPUs."""
     given = {"device": device, "gpus": gpus, "cpus": cpus, "address": address}
-    return {name: value for name, value in given.items() if value is not None}
+    section: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if gpus is not None and gpus <= MOST_GPUS:
+        cluster = ClusterConfig(**section)
+        for problem in worker_problems(cluster) if not any(cluster_problems(cluster)) else ():
+            raise UserError(in_options(problem))
+    return section
 
 
-def _refuse_lack(gpus: int) -> None:
-    import torch
-
-    has = torch.cuda.device_count()
-    if gpus > has:
-        fewer = "lower it" if has else f"use --cpus {gpus} instead, leave it out"
-        raise UserError(
-            f"--gpus: {gpus} GPUs were asked for, this machine has {has}; {fewer}, or give the --address of a Ray"
-            " cluster that has them"
-        )
+def in_options(text: str) -> str:
+    """A recipe's problem in the words of the options."""
+    for field, option in OPTIONS.items():
+        text = text.replace(field, option)
+    return text.replace("remove it", "leave it out")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from octetrl.cli.arguments import in_options
 from octetrl.cli.bench_options import (
     check_checkpointing,
     choice_of,
@@ -70,19 +71,6 @@ LEGEND = (  # key of a column, or nothing, and what it means
     ("memory/peak_gb", "peak: of the worker with the largest, the KV cache included; on a CPU the process."),
     ("memory/estimate_gb", "estimate: a worker's training without the KV cache, by `octetrl check`."),
 )
-OPTIONS = {  # words about a recipe, longer ones first: those about options
-    "or rollout.learn_beside_tail: false": "or leave --learn-beside-tail out",
-    "rollout.learn_beside_tail": "--learn-beside-tail",
-    "cluster.max_staleness": "--max-staleness",
-    "cluster.weights_in_flight": "--weights-in-flight",
-    "cluster.tensor_parallel": "--tensor-parallel",
-    "cluster.gradients": "--gradients",
-    "cluster.address": "--address",
-    "cluster.gpus": "--gpus",
-    "cluster.cpus": "--cpus",
-    "trainer.gradients": "--gradient-sums",
-    "trainer.weight_codes": "--weight-codes",
-}
 CAPTURES = "give --steps 3 or more: rows have medians"
 
 BesideTail = Annotated[
@@ -263,13 +251,6 @@ def check_tail(plan: ClusterBench) -> None:
             raise UserError("--learn-beside-tail: one worker samples and trains in turns; raise --gpus or --cpus")
         for problem in tail_problems(recipe):
             raise UserError(in_options(problem.text))
-
-
-def in_options(text: str) -> str:
-    """A recipe's problem in the words of the options."""
-    for field, option in OPTIONS.items():
-        text = text.replace(field, option)
-    return text.replace("; remove it", "; leave it out")
 
 
 def _say(number: int, turn: ClusterTurn) -> None:

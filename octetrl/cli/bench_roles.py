@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octetrl.cli.bench_cluster import check_codes, in_options
+from octetrl.cli.arguments import in_options
+from octetrl.cli.bench_cluster import check_codes
 from octetrl.cli.bench_options import check_checkpointing, choices, legend_of, make_folder, shown
 from octetrl.cli.bench_table import print_table
 from octetrl.config.cluster import ClusterConfig, cluster_problems

@@ -146,6 +146,16 @@ def test_two_kinds_of_workers_are_refused_in_one_line(model: Path, capsys: pytes
     assert "cluster.cpus: cannot be combined with cluster.gpus; keep one of the two" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", [["generate", "-p", "a"], ["serve"]])
+def test_gpus_that_are_not_here_are_refused_in_the_options_words(
+    verb: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([verb[0], str(model), *verb[1:], "--gpus", "60000"]) == 2
+    error = capsys.readouterr().err
+    assert "--gpus: 60000 GPUs were asked for, this machine has" in error and error.count("\n") == 1
+    assert "--address" in error and "cluster." not in error
+
+
 def test_gpus_beside_the_one_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.torch.cuda, "device_count", lambda: 8)
     assert device.gpus_beside(ClusterConfig()) == 8
