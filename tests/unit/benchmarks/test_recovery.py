@@ -59,13 +59,14 @@ def watched(folder: Path, *, resumed: int = 2, done: int = 2, code: int = 0, usu
 
 
 def test_the_times_of_a_killed_worker(tmp_path: Path) -> None:
-    """A step takes 60 s by its metrics, so that much of it is left on any machine when its worker is killed."""
+    """A step takes 60 s by its metrics, so that much of it is left on any machine when its worker is killed. A line
+    may be read late, and then the next part is short by that; from the kill on no moment is early."""
     found = measure(watched(tmp_path, usual=60), after=0.01)
-    assert found["recovery/notice_seconds"] >= 0.2 and found["recovery/build_seconds"] >= 0.4
-    assert found["recovery/step_seconds"] >= 0.3 and found["time/step"] == 60
+    notice, build, step = (found[f"recovery/{part}_seconds"] for part in ("notice", "build", "step"))
+    assert notice >= 0.2 and notice + build >= 0.6 and notice + build + step >= 0.9
+    assert min(build, step) > 0.0 and found["time/step"] == 60
     assert found["recovery/steps_again"] == 1 and found["mismatch/max_abs_diff"] == 0.4
-    parts = sum(found[f"recovery/{part}_seconds"] for part in ("notice", "build", "step"))
-    left = parts - found["recovery/lost_seconds"]
+    left = notice + build + step - found["recovery/lost_seconds"]
     assert 0 < left < 59.45, "of the step when it is killed after 0.6 s"
 
 
