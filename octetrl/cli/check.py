@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -48,6 +49,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.model_source import is_of_hub, with_found_model
 from octetrl.run.own_objective import try_objective
+from octetrl.run.run_files import RECIPE_FILE
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.workers.model_shape import model_spec, preset_of_missing
 
@@ -222,6 +224,8 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
         if tail is not None:
             yield "beside tail", tail
     yield "steps", f"{recipe.steps:,}, seed {recipe.seed}, into {recipe.output_dir}"
+    if Path(recipe.output_dir, RECIPE_FILE).exists():
+        yield "", f"{recipe.output_dir} already holds a run; only --resume continues it"
     yield "optimizer", f"AdamW, lr {optimizer.lr:g}, {optimizer.decay}, {optimizer.warmup_steps} warm-up steps"
     longest = f"{rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} answer tokens"
     lora = recipe.model.lora

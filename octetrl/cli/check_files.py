@@ -21,6 +21,7 @@ from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.run.early import missing_files, unknown_metric
+from octetrl.run.run_files import RECIPE_FILE, refuse_records
 from octetrl.run.tokenizer_process import TokenizerProcess
 
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
@@ -103,7 +104,8 @@ def _weight_problem(field: str, folder: str, *, scalar: bool, new_head: bool, re
 
 
 def _look_at_output(recipe: Recipe) -> None:
-    """The folder that the run will write may be missing; then the first of its parents that is there must take it."""
+    """The folder that the run will write may be missing; then the first of its parents that is there must take it.
+    It may be that of a run, which is continued with --resume."""
     given = Path(recipe.output_dir)
     for folder in (given, *given.absolute().parents):
         try:
@@ -115,7 +117,9 @@ def _look_at_output(recipe: Recipe) -> None:
         if not is_folder or not os.access(folder, os.W_OK | os.X_OK):
             why = "can't be written in" if is_folder else "is no folder"
             raise UserError(f"output_dir: '{given}' can't be a folder ('{folder}' {why}); choose another")
-        return
+        break
+    if not (given / RECIPE_FILE).exists():
+        refuse_records(given)
 
 
 def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:

@@ -12,8 +12,8 @@ from octetrl.cli.check_lines import terminal_columns
 from octetrl.cli.out_file import refuse_file, whole_file
 from octetrl.config.errors import UserError, refuse_empty
 from octetrl.config.text import ESCAPE
+from octetrl.run.run_files import REPORT
 
-PAGE = "report.html"
 SUFFIXES = (".html", ".htm")
 # A folder with two of these is a run's. One alone may be of anything, such as a home folder with a config.yaml.
 MARKS = ("config.yaml", "lock", "run.json", "metrics.jsonl", "checkpoints")
@@ -39,8 +39,8 @@ def report(
         for line in terminal_report(records, min(WIDTH, terminal_columns() or WIDTH)):
             typer.echo(line)
         return
-    path = Path(runs[0]) / PAGE if out is None else out
-    refuse_file("--out", path, PAGE)
+    path = Path(runs[0]) / REPORT if out is None else out
+    refuse_file("--out", path, REPORT)
     refuse_file_of_run(path, [record.folder for record in records])
     page = report_page(records)
     with whole_file("--out", path) as file:
@@ -55,7 +55,7 @@ def refuse_file_of_run(path: Path, runs: Sequence[Path] = ()) -> None:
     folder = next((one for one in real.parents if one in known or _is_run(one)), None)
     if folder is None:
         return
-    another = f"give another, such as {PAGE}"
+    another = f"give another, such as {REPORT}"
     if real.exists() and not real.is_file():
         raise UserError(f"--out: '{path}' in the run folder '{folder}' is not a file; {another}")
     if real.is_file() and real.stat().st_size:

@@ -16,9 +16,8 @@ import typer
 from octetrl.cli.check_lines import terminal_columns, wrapped
 from octetrl.config.errors import refuse_empty
 from octetrl.config.text import counted
+from octetrl.run.run_files import LOCK
 from octetrl.workers.many.status import STATUS_FILE, status_lines
-
-LOCK = "lock"  # in a run's folder, with the id of the process that holds it (run/output_folder.py)
 
 
 def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.run.run_files import HISTORY_FILE
 
-HISTORY_FILE = "history.jsonl"
 MAY_CHANGE = (
     *("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse", "failures"),
     "environment.max_failure_share",  # when to stop; it computes nothing

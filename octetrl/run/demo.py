@@ -38,11 +38,11 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import Task
 from octetrl.run.build import full_precision
-from octetrl.run.early import RECIPE_FILE
 from octetrl.run.environment import build_environment, build_taskset
 from octetrl.run.evaluate import EvalReport, evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
+from octetrl.run.run_files import RECIPE_FILE
 from octetrl.run.tiny_model import save_tokenizer
 
 WRITTEN = ("model", "worked_examples.jsonl", "sft", "grpo")

@@ -17,8 +17,8 @@ from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.config.validate_environment import FILES
 from octetrl.run.model_source import found_model, is_of_hub
+from octetrl.run.run_files import RECIPE_FILE, refuse_held
 
-RECIPE_FILE = "config.yaml"
 PARTS_OF_A_MODEL = ("checkpoints", "manifest.json", "config.json", "adapter_config.json")
 
 
@@ -91,15 +91,6 @@ def _missing_file(field: str, path: str) -> Iterator[str]:
     if hub_dataset(path) is None and not Path(path).exists():
         way = way_to_make(path) or f"give a JSONL or Parquet file, or a folder{nearest_file(Path(path))}"
         yield f"{field}: no file '{path}'; {way}"
-
-
-def refuse_held(folder: Path) -> None:
-    """Refuse a new run in the folder of another one."""
-    if (folder / RECIPE_FILE).exists():
-        raise UserError(
-            f"output_dir: '{folder}' already holds a run; continue it with --resume (in Python resume=True),"
-            f" or give another folder: output_dir=..."
-        )
 
 
 def _refuse_no_run(folder: Path) -> None:

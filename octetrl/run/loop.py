@@ -26,7 +26,6 @@ from octetrl.run.build import Run, build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.device import generators_put_back
 from octetrl.run.earlier_answers import remember_answers
-from octetrl.run.early import RECIPE_FILE
 from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
@@ -36,7 +35,7 @@ from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
-from octetrl.run.run_identity import CHECKPOINTS
+from octetrl.run.run_files import CHECKPOINTS, RECIPE_FILE
 from octetrl.run.slow_rewards import SlowRewards, reward_times
 from octetrl.run.sound_checkpoints import SoundCheckpoints
 from octetrl.run.step import supervised_step, train_step

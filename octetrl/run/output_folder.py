@@ -31,15 +31,8 @@ from octetrl.config.lora import targets_of
 from octetrl.config.replaced_file import replaced_file
 from octetrl.config.schema import Recipe
 from octetrl.run.allowed_changes import Change, changes_between, record_changes, refuse_changes
-from octetrl.run.early import RECIPE_FILE, refuse_held
-from octetrl.run.run_identity import (
-    CHECKPOINTS,
-    new_run_id,
-    read_run_id,
-    records_in,
-    refuse_foreign_checkpoints,
-    write_run_id,
-)
+from octetrl.run.run_files import CHECKPOINTS, LOCK, RECIPE_FILE, foreign_file, is_lock, records_in, refuse_held
+from octetrl.run.run_identity import new_run_id, read_run_id, refuse_foreign_checkpoints, write_run_id
 from octetrl.telemetry.bench_record import where_it_runs
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, last_step
@@ -108,6 +101,8 @@ class OutputFolder:
     # ------------------------------------------------------------ the lock
 
     def _take_lock(self) -> IO[str]:
+        if not is_lock(self.path / LOCK):
+            raise foreign_file(self.path / LOCK)
         for _ in range(ATTEMPTS):
             self._make_folders()
             try:
@@ -149,7 +144,7 @@ class OutputFolder:
                 self._made.append(folder)
 
     def _open_lock(self) -> IO[str]:
-        path = self.path / "lock"
+        path = self.path / LOCK
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self._made_lock = True
@@ -161,7 +156,7 @@ class OutputFolder:
     def _is_in_place(self, lock: IO[str]) -> bool:
         """Whether the locked file is still the one in the folder."""
         try:
-            return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / "lock"))
+            return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / LOCK))
         except FileNotFoundError:
             return False
 
@@ -169,12 +164,6 @@ class OutputFolder:
 
     def _new_run(self) -> str:
         refuse_held(self.path)
-        found = records_in(self.path)
-        if found:
-            raise UserError(
-                f"output_dir: '{self.path}' holds {', '.join(found)} of another run, but no {RECIPE_FILE}; give another"
-                f" folder (output_dir=...), or put its {RECIPE_FILE} back and continue it with --resume"
-            )
         return new_run_id()
 
     def _resumed_run(self) -> str | None:
@@ -224,7 +213,7 @@ class OutputFolder:
     def _clean_up(self) -> None:
         """Removes what a refused run created. The lock is held until the end."""
         if self._made_lock:
-            (self.path / "lock").unlink(missing_ok=True)
+            (self.path / LOCK).unlink(missing_ok=True)
         for folder in reversed(self._made):
             _remove_if_empty(folder)
         if self._lock is not None:

@@ -22,7 +22,7 @@ from octetrl.config.validate_roles import describe_roles
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.given import is_given
 from octetrl.fp8.policy import formats_by_layer, precision_policy
-from octetrl.run.run_identity import CHECKPOINTS
+from octetrl.run.run_files import CHECKPOINTS, REPORT
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.report_data import RunRecord, idle_tail, read_run, results, steps_above
 from octetrl.telemetry.report_page import report_page
@@ -35,7 +35,6 @@ from octetrl.workers.model_shape import model_spec
 if TYPE_CHECKING:
     from octetrl.run.build import Run
 
-REPORT = "report.html"
 GIB = 2**30
 Screen = tuple[str, list[tuple[str, str]]]  # a title, and rows of a label and a text
 

@@ -30,7 +30,8 @@ from octetrl.run.batches_ahead import BATCHES, DataPlace, batches_from_json
 from octetrl.run.build import Run
 from octetrl.run.early import refuse_no_model
 from octetrl.run.model_source import found_model
-from octetrl.run.run_identity import CHECKPOINTS, read_run_id
+from octetrl.run.run_files import CHECKPOINTS
+from octetrl.run.run_identity import read_run_id
 from octetrl.trainer import checkpoint
 
 CURSOR = "cursor.json"

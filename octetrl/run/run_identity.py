@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from octetrl.config.errors import UserError
 from octetrl.config.replaced_file import replaced_file
+from octetrl.run.run_files import CHECKPOINTS
 from octetrl.telemetry.ending import LIVE
-from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
+from octetrl.telemetry.sinks import RUN_FILE
 from octetrl.trainer import checkpoint
 
-CHECKPOINTS = "checkpoints"
-# What a run leaves, besides its recipe.
-RECORDS = (METRICS_FILE, "rollouts", "evaluations", CHECKPOINTS, "events.out.tfevents.*")
 _SHOWN = 3
 
 
@@ -59,18 +57,6 @@ def refuse_foreign_checkpoints(run_folder: Path, run_id: str | None) -> None:
             f"--resume: '{run_folder / CHECKPOINTS}' holds checkpoints of another run ({_some(foreign)});"
             f" move them out of this folder, then --resume"
         )
-
-
-def records_in(run_folder: Path) -> list[str]:
-    """Names of a run's files and folders; empty subfolders do not count."""
-    return sorted(_found(run_folder))
-
-
-def _found(run_folder: Path) -> Iterator[str]:
-    for pattern in RECORDS:
-        for path in run_folder.glob(pattern):
-            if not path.is_dir() or any(path.iterdir()):
-                yield path.name
 
 
 def _id_of_checkpoints(run_folder: Path) -> str | None:

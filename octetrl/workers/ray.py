@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,10 @@ class RayTeam:
     def forget_logs(self) -> None:
         """Removes what the workers of a refused run printed. A run that has begun keeps its logs."""
         if self._folder is not None and not (self._folder / "config.yaml").exists():
-            shutil.rmtree(self._folder / "logs", ignore_errors=True)
+            with suppress(OSError):  # somebody else's files keep the folder
+                for log in (self._folder / "logs").glob("worker_*.log"):
+                    log.unlink()
+                (self._folder / "logs").rmdir()
 
     def _log_of(self, worker: int) -> Path:
         assert self._logs is not None

@@ -70,7 +70,7 @@ def remove_files(run_folder: Path) -> None:
             return
         for path in (*run_folder.glob("logs/worker_*.log"), run_folder / STATUS_FILE):
             path.unlink(missing_ok=True)
-        if run_folder.joinpath("logs").exists():
+        with contextlib.suppress(OSError):  # somebody else's files keep the folder
             run_folder.joinpath("logs").rmdir()
         lock.unlink()
 

@@ -21,7 +21,8 @@ from octetrl.models.families import hf_config, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights, take_published_codes
 from octetrl.run.export import export_run
 from octetrl.run.resume import weights_folder
-from octetrl.run.run_identity import CHECKPOINTS, write_run_id
+from octetrl.run.run_files import CHECKPOINTS
+from octetrl.run.run_identity import write_run_id
 from octetrl.trainer import checkpoint
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 40}

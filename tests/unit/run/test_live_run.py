@@ -23,7 +23,7 @@ from octetrl.run import evaluate, generate, standing_model
 from octetrl.run.export import export_run
 from octetrl.run.generate import generate_text
 from octetrl.run.resume import read_model
-from octetrl.run.run_identity import CHECKPOINTS
+from octetrl.run.run_files import CHECKPOINTS
 from octetrl.run.standing_model import load_standing_model
 from octetrl.run.tiny_model import write_tokenizer
 from octetrl.trainer import checkpoint
