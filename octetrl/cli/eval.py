@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from octetrl.cli.eval_folder import is_json, refuse_folder, write_folder
+from octetrl.cli.eval_folder import is_json, refuse_folder, reserved, write_folder
 from octetrl.cli.loading import loading_pytorch
 from octetrl.cli.out_file import refuse_file, whole_file
 from octetrl.config.environment import EnvironmentConfig
@@ -94,31 +95,36 @@ def evaluate(
     _refuse_early(targets, recipe, resolved, all_tasks, out)
     for target in targets:
         refuse_no_model(target)
-    from octetrl.cli.eval_table import report_table
     from octetrl.run.journal import check_failures
     from octetrl.telemetry.failures import FailureShareError
 
-    reports = _evaluated(targets, resolved, all_tasks)
-    compared = _compared(reports)
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = WIDE  # so that a row stays a line
-    console.print(report_table(reports, compared))
-    if len(targets) > 1:
-        console.print(f"all of them: the tasks of {recipe}", markup=False)
-    if out is not None:
-        file = Path(out)
-        if not is_json(out):
-            file = write_folder(file, resolved, reports)
-        write_json(file, recipe, resolved, reports, compared)
-        look = "" if is_json(out) or len(reports) > 1 else f"; `octetrl rollouts {shlex.quote(out)}` shows the answers"
-        console.print(f"wrote {out}{look}", markup=False)
+    with nullcontext() if out is None or is_json(out) else reserved(out):
+        reports = _evaluated(targets, resolved, all_tasks)
+        _show(reports, recipe, resolved, out)
     try:
         for target, report in reports.items():
             check_failures(resolved, report.groups, target)
     except FailureShareError as error:
         typer.echo(f"octetrl: the evaluation failed: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _show(reports: Mapping[str, EvalReport], recipe: str, resolved: Recipe, out: str | None) -> None:
+    """Print the table, and write what `--out` asks for."""
+    from octetrl.cli.eval_table import report_table
+
+    compared = _compared(reports)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDE  # so that a row stays a line
+    console.print(report_table(reports, compared))
+    if len(reports) > 1:
+        console.print(f"all of them: the tasks of {recipe}", markup=False)
+    if out is not None:
+        file = Path(out) if is_json(out) else write_folder(Path(out), resolved, reports)
+        write_json(file, recipe, resolved, reports, compared)
+        look = "" if is_json(out) or len(reports) > 1 else f"; `octetrl rollouts {shlex.quote(out)}` shows the answers"
+        console.print(f"wrote {out}{look}", markup=False)
 
 
 def _evaluated(targets: Sequence[str], resolved: Recipe, all_tasks: bool) -> dict[str, EvalReport]:

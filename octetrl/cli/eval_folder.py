@@ -10,13 +10,16 @@ With several targets, the last three are in a folder for each, `1_NAME/`, `2_NAM
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octetrl.cli.out_file import refuse_unmakeable
+from octetrl.cli.out_file import refuse_unmakeable, writes
 from octetrl.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,19 +42,46 @@ def refuse_folder(out: str) -> None:
     refuse_unmakeable("--out", missing[-1] if missing else path)
 
 
+@contextmanager
+def reserved(out: str) -> Iterator[Path]:
+    """The folder, created, and locked against another evaluation until the end. If it stays empty, it is removed again.
+
+    Raises UserError. The lock is one of the operating system, on the folder itself: no file is written for it.
+    """
+    folder = Path(out)
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    with writes("--out", folder, "folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            missing = []
+            raise UserError(f"--out: another evaluation is writing '{out}'; give a new folder") from None
+        except OSError:
+            pass  # a file system without locks
+        refuse_folder(out)  # an evaluation may have ended meanwhile
+        yield folder
+    finally:
+        with suppress(OSError):
+            for one in missing:
+                one.rmdir()
+        os.close(descriptor)
+
+
 def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport]) -> Path:
     """Write everything but the results as JSON. Return the path for those."""
     from octetrl.config.load import dump_recipe
-    from octetrl.telemetry.rollouts import ROLLOUTS, RolloutFiles
+    from octetrl.telemetry.rollouts import ROLLOUTS, write_rollouts
 
-    try:
+    with writes("--out", folder, "folder"):
         for place, (target, report) in enumerate(reports.items(), start=1):
             name = re.sub(r"[^\w.@-]+", "_", Path(target).resolve().name)
             of_target = folder if len(reports) == 1 else folder / f"{place}_{name}"
-            RolloutFiles(of_target / ROLLOUTS).write(report.step, report.groups)
+            (of_target / ROLLOUTS).mkdir(parents=True)
+            write_rollouts(of_target / ROLLOUTS, report.step, report.groups)
             row = json.dumps({"step": report.step, **report.metrics})
             (of_target / "metrics.jsonl").write_text(row + "\n", encoding="utf-8")
             (of_target / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out: cannot write in '{folder}' ({error.strerror}); give another folder") from error
     return folder / "eval.json"

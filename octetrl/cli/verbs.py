@@ -10,6 +10,7 @@ import typer
 
 import octetrl
 from octetrl.cli.usage import Command
+from octetrl.config.sigterm import terminable
 
 
 class Verb(NamedTuple):
@@ -56,6 +57,9 @@ VERBS = {
 }
 
 
+HEAR_SIGTERM = ("train", "serve")  # with handlers of their own, which end a step, or the answers in work
+
+
 def command_line(verbs: Collection[str] = VERBS) -> typer.Typer:
     """The app. Only the commands named in `verbs` are imported and run; of the others `--help` has the summaries."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -69,7 +73,7 @@ def command_line(verbs: Collection[str] = VERBS) -> typer.Typer:
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:
-            app.command(name, cls=Command)(found)
+            app.command(name, cls=Command)(found if name in HEAR_SIGTERM else terminable()(found))
     return app
 
 

@@ -109,16 +109,21 @@ class RolloutFiles:
 
     def write(self, step: int, groups: Iterable[RolloutGroup]) -> Path:
         """Write `step_NNNNNN.jsonl` and return its path. Raises UserError if it can't be written."""
-        path = self.folder / f"step_{step:06d}.jsonl"
         try:
-            with replaced_file(path, errors=ESCAPE) as file:
-                for group in groups:
-                    for sibling, rollout in enumerate(group.rollouts):
-                        line = json.dumps(_as_json(rollout, sibling), ensure_ascii=False, allow_nan=False)
-                        file.write(line + "\n")
+            return write_rollouts(self.folder, step, groups)
         except OSError as error:
             raise not_written(self.folder, error) from error
-        return path
+
+
+def write_rollouts(folder: Path, step: int, groups: Iterable[RolloutGroup]) -> Path:
+    """Write `step_NNNNNN.jsonl` and return its path. Raises OSError, and then leaves the file as it was."""
+    path = folder / f"step_{step:06d}.jsonl"
+    with replaced_file(path, errors=ESCAPE) as file:
+        for group in groups:
+            for sibling, rollout in enumerate(group.rollouts):
+                line = json.dumps(_as_json(rollout, sibling), ensure_ascii=False, allow_nan=False)
+                file.write(line + "\n")
+    return path
 
 
 def not_written(path: Path, error: OSError) -> UserError:
