@@ -105,11 +105,14 @@ class JsonObject(Mapping[str, Any]):
             raise self.wrong(key, f"{kind} is needed, at most {most:,}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """Read a positive number that is finite as a float."""
+    def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e308) -> float:
+        """Read a positive number that is finite as a float, from `least` to `most`."""
         value = self._given(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e308:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < 1e308:
             raise self.wrong(key, "a positive number is needed")
+        if not least <= value <= most:
+            raise self.wrong(key, f"a number from {least:g} to {most:g} is needed")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:

@@ -115,8 +115,12 @@ def _routing(config: JsonObject, family: str) -> Routing:
         corrected=family in CORRECTED,
         num_groups=groups,
         kept_groups=kept,
-        scale=config.number("routed_scaling_factor", SCALES.get(family, 1.0)) if family in CORRECTED else 1.0,
+        scale=_scale(config, family) if family in CORRECTED else 1.0,
     )
+
+
+def _scale(config: JsonObject, family: str) -> float:
+    return config.number("routed_scaling_factor", SCALES.get(family, 1.0), least=1e-3, most=1e3)
 
 
 def _dense_layers(config: JsonObject, family: str, num_layers: int) -> set[int]:

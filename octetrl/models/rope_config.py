@@ -125,10 +125,7 @@ def _yarn(rope: JsonObject, original: int, max_positions: int) -> YarnScaling:
     def optional(key: str) -> float | None:
         if rope.get(key) in (None, 0):
             return None
-        value = rope.number(key)
-        if not LEAST <= value <= MOST:
-            raise rope.wrong(key, f"a number from {LEAST:g} to {MOST:,.0f} is needed")
-        return value
+        return rope.number(key, least=LEAST, most=MOST)
 
     fast, slow = optional("beta_fast") or 32.0, optional("beta_slow") or 1.0
     if fast < slow:

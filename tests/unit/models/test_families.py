@@ -163,6 +163,8 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 0}}, "'attention_factor' is 0, a positive"),
         ({"rope_scaling": {"rope_type": "yarn", "beta_slow": 5e-324}}, "'beta_slow' is 5e-324, a number from 0.001"),
         ({"rope_scaling": {"rope_type": "yarn", "mscale": 1e300}}, r"'mscale' is 1e\+300, a number from 0.001"),
+        ({"rms_norm_eps": 1e30}, r"'rms_norm_eps' is 1e\+30, a number from 1e-12 to 1 is needed"),
+        ({"rope_theta": 1e-9}, "'rope_theta' is 1e-09, a number from 0.001 to"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1}, "'rope_theta' is 1, YaRN needs more"),
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "'original_max_position"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),

@@ -159,6 +159,7 @@ def test_block_fp8_as_published_and_further_layers_are_read(tmp_path: Path) -> N
         ({"qk_rope_head_dim": 15}, "'qk_rope_head_dim' is 15, an even number is needed"),
         ({"num_key_value_heads": 2}, "num_key_value_heads 2 differs from num_attention_heads 4"),
         ({"moe_layer_freq": 2}, "'moe_layer_freq' is 2, 1 is needed"),
+        ({"routed_scaling_factor": 1e30}, r"'routed_scaling_factor' is 1e\+30, a number from 0.001 to 1000 is needed"),
         ({"scoring_func": "softmax"}, "routing function 'softmax'"),
     ],
 )
