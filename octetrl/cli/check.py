@@ -53,6 +53,7 @@ from octetrl.run.run_files import RECIPE_FILE
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.workers.model_shape import model_spec, preset_of_missing
 
+MANY_TOKENS = 1 << 17  # of a micro-batch; more are no advice
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
 
 
@@ -297,8 +298,9 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
     yield from _numerics(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
     if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
-        text = f"FP8 training is hardly faster than BF16 with {given:,} tokens a micro-batch at this width; raise"
-        yield "warning", f"{text} trainer.tokens_per_micro_batch to {wanted:,} or more, or take precision: bf16"
+        text = f"FP8 training is hardly faster than BF16 with {given:,} tokens a micro-batch at this width;"
+        larger = f" raise trainer.tokens_per_micro_batch to {wanted:,} or more, or" if wanted <= MANY_TOKENS else ""
+        yield "warning", f"{text}{larger} take precision: bf16"
 
 
 def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
