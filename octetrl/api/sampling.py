@@ -13,7 +13,7 @@ from typing import Any
 
 from octetrl import records
 from octetrl.config.errors import UserError, nearest
-from octetrl.config.schema import LEAST_TEMPERATURE
+from octetrl.config.schema import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -70,8 +70,9 @@ class SamplingParams:
     def _check(self) -> None:
         _require("n", self.n, "a whole number from 1", _is_whole(self.n, 1))
         _require("max_tokens", self.max_tokens, "a whole number from 1", _is_whole(self.max_tokens, 1))
-        usable = self.temperature == 0 or _is_within(self.temperature, LEAST_TEMPERATURE, math.inf)
-        _require("temperature", self.temperature, f"0 (greedy), or a number from {LEAST_TEMPERATURE:g}", usable)
+        usable = self.temperature == 0 or _is_within(self.temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
+        allowed = f"0 (greedy), or a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
+        _require("temperature", self.temperature, allowed, usable)
         in_range = _is_within(self.top_p, 0.0, 1.0) and self.top_p > 0
         _require("top_p", self.top_p, "a number above 0 and at most 1", in_range)
         _require("top_k", self.top_k, "a whole number from 0, which keeps all tokens", _is_whole(self.top_k, 0))

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from octetrl.bench.turns import Row
 
 MOST_MICRO_BATCHES = 10_000  # of a step: all of them are drawn into memory before the first is trained on
-ON_GPU, ON_CPU = (16_384, "4096"), (64, "16")  # tokens of a micro-batch, lengths
+ON_GPU, ON_CPU = (16_384, "4096", 2048), (64, "16", 16)  # tokens of a micro-batch, lengths, mean length
 COLUMNS = {  # key of a row: heading, format
     "train/tokens_per_second": ("tokens/s", ",.0f"),
     "train/speedup_over_bf16": ("to\nbf16", ".2f"),
@@ -102,7 +102,7 @@ Lengths = Annotated[
         " Default: 4096; on a CPU 16.",
     ),
 ]
-Mean = Annotated[int | None, typer.Option(min=2, help="lognormal: the mean length. Default: 2048.")]
+Mean = Annotated[int | None, typer.Option(min=2, help="lognormal: the mean length. Default: 2048; on a CPU 16.")]
 Steps = Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per round, after one that is not timed.")]
 MicroBatches = Annotated[
     int | None,
@@ -172,10 +172,10 @@ def train(
     chosen = device_of(device_name(cluster, device), cluster)
     on_gpu = chosen.type == "cuda"
     found = model_of(model, layers, on_gpu=on_gpu)
-    usual_tokens, usual_length = ON_GPU if on_gpu else ON_CPU
+    usual_tokens, usual_length, usual_mean = ON_GPU if on_gpu else ON_CPU
     config = config.model_copy(update={"tokens_per_micro_batch": tokens or usual_tokens})
     span = _span_of(usual_length if lengths is None else lengths, mean, sigma)
-    mix = Mix(span, mean or 2048, 0.7 if sigma is None else sigma)
+    mix = Mix(span, mean or usual_mean, 0.7 if sigma is None else sigma)
     _check_lengths(mix, config.tokens_per_micro_batch, found.spec.max_positions, found.name)
     plan = TrainBench(
         model=found,

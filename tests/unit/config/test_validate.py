@@ -200,6 +200,7 @@ IMPOSSIBLE = [
     ([("cluster.cpus", 2), ("cluster.address", "head:99999")], "'head:99999' is not host:port"),
     ([("cluster.cpus", 2), ("cluster.deadlines.silent_seconds", 0.5)], "report every second, so 0.5 would end"),
     ([("rollout.temperature", 1e-40)], "rollout.temperature: 1e-40 is too small for float32; use 1e-08 or more"),
+    ([("evaluation.temperature", 1e300)], "evaluation.temperature: 1e+300 is out of range; it must be at most 10"),
     ([("evaluation.temperature", 1e-40)], "evaluation.temperature: 1e-40 is too small"),
     ([("output_dir", "runs/\udcff")], "output_dir: 'runs/\\udcff' is not UTF-8 text; rename it"),
     ([("engine.kv_cache_tokens", 2047)], "raise it to at least 2048"),
