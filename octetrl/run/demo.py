@@ -17,6 +17,7 @@ refused.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import time
@@ -33,6 +34,7 @@ from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
+from octetrl.config.threads import free_cores
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
@@ -61,10 +63,12 @@ def run_demo(folder: Path, *, again: bool = False) -> None:
     that no demo wrote."""
     console = Console()
     started = time.perf_counter()
+    threads = _threads(console)
     sft = load_recipe(
-        shipped_path("demo_sft"), _paths(folder, "sft", model="model", conversations="worked_examples.jsonl")
+        shipped_path("demo_sft"),
+        [*_paths(folder, "sft", model="model", conversations="worked_examples.jsonl"), *threads],
     )
-    grpo = load_recipe(shipped_path("demo_grpo"), _paths(folder, "grpo", model="sft/export"))
+    grpo = load_recipe(shipped_path("demo_grpo"), [*_paths(folder, "grpo", model="sft/export"), *threads])
     complete = prepare_folder(folder, again=again)
     if complete:
         console.print(
@@ -88,6 +92,19 @@ def run_demo(folder: Path, *, again: bool = False) -> None:
     note_phase(folder, FINISHED)
     console.rule("4 · what it did")
     console.print(summary(reports, Path(grpo.output_dir), time.perf_counter() - started, continued=bool(complete)))
+
+
+def _threads(console: Console) -> list[str]:
+    """An override where other programs are busy: a thread without a core of its own makes all others wait for it."""
+    cores, free = len(os.sched_getaffinity(0)), free_cores()
+    if free is None or free >= cores:
+        return []
+    console.print(
+        f"{free} of {cores} cores {'is' if free == 1 else 'are'} free now, so torch takes as many threads"
+        f" (cluster.cpu_threads={free})",
+        highlight=False,
+    )
+    return [f"cluster.cpu_threads={free}"]
 
 
 def train_or_resume(recipe: Recipe) -> None:
