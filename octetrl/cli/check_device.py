@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from octetrl.config.backends import TRAITS
 from octetrl.config.schema import Recipe
 
 GIB = 2**30
@@ -50,7 +51,7 @@ def missing_gpu(recipe: Recipe, device: Device) -> list[str]:
 
 def _needs_gpu(recipe: Recipe) -> bool:
     """Whether the recipe runs on no CPU, so this machine's memory says nothing about it."""
-    return recipe.engine.backend == "vllm" or (recipe.cluster.uses_ray and recipe.cluster.num_gpus > 0)
+    return TRAITS[recipe.engine.backend].needs_gpu or (recipe.cluster.uses_ray and recipe.cluster.num_gpus > 0)
 
 
 def missing_fp8(recipe: Recipe, device: Device) -> list[str]:
@@ -63,7 +64,8 @@ def missing_fp8(recipe: Recipe, device: Device) -> list[str]:
     of_vllm = recipe.engine.backend == "vllm"
     if not (fp8.rollout or fp8.train) or fp8.emulate is True:
         return [_no_cache_of_vllm(device)] if of_vllm and fp8.kv_cache == "calibrated" else []
-    emulate = "" if of_vllm else ", or fp8.emulate=true for its numbers without its speed"
+    of_ours = not TRAITS[recipe.engine.backend].has_weights
+    emulate = ", or fp8.emulate=true for its numbers without its speed" if of_ours else ""
     return [
         f"fp8: {device.name}, has no block-scaled FP8 GEMM (compute capability {device.capability}, and a Hopper GPU"
         f" has {HOPPER}); use precision=bf16{emulate}"

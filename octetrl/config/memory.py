@@ -65,13 +65,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from octetrl.config.algorithm import DistillConfig
+from octetrl.config.backends import TRAITS
 from octetrl.config.blocks import SCALE_PER_TOKEN, BlockMemory, CachedTensor, TrainedAs
 from octetrl.config.lora import adapter_elements
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
 from octetrl.config.text import binary_size
-from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 
 Format = Literal["bf16", "fp8"]
 When = Literal["always", "training", "generating"]
@@ -153,14 +153,14 @@ def estimate_memory(
     device_bytes: the device's memory. None: unknown; a KV cache that is a share of it then has no size either.
     critic, scorer, teacher: the models that the recipe asks for. `scorer` is a reward model.
     """
-    weight_bytes = 2 if recipe.model.dtype == "bfloat16" else 4
+    weight_bytes, backend = (2 if recipe.model.dtype == "bfloat16" else 4), TRAITS[recipe.engine.backend]
     trains_scalar = recipe.algorithm.name == "reward_model"
     if trains_scalar:
         spec = ScalarModel(spec, precisions).trunk
     lora = recipe.model.lora
     trained = spec.num_parameters if lora is None else adapter_elements(spec, lora) + trains_scalar * spec.hidden_size
     dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
-    alone = trains_scalar or recipe.cluster.roles is not None or recipe.engine.backend == "vllm"
+    alone = trains_scalar or recipe.cluster.roles is not None or backend.has_weights
     how = f"{recipe.model.dtype}, {'of the trainer' if alone else 'shared by engine and trainer'}"
     how += "; FP8 linears only as codes" if dropped else ""
     owned = weight_bytes * _elements(spec, precisions.fp8_train) if lora is None else 0
@@ -193,7 +193,7 @@ def estimate_memory(
     parts += activations
     if trains_scalar:
         return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
-    parts += [_vllm(spec, precisions)] if recipe.engine.backend == "vllm" else []
+    parts += [MemoryPart(*held, "generating") for held in backend.held(spec, precisions.fp8_rollout)]
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     taken = sum(part.num_bytes for part in parts if part.when != "training")
     tokens = kv_cache_capacity(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
@@ -202,11 +202,6 @@ def estimate_memory(
         parts.append(MemoryPart("KV cache", tokens * per_token, how, "generating"))
     takes_turns = on_gpu and recipe.engine.release_for_training
     return MemoryEstimate(tuple(parts), per_token, tokens, takes_turns)
-
-
-def _vllm(spec: ModelSpec, precisions: Precisions) -> MemoryPart:
-    held = vllm_weight_bytes(spec, precisions.fp8_rollout) + RESERVE
-    return MemoryPart("vLLM", held, "weights of its own, its activations and graphs", "generating")
 
 
 def _teacher(algorithm: AlgorithmConfig) -> str:
@@ -238,7 +233,8 @@ def _fp8_parts(
     """The policy's FP8 copies. Remade codes are not in memory while the policy is trained. With a critic they count as
     always allocated, because each model's codes exist while the other is trained. This overestimates slightly."""
     remakes = recipe.trainer.weight_codes == "remade"
-    own = precisions if recipe.engine.backend != "vllm" else replace(precisions, fp8_rollout=precisions.fp8_train)
+    elsewhere = TRAITS[recipe.engine.backend].has_weights
+    own = replace(precisions, fp8_rollout=precisions.fp8_train) if elsewhere else precisions
     copies = _fp8_copies(spec, own, emulated=emulated, backward=not remakes)
     given_back = _elements(spec, precisions.fp8_train) if remakes else 0
     if copies:

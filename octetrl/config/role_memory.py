@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octetrl.config.backends import TRAITS
 from octetrl.config.memory import MemoryEstimate, MemoryPart, Precisions, kv_cache_capacity
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import ModelSpec
@@ -65,7 +66,7 @@ def buffer_choice(
 ) -> BufferChoice | None:
     """Whether there is a second buffer, and why. None: nothing is generated ahead, or it depends on unknown memory."""
     cluster = recipe.cluster
-    depends = cluster.weight_buffer == "auto" and recipe.engine.backend != "vllm"
+    depends = cluster.weight_buffer == "auto" and not TRAITS[recipe.engine.backend].has_weights
     if not cluster.max_staleness or (available is None and depends):
         return None
     parts = _engine_parts(recipe, spec, precisions, estimate, on_gpu=on_gpu)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from octetrl.config.backends import TRAITS
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 
@@ -18,14 +19,15 @@ def longest_rollout(recipe: Recipe) -> int:
 
 def smallest_cache(recipe: Recipe) -> int:
     """Tokens of the smallest KV cache with which a worker generates, in whole pages."""
-    context = recipe.model.context_length if _needs_context(recipe) else 0
+    context = recipe.model.context_length if TRAITS[recipe.engine.backend].needs_context else 0
     return _in_pages(recipe, max(_longest(recipe), context))
 
 
 def describe_smallest(recipe: Recipe) -> str:
     """What `smallest_cache` holds."""
-    if _needs_context(recipe):
-        return f"model.context_length {recipe.model.context_length:,}, without which vLLM does not start"
+    backend = TRAITS[recipe.engine.backend]
+    if backend.needs_context:
+        return f"model.context_length {recipe.model.context_length:,}, without which {backend.title} does not start"
     return "one rollout"
 
 
@@ -36,7 +38,7 @@ def cache_problems(recipe: Recipe) -> Iterator[Problem]:
     if given is not None and given // engine.page_size * engine.page_size < least:
         lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
         what, also = f"one prompt and answer of {_longest(recipe)} tokens in pages of {engine.page_size}", ""
-        if _needs_context(recipe):
+        if TRAITS[recipe.engine.backend].needs_context:
             lengths = ("engine.backend", "model.context_length")
             what = f"{describe_smallest(recipe)} (in pages of {engine.page_size})"
             also = ", or lower model.context_length"
@@ -53,10 +55,6 @@ def cache_problems(recipe: Recipe) -> Iterator[Problem]:
 def _longest(recipe: Recipe) -> int:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     return rollout.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
-
-
-def _needs_context(recipe: Recipe) -> bool:
-    return recipe.engine.backend == "vllm"
 
 
 def _in_pages(recipe: Recipe, tokens: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from octetrl.config.backends import TRAITS
 from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import Precisions, kv_bytes_per_token
 from octetrl.config.schema import Recipe
@@ -37,8 +38,9 @@ def choose_buffer(recipe: Recipe, *, weights: int, cache: int, free: int) -> Buf
         return BufferChoice(True, f"cluster.weight_buffer: double, {size}")
     if setting == "single":
         return BufferChoice(False, "cluster.weight_buffer: single")
-    if recipe.engine.backend == "vllm":
-        return BufferChoice(True, f"vLLM's KV cache leaves {size} for it; with single the cache gets them")
+    backend = TRAITS[recipe.engine.backend]
+    if backend.has_weights:
+        return BufferChoice(True, f"{backend.title}'s KV cache leaves {size} for it; with single the cache gets them")
     is_fixed = recipe.engine.kv_cache_tokens is not None
     what = "engine.kv_cache_tokens" if is_fixed else "a whole batch"
     left = max(0, int((free - weights) * recipe.engine.kv_memory_fraction))

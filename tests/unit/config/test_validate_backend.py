@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,9 +13,10 @@ from octetrl.cli.check_device import Device
 from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.check_server import server_lines
 from octetrl.cli.check_workers import weight_buffer_lines
+from octetrl.config.backends import TRAITS
 from octetrl.config.memory import estimate_memory
 from octetrl.config.presets import preset_config
-from octetrl.config.schema import Recipe
+from octetrl.config.schema import EngineConfig, Recipe
 from octetrl.config.validate import build_recipe
 from octetrl.config.validate_backend import backend_spec_problems, without_effect
 from octetrl.config.validate_tensor import tensor_problems
@@ -331,3 +332,8 @@ def test_vllms_own_weights_count() -> None:
     fewer = (sizes["octetrl"].kv_cache_tokens or 0) - (sizes["vllm"].kv_cache_tokens or 0)
     assert fewer * sizes["vllm"].kv_bytes_per_token == pytest.approx(0.85 * held.num_bytes, rel=0.01)
     assert sizes["vllm"].training_bytes == sizes["octetrl"].training_bytes, "vLLM sleeps while the trainer trains"
+
+
+def test_every_backend_of_a_recipe_says_what_it_holds_and_needs() -> None:
+    assert set(TRAITS) == set(get_args(EngineConfig.model_fields["backend"].annotation))
+    assert all(bool(traits.holds) == traits.has_weights for traits in TRAITS.values())
