@@ -6,14 +6,15 @@ other one in its error.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from octetrl import records
 from octetrl.config.errors import UserError, nearest
+from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.schema import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from octetrl.config.spec import MOST_TOKENS
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -60,16 +61,16 @@ class SamplingParams:
             raise _unknown(name)
         values: dict[str, Any] = {
             "n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
-            "min_p": min_p, "stop": (stop,) if isinstance(stop, str) else tuple(stop),
-            "stop_token_ids": tuple(stop_token_ids), "ignore_eos": ignore_eos, "seed": seed,
+            "min_p": min_p, "stop": _as_tuple("stop", [stop] if isinstance(stop, str) else stop),
+            "stop_token_ids": _as_tuple("stop_token_ids", stop_token_ids), "ignore_eos": ignore_eos, "seed": seed,
         }  # fmt: skip
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check()
 
     def _check(self) -> None:
-        _require("n", self.n, "a whole number from 1", _is_whole(self.n, 1))
-        _require("max_tokens", self.max_tokens, "a whole number from 1", _is_whole(self.max_tokens, 1))
+        for name, value, most in (("n", self.n, MOST_COMPLETIONS), ("max_tokens", self.max_tokens, MOST_TOKENS)):
+            _require(name, value, f"a whole number from 1 to {most:,}", _is_whole(value, 1) and value <= most)
         usable = self.temperature == 0 or _is_within(self.temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
         allowed = f"0 (greedy), or a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
         _require("temperature", self.temperature, allowed, usable)
@@ -81,6 +82,7 @@ class SamplingParams:
         _require("stop", self.stop, "texts that are not empty", texts)
         tokens = all(_is_whole(token, 0) for token in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, "token ids, whole numbers from 0", tokens)
+        _require("ignore_eos", self.ignore_eos, "True or False", isinstance(self.ignore_eos, bool))
         in_64_bits = _is_whole(self.seed, 0) and self.seed < 1 << 64
         _require("seed", self.seed, "a whole number from 0, below 2**64", in_64_bits)
 
@@ -105,6 +107,12 @@ def _unknown(name: str) -> UserError:
     return UserError(f"SamplingParams: no field '{name}'{nearest(name, known)}; there are {', '.join(known)}")
 
 
+def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
+    """Raises UserError for what is no sequence."""
+    _require(name, values, "a list", isinstance(values, Iterable))
+    return tuple(values) if isinstance(values, Iterable) else ()
+
+
 def _require(name: str, value: object, allowed: str, is_allowed: bool) -> None:
     if not is_allowed:
         raise UserError(f"SamplingParams: {name} is {value!r}; give {allowed}")
@@ -115,4 +123,4 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _is_within(value: object, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and least <= value <= most
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most  # NaN is not

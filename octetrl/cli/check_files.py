@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ from octetrl.models.weight_files import checked_headers
 from octetrl.run.early import missing_files, unknown_metric
 from octetrl.run.run_files import RECIPE_FILE, refuse_records
 from octetrl.run.tokenizer_process import TokenizerProcess
+from octetrl.telemetry.sinks import missing_wandb
 
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
 
@@ -33,6 +35,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
     yield from _weight_problems(recipe, reports=spec is None)
     yield from missing_files(recipe)
     yield from unknown_metric(recipe)
+    yield from missing_wandb(recipe.logging)
     lora = recipe.model.lora
     if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
         yield f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json"
@@ -118,8 +121,23 @@ def _look_at_output(recipe: Recipe) -> None:
             why = "can't be written in" if is_folder else "is no folder"
             raise UserError(f"output_dir: '{given}' can't be a folder ('{folder}' {why}); choose another")
         break
+    missing = [folder for folder in (given, *given.parents) if not folder.exists()]
+    if missing:
+        _try_folder(missing[-1], given)
     if not (given / RECIPE_FILE).exists():
         refuse_records(given)
+
+
+def _try_folder(folder: Path, given: Path) -> None:
+    """Create and remove it: a folder of /proc says that it can be written in and then takes none."""
+    try:
+        folder.mkdir()
+    except FileExistsError:  # a run has just begun
+        return
+    except OSError as error:
+        raise UserError(f"output_dir: '{given}' can't be a folder ({error.strerror}); choose another") from None
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:

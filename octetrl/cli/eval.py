@@ -121,8 +121,12 @@ def _show(reports: Mapping[str, EvalReport], recipe: str, resolved: Recipe, out:
     if len(reports) > 1:
         console.print(f"all of them: the tasks of {recipe}", markup=False)
     if out is not None:
-        file = Path(out) if is_json(out) else write_folder(Path(out), resolved, reports)
-        write_json(file, recipe, resolved, reports, compared)
+        results = results_as_json(recipe, resolved, reports, compared)
+        if not is_json(out):
+            write_folder(Path(out), resolved, reports, results)
+        else:
+            with whole_file("--out", Path(out)) as file:
+                file.write_text(results, encoding="utf-8")
         look = "" if is_json(out) or len(reports) > 1 else f"; `octetrl rollouts {shlex.quote(out)}` shows the answers"
         console.print(f"wrote {out}{look}", markup=False)
 
@@ -156,13 +160,12 @@ def _recipe_with_tasks(targets: Sequence[str], overrides: Sequence[str]) -> str:
     return recipe
 
 
-def write_json(
-    path: Path,
+def results_as_json(
     recipe: str,
     resolved: Recipe,
     reports: Mapping[str, EvalReport],
     compared: Mapping[str, Mapping[str, Estimate]],
-) -> None:
+) -> str:
     from octetrl.telemetry.eval_report import difference_as_json
 
     first = next(iter(reports), "")
@@ -176,8 +179,7 @@ def write_json(
             for target, found in compared.items()
         ],
     }
-    with whole_file("--out", path) as file:
-        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _environments(recipe: Recipe) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _refuse_other_file(path: Path) -> None:
-    """Raise UserError for a file that no evaluation wrote: `write_json` would replace it."""
+    """Raise UserError for a file that no evaluation wrote: `--out` would replace it."""
     if not path.is_file() or not path.stat().st_size:
         return
     try:

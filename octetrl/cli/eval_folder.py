@@ -10,17 +10,18 @@ With several targets, the last three are in a folder for each, `1_NAME/`, `2_NAM
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octetrl.cli.out_file import refuse_unmakeable, writes
 from octetrl.config.errors import UserError
+from octetrl.config.folder_lock import folder_lock
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe
@@ -46,42 +47,45 @@ def refuse_folder(out: str) -> None:
 def reserved(out: str) -> Iterator[Path]:
     """The folder, created, and locked against another evaluation until the end. If it stays empty, it is removed again.
 
-    Raises UserError. The lock is one of the operating system, on the folder itself: no file is written for it.
-    """
+    Raises UserError."""
     folder = Path(out)
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    with writes("--out", folder, "folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            missing = []
-            raise UserError(f"--out: another evaluation is writing '{out}'; give a new folder") from None
-        except OSError:
-            pass  # a file system without locks
+    with ExitStack() as stack:
+        with writes("--out", folder, "folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not stack.enter_context(folder_lock(folder)):
+                raise UserError(f"--out: another evaluation is writing '{out}'; give a new folder")
+        stack.callback(_remove_empty, missing)
         refuse_folder(out)  # an evaluation may have ended meanwhile
         yield folder
-    finally:
-        with suppress(OSError):
-            for one in missing:
-                one.rmdir()
-        os.close(descriptor)
 
 
-def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport]) -> Path:
-    """Write everything but the results as JSON. Return the path for those."""
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """The innermost first, up to one that is not empty."""
+    with suppress(OSError):
+        for one in folders:
+            one.rmdir()
+
+
+def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport], results: str) -> None:
+    """Write an evaluation. `results`: the JSON of all. If that fails, as on a full disk, nothing of it stays."""
     from octetrl.config.load import dump_recipe
     from octetrl.telemetry.rollouts import ROLLOUTS, write_rollouts
 
+    aside = folder / f".{os.getpid()}.partial"
     with writes("--out", folder, "folder"):
-        for place, (target, report) in enumerate(reports.items(), start=1):
-            name = re.sub(r"[^\w.@-]+", "_", Path(target).resolve().name)
-            of_target = folder if len(reports) == 1 else folder / f"{place}_{name}"
-            (of_target / ROLLOUTS).mkdir(parents=True)
-            write_rollouts(of_target / ROLLOUTS, report.step, report.groups)
-            row = json.dumps({"step": report.step, **report.metrics})
-            (of_target / "metrics.jsonl").write_text(row + "\n", encoding="utf-8")
-            (of_target / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    return folder / "eval.json"
+        aside.mkdir()
+        try:
+            for place, (target, report) in enumerate(reports.items(), start=1):
+                name = re.sub(r"[^\w.@-]+", "_", Path(target).resolve().name)
+                of_target = aside if len(reports) == 1 else aside / f"{place}_{name}"
+                (of_target / ROLLOUTS).mkdir(parents=True)
+                write_rollouts(of_target / ROLLOUTS, report.step, report.groups)
+                row = json.dumps({"step": report.step, **report.metrics})
+                (of_target / "metrics.jsonl").write_text(row + "\n", encoding="utf-8")
+                (of_target / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+            (aside / "eval.json").write_text(results, encoding="utf-8")
+            for written in sorted(aside.iterdir()):
+                written.rename(folder / written.name)
+        finally:
+            shutil.rmtree(aside)

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, clear_screen, is_of_ctrl_c
 from octetrl.config.errors import TERMINATED, Terminated
+from octetrl.config.sigterm import EndAtOnce
 from octetrl.config.text import ESCAPE
 from octetrl.config.threads import short_waits
 
@@ -35,6 +36,7 @@ def main() -> NoReturn:
     ctrl_c = CtrlC()
     try:
         ctrl_c.install()
+        EndAtOnce.install()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors=ESCAPE)  # as stderr is: no text of a model, task or path ends a run
         os.environ.update(short_waits(os.environ))  # before torch is loaded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import time
@@ -16,7 +15,7 @@ import typer
 from octetrl.cli.check_lines import terminal_columns, wrapped
 from octetrl.config.errors import refuse_empty
 from octetrl.config.text import counted
-from octetrl.run.run_files import LOCK
+from octetrl.run.run_files import LOCK, LONGEST_LOCK, is_held, open_file
 from octetrl.workers.many.status import STATUS_FILE, status_lines
 
 
@@ -26,7 +25,7 @@ def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of
     folder = Path(run)
     ended = _ending(folder)
     if ended is not None:
-        if _is_held(folder):
+        if is_held(folder):
             ended = iter([f"process {_process_of(folder)} is building the run again, to continue it"])
         for line in chain(ended, _last_step(folder) if _has_step(folder) else (), _in_flight(folder)):
             _print(line)
@@ -67,7 +66,7 @@ def _owner(folder: Path, has_step: bool) -> Iterator[str]:
     process = _process_of(folder)
     if not has_step or not process:
         return
-    if _is_held(folder):
+    if is_held(folder):
         yield f"running, process {process}"
         return
     resume = f"`octetrl train {_shown(folder / 'config.yaml')} --resume`"
@@ -75,18 +74,6 @@ def _owner(folder: Path, has_step: bool) -> Iterator[str]:
         f"process {process} has ended without a message, or runs on another machine; if it was killed, continue the"
         f" run with {resume}"
     )
-
-
-def _is_held(folder: Path) -> bool:
-    """Whether a live process of this machine holds the run's lock. Its id alone is no proof: a notebook lives on."""
-    try:
-        with (folder / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock file, or a file system without locks
-        return False
-    return False
 
 
 def _has_step(folder: Path) -> bool:
@@ -119,7 +106,11 @@ def _before_the_first_step(folder: Path) -> Iterator[str]:
 
 def _process_of(folder: Path) -> int:
     """The id in the lock of a run's folder; 0 if there is none."""
-    text = (folder / LOCK).read_text(errors="replace").strip() if (folder / LOCK).is_file() else ""
+    try:
+        with open_file(folder / LOCK) as file:
+            text = file.read(LONGEST_LOCK).decode(errors="replace").strip()
+    except OSError:
+        return 0
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 

@@ -1,4 +1,5 @@
-"""SIGTERM where a command has something to clean up: it raises `Terminated`, as Ctrl-C raises KeyboardInterrupt."""
+"""SIGTERM ends a command with one line. Where there is something to clean up, it raises `Terminated`, as Ctrl-C raises
+KeyboardInterrupt; before, as while modules are imported, it ends the process at once."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from octetrl.config.errors import Terminated
+from octetrl.config.errors import TERMINATED, Terminated
 
 _raised: list[int] = []  # the process in which a signal raised Terminated
 
 
-class RaiseTerminated:
-    """A handler of SIGTERM for this process. A second signal ends the process, and the first one a forked process."""
+class Handler:
+    """Of SIGTERM, for this process. A second signal ends the process, and the first one a forked process."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -25,7 +26,28 @@ class RaiseTerminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getpid() != self._process:
             os.kill(os.getpid(), signal.SIGTERM)
+        self.act()
+
+    def act(self) -> NoReturn:
+        raise NotImplementedError
+
+
+class RaiseTerminated(Handler):
+    def act(self) -> NoReturn:
         raise_terminated()
+
+
+class EndAtOnce(Handler):
+    """From the start of a command (`install`) until something is to be cleaned up."""
+
+    @classmethod
+    def install(cls) -> None:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, cls())
+
+    def act(self) -> NoReturn:
+        os.write(2, b"octetrl: stopped by SIGTERM\n")
+        os._exit(TERMINATED)
 
 
 def raise_terminated() -> NoReturn:
@@ -42,10 +64,11 @@ def is_of_sigterm(error: BaseException) -> bool:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """In the main thread, SIGTERM raises Terminated meanwhile, unless the process has a handler of its own."""
+    """In the main thread, SIGTERM raises Terminated meanwhile, unless the process has another handler of its own."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may set a handler
     before = signal.getsignal(signal.SIGTERM)
-    if not in_main_thread or before not in (signal.SIG_DFL, None):
+    is_free = before in (signal.SIG_DFL, None) or isinstance(before, EndAtOnce)
+    if not in_main_thread or not is_free:
         yield
         return
     signal.signal(signal.SIGTERM, RaiseTerminated())
@@ -57,5 +80,5 @@ def terminable() -> Iterator[None]:
             raise
         raise Terminated from error
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         _raised.clear()

@@ -14,7 +14,9 @@ from octetrl.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnS
 from octetrl.config.spec import MOST_TOKENS
 
 KINDS = ("default", "linear", "llama3", "yarn")
-LEAST, MOST = 1e-3, 1e6  # of YaRN's optional numbers; beyond them, angles or factors overflow
+LEAST, MOST = 1e-3, 1e6  # of YaRN's and Llama 3's numbers; beyond them, angles overflow
+MOST_FACTOR = 1e4  # by which a context is longer; published ones are below 100
+MOST_GROWTH = 1e2  # of what multiplies cos and sin, and so twice the scores; published ones are below 2
 SHARE = "partial_rotary_factor"
 ROTATED_SHARES = {"glm4_moe": 0.5}  # families that may rotate a part of each head, with the share if the key is missing
 ORIGINAL = "original_max_position_embeddings"
@@ -106,15 +108,17 @@ def _factor(rope: JsonObject, default: float | None = None) -> float:
     factor = rope.number("factor", default)
     if factor < 1:
         raise rope.wrong("factor", "1 or more is needed")
+    if factor > MOST_FACTOR:
+        raise rope.wrong("factor", f"at most {MOST_FACTOR:g} is allowed")
     return factor
 
 
 def _llama3(rope: JsonObject) -> Llama3Scaling:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    low, high = (rope.number(f"{name}_freq_factor", least=LEAST, most=MOST) for name in ("low", "high"))
     if low >= high:
         raise rope.wrong("low_freq_factor", f"less than high_freq_factor {high:g} is needed")
     return Llama3Scaling(
-        factor=rope.number("factor"),
+        factor=_factor(rope),
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_positions=rope.integer(ORIGINAL, most=MOST_TOKENS),
@@ -125,7 +129,7 @@ def _yarn(rope: JsonObject, original: int, max_positions: int) -> YarnScaling:
     def optional(key: str) -> float | None:
         if rope.get(key) in (None, 0):
             return None
-        return rope.number(key, least=LEAST, most=MOST)
+        return rope.number(key, least=LEAST, most=MOST if key.startswith("beta") else MOST_GROWTH)
 
     fast, slow = optional("beta_fast") or 32.0, optional("beta_slow") or 1.0
     if fast < slow:

@@ -21,7 +21,8 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octetrl.config.errors import UserError
+from octetrl.config.folder_lock import folder_lock
 from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
@@ -44,7 +46,7 @@ from octetrl.run.environment import build_environment, build_taskset
 from octetrl.run.evaluate import EvalReport, evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
-from octetrl.run.run_files import RECIPE_FILE
+from octetrl.run.run_files import RECIPE_FILE, forget_run, refuse_live
 from octetrl.run.tiny_model import save_tokenizer
 
 WRITTEN = ("model", "worked_examples.jsonl", "sft", "grpo")
@@ -60,7 +62,24 @@ Answers = tuple[Callable[[Task], str], Callable[[Task], str]]
 
 def run_demo(folder: Path, *, again: bool = False) -> None:
     """Run the demo in `folder`, or what is left of it. again: from its start. Raises UserError if `folder` holds files
-    that no demo wrote."""
+    that no demo wrote, and if another demo runs there."""
+    with ExitStack() as stack:
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not stack.enter_context(folder_lock(folder)):
+                raise UserError(f"--to: another demo is running in '{folder}'; wait for it, or give another folder")
+        _run_parts(folder, again=again)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--to: cannot write in '{folder}' ({error.strerror}); give another folder") from error
+
+
+def _run_parts(folder: Path, *, again: bool) -> None:
     console = Console()
     started = time.perf_counter()
     threads = _threads(console)
@@ -120,7 +139,8 @@ def train_or_resume(recipe: Recipe) -> None:
         )
     resumes = any((Path(recipe.output_dir) / "checkpoints").glob("step_*"))
     if not resumes:
-        shutil.rmtree(recipe.output_dir, ignore_errors=True)
+        refuse_live(Path(recipe.output_dir))
+        forget_run(Path(recipe.output_dir))
     train(recipe, resume=resumes)
 
 
@@ -147,7 +167,7 @@ def prepare_folder(folder: Path, *, again: bool = False) -> list[str]:
             f"--to: '{folder}' holds {', '.join(found)}, and no demo is known to have written that (no {MARKER});"
             " give another folder, or move them away"
         )
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).write_text(f"The demo in this folder wrote {', '.join(WRITTEN)}.\n", encoding="utf-8")
         for name in found:
@@ -156,8 +176,6 @@ def prepare_folder(folder: Path, *, again: bool = False) -> list[str]:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    except OSError as error:
-        raise UserError(f"--to: cannot write in '{folder}' ({error.strerror}); give another folder") from error
     return []
 
 

@@ -18,6 +18,7 @@ from octetrl.config.several_environments import alone, renamed
 from octetrl.config.validate_environment import FILES
 from octetrl.run.model_source import found_model, is_of_hub
 from octetrl.run.run_files import RECIPE_FILE, refuse_held
+from octetrl.telemetry.sinks import missing_wandb
 
 PARTS_OF_A_MODEL = ("checkpoints", "manifest.json", "config.json", "adapter_config.json")
 
@@ -57,7 +58,7 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
             from octetrl.models.families import load_spec
 
             load_spec(path)  # its message says what to do
-    for problem in unknown_metric(recipe):
+    for problem in (*unknown_metric(recipe), *missing_wandb(recipe.logging)):
         raise UserError(problem)
     missing = None if resume else next(missing_files(recipe), None)  # a resumed run is first compared with its recipe
     if missing is not None:

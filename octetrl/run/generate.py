@@ -61,9 +61,9 @@ def generate_text(
         except TextTooLong as error:
             raise UserError(f"a prompt has {error}, the model's positions; shorten it") from None
         length = max(len(tokens) for tokens in token_lists) + sampling.max_new_tokens
+        _refuse_long(length, sampling.max_new_tokens, positions)
         name, sections = precision_of(model, precision)
         recipe = generation_recipe(trained, name, cluster or {}, length, **sections)
-        _refuse_long(length, sampling.max_new_tokens, model_spec(recipe).max_positions)
         with console.phase("load"):
             return generating_workers(recipe, tokenizer, console), token_lists
 

@@ -31,7 +31,16 @@ from octetrl.config.lora import targets_of
 from octetrl.config.replaced_file import replaced_file
 from octetrl.config.schema import Recipe
 from octetrl.run.allowed_changes import Change, changes_between, record_changes, refuse_changes
-from octetrl.run.run_files import CHECKPOINTS, LOCK, RECIPE_FILE, foreign_file, is_lock, records_in, refuse_held
+from octetrl.run.run_files import (
+    CHECKPOINTS,
+    LOCK,
+    RECIPE_FILE,
+    foreign_file,
+    is_lock,
+    live_run,
+    records_in,
+    refuse_held,
+)
 from octetrl.run.run_identity import new_run_id, read_run_id, refuse_foreign_checkpoints, write_run_id
 from octetrl.telemetry.bench_record import where_it_runs
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
@@ -113,13 +122,10 @@ class OutputFolder:
                 _lock_now(lock)
             except BlockingIOError:
                 lock.seek(0)
-                owner = lock.read().strip() or "unknown"
+                owner = lock.read().strip()
                 lock.close()
                 self._made_lock = False  # perhaps created here, but locked by another run
-                raise UserError(
-                    f"output_dir: '{self.path}' is in use by a live run (process {owner});"
-                    f" wait for it or choose another folder"
-                ) from None
+                raise live_run(self.path, owner) from None
             if self._is_in_place(lock):
                 break
             lock.close()
@@ -149,7 +155,7 @@ class OutputFolder:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self._made_lock = True
         except FileExistsError:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             self._made_lock = False
         return os.fdopen(descriptor, "r+")
 

@@ -7,9 +7,16 @@ They are replaced, unless their content is not a run's.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import shutil
+import stat
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import IO
 
 from octetrl.config.errors import UserError
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
@@ -24,22 +31,58 @@ REPORT = "report.html"
 LOCK = "lock"  # with the id of the process that holds it
 LONGEST_LOCK = 20  # bytes
 
-# What a run leaves, besides its recipe.
+# What a run leaves, besides its recipe; patterns of names. The last are half files of a run that was killed.
 RECORDS = (
     *(METRICS_FILE, ROLLOUTS, EVALUATIONS, CHECKPOINTS, HISTORY_FILE, PUT_BACK, WARNINGS, REPORT),
     "events.out.tfevents.*",
+    *(f"{name}.partial" for name in (RECIPE_FILE, RUN_FILE, PUT_BACK, WARNINGS)),
+    *(f".{name}" for name in (STATUS_FILE, REPORT)),
 )
 EARLY = {RUN_FILE: "run", STATUS_FILE: "workers"}  # before its recipe, and a key that each has
 
 
 def records_in(run_folder: Path) -> list[str]:
-    """Names of a run's files and folders; empty subfolders do not count."""
-    return sorted({path.name for path in _found(run_folder)})
+    """Names of a run's files and folders; empty subfolders do not count, links do."""
+    return sorted(path.name for path in _found(run_folder))
+
+
+def forget_run(folder: Path) -> None:
+    """Remove what a run wrote, for one that begins again. Other files stay."""
+    for path in (*_found(folder), *(folder / name for name in (RECIPE_FILE, *EARLY, LOCK))):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def refuse_live(folder: Path) -> None:
+    """Refuse what would write or remove files of a live run."""
+    if is_held(folder):
+        raise live_run(folder, (folder / LOCK).read_text(errors="replace").strip())
+
+
+def live_run(folder: Path, process: str) -> UserError:
+    return UserError(
+        f"output_dir: '{folder}' is in use by a live run (process {process or 'unknown'});"
+        f" wait for it or choose another folder"
+    )
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a live process of this machine holds the run's lock. Its id alone is no proof: a notebook lives on."""
+    try:
+        with open_file(folder / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file, or a file system without locks
+        return False
+    return False
 
 
 def refuse_held(folder: Path) -> None:
     """Refuse a new run in the folder of another one, or among files that it would write over."""
-    if (folder / RECIPE_FILE).exists():
+    if os.path.lexists(folder / RECIPE_FILE):
         raise UserError(
             f"output_dir: '{folder}' already holds a run; continue it with --resume (in Python resume=True),"
             f" or give another folder: output_dir=..."
@@ -73,28 +116,57 @@ def foreign_file(path: Path) -> UserError:
 def is_lock(path: Path) -> bool:
     """Whether a run may take this file as its lock: it is missing, empty, or has the id of a process."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             text = file.read(LONGEST_LOCK + 1).strip()
-    except IsADirectoryError:
+    except FileNotFoundError:
+        return not path.is_symlink()
+    except NotAFile:
         return False
-    except OSError:  # it is missing, or to open it for writing will say why not
+    except OSError:  # to open it for writing will say why not
         return True
     return len(text) <= LONGEST_LOCK and (not text or text.isdigit())
 
 
+class NotAFile(OSError):
+    """A link, a folder, a pipe or a device in place of a file."""
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """A regular file, for reading. Raises NotAFile for anything else, and waits for nobody who would write a pipe."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise NotAFile(error.errno, error.strerror) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotAFile(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
 def _found(run_folder: Path) -> Iterator[Path]:
-    for pattern in RECORDS:
-        for path in run_folder.glob(pattern):
-            if not path.is_dir() or any(path.iterdir()):
-                yield path
+    try:
+        names = os.listdir(run_folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        path = run_folder / name
+        if any(fnmatchcase(name, pattern) for pattern in RECORDS) and not _is_empty_folder(path):
+            yield path
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
 def _has_key(path: Path, key: str) -> bool:
     """Whether it is missing, or a JSON object with this key."""
     try:
-        content = json.loads(path.read_bytes())
+        with open_file(path) as file:
+            content = json.load(file)
     except (FileNotFoundError, NotADirectoryError):
-        return True
+        return not path.is_symlink()
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and key in content

@@ -244,6 +244,8 @@ def _groups(step: int, path: Path) -> Iterator[SampledGroup]:
 
 
 def _rows(path: Path) -> Iterator[SampledRow]:
+    if not path.is_file():
+        raise UserError(f"{path}: this is no file; move it away")
     try:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):

@@ -17,7 +17,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -155,13 +157,8 @@ class Wandb:
     """Writes scalars to Weights & Biases. The run's id is its folder's name, so a resumed run continues its curves."""
 
     def __init__(self, project: str, folder: Path, recipe: Mapping[str, Any], *, begun: bool = False) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError(
-                f"logging.wandb_project: '{project}' needs wandb, which is not installed; pip install 'octetrl[wandb]',"
-                f" or leave it out: logging.wandb_project=null"
-            ) from None
+        import wandb
+
         self._run = wandb.init(
             project=project,
             name=folder.name,
@@ -210,10 +207,25 @@ class Sinks:
         self.close()
 
 
+def missing_wandb(config: LoggingConfig) -> Iterator[str]:
+    """Whether curves are asked for that need wandb, and it is not installed. Imports nothing."""
+    if config.wandb_project and not _has_wandb():
+        yield (
+            f"logging.wandb_project: '{config.wandb_project}' needs wandb, which is not installed; pip install"
+            " 'octetrl[wandb]', or leave it out: logging.wandb_project=null"
+        )
+
+
+def _has_wandb() -> bool:
+    return sys.modules["wandb"] is not None if "wandb" in sys.modules else find_spec("wandb") is not None
+
+
 def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], resumed_step: int = 0) -> Sinks:
     """Open the sinks that `logging` asks for, in the run's folder. `recipe` is the resolved recipe as a dict.
 
-    Raises UserError before anything is written if wandb is needed and not installed."""
+    Raises UserError before anything is written if wandb is needed and not installed; `refuse_early` says it before."""
+    for problem in missing_wandb(config):
+        raise UserError(problem)
     begun = (folder / METRICS_FILE).exists()
     wandb = Wandb(config.wandb_project, folder, recipe, begun=begun) if config.wandb_project else None
     sinks: list[Sink] = [MetricsFile(folder / METRICS_FILE, resumed_step)]

@@ -41,6 +41,7 @@ with uncollected():  # a worker's process begins with this module
     from octetrl.workers.many.team import Call
     from octetrl.workers.many.worker_log import last_lines
     from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes
+    from octetrl.workers.ray_watcher import LOGS
 
 CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
@@ -81,6 +82,7 @@ class RayTeam:
         self._places: PlacementGroup | None = None
         self._ends = threading.Event()
         self._watch = threading.Thread(target=self._watch_all, name="workers", daemon=True)
+        self._logs_before = set() if self._folder is None else set(self._folder.glob(LOGS))
         with ray_terminable():
             self._cluster: RayCluster | None = connect(recipe.cluster, self._folder)
             self._logs = self._folder or self._cluster.folder
@@ -177,7 +179,7 @@ class RayTeam:
         """Removes what the workers of a refused run printed. A run that has begun keeps its logs."""
         if self._folder is not None and not (self._folder / "config.yaml").exists():
             with suppress(OSError):  # somebody else's files keep the folder
-                for log in (self._folder / "logs").glob("worker_*.log"):
+                for log in set(self._folder.glob(LOGS)) - self._logs_before:
                     log.unlink()
                 (self._folder / "logs").rmdir()
 

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 STATUS_FILE = "workers.json"  # workers/many/status.py
+LOGS = "logs/worker_[0-9]*.log"
 LOCK_FILE = "lock"  # run/output_folder.py
 MARK = "OCTETRL_RAY_FOLDER"  # in the environment of Ray's processes
 BYE = b"."  # from a run that ends by itself
@@ -36,6 +37,7 @@ def main(folder: Path, run_folder: Path | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     run, said = os.getppid(), b""
+    before = set() if run_folder is None else set(run_folder.glob(LOGS))  # no worker has begun yet
     while os.getppid() == run:  # a process that inherited the pipe may keep it open
         if select.select([0], [], [], 1.0)[0]:
             said = os.read(0, 1)
@@ -53,7 +55,7 @@ def main(folder: Path, run_folder: Path | None) -> None:
             run_folder.joinpath(STATUS_FILE).unlink(missing_ok=True)
     elif run_folder is not None and said != BYE:
         with contextlib.suppress(OSError):
-            remove_files(run_folder)
+            remove_files(run_folder, before)
     shutil.rmtree(folder, ignore_errors=True)
     if said not in (BYE, STOPPED):
         how = "continue with --resume" if has_begun else "nothing was written"
@@ -61,14 +63,16 @@ def main(folder: Path, run_folder: Path | None) -> None:
             os.write(2, f"octetrl: {KILLED}; {how}\n".encode())
 
 
-def remove_files(run_folder: Path) -> None:
-    """What a run writes before it begins. Another run may have started there: then it holds the lock."""
+def remove_files(run_folder: Path, before: set[Path]) -> None:
+    """What a run writes before it begins; `before`: logs that were there. Another run may have started there: then it
+    holds the lock."""
     lock = run_folder / LOCK_FILE
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if run_folder.joinpath("config.yaml").exists():
             return
-        for path in (*run_folder.glob("logs/worker_*.log"), run_folder / STATUS_FILE):
+        status = (run_folder / STATUS_FILE, run_folder / f".{STATUS_FILE}")
+        for path in (*(set(run_folder.glob(LOGS)) - before), *status):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody else's files keep the folder
             run_folder.joinpath("logs").rmdir()

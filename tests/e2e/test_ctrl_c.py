@@ -62,6 +62,15 @@ def test_while_a_verb_is_imported(verb: str, times: int, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_sigterm_while_a_verb_is_imported(verb: str, tmp_path: Path) -> None:
+    process = _start([sys.executable, "-c", SLOW, *VERBS[verb]], tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    process.terminate()
+    _, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (143, "octetrl: stopped by SIGTERM\n") and list(tmp_path.iterdir()) == []
+
+
 def test_while_a_verb_imports_a_library(tmp_path: Path) -> None:
     """A library that turns the KeyboardInterrupt into an error of its own, as numpy does, makes no traceback."""
     (tmp_path / "slow_library.py").write_text(LIBRARY)

@@ -46,12 +46,14 @@ def test_a_full_disk_is_one_line_and_names_the_folder(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.fsync", is_full)
+    (tmp_path / "out").mkdir()
     report = EvalReport([], Scoring())
     with pytest.raises(UserError) as refused:
-        write_folder(tmp_path / "out", load_recipe("demo_grpo"), {"model": report})
+        write_folder(tmp_path / "out", load_recipe("demo_grpo"), {"model": report}, "{}")
     assert (
         str(refused.value) == f"--out: cannot write '{tmp_path / 'out'}' (No space left on device); give another folder"
     )
+    assert list((tmp_path / "out").iterdir()) == [], "nothing that would stand in the way of the next attempt"
 
 
 def test_sigterm_is_one_line_and_leaves_no_folder(

@@ -32,6 +32,10 @@ COMMANDS = [
     (["train", "demo_grpo", "model.path=gone"], "model folder 'gone' does not exist"),
     (["train", "demo_grpo", "model.path=file"], "model folder 'file' is not a folder; give a Hugging Face folder"),
     (["train", "demo_grpo", "model.path=empty"], "model folder 'empty' has no config.json; give a Hugging Face folder"),
+    (
+        ["train", "tasks.yaml", "logging.wandb_project=x"],
+        "logging.wandb_project: 'x' needs wandb, which is not installed",
+    ),
     (["train", "tasks.yaml", "environment.dataset=sums.jsonl"], "environment.dataset: no file 'sums.jsonl'; give a"),
     (
         ["train", "tasks.yaml", "checkpoint.keep_best=2", "checkpoint.best_metric=reward/meen"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -145,6 +146,13 @@ def test_whatever_is_wrong_is_one_line(arguments: list[str], says: str, run: Pat
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
     assert not Path("r.html").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(options: list[str], run: Path, capsys: Capture) -> None:
+    os.mkfifo("run/rollouts/step_000009.jsonl")
+    assert run_command(["rollouts", "run", *options]) == 2
+    assert "step_000009.jsonl: this is no file; move it away" in capsys.readouterr().err
 
 
 def test_one_file_will_do(run: Path, capsys: Capture) -> None:

@@ -8,9 +8,11 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.config.errors import Terminated, UserError
+from octetrl.config.folder_lock import folder_lock
 from octetrl.config.load import dump_recipe
 from octetrl.run import demo
 from octetrl.run.demo import COLD_START, FINISHED, MADE, MARKER, note_phase, prepare_folder
+from octetrl.run.output_folder import OutputFolder
 from tests.e2e.tiny_run import tiny_recipe
 
 SAVED = ("sft/checkpoints/step_000007", "grpo/checkpoints/step_000001", "grpo/checkpoints/step_000002")
@@ -138,3 +140,22 @@ def test_a_run_of_the_demo_without_a_checkpoint_begins_again(tmp_path: Path, mon
     left.touch()
     demo.train_or_resume(recipe)
     assert trained == [(False, False), (True, True)]
+
+
+def test_a_folder_has_one_demo_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").touch()
+    with folder_lock(tmp_path):
+        assert run_command(["demo", "--to", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"octetrl: --to: another demo is running in '{tmp_path}'; wait for it" in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_live_run_of_the_demo_is_not_removed(tmp_path: Path) -> None:
+    """As one that `octetrl train` continues."""
+    recipe = tiny_recipe(tmp_path / "model", tmp_path / "sft")
+    with OutputFolder(recipe, resume=False) as folder:
+        folder.keep()
+        with pytest.raises(UserError, match="is in use by a live run"):
+            demo.train_or_resume(recipe)
+        assert (tmp_path / "sft" / "config.yaml").exists()

@@ -257,6 +257,7 @@ def put_metrics(last: int) -> None:
     [
         *("metrics.jsonl", "checkpoints/step_000098/x", "rollouts/x", "events.out.tfevents.1"),
         *("put_back.jsonl", "warnings.jsonl", "report.html", "history.jsonl"),
+        *("config.yaml.partial", "run.json.partial", ".workers.json"),
     ],
 )
 @pytest.mark.parametrize("resume", [False, True])
@@ -270,35 +271,6 @@ def test_what_another_run_left_is_refused_and_stays(left: str, resume: bool) -> 
     assert left.split("/")[0] in str(refusal.value) and "config.yaml" in str(refusal.value)
     assert Path("runs/one", left).read_text() == "{}"
     assert not Path("runs/one/lock").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *(("run.json", content) for content in ("", "[]", '{"speed": 3}', "[" * 100_000)),
-        *(("workers.json", content) for content in ("no JSON", '["Ann", "Ben"]')),
-        *(("lock", content) for content in ("package-lock", "1" * 21, "12 13")),
-    ],
-)
-def test_a_file_that_no_run_wrote_stays(name: str, content: str) -> None:
-    Path("runs/one").mkdir(parents=True)
-    Path("runs/one", name).write_text(content)
-    with pytest.raises(UserError, match=f"output_dir: 'runs/one/{name}' is no run's, and a run would overwrite it"):
-        begin(recipe())
-    assert [(path.name, path.read_text()) for path in Path("runs/one").iterdir()] == [(name, content)]
-    with pytest.raises(UserError, match="is no run's" if name == "lock" else "leave --resume out"):
-        begin(recipe(), resume=True)
-    assert Path("runs/one", name).read_text() == content
-
-
-def test_what_a_run_left_that_was_killed_at_its_start_is_replaced() -> None:
-    Path("runs/one/logs").mkdir(parents=True)
-    Path("runs/one/lock").write_text("4194304")
-    Path("runs/one/run.json").write_text('{"run": "0123456789ab"}')
-    Path("runs/one/workers.json").write_text('{"time": 1.0, "workers": []}')
-    begin(recipe())
-    assert read_run_id(Path("runs/one")) != "0123456789ab"
-    assert Path("runs/one/lock").read_text() == str(os.getpid())
 
 
 def test_what_is_nobodys_run_may_be_there() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,31 +26,46 @@ def test_only_of_a_process_that_was_killed_it_says_so(word: bytes, said: str, tm
     assert said in ended.stderr.decode() and bool(said) == bool(ended.stderr)
 
 
-def start_files(folder: Path) -> None:
-    """What is in the folder of a run that ends before it begins, beside somebody else's file."""
-    (folder / "logs").mkdir(parents=True)
-    for name in ("lock", "workers.json", "logs/worker_0.log", "logs/worker_1.log", "logs/mine.log"):
+MINE = ("logs/worker_0.log", "logs/worker_notes.log", "logs/mine.log")
+OF_A_START = ("lock", "workers.json", ".workers.json", "logs/worker_1.log", "logs/worker_12.log")
+
+
+def write_files(folder: Path, names: Sequence[str]) -> None:
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    for name in names:
         (folder / name).write_text("")
 
 
-def test_of_a_run_that_did_not_begin_only_its_own_files_go(tmp_path: Path) -> None:
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("mine", [MINE, ()])
+def test_of_a_run_that_did_not_begin_only_its_own_files_go(mine: Sequence[str], tmp_path: Path) -> None:
+    write_files(tmp_path, mine)
+    before = set(tmp_path.glob(ray_watcher.LOGS))
+    write_files(tmp_path, OF_A_START)
+    ray_watcher.remove_files(tmp_path, before)
+    assert files_in(tmp_path) == sorted(mine) and (tmp_path / "logs").exists() == bool(mine)
+
+
+def test_the_watcher_takes_the_logs_of_its_beginning_for_somebody_elses(tmp_path: Path) -> None:
     run, ray = tmp_path / "run", tmp_path / "ray"
     ray.mkdir()
-    start_files(run)
+    write_files(run, (*MINE, "lock", "workers.json"))
     script = [sys.executable, "-I", "-S", ray_watcher.__file__, str(ray), str(run)]
     subprocess.run(script, input=b"", capture_output=True, timeout=120, check=True)
-    assert [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()] == ["logs/mine.log"]
+    assert files_in(run) == sorted(MINE)
 
 
-def test_a_refused_run_forgets_the_logs_of_its_workers_only(tmp_path: Path) -> None:
-    start_files(tmp_path)
+@pytest.mark.parametrize("mine", [MINE, ()])
+def test_a_refused_run_forgets_the_logs_of_its_workers_only(mine: Sequence[str], tmp_path: Path) -> None:
+    write_files(tmp_path, mine)
     team = object.__new__(RayTeam)
-    team._folder = tmp_path
+    team._folder, team._logs_before = tmp_path, set(tmp_path.glob(ray_watcher.LOGS))
+    write_files(tmp_path, ("logs/worker_1.log", "logs/worker_12.log"))
     team.forget_logs()
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["mine.log"]
-    (tmp_path / "logs" / "mine.log").unlink()
-    team.forget_logs()
-    assert not (tmp_path / "logs").exists()
+    assert files_in(tmp_path) == sorted(mine) and (tmp_path / "logs").exists() == bool(mine)
 
 
 def test_a_process_that_ends_at_once_tells_its_watchers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,27 @@
+"""A lock on a folder itself, so that no file is written for it. It ends with the process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder that exists. Yields False if another process, or this one elsewhere, holds it. Raises
+    OSError if the folder can't be opened; where the file system has no locks, all may have it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass
+        yield True
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""Files in a run's folder that the run did not write: it neither overwrites nor follows nor removes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from octetrl.config.errors import UserError
+from octetrl.config.load import recipe_from_mapping
+from octetrl.config.schema import Recipe
+from octetrl.run.output_folder import OutputFolder
+from octetrl.run.run_files import forget_run, is_held, refuse_live
+from octetrl.run.run_identity import read_run_id
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def recipe() -> Recipe:
+    return recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "sums"}, "output_dir": "runs/one"})
+
+
+def begin(given: Recipe, *, resume: bool = False) -> None:
+    with OutputFolder(given, resume=resume) as folder:
+        folder.keep()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("run.json", content) for content in ("", "[]", '{"speed": 3}', "[" * 100_000)),
+        *(("workers.json", content) for content in ("no JSON", '["Ann", "Ben"]')),
+        *(("lock", content) for content in ("package-lock", "1" * 21, "12 13")),
+    ],
+)
+def test_a_file_that_no_run_wrote_stays(name: str, content: str) -> None:
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one", name).write_text(content)
+    with pytest.raises(UserError, match=f"output_dir: 'runs/one/{name}' is no run's, and a run would overwrite it"):
+        begin(recipe())
+    assert [(path.name, path.read_text()) for path in Path("runs/one").iterdir()] == [(name, content)]
+    with pytest.raises(UserError, match="is no run's" if name == "lock" else "leave --resume out"):
+        begin(recipe(), resume=True)
+    assert Path("runs/one", name).read_text() == content
+
+
+@pytest.mark.parametrize("name", ["lock", "run.json", "workers.json", "report.html", "config.yaml", "rollouts"])
+@pytest.mark.parametrize("kind", ["a link", "a dangling link", "a pipe", "a folder"])
+def test_what_is_no_file_is_neither_followed_nor_waited_for(name: str, kind: str, here: Path) -> None:
+    Path("runs/one").mkdir(parents=True)
+    place, target = Path("runs/one", name), here / "precious"
+    if kind == "a pipe":
+        os.mkfifo(place)
+    elif kind == "a folder":
+        place.mkdir()
+        (place / "mine").write_text("12345")
+    else:
+        place.symlink_to(target)
+        if kind == "a link":
+            target.write_text("12345")
+    with pytest.raises(UserError, match=r"is no run's|as a run leaves it|already holds a run"):
+        begin(recipe())
+    assert os.listdir("runs/one") == [name] and not is_held(Path("runs/one"))
+    assert not target.exists() or target.read_text() == "12345"
+
+
+def test_a_run_that_begins_again_forgets_what_it_wrote_only() -> None:
+    begin(recipe())
+    for name in ("metrics.jsonl", "warnings.jsonl", "rollouts/step_000001.jsonl", "notes.txt", "logs/mine.log"):
+        Path("runs/one", name).parent.mkdir(exist_ok=True)
+        Path("runs/one", name).write_text("")
+    Path("elsewhere").mkdir()
+    Path("elsewhere/mine").write_text("")
+    Path("runs/one/evaluations").symlink_to(Path("elsewhere").resolve())
+    forget_run(Path("runs/one"))
+    assert sorted(str(path) for path in Path("runs/one").rglob("*") if not path.is_dir()) == [
+        "runs/one/logs/mine.log",
+        "runs/one/notes.txt",
+    ]
+    assert Path("elsewhere/mine").exists()
+    begin(recipe())
+
+
+def test_a_live_run_is_left_alone() -> None:
+    with OutputFolder(recipe(), resume=False) as folder:
+        folder.keep()
+        with pytest.raises(UserError, match=f"is in use by a live run .process {os.getpid()}"):
+            refuse_live(Path("runs/one"))
+    refuse_live(Path("runs/one"))
+
+
+def test_what_a_run_left_that_was_killed_at_its_start_is_replaced() -> None:
+    Path("runs/one/logs").mkdir(parents=True)
+    Path("runs/one/lock").write_text("4194304")
+    Path("runs/one/run.json").write_text('{"run": "0123456789ab"}')
+    Path("runs/one/workers.json").write_text('{"time": 1.0, "workers": []}')
+    begin(recipe())
+    assert read_run_id(Path("runs/one")) != "0123456789ab"
+    assert Path("runs/one/lock").read_text() == str(os.getpid())
