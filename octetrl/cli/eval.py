@@ -119,7 +119,7 @@ def _show(reports: Mapping[str, EvalReport], recipe: str, resolved: Recipe, out:
         console.width = WIDE  # so that a row stays a line
     console.print(report_table(reports, compared))
     if len(reports) > 1:
-        console.print(f"all of them: the tasks of {recipe}", markup=False)
+        console.print(f"each answered the tasks of {recipe}", markup=False)
     if out is not None:
         results = results_as_json(recipe, resolved, reports, compared)
         if not is_json(out):

@@ -42,7 +42,7 @@ def show_answers(
         typer.echo(f"{empty} of {len(drawn)} answers were empty and are left out", err=True)
     if failed:
         where = "are left out" if for_sft else 'have finish_reason "failed" and the reason as error'
-        lost = f"the server did not answer {failed} of {len(drawn)} requests; they {where}; the last: {last_failure}"
+        lost = f"{failed} of {len(drawn)} requests failed; they {where}; the last: {last_failure}"
         typer.echo(f"octetrl: {UserError(lost)}", err=True)
     if failed or (for_sft and cut + empty == len(drawn)):
         raise typer.Exit(1)

@@ -35,5 +35,5 @@ def recipes(
         typer.echo(f"{name:<{width}}  {first}")
         for other in others:
             typer.echo(f"{'':<{width}}  {other}")
-    hint = "octetrl check NAME explains a recipe, octetrl train NAME runs it; before a demo_ recipe, run octetrl demo"
+    hint = "octetrl check NAME explains a recipe and says what it needs first, octetrl train NAME runs it"
     typer.echo(hint, err=True)

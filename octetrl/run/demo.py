@@ -36,6 +36,7 @@ from octetrl.config.load import load_recipe
 from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
+from octetrl.config.text import counted
 from octetrl.config.threads import free_cores
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
@@ -97,6 +98,8 @@ def _run_parts(folder: Path, *, again: bool) -> None:
     if MADE not in complete:
         make_model_and_examples(sft, preset_config("tiny"))
         note_phase(folder, MADE)
+    else:
+        console.print("it is there; its accuracy is measured again")
     reports = {"before SFT": evaluate_checkpoint(str(sft.model.path), sft)}
     console.rule("2 · cold start: SFT on worked sums (about half of the time)")
     if COLD_START not in complete:
@@ -104,6 +107,8 @@ def _run_parts(folder: Path, *, again: bool) -> None:
         shutil.rmtree(str(grpo.model.path), ignore_errors=True)  # half an export
         export_run(sft.output_dir, str(grpo.model.path))
         note_phase(folder, COLD_START)
+    else:
+        console.print("it is trained; its accuracy is measured again")
     reports["after SFT"] = evaluate_checkpoint(sft.output_dir, grpo)
     console.rule("3 · GRPO, FP8 end to end (emulated)")
     train_or_resume(grpo)
@@ -119,8 +124,8 @@ def _threads(console: Console) -> list[str]:
     if free is None or free >= cores:
         return []
     console.print(
-        f"{free} of {cores} cores {'is' if free == 1 else 'are'} free now, so torch takes as many threads"
-        f" (cluster.cpu_threads={free})",
+        f"{free} of {cores} cores {'is' if free == 1 else 'are'} free now, so torch uses {counted(free, 'thread')}"
+        f" (cluster.cpu_threads={free}), and the demo takes longer",
         highlight=False,
     )
     return [f"cluster.cpu_threads={free}"]

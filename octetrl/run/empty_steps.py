@@ -10,7 +10,7 @@ because a model that was trained solves its tasks does not count.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from octetrl.config.errors import RunFailed
 from octetrl.config.schema import Recipe
@@ -18,15 +18,31 @@ from octetrl.config.several_environments import section_name
 
 
 class EmptySteps:
-    """Counts empty steps in a row. Call `warning` once a step, then `check`."""
+    """Counts empty steps in a row. Call `warning` once a step, then `check`.
 
-    def __init__(self, recipe: Recipe) -> None:
+    past: the lines of metrics.jsonl that a resumed run has behind it. If such steps ended it, they are counted anew."""
+
+    def __init__(self, recipe: Recipe, past: Iterable[Mapping[str, float | None]] = ()) -> None:
         self._recipe = recipe
         self._most = recipe.failures.max_empty_steps
         self._in_a_row = 0
         self._has_trained = False
         self._told_solved = False
         self._failing_so_far: set[str] = set()  # environments without a reward, of which a warning told
+        for row in past:
+            self._recall({name: value for name, value in row.items() if value is not None})
+        if self._in_a_row >= self._most:
+            self._in_a_row = 0
+
+    def _recall(self, metrics: Mapping[str, float]) -> None:
+        """A step of the run before it was resumed."""
+        if "train/skipped" not in metrics:
+            self._in_a_row, self._has_trained = 0, True
+            self._failing(0, metrics)
+        elif self._is_solved(metrics):
+            self._told_solved = True
+        else:
+            self._in_a_row += 1
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """A line that says why the step taught nothing, or which of several environments fails. None: neither."""
@@ -60,7 +76,7 @@ class EmptySteps:
     def _is_right(self, metrics: Mapping[str, float]) -> bool:
         """Whether the rewards of every group are equal, and as high as of right answers."""
         equal = metrics.get("reward/zero_variance_fraction") == 1.0
-        return equal and metrics["reward/mean"] >= self._recipe.evaluation.right_from
+        return equal and metrics.get("reward/mean", -math.inf) >= self._recipe.evaluation.right_from
 
     def _failing(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """A line, once for each, for environments whose rollouts all failed."""

@@ -151,7 +151,7 @@ def _run_steps(
 ) -> None:
     recipe, fallbacks = run.config, FallbackWatch()
     gate = MismatchGate(recipe.mismatch, recipe.cluster.max_staleness)
-    empty, slow = EmptySteps(recipe), SlowRewards(run.rewards)
+    empty, slow = EmptySteps(recipe, past), SlowRewards(run.rewards)
     sound = SoundCheckpoints(checkpoints, recipe, past)
     with StopRequest(run.console) as stop, checkpoints.open(run, start):
         for step in range(start + 1, recipe.steps + 1):

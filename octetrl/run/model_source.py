@@ -120,7 +120,7 @@ def _fetched(name: str, revision: str | None, weights: bool) -> Path:
             " the name, or log in with `hf auth login`"
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:100]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
         raise UserError(
             f"model '{name}': there is no such folder, and the hub can't be used ({reason}); on a machine with a"
             f" network: {by_hand}"

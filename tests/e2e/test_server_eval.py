@@ -213,7 +213,7 @@ def test_lines_for_sft_are_read_as_conversations(live: Live, prompts: str, capsy
         (
             (400, '{"error": {"message": "the context is 128", "code": "context_length_exceeded"}}', {}),
             1,
-            ["did not answer 3 of 3 requests", "the context is 128; lower --max-new-tokens, or shorten the prompt"],
+            ["3 of 3 requests failed", "the context is 128; lower --max-new-tokens, or shorten the prompt"],
         ),
         ((302, "", {"Location": "https://there/v1"}), 2, ["--base-url: the server redirects", "https://there/v1"]),
         ({"choices": [{"message": {"content": "a"}, "finish_reason": "length"}]}, 1, ["3 of 3 answers were truncated"]),

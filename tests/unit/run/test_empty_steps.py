@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from octetrl.config.errors import RunFailed
@@ -21,12 +23,13 @@ EQUAL = EMPTY | {"reward/count": 8.0, "reward/mean": 0.25, "reward/zero_variance
 ZERO = EQUAL | {"reward/mean": 0.0, "reward/std": 0.0}
 BELOW = ZERO | {"reward/mean": -1.0, "reward/count": 6.0}
 MIXED = ZERO | {"reward/std": 1.0}  # -1 in some groups, 1 in others
+SOLVED = EQUAL | {"reward/mean": 1.0}
 CUT = EQUAL | {"reward/zero_variance_fraction": 0.5, "rollout/truncated_share": 1.0}
 
 
-def empty_steps(most: int = 3) -> EmptySteps:
+def empty_steps(most: int = 3, past: Sequence[Mapping[str, float | None]] = ()) -> EmptySteps:
     tree = {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}, "failures": {"max_empty_steps": most}}
-    return EmptySteps(recipe_from_mapping(tree))
+    return EmptySteps(recipe_from_mapping(tree), past)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,7 @@ def test_rewards_without_a_signal_end_it_after_three_steps_in_a_row(metrics: dic
 
 
 def test_solved_tasks_are_no_failure_of_a_model_that_was_trained() -> None:
-    solved = EQUAL | {"reward/mean": 1.0}
-    steps = empty_steps()
+    solved, steps = SOLVED, empty_steps()
     for step, now in enumerate((TRAINED, solved, solved, solved, solved), start=1):
         warning = steps.warning(step, now)
         assert (warning is not None) == (step == 2), "said once: a model that has learnt its tasks goes on so"
@@ -98,6 +100,40 @@ def test_solved_tasks_are_no_failure_of_a_model_that_was_trained() -> None:
         assert "all answers are right" in str(untrained.warning(step, solved))
     with pytest.raises(RunFailed, match=r"all answers are right .*; give harder tasks"):
         untrained.check(3, solved)
+
+
+def said(steps: EmptySteps, rows: Sequence[Mapping[str, float]], first: int) -> list[str | None]:
+    """The warnings of these steps, and at the end the reason that ends the run."""
+    heard: list[str | None] = []
+    for step, row in enumerate(rows, start=first):
+        heard.append(steps.warning(step, row))
+        try:
+            steps.check(step, row)
+        except RunFailed as error:
+            return [*heard, str(error)]
+    return heard
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (TRAINED, SOLVED, SOLVED, SOLVED, SOLVED, SOLVED),
+        (TRAINED, EQUAL, EQUAL, TRAINED, ZERO, ZERO, ZERO),
+        (SOLVED, TRAINED, EQUAL, SOLVED, SOLVED, CUT, EQUAL),
+    ],
+)
+def test_a_resumed_run_says_and_ends_as_one_that_was_not_stopped(rows: Sequence[Mapping[str, float]]) -> None:
+    unbroken = said(empty_steps(), rows, 1)
+    for stop in range(1, len(rows)):
+        past: list[Mapping[str, float | None]] = [
+            {"step": step, "loss": None} | row for step, row in enumerate(rows[:stop])
+        ]
+        assert said(empty_steps(past=past), rows[stop:], stop + 1) == unbroken[stop:], stop
+
+
+def test_a_run_that_ended_by_empty_steps_has_its_patience_again() -> None:
+    steps = empty_steps(past=[TRAINED, ZERO, ZERO, ZERO])
+    assert len(said(steps, (ZERO, ZERO, ZERO), 5)) == 4
 
 
 def test_an_environment_that_always_fails_is_told_once() -> None:
