@@ -20,7 +20,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.run.run_files import HISTORY_FILE
+from octetrl.telemetry.run_changes import HISTORY_FILE
 
 MAY_CHANGE = (
     *("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse", "failures"),

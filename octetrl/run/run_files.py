@@ -20,13 +20,13 @@ from typing import IO
 
 from octetrl.config.errors import UserError
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
+from octetrl.telemetry.run_changes import HISTORY_FILE
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.telemetry.step_lines import PUT_BACK, WARNINGS
 from octetrl.workers.many.status import STATUS_FILE
 
 RECIPE_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
-HISTORY_FILE = "history.jsonl"  # of settings that a resumed run changed
 REPORT = "report.html"
 LOCK = "lock"  # with the id of the process that holds it
 LONGEST_LOCK = 20  # bytes

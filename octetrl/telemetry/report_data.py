@@ -23,6 +23,7 @@ from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
+from octetrl.telemetry.run_changes import HISTORY_FILE, changed_settings
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.telemetry.sound_values import is_step, sound_recipe, sound_row, unordered_steps
 from octetrl.telemetry.staleness import lower_staleness
@@ -154,6 +155,8 @@ class RunRecord:
         if "weights_in_flight" in self.where:
             shown.append(("weights in flight", str(self.where["weights_in_flight"])))
         shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
+        changed = changed_settings(_objects(self.folder / HISTORY_FILE))
+        shown += [("changed", "; ".join(changed))] * bool(changed)
         versions = self.where.get("versions")
         known = versions.items() if isinstance(versions, Mapping) else ()
         shown += [(label, str(self.where[label])) for label in ("machine", "commit") if label in self.where]
