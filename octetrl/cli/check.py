@@ -118,7 +118,7 @@ def check(
         problems = _try_out(resolved, spec, tokenizer)
     _refuse(recipe, problems, too_large)
     if sample is not None:
-        show_sample(resolved, sample)
+        refuse_problems(recipe, [wrong] if (wrong := show_sample(resolved, sample)) else [])
     typer.echo("no problems")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,20 @@ def refuse_sample(recipe: Recipe, elsewhere: bool) -> None:
         raise UserError(f"--sample: {recipe.algorithm.name} draws no answers; leave it out")
 
 
-def show_sample(recipe: Recipe, number: int) -> None:
-    """Draw `number` answers and print each with its prompt and reward."""
+def show_sample(recipe: Recipe, number: int) -> str | None:
+    """Draw `number` answers and print each with its prompt and reward. Returns what is wrong: none has a reward."""
     from octetrl.run.sample import sample_answers
 
     typer.echo(f"sample of {number}")
-    for place, group in enumerate(sample_answers(recipe, number), start=1):
-        for line in _lines(place, group.rollouts[0]):
+    drawn = [group.rollouts[0] for group in sample_answers(recipe, number)]
+    for place, rollout in enumerate(drawn, start=1):
+        for line in _lines(place, rollout):
             typer.echo(line)
+    if any(rollout.reward is not None for rollout in drawn):
+        return None
+    statuses = Counter(rollout.status.value for rollout in drawn)
+    why = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
+    return f"none of {counted(len(drawn), 'sampled answer')} has a reward ({why}); a run would end at its first step"
 
 
 def _lines(place: int, rollout: Rollout) -> Iterator[str]:

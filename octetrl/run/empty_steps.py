@@ -20,7 +20,7 @@ from octetrl.config.several_environments import section_name
 class EmptySteps:
     """Counts empty steps in a row. Call `warning` once a step, then `check`.
 
-    past: the lines of metrics.jsonl that a resumed run has behind it. If such steps ended it, their count begins again."""
+    past: the lines of metrics.jsonl that a resumed run has behind it. If these ended it, they count again from 0."""
 
     def __init__(self, recipe: Recipe, past: Iterable[Mapping[str, float | None]] = ()) -> None:
         self._recipe = recipe

@@ -72,3 +72,31 @@ def test_check_draws_answers_and_shows_their_rewards(
     assert shown.rstrip().endswith("no problems") and not (tmp_path / "run").exists()
     assert run_command(["check", str(recipe), "--sample", "2", "--memory-gib", "80"]) == 2
     assert "--sample: it draws answers on this machine" in capsys.readouterr().err
+
+
+LACKING = """
+from octetrl import Task
+from octetrl.environments.trl_rewards import trl_reward
+
+def by_ids(completions, completion_ids, **columns):
+    return [1.0]
+
+class LackingColumns:
+    tasks = [Task(id=f"{n}+1", prompt=f"{n} + 1 =", answer=str(n + 1)) for n in range(100)]
+    right = trl_reward(by_ids)
+"""
+
+
+def test_a_sample_without_any_reward_is_a_problem(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a sample nobody calls a reward that takes a whole conversation."""
+    (tmp_path / "lacking_columns.py").write_text(LACKING)
+    recipe = tmp_path / "r.yaml"
+    named = {"environment.kind": "python", "environment.dataset": "lacking_columns:LackingColumns"}
+    recipe.write_text(dump_recipe(tiny_recipe(model, tmp_path / "run", named | {"environment.reward": None})))
+    assert run_command(["check", str(recipe)]) == 0
+    assert run_command(["check", str(recipe), "--sample", "2"]) == 2
+    shown = capsys.readouterr()
+    assert "needs the column 'completion_ids', which the task does not have" in shown.out
+    assert "none of 2 sampled answers has a reward (2 reward_error); a run would end at its first step" in shown.err
