@@ -31,14 +31,15 @@ REPORT = "report.html"
 LOCK = "lock"  # with the id of the process that holds it
 LONGEST_LOCK = 20  # bytes
 
-# What a run leaves, besides its recipe; patterns of names. The last are half files of a run that was killed.
+# What a run leaves, besides its recipe; patterns of names.
 RECORDS = (
     *(METRICS_FILE, ROLLOUTS, EVALUATIONS, CHECKPOINTS, HISTORY_FILE, PUT_BACK, WARNINGS, REPORT),
     "events.out.tfevents.*",
-    *(f"{name}.partial" for name in (RECIPE_FILE, RUN_FILE, PUT_BACK, WARNINGS)),
-    *(f".{name}" for name in (STATUS_FILE, REPORT)),
+    *(f"{PUT_BACK}.partial", f"{WARNINGS}.partial", f".{REPORT}"),
 )
-EARLY = {RUN_FILE: "run", STATUS_FILE: "workers"}  # before its recipe, and a key that each has
+# What it writes before its recipe is there: a key that each has, and how a file begins that is being written.
+EARLY = {RUN_FILE: "run", STATUS_FILE: "workers"}
+HALF = {f"{RUN_FILE}.partial": b'{"run": "', f"{RECIPE_FILE}.partial": b"precision: ", f".{STATUS_FILE}": b'{"time": '}
 
 
 def records_in(run_folder: Path) -> list[str]:
@@ -48,7 +49,7 @@ def records_in(run_folder: Path) -> list[str]:
 
 def forget_run(folder: Path) -> None:
     """Remove what a run wrote, for one that begins again. Other files stay."""
-    for path in (*_found(folder), *(folder / name for name in (RECIPE_FILE, *EARLY, LOCK))):
+    for path in (*_found(folder), *(folder / name for name in (RECIPE_FILE, *EARLY, *HALF, LOCK))):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -98,11 +99,13 @@ def refuse_records(folder: Path) -> None:
             f"output_dir: '{folder}' holds {', '.join(found)}, as a run leaves it, but no {RECIPE_FILE}; give another"
             f" folder (output_dir=...), or put the run's {RECIPE_FILE} back and continue it with --resume"
         )
-    for name, key in EARLY.items():
-        if not _has_key(folder / name, key):
-            raise foreign_file(folder / name)
-    if not is_lock(folder / LOCK):
-        raise foreign_file(folder / LOCK)
+    foreign = [
+        *(name for name, key in EARLY.items() if not _has_key(folder / name, key)),
+        *(name for name, begin in HALF.items() if not _begins(folder / name, begin)),
+        *([] if is_lock(folder / LOCK) else [LOCK]),
+    ]
+    for name in foreign:
+        raise foreign_file(folder / name)
 
 
 def foreign_file(path: Path) -> UserError:
@@ -115,16 +118,8 @@ def foreign_file(path: Path) -> UserError:
 
 def is_lock(path: Path) -> bool:
     """Whether a run may take this file as its lock: it is missing, empty, or has the id of a process."""
-    try:
-        with open_file(path) as file:
-            text = file.read(LONGEST_LOCK + 1).strip()
-    except FileNotFoundError:
-        return not path.is_symlink()
-    except NotAFile:
-        return False
-    except OSError:  # to open it for writing will say why not
-        return True
-    return len(text) <= LONGEST_LOCK and (not text or text.isdigit())
+    text = _first(path, LONGEST_LOCK + 1)
+    return text is not None and len(text) <= LONGEST_LOCK and (not text.strip() or text.strip().isdigit())
 
 
 class NotAFile(OSError):
@@ -158,6 +153,26 @@ def _found(run_folder: Path) -> Iterator[Path]:
 
 def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def _first(path: Path, count: int) -> bytes | None:
+    """The first bytes of a file. Empty: it is missing, or can't be read, and opening it for writing will say why. None:
+    it is a link, or no file."""
+    try:
+        with open_file(path) as file:
+            return file.read(count)
+    except FileNotFoundError:
+        return None if path.is_symlink() else b""
+    except NotAFile:
+        return None
+    except OSError:
+        return b""
+
+
+def _begins(path: Path, begin: bytes) -> bool:
+    """Whether it is missing, or a file that begins so, as far as it was written."""
+    text = _first(path, len(begin))
+    return text is not None and begin.startswith(text)
 
 
 def _has_key(path: Path, key: str) -> bool:

@@ -257,7 +257,7 @@ def put_metrics(last: int) -> None:
     [
         *("metrics.jsonl", "checkpoints/step_000098/x", "rollouts/x", "events.out.tfevents.1"),
         *("put_back.jsonl", "warnings.jsonl", "report.html", "history.jsonl"),
-        *("config.yaml.partial", "run.json.partial", ".workers.json"),
+        *("put_back.jsonl.partial", ".report.html"),
     ],
 )
 @pytest.mark.parametrize("resume", [False, True])

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.config.load import recipe_from_mapping
+from octetrl.config.load import dump_recipe, load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.run_files import forget_run, is_held, refuse_live
 from octetrl.run.run_identity import read_run_id
+
+HALF_WRITTEN = {
+    "run.json.partial": '{"run": "0123',
+    "config.yaml.partial": dump_recipe(load_recipe("demo_grpo"))[:300],
+    ".workers.json": "",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +41,7 @@ def begin(given: Recipe, *, resume: bool = False) -> None:
     [
         *(("run.json", content) for content in ("", "[]", '{"speed": 3}', "[" * 100_000)),
         *(("workers.json", content) for content in ("no JSON", '["Ann", "Ben"]')),
+        *((name, "mine") for name in ("run.json.partial", "config.yaml.partial", ".workers.json")),
         *(("lock", content) for content in ("package-lock", "1" * 21, "12 13")),
     ],
 )
@@ -99,6 +106,8 @@ def test_what_a_run_left_that_was_killed_at_its_start_is_replaced() -> None:
     Path("runs/one/lock").write_text("4194304")
     Path("runs/one/run.json").write_text('{"run": "0123456789ab"}')
     Path("runs/one/workers.json").write_text('{"time": 1.0, "workers": []}')
+    for name, content in HALF_WRITTEN.items():
+        Path("runs/one", name).write_text(content)
     begin(recipe())
     assert read_run_id(Path("runs/one")) != "0123456789ab"
     assert Path("runs/one/lock").read_text() == str(os.getpid())
