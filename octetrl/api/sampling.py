@@ -107,10 +107,10 @@ def _unknown(name: str) -> UserError:
     return UserError(f"SamplingParams: no field '{name}'{nearest(name, known)}; there are {', '.join(known)}")
 
 
-def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     """Raises UserError for what is no sequence."""
     _require(name, values, "a list", isinstance(values, Iterable))
-    return tuple(values) if isinstance(values, Iterable) else ()
+    return tuple(values)
 
 
 def _require(name: str, value: object, allowed: str, is_allowed: bool) -> None:

@@ -118,7 +118,7 @@ def check(
         problems = _try_out(resolved, spec, tokenizer)
     _refuse(recipe, problems, too_large)
     if sample is not None:
-        refuse_problems(recipe, [wrong] if (wrong := show_sample(resolved, sample)) else [])
+        refuse_problems(recipe, show_sample(resolved, sample))
     typer.echo("no problems")
 
 

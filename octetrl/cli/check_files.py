@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from octetrl.cli.check_turns import check_turns
+from octetrl.cli.out_file import refuse_unmakeable
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.errors import UserError
 from octetrl.config.hub_name import hub_dataset
@@ -123,21 +123,9 @@ def _look_at_output(recipe: Recipe) -> None:
         break
     missing = [folder for folder in (given, *given.parents) if not folder.exists()]
     if missing:
-        _try_folder(missing[-1], given)
+        refuse_unmakeable("output_dir", missing[-1])
     if not (given / RECIPE_FILE).exists():
         refuse_records(given)
-
-
-def _try_folder(folder: Path, given: Path) -> None:
-    """Create and remove it: a folder of /proc says that it can be written in and then takes none."""
-    try:
-        folder.mkdir()
-    except FileExistsError:  # a run has just begun
-        return
-    except OSError as error:
-        raise UserError(f"output_dir: '{given}' can't be a folder ({error.strerror}); choose another") from None
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:

@@ -27,7 +27,7 @@ def refuse_sample(recipe: Recipe, elsewhere: bool) -> None:
         raise UserError(f"--sample: {recipe.algorithm.name} draws no answers; leave it out")
 
 
-def show_sample(recipe: Recipe, number: int) -> str | None:
+def show_sample(recipe: Recipe, number: int) -> list[str]:
     """Draw `number` answers and print each with its prompt and reward. Returns what is wrong: none has a reward."""
     from octetrl.run.sample import sample_answers
 
@@ -37,10 +37,10 @@ def show_sample(recipe: Recipe, number: int) -> str | None:
         for line in _lines(place, rollout):
             typer.echo(line)
     if any(rollout.reward is not None for rollout in drawn):
-        return None
+        return []
     statuses = Counter(rollout.status.value for rollout in drawn)
     why = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
-    return f"none of {counted(len(drawn), 'sampled answer')} has a reward ({why}); a run would end at its first step"
+    return [f"none of {counted(len(drawn), 'sampled answer')} has a reward ({why}); a run would end at its first step"]
 
 
 def _lines(place: int, rollout: Rollout) -> Iterator[str]:

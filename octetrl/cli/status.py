@@ -15,7 +15,7 @@ import typer
 from octetrl.cli.check_lines import terminal_columns, wrapped
 from octetrl.config.errors import refuse_empty
 from octetrl.config.text import counted
-from octetrl.run.run_files import LOCK, LONGEST_LOCK, is_held, open_file
+from octetrl.run.run_files import LOCK, is_held, process_of
 from octetrl.workers.many.status import STATUS_FILE, status_lines
 
 
@@ -106,11 +106,7 @@ def _before_the_first_step(folder: Path) -> Iterator[str]:
 
 def _process_of(folder: Path) -> int:
     """The id in the lock of a run's folder; 0 if there is none."""
-    try:
-        with open_file(folder / LOCK) as file:
-            text = file.read(LONGEST_LOCK).decode(errors="replace").strip()
-    except OSError:
-        return 0
+    text = process_of(folder)
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 

@@ -30,15 +30,17 @@ class EmptySteps:
         self._told_solved = False
         self._failing_so_far: set[str] = set()  # environments without a reward, of which a warning told
         for row in past:
-            self._recall({name: value for name, value in row.items() if value is not None})
+            metrics = {name: value for name, value in row.items() if value is not None}
+            self._count(metrics)
+            if "train/skipped" not in metrics:
+                self._failing(0, metrics)
         if self._in_a_row >= self._most:
             self._in_a_row = 0
 
-    def _recall(self, metrics: Mapping[str, float]) -> None:
-        """A step of the run before it was resumed."""
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        """Remember a step."""
         if "train/skipped" not in metrics:
             self._in_a_row, self._has_trained = 0, True
-            self._failing(0, metrics)
         elif self._is_solved(metrics):
             self._told_solved = True
         else:
@@ -46,13 +48,12 @@ class EmptySteps:
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """A line that says why the step taught nothing, or which of several environments fails. None: neither."""
+        told = self._told_solved
+        self._count(metrics)
         if "train/skipped" not in metrics:
-            self._in_a_row, self._has_trained = 0, True
             return self._failing(step, metrics)
         if self._is_solved(metrics):
-            told, self._told_solved = self._told_solved, True
             return None if told else f"step {step}: no update, because {self._reason(metrics)} (said once)"
-        self._in_a_row += 1
         where = f"; look at rollouts/step_{step:06d}.jsonl" if "rollout/count" in metrics else ""
         return f"step {step}: no update, because {self._reason(metrics)}{where}"
 

@@ -1,8 +1,8 @@
 """What lies in the folder of a run, and whether a new run may start there. Needs no torch.
 
 A folder with a `config.yaml` is a run's. In any other a new run starts only if it neither overwrites nor continues a
-file that was there. Three files are written before `config.yaml`, so a run that was killed at its start leaves them.
-They are replaced, unless their content is not a run's.
+file that was there. Some files are written before `config.yaml`, so a run that was killed at its start leaves them
+(`EARLY`, `HALF`, `LOCK`). They are replaced, unless their content is not a run's.
 """
 
 from __future__ import annotations
@@ -59,14 +59,20 @@ def forget_run(folder: Path) -> None:
 def refuse_live(folder: Path) -> None:
     """Refuse what would write or remove files of a live run."""
     if is_held(folder):
-        raise live_run(folder, (folder / LOCK).read_text(errors="replace").strip())
+        raise live_run(folder, process_of(folder))
 
 
 def live_run(folder: Path, process: str) -> UserError:
+    """What to say of a folder whose lock this process holds."""
     return UserError(
         f"output_dir: '{folder}' is in use by a live run (process {process or 'unknown'});"
         f" wait for it or choose another folder"
     )
+
+
+def process_of(folder: Path) -> str:
+    """The id in the lock of a run's folder; empty if there is none."""
+    return (_first(folder / LOCK, LONGEST_LOCK) or b"").decode(errors="replace").strip()
 
 
 def is_held(folder: Path) -> bool:

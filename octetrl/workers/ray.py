@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ with uncollected():  # a worker's process begins with this module
     from octetrl.workers.many.team import Call
     from octetrl.workers.many.worker_log import last_lines
     from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes
-    from octetrl.workers.ray_watcher import LOGS
+    from octetrl.workers.ray_watcher import LOGS, remove_logs
 
 CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
@@ -178,10 +177,7 @@ class RayTeam:
     def forget_logs(self) -> None:
         """Removes what the workers of a refused run printed. A run that has begun keeps its logs."""
         if self._folder is not None and not (self._folder / "config.yaml").exists():
-            with suppress(OSError):  # somebody else's files keep the folder
-                for log in set(self._folder.glob(LOGS)) - self._logs_before:
-                    log.unlink()
-                (self._folder / "logs").rmdir()
+            remove_logs(self._folder, self._logs_before)
 
     def _log_of(self, worker: int) -> Path:
         assert self._logs is not None

@@ -25,7 +25,7 @@ from pathlib import Path
 
 STATUS_FILE = "workers.json"  # workers/many/status.py
 LOGS = "logs/worker_[0-9]*.log"
-LOCK_FILE = "lock"  # run/output_folder.py
+LOCK_FILE = "lock"  # run/run_files.py
 MARK = "OCTETRL_RAY_FOLDER"  # in the environment of Ray's processes
 BYE = b"."  # from a run that ends by itself
 STOPPED = b"!"  # from one that the user ended at once, and that said so
@@ -71,12 +71,18 @@ def remove_files(run_folder: Path, before: set[Path]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if run_folder.joinpath("config.yaml").exists():
             return
-        status = (run_folder / STATUS_FILE, run_folder / f".{STATUS_FILE}")
-        for path in (*(set(run_folder.glob(LOGS)) - before), *status):
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody else's files keep the folder
-            run_folder.joinpath("logs").rmdir()
+        for name in (STATUS_FILE, f".{STATUS_FILE}"):
+            run_folder.joinpath(name).unlink(missing_ok=True)
+        remove_logs(run_folder, before)
         lock.unlink()
+
+
+def remove_logs(run_folder: Path, before: set[Path]) -> None:
+    """The workers' logs but those that were there before, and their folder if it is empty then."""
+    with contextlib.suppress(OSError):
+        for log in set(run_folder.glob(LOGS)) - before:
+            log.unlink()
+        run_folder.joinpath("logs").rmdir()
 
 
 def processes_of(folder: Path, exempt: set[int]) -> list[int]:
