@@ -90,7 +90,7 @@ def precision_of(name: str | Path, given: str | None) -> tuple[str | None, dict[
     path = None if given is not None else recipe_of_run(name)
     if path is None:
         return given or "bf16", {}
-    recipe = load_recipe(path, training=False)
+    recipe = load_recipe(path)
     fp8 = recipe.fp8.model_dump(mode="json")
     return recipe.precision, {"fp8": fp8, "numerics": recipe.numerics, "dtype": recipe.model.dtype}
 

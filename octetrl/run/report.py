@@ -199,7 +199,8 @@ def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:
     kind = recipe.algorithm.learns_from
     found = []
     if kind == "rollouts":
-        found.append((f"octetrl rollouts {place}", "what the model said, with rewards"))
+        if recipe.logging.rollouts:
+            found.append((f"octetrl rollouts {place}", "what the model said, with rewards"))
         environments = recipe.each_environment.values()
         python_only = any(is_given(name) for one in environments for name in (one.dataset or "", one.reward or ""))
         if any(one.eval_size for one in environments) and not python_only:

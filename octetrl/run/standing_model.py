@@ -143,7 +143,7 @@ def load_standing_model(
 def default_context_length(model: str) -> int:
     """Tokens of prompt and answer together: as the run was trained, or CONTEXT_LENGTH for a model that is no run."""
     path = recipe_of_run(model)
-    return CONTEXT_LENGTH if path is None else load_recipe(path, training=False).model.context_length
+    return CONTEXT_LENGTH if path is None else load_recipe(path).model.context_length
 
 
 def _recipe(
