@@ -177,4 +177,15 @@ TABLES: Mapping[str, StudyTable] = {
     "smollm2-sums": StudyTable(
         "pretrained", 30, SMOLLM2, (*PRETRAINED_COMMON, TWO_TERMS), None, (), 40, NINE, job_seconds=300.0
     ),
+    "smollm2-sums-150": StudyTable(
+        "pretrained",
+        30,
+        SMOLLM2,
+        (*PRETRAINED_COMMON, TWO_TERMS, "environment.eval_size=2048", "evaluation.every=50"),
+        None,
+        (),
+        150,
+        ("bf16", "fp8_full", "fp8_full_int8", "all_rollout_tis"),
+        job_seconds=600.0,
+    ),
 }
