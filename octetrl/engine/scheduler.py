@@ -366,7 +366,8 @@ class Scheduler:
         self._prefixed.remove(group)
         if not prefix.is_cached:
             self._to_prefill.remove(prefix)
-            assert not self._awaiting.pop(prefix), "a prefix that siblings wait for was dropped"
+            waiting = self._awaiting.pop(prefix)
+            assert not waiting, "a prefix that siblings wait for was dropped"
         self._room_changed = True
 
     def _idle_groups(self, besides: RequestGroup) -> list[RequestGroup]:

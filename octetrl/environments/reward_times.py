@@ -7,17 +7,13 @@ calls of a step all time out: otherwise a score that always hangs would be waite
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
+from octetrl.config.threads import num_cores
+
 GROW_SECONDS = 0.5  # that calls wait for a free process before the number of processes doubles
 LEAST_TRIED = 4  # time-outs in a row, from the first call of a step on, before the others are given up
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(slots=True)

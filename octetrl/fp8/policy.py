@@ -195,7 +195,8 @@ def _cached_formats(spec: ModelSpec, fp8: Fp8Config) -> tuple[CachedFormat, ...]
         for tensor in spec.cached(layer):
             left_out = chosen != "both" and tensor.name != chosen.upper()
             stored: Format = "bf16" if fp8.kv_cache == "none" or tensor.never_fp8 or left_out else "fp8"
-            assert found.setdefault(tensor.name, stored) == stored, f"layers cache '{tensor.name}' in two formats"
+            first = found.setdefault(tensor.name, stored)
+            assert first == stored, f"layers cache '{tensor.name}' in two formats"
     return tuple(CachedFormat(name, stored) for name, stored in found.items())
 
 

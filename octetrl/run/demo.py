@@ -17,7 +17,6 @@ refused.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import time
@@ -37,7 +36,7 @@ from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.config.text import counted
-from octetrl.config.threads import free_cores
+from octetrl.config.threads import free_cores, num_cores
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
@@ -120,7 +119,7 @@ def _run_parts(folder: Path, *, again: bool) -> None:
 
 def _threads(console: Console) -> list[str]:
     """An override where other programs are busy: a thread without a core of its own makes all others wait for it."""
-    cores, free = len(os.sched_getaffinity(0)), free_cores()
+    cores, free = num_cores(), free_cores()
     if free is None or free >= cores:
         return []
     console.print(

@@ -12,6 +12,7 @@ import torch
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import ClusterConfig
+from octetrl.config.threads import num_cores
 
 NUMPY_SEEDS = 1 << 32  # numpy.random.seed refuses larger ones
 
@@ -25,8 +26,7 @@ def resolve_device(cluster: ClusterConfig) -> torch.device:
             "device: 'cuda' was requested, but this machine has no usable GPU; use the CPU, where FP8 is emulated"
             " (cluster.device=cpu in a recipe, else --device cpu), or install a CUDA build of torch"
         )
-    if cluster.cpu_threads is not None:
-        torch.set_num_threads(cluster.cpu_threads)
+    torch.set_num_threads(cluster.cpu_threads or min(torch.get_num_threads(), num_cores()))
     return torch.device("cuda" if available and cluster.device != "cpu" and not cluster.on_cpus else "cpu")
 
 

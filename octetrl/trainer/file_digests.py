@@ -12,7 +12,6 @@ Checkpoints from before have `{"size": ..., "sha256": ...}`, the plain SHA-256 o
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from octetrl.config.errors import UserError
+from octetrl.config.threads import num_cores
 
 CHUNK_BYTES = 64 << 20
 SLICE_BYTES = 4 << 20  # read and hashed at one time: it stays in a core's cache
@@ -88,7 +88,7 @@ def chunks(size: int, chunk_bytes: int) -> list[tuple[int, int]]:
 
 
 def hashing_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="checkpoint")
+    return ThreadPoolExecutor(min(MOST_THREADS, num_cores()), thread_name_prefix="checkpoint")
 
 
 def digest_file(path: Path, pool: ThreadPoolExecutor) -> WrittenFile:

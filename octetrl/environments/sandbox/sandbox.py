@@ -35,6 +35,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
+from octetrl.config.threads import num_cores
 from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreters
 from octetrl.environments.sandbox.levels import (
     DEVICES,
@@ -62,7 +63,7 @@ _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",  # each arena reserves 128 MiB of address space
 }
 _GRACE_SECONDS = 60.0  # beyond its wall limit, for a warden on a machine that is short of cores
-_slots = threading.BoundedSemaphore(os.cpu_count() or 1)
+_slots = threading.BoundedSemaphore(num_cores())
 
 
 @dataclass(frozen=True, slots=True)

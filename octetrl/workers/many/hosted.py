@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from octetrl.config.kept_cache import in_flight
+from octetrl.config.threads import num_cores
 from octetrl.config.weight_buffer import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
@@ -152,7 +153,7 @@ class HostedWorker:
         """The worker's device. It uses its share of the machine's cores."""
         cluster = self._plan.recipe.cluster
         here = cluster.gpus_per_node * cluster.workers_per_gpu if cluster.gpus_per_node else self._plan.count
-        torch.set_num_threads(cluster.cpu_threads or max(1, (os.cpu_count() or 1) // here))
+        torch.set_num_threads(cluster.cpu_threads or max(1, num_cores() // here))
         return torch.device("cuda", 0) if self._gpu else torch.device("cpu")
 
     def _meet(self, store: str, device: torch.device) -> Peers:

@@ -1,4 +1,4 @@
-"""How many cores are free, counted from two looks at the kernel's times."""
+"""How many cores a process may use, and how many are free, counted from two looks at the kernel's times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.config import threads
-from octetrl.config.threads import free_cores
+from octetrl.config.threads import free_cores, num_cores
 
 IDLE, BUSY, WAITS = "0 0 0 9 0 0 0 0 0 0", "5 2 2 0 0 0 0 0 9 9", "0 0 1 0 8 0 0 0 0 0"
 START = "0 0 0 0 0 0 0 0 0 0"
@@ -50,3 +50,36 @@ def test_a_machine_that_does_not_say_it_has_no_number(
     if text is not None:
         (tmp_path / "stat").write_text(text)
     assert free_cores(0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/\n", {}, 8),  # no quota, as at the root of a machine
+        ("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}, 3),  # v2, rounded up
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "200000 100000\n"}, 2),  # the group above limits
+        ("0::/../x\n", {"cpu.max": "50000 100000\n"}, 1),  # a container that sees its own group as the mount
+        ("0::/\n", {"cpu.max": "9900000 100000\n"}, 8),  # more than the affinity
+        (
+            "3:memory:/m\n2:cpu,cpuacct:/c\n0::/\n",
+            {"cpu/c/cpu.cfs_quota_us": "400000", "cpu/c/cpu.cfs_period_us": "100000"},
+            4,
+        ),
+        ("2:cpu:/host/path\n", {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "50000"}, 3),
+        ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("nonsense\n", {"cpu.max": "100000 100000"}, 8),
+        (None, {"cpu.max": "100000 100000"}, 8),
+    ],
+)
+def test_cores_are_those_of_the_affinity_within_the_quota_of_the_container(
+    groups: str | None, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(threads, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(threads, "OWN_CGROUPS", tmp_path / "own")
+    if groups is not None:
+        (tmp_path / "own").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text)
+    assert num_cores() == cores
