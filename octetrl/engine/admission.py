@@ -16,7 +16,7 @@ from octetrl.engine.grammars import Grammars
 from octetrl.engine.logit_options import LogitOptions, SequenceLogits
 from octetrl.engine.prompt_scores import PromptScores
 from octetrl.engine.request import RequestGroup, RunningSequence
-from octetrl.engine.stopping import Decode, Stopping
+from octetrl.engine.stopping import Stopping, TextDecoder
 from octetrl.records import GenerationRequest, SamplingParams
 
 MOST_TOP = 20  # likeliest tokens reported with each token, as in OpenAI's API
@@ -31,7 +31,7 @@ class Admission:
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
-    decode: Decode  # of short windows, memoised
+    decode: TextDecoder  # of short windows, memoised
     grammars: Grammars | None = None  # None: none is compiled here
 
     def group(self, index: int, request: GenerationRequest) -> RequestGroup:

@@ -6,18 +6,24 @@ length limit. The ending token stays in `token_ids`; the text ends before it, or
 Stop strings are searched in decoded text, because a string has many tokenisations and may begin in the middle of a
 token. Decoding token by token is wrong if one character spans tokens (UTF-8 bytes, joined by the tokenizer), or if a
 token's text depends on its neighbour (a leading space). `TextStream` therefore decodes a window that begins at the last
-clean boundary. It emits only what the new tokens added, and only when the text no longer ends in the replacement
-character. The same windows occur often in a batch, so their texts are memoised.
+clean boundary. It emits only what the new tokens added, and only when no later token can change it: the text does not
+end in the replacement character, and the last token is no byte. A byte-fallback decoder (Llama 2, Mistral, Phi-3) reads
+a run of byte tokens as a whole: if the run is not UTF-8, each of its bytes becomes a replacement character, also a line
+break that was one until then. The same windows occur often in a batch, so their texts are memoised.
+
+A completion ends with the first token after which the text of all tokens so far contains a stop string.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from octetrl.records import FinishReason
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 INCOMPLETE = "\ufffd"  # a decoder's output for an incomplete character
 DECODE_CACHE_SIZE = 1 << 16
 
@@ -33,62 +39,87 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
-def decoder_of(tokenizer: Tokenizer) -> Decode:
-    """A function tokens -> text, without special tokens and without clean-up of spaces."""
+class TextDecoder:
+    """Tokens -> text. `bytes`: the tokens of a byte-fallback vocabulary that stand for one byte."""
+
+    def __init__(self, decode: Decode, bytes: frozenset[int] = frozenset()) -> None:
+        self._decode, self.bytes = decode, bytes
+
+    def __call__(self, token_ids: tuple[int, ...]) -> str:
+        return self._decode(token_ids)
+
+
+def decoder_of(tokenizer: Tokenizer) -> TextDecoder:
+    """A decoder without special tokens and without clean-up of spaces."""
 
     def decode(token_ids: tuple[int, ...]) -> str:
         return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    return decode
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()  # that of a server's text has none
+    return TextDecoder(decode, frozenset(token for piece, token in vocabulary.items() if byte_of(piece) is not None))
 
 
-def memoised(decode: Decode) -> Decode:
+def byte_of(piece: Any) -> int | None:
+    """The byte that a piece of a byte-fallback vocabulary stands for; None for any other piece."""
+    return int(piece[3:5], 16) if isinstance(piece, str) and _BYTE.fullmatch(piece) else None
+
+
+def memoised(decoder: TextDecoder) -> TextDecoder:
     """Memoises a decoder for the short windows of `TextStream`; whole completions hardly repeat."""
-    return lru_cache(maxsize=DECODE_CACHE_SIZE)(decode)
+    return TextDecoder(lru_cache(maxsize=DECODE_CACHE_SIZE)(decoder), decoder.bytes)
 
 
 class TextStream:
     """Text that grows token by token and equals, at `finish`, the decoding of all tokens at once."""
 
-    def __init__(self, decode: Decode) -> None:
-        self.text = ""
+    def __init__(self, decode: TextDecoder) -> None:
+        self.text = ""  # what no later token can change
         self._decode = decode
         self._window: tuple[int, ...] = ()  # tokens since the border before the last
         self._num_emitted = 0  # leading tokens of the window whose text is in `text`
 
     def push(self, token: int) -> None:
         self._window += (token,)
-        emitted = self._decode(self._window[: self._num_emitted])
-        text = self._decode(self._window)
-        if len(text) > len(emitted) and not text.endswith(INCOMPLETE):
-            self.text += text[len(emitted) :]
+        new = self._new()
+        if new and not new.endswith(INCOMPLETE) and self._ends_run(token):
+            self.text += new
             self._window = self._window[self._num_emitted :]
             self._num_emitted = len(self._window)
 
+    def so_far(self) -> str:
+        """`text` and what follows it at present, without the replacement characters at its end."""
+        return self.text + self._new().rstrip(INCOMPLETE)
+
     def finish(self) -> str:
         """The whole text, an unfinished last character included as the decoder shows it."""
+        return self.text + self._new()
+
+    def _new(self) -> str:
+        """The window's text that is not in `text`."""
         emitted = self._decode(self._window[: self._num_emitted])
-        return self.text + self._decode(self._window)[len(emitted) :]
+        return self._decode(self._window)[len(emitted) :]
+
+    def _ends_run(self, token: int) -> bool:
+        """Whether no run of bytes goes on after `token`. Special tokens, which have no text, do not end one."""
+        return not self._decode.bytes or (token not in self._decode.bytes and self._decode((token,)) != "")
 
 
 class StopStrings:
     """Watches one completion's text for the first of `stops`."""
 
-    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+    def __init__(self, stops: Sequence[str], decode: TextDecoder) -> None:
         self._stops = tuple(stops)
         self._reach = max(map(len, stops)) - 1  # a match may begin this far before the new text
         self._stream = TextStream(decode)
 
     def found_after(self, token: int) -> bool:
         """Adds the next token. Returns whether the text now contains a stop string."""
-        searched = len(self._stream.text)
+        start = max(0, len(self._stream.text) - self._reach)
         self._stream.push(token)
-        start = max(0, searched - self._reach)
-        return len(self._stream.text) > searched and self._first(self._stream.text, start) >= 0
+        return self._first(self._stream.so_far(), start) >= 0
 
-    def cut_text(self) -> str:
-        """The text before the first stop string, or the whole text without one."""
-        text = self._stream.finish()
+    def cut(self, text: str) -> str:
+        """The text before the first stop string, or all of it without one."""
         end = self._first(text, 0)
         return text if end < 0 else text[:end]
 
@@ -101,7 +132,7 @@ class Stopping:
     """Decides after each token of one completion. `limit`: largest number of tokens of prompt and completion
     together."""
 
-    def __init__(self, stop_token_ids: frozenset[int], stops: Sequence[str], limit: int, decode: Decode) -> None:
+    def __init__(self, stop_token_ids: frozenset[int], stops: Sequence[str], limit: int, decode: TextDecoder) -> None:
         self.stop_token_ids = stop_token_ids
         self._limit = limit
         self._strings = StopStrings(stops, decode) if stops else None
@@ -121,7 +152,6 @@ class Stopping:
 
     def text_of(self, token_ids: Sequence[int], decode: Decode) -> str:
         """The text of a finished completion."""
-        if self._strings is not None:
-            return self._strings.cut_text()
         ended_by_token = token_ids[-1] in self.stop_token_ids
-        return decode(tuple(token_ids[:-1] if ended_by_token else token_ids))
+        text = decode(tuple(token_ids[:-1] if ended_by_token else token_ids))
+        return text if self._strings is None else self._strings.cut(text)

@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import ClusterConfig
-from octetrl.data.tokenizer import Tokenizer
-from octetrl.engine.stopping import Decode, decoder_of
+from octetrl.engine.stopping import decoder_of
 from octetrl.run.device import gpus_beside
 from octetrl.run.standing_model import CALIBRATION_TEXTS, load_standing_model
 
@@ -79,6 +78,7 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
     from octetrl.server.intake import Intake
     from octetrl.server.meters import Meters
     from octetrl.server.prompts import Prompts
+    from octetrl.server.spelling import Speller
 
     loaded = load_standing_model(
         options.model,
@@ -101,7 +101,7 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
         intake=intake,
         meters=Meters(intake),
         decode=decoder_of(own),
-        spell=_speller_of(own),
+        spell=Speller(own),
     )
     app = make_app(
         served,
@@ -111,18 +111,6 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
         access_log=options.access_log,
     )
     return app, intake
-
-
-def _speller_of(tokenizer: Tokenizer) -> Decode:
-    def decode(token_ids: tuple[int, ...]) -> str:
-        return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    of_one = lru_cache(maxsize=None)(decode)  # of at most the whole vocabulary: answers with log-probs spell each token
-
-    def spell(token_ids: tuple[int, ...]) -> str:
-        return of_one(token_ids) if len(token_ids) == 1 else decode(token_ids)
-
-    return spell
 
 
 def _check_extra() -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octetrl.engine.logit_options import Top
-from octetrl.engine.stopping import Decode
 from octetrl.environments.tools import ToolCall
 from octetrl.server.choices import ChoicePiece
+from octetrl.server.spelling import Speller
 
 DONE = "data: [DONE]\n\n"
 
@@ -48,7 +48,7 @@ class Form:
     """The common part of an answer's bodies. Subclasses write the choices of one endpoint."""
 
     model: str
-    spell: Decode  # decodes tokens to text, special tokens included
+    spell: Speller
     logprobs: bool
     token_ids: bool
     prompts: Sequence[tuple[int, ...]]
@@ -108,14 +108,14 @@ class Form:
             shown = {**dict(top), token: logprob}
             entries.append(
                 {
-                    str(id): {"logprob": value, "rank": ranks.get(id), "decoded_token": self.spell((id,))}
+                    str(id): {"logprob": value, "rank": ranks.get(id), "decoded_token": self.spell.of_one(id)}
                     for id, value in shown.items()
                 }
             )
         return {"prompt_logprobs": entries}
 
     def _spelled(self, piece: ChoicePiece) -> list[str]:
-        return [self.spell((token,)) for token in piece.token_ids]
+        return [self.spell.of_one(token) for token in piece.token_ids]
 
 
 class CompletionForm(Form):
@@ -157,7 +157,7 @@ class CompletionForm(Form):
         if self.num_top:
             tops = [None, *self._tops(prompt[1:], found.logprobs, found.tops), *tops]
         return self._columns(
-            [*(self.spell((token,)) for token in prompt), *tokens],
+            [*(self.spell.of_one(token) for token in prompt), *tokens],
             [None, *found.logprobs, *logprobs],
             tops,
             [*echo.offsets, *offsets],
@@ -180,7 +180,7 @@ class CompletionForm(Form):
         for token, logprob, top in zip(token_ids, logprobs, tops, strict=True):
             by_text: dict[str, float] = {}
             for id, value in (*top[: self.num_top], (token, logprob)):
-                by_text.setdefault(self.spell((id,)), value)
+                by_text.setdefault(self.spell.of_one(id), value)
             shown.append(by_text)
         return shown
 
@@ -242,16 +242,14 @@ class ChatForm(Form):
             "content": [
                 {
                     **self._entry(token, logprob),
-                    "top_logprobs": [self._entry(self.spell((id,)), value) for id, value in top[: self.num_top]],
+                    "top_logprobs": [self._entry(id, value) for id, value in top[: self.num_top]],
                 }
-                for token, logprob, top in zip(self._spelled(piece), piece.logprobs, tops, strict=True)
+                for token, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)
             ]
         }
 
-    def _entry(self, token: str, logprob: float) -> dict[str, Any]:
-        """Write a token's log-prob. `bytes` is null if the token is only a part of a character."""
-        utf8 = None if "\ufffd" in token else list(token.encode())
-        return {"token": token, "logprob": logprob, "bytes": utf8}
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.spell.of_one(token), "logprob": logprob, "bytes": self.spell.bytes_of(token)}
 
 
 def event(body: dict[str, Any]) -> str:

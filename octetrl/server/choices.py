@@ -8,7 +8,7 @@ the whole. Text is held back if it ends with
     a possible tool call, with the white space before it       calls are parsed when the message is complete
 
 Log-probs are those of training (records.SamplingParams), after the temperature and before top_p. Every sampled token
-has one, also the token that ended the answer. `token` is the text of a single token.
+has one, also the token that ended the answer. `token` is the text of a single token, `bytes` what it stands for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from octetrl.engine.logit_options import EventDetails, PromptLogprobs, Top
-from octetrl.engine.stopping import Decode, TextStream
+from octetrl.engine.stopping import TextDecoder, TextStream
 from octetrl.environments.tools import Family, ToolCall, parse_message, to_message
 from octetrl.records import Completion, FinishReason, SessionEvent
 
@@ -46,7 +46,7 @@ class Choice:
         self,
         index: int,
         *,
-        decode: Decode,
+        decode: TextDecoder,
         stops: tuple[str, ...],
         family: Family | None,
         logprobs: bool,
@@ -59,6 +59,7 @@ class Choice:
         self._marks = () if family is None else _CALLS_BEGIN[family]
         self._stream = TextStream(decode)
         self._shown = 0  # characters
+        self._offset = 0  # of the last token; a byte may take back what the bytes before it had spelt
         self._begun = False
 
     def take(self, drawn: SessionEvent) -> ChoicePiece:
@@ -69,7 +70,8 @@ class Choice:
             return self._piece(replace(drawn, token_ids=(), logprobs=()), "", offsets, reason)
         if completion is None or self._logprobs:
             for token in drawn.token_ids:
-                offsets.append(len(self._stream.text))
+                self._offset = max(self._offset, len(self._stream.so_far()))
+                offsets.append(self._offset)
                 self._stream.push(token)
         if completion is None:
             text = self._stream.text[: self._showable(self._stream.text)]

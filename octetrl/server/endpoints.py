@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from octetrl.engine.stopping import Decode, TextStream
+from octetrl.engine.stopping import TextDecoder, TextStream
 from octetrl.records import GenerationRequest, SessionEvent
 from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Usage, event
 from octetrl.server.choices import Choice, ChoicePiece
@@ -41,6 +41,7 @@ from octetrl.server.requests import (
     parse_body,
 )
 from octetrl.server.responses import ResponseForm, ResponsesBody, renamed
+from octetrl.server.spelling import Speller
 
 Generation = TypeVar("Generation", bound=GenerationBody)
 CLIENT_CLOSED_REQUEST = 499  # only for the metrics, because the client is gone
@@ -55,8 +56,8 @@ class Served:
     prompts: Prompts
     intake: Intake
     meters: Meters
-    decode: Decode  # decodes tokens to text, without special tokens
-    spell: Decode  # decodes tokens to text, special tokens included
+    decode: TextDecoder  # decodes tokens to text, without special tokens
+    spell: Speller
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ async def tokenize(http: Request, body: bytes, served: Served) -> Response:
     token_ids = await served.prompts.tokens_of(asked)
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": served.context_length, "tokens": token_ids}
     if asked.return_token_strs:
-        answer["token_strs"] = [served.spell((token,)) for token in token_ids]
+        answer["token_strs"] = [served.spell.of_one(token) for token in token_ids]
     return JSONResponse(answer)
 
 
@@ -156,11 +157,11 @@ def _check_model(name: str | None, served: Served) -> None:
 
 def _echoed(prompt: str | list[int], token_ids: tuple[int, ...], served: Served) -> Echo:
     """The prompt's text and where each of its tokens begins."""
-    stream, offsets = TextStream(served.decode), []
+    stream, offsets = TextStream(served.decode), [0]
     for token in token_ids:
-        offsets.append(len(stream.text))
+        offsets.append(max(offsets[-1], len(stream.so_far())))
         stream.push(token)
-    return Echo(prompt if isinstance(prompt, str) else stream.finish(), tuple(offsets))
+    return Echo(prompt if isinstance(prompt, str) else stream.finish(), tuple(offsets[1:]))
 
 
 def _parsed(kind: type[Generation], body: bytes, served: Served) -> Generation:

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octetrl.config.schema import MOST_TEMPERATURE
-from octetrl.engine.stopping import Decode
 from octetrl.server.answers import Form, Usage, event
 from octetrl.server.choices import ChoicePiece
 from octetrl.server.errors import ApiError
 from octetrl.server.requests import ChatBody, GenerationBody, Message, Number
+from octetrl.server.spelling import Speller
 
 _FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 
@@ -142,7 +142,7 @@ class ResponseForm(Form):
 
     kind, prefix = "response", "resp"
 
-    def __init__(self, asked: ResponsesBody, model: str, spell: Decode, prompt: tuple[int, ...]) -> None:
+    def __init__(self, asked: ResponsesBody, model: str, spell: Speller, prompt: tuple[int, ...]) -> None:
         super().__init__(model, spell, logprobs=False, token_ids=False, prompts=[prompt], num_siblings=1)
         self._asked, self._text, self._finish, self._number = asked, "", "stop", 0
         self._message_id = f"msg-{uuid.uuid4().hex}"

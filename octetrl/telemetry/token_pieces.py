@@ -25,15 +25,16 @@ class Decodes(Protocol):
 def token_pieces(tokenizer: Decodes, token_ids: Sequence[int]) -> list[str]:
     """Return the text of each token. It is empty if the character continues in the next token."""
     pieces: list[str] = []
+    before: list[int] = []  # the last complete tokens: a piece may begin with a space only after others
     pending: list[int] = []
     for token_id in token_ids:
         pending.append(token_id)
-        text = str(tokenizer.decode(pending))
+        text = str(tokenizer.decode([*before, *pending]))[len(str(tokenizer.decode(before))) :]
         if text.endswith(_BROKEN) and len(pending) < _LONGEST_LETTER:
             pieces.append("")
         else:
             pieces.append(text)
-            pending = []
+            before, pending = pending, []
     if pending:
-        pieces[-1] = str(tokenizer.decode(pending))
+        pieces[-1] = text
     return pieces

@@ -15,6 +15,7 @@ from octetrl.server.engine_thread import EngineThread
 from octetrl.server.intake import Intake
 from octetrl.server.meters import Meters
 from octetrl.server.prompts import Prompts
+from octetrl.server.spelling import Speller
 from tests.e2e.official_client import uvicorn
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
 
@@ -29,15 +30,14 @@ def served_engine(engine: Engine, *, api_key: str | None = None) -> Iterator[str
     from octetrl.server.endpoints import Served
 
     intake = Intake(EngineThread(engine.session), capacity=64)
-    decode = decoder_of(Letters())
     served = Served(
         name=NAME,
         context_length=CONTEXT_LENGTH,
         prompts=Prompts(Letters(), vocab_size=SPEC.vocab_size, context_length=CONTEXT_LENGTH),
         intake=intake,
         meters=Meters(intake),
-        decode=decode,
-        spell=decode,
+        decode=decoder_of(Letters()),
+        spell=Speller(Letters()),
     )
     app = make_app(served, api_key=api_key, max_body_bytes=1 << 20)
     with socket.create_server(("127.0.0.1", 0)) as listening:

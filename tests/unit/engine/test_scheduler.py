@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.request import NO_ROW, Prefix, RequestGroup, RunningSequence, Step
 from octetrl.engine.scheduler import Scheduler
-from octetrl.engine.stopping import Stopping
+from octetrl.engine.stopping import Stopping, TextDecoder
 from octetrl.records import GenerationRequest, SamplingParams
 
 PAGE = 16
@@ -21,7 +21,7 @@ def sequences_of(prompt_length: int, num_siblings: int, max_new_tokens: int, ind
     prompt = tuple(range(1000 * index, 1000 * index + prompt_length))
     asked = GenerationRequest(str(index), prompt, SamplingParams(max_new_tokens), num_siblings=num_siblings)
     group = RequestGroup(asked, index, prompt_length + max_new_tokens, num_unfinished=num_siblings)
-    stopping = Stopping(frozenset(), (), group.limit, decode=lambda token_ids: "")
+    stopping = Stopping(frozenset(), (), group.limit, decode=TextDecoder(lambda token_ids: ""))
     return [RunningSequence(group, sibling, stopping, list(prompt)) for sibling in range(num_siblings)]
 
 
@@ -286,7 +286,7 @@ def test_a_prompt_that_goes_on_from_an_earlier_answer_prefills_what_is_new() -> 
     turn = (*first.token_ids, 8, 9)  # 72 tokens; of the first 69, which were cached, 64 fill pages
     asked = GenerationRequest("turn", turn, SamplingParams(5), num_siblings=2)
     group = RequestGroup(asked, 0, len(turn) + 5, num_unfinished=2)
-    stopping = Stopping(frozenset(), (), group.limit, decode=lambda token_ids: "")
+    stopping = Stopping(frozenset(), (), group.limit, decode=TextDecoder(lambda token_ids: ""))
     simulation.prefilled = 0
     simulation.run([RunningSequence(group, sibling, stopping, list(turn)) for sibling in range(2)])
     assert simulation.prefilled == 71 - 64

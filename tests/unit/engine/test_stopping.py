@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octetrl.engine.stopping import Decode, Stopping, StopStrings, TextStream, decoder_of
+from octetrl.engine.stopping import INCOMPLETE, Stopping, StopStrings, TextDecoder, TextStream, decoder_of
 from octetrl.records import FinishReason
 from octetrl.run.tiny_model import train_tokenizer
+from tests.byte_fallback import FIRST_BYTE, SIZE, byte_fallback, id_of
 
 TEXTS = ["The answer is 42. hello hello world", "grüße 你好 😀😀 naïve café"]
 
@@ -20,7 +21,7 @@ def tokenizer():
     return train_tokenizer(TEXTS, vocab_size=300)
 
 
-def decode_bytes() -> Decode:
+def decode_bytes() -> TextDecoder:
     return decoder_of(tokenizer())
 
 
@@ -34,8 +35,8 @@ def feed(stops: tuple[str, ...], tokens: list[int]) -> tuple[int | None, str]:
     watch = StopStrings(stops, decode_bytes())
     for count, token in enumerate(tokens, start=1):
         if watch.found_after(token):
-            return count, watch.cut_text()
-    return None, watch.cut_text()
+            return count, watch.cut(decode_bytes()(tuple(tokens[:count])))
+    return None, watch.cut(decode_bytes()(tuple(tokens)))
 
 
 @settings(max_examples=200)
@@ -111,10 +112,67 @@ def test_stop_tokens_and_the_limit(token_ids: list[int], reason: FinishReason, l
     def decode(tokens: tuple[int, ...]) -> str:
         return " ".join(map(str, tokens))
 
-    stopping = Stopping(frozenset({1, 9}), (), limit=7, decode=decode)
+    stopping = Stopping(frozenset({1, 9}), (), limit=7, decode=TextDecoder(decode))
     for count, token in enumerate(token_ids, start=1):
         ended = stopping.after(token, 3 + count)
         if ended is not None:
             break
     assert (ended, count) == (reason, length)
     assert stopping.text_of(token_ids[:count], decode) == text
+
+
+# ---------------------------------------------------------------- byte fallback: a run of bytes is decoded as a whole
+
+BYTES = st.integers(FIRST_BYTE, FIRST_BYTE + 255) | st.sampled_from(
+    [FIRST_BYTE + byte for byte in (0x0A, 0x23, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0xFF)]
+)
+FALLBACK = st.lists(st.integers(0, SIZE - 1) | BYTES, max_size=30)
+
+
+@settings(max_examples=400)
+@given(FALLBACK)
+def test_with_byte_fallback_the_stream_is_a_beginning_of_the_whole_text(tokens: list[int]) -> None:
+    decode = decoder_of(byte_fallback())
+    stream, whole = TextStream(decode), decode(tuple(tokens))
+    for count, token in enumerate(tokens, start=1):
+        stream.push(token)
+        assert whole.startswith(stream.text)
+        assert stream.finish() == decode(tuple(tokens[:count]))
+    assert stream.finish() == whole
+
+
+@settings(max_examples=400)
+@given(FALLBACK, st.lists(st.text("ab \n#é中.", min_size=1, max_size=3), min_size=1, max_size=2))
+def test_with_byte_fallback_a_completion_ends_with_the_first_token_that_completes_a_stop_string(
+    tokens: list[int], stops: list[str]
+) -> None:
+    """Stop strings that the text does not contain change neither its tokens nor its text."""
+    decode = decoder_of(byte_fallback())
+    stopping = Stopping(frozenset(), stops, limit=len(tokens), decode=decode)
+    texts = [decode(tuple(tokens[:count])) for count in range(1, len(tokens) + 1)]
+    for count, (token, text) in enumerate(zip(tokens, texts, strict=True), start=1):
+        found = [at for at in (text.rstrip(INCOMPLETE).find(stop) for stop in stops) if at >= 0]
+        reason = stopping.after(token, count)
+        if found:
+            assert reason is FinishReason.STOP
+            assert stopping.text_of(tokens[:count], decode) == text[: min(found)]
+            return
+        assert reason is (FinishReason.LENGTH if count == len(tokens) else None)
+        assert stopping.text_of(tokens[:count], decode) == text
+
+
+def test_a_byte_that_spoils_its_run_is_not_streamed_before_the_run_ends() -> None:
+    decode = decoder_of(byte_fallback())
+    stream = TextStream(decode)
+    seen = []
+    for token in (id_of("▁a"), id_of("\n"), FIRST_BYTE + 0xFF, 2, id_of("▁the")):  # 2: special, no text
+        stream.push(token)
+        seen.append((stream.text, stream.so_far()))
+    assert seen == [("a", "a"), ("a", "a\n"), ("a", "a"), ("a", "a"), ("a\ufffd\ufffd the", "a\ufffd\ufffd the")]
+
+
+def test_a_line_break_of_a_byte_ends_a_completion_at_once() -> None:
+    stopping = Stopping(frozenset(), ("\n",), limit=9, decode=decoder_of(byte_fallback()))
+    tokens = [id_of("▁a"), id_of("\n")]
+    assert [stopping.after(token, 0) for token in tokens] == [None, FinishReason.STOP]
+    assert stopping.text_of(tokens, decoder_of(byte_fallback())) == "a"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from octetrl.engine.request import RequestGroup, RunningSequence
-from octetrl.engine.stopping import Stopping
+from octetrl.engine.stopping import Stopping, TextDecoder
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.records import GenerationRequest, SamplingParams
 
@@ -17,7 +17,7 @@ def sequence(
 ) -> RunningSequence:
     asked = GenerationRequest(str(row), tuple(range(prompt)), SamplingParams(new))
     stops = (stop,) if stop else ()
-    stopping = Stopping(stop_token_ids, stops, prompt + new, decode=lambda token_ids: "")
+    stopping = Stopping(stop_token_ids, stops, prompt + new, decode=TextDecoder(lambda token_ids: ""))
     made = RunningSequence(RequestGroup(asked, row, prompt + new, 1), 0, stopping, list(range(prompt)))
     made.row = row
     return made

@@ -13,6 +13,7 @@ from octetrl.records import RolloutStatus
 from octetrl.telemetry.rollout_page import rollout_page, write_page
 from octetrl.telemetry.rollout_reader import Filter, Interval, select
 from octetrl.telemetry.token_pieces import token_pieces
+from tests.byte_fallback import FIRST_BYTE, byte_fallback, id_of
 from tests.unit.telemetry.sampled_rows import EVIL, Letters, line, write_run
 
 
@@ -110,3 +111,11 @@ def test_a_letter_of_several_tokens_is_shown_with_its_last(text: str) -> None:
 def test_broken_letters_do_not_swallow_what_follows() -> None:
     pieces = token_pieces(Bytes(), [0xF0, 0x9F, *b"abc", 0xFF])
     assert len(pieces) == 6 and "".join(pieces).endswith("abc\ufffd")
+
+
+def test_pieces_keep_the_space_at_the_start_of_a_word() -> None:
+    """A byte-fallback decoder strips it from a token that is decoded alone."""
+    tokens = [id_of("▁the"), id_of("▁a"), *(FIRST_BYTE + byte for byte in "🦊".encode()), id_of("b"), id_of("▁the")]
+    pieces = token_pieces(byte_fallback(), tokens)
+    assert pieces == ["the", " a", "", "", "", "🦊", "b", " the"]
+    assert "".join(pieces) == byte_fallback().decode(tokens)
