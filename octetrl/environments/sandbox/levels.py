@@ -89,7 +89,7 @@ class Protection:
             found.append(f"{limit} (CONFIG_PROC_CHILDREN), so each process has the limit for itself")
         if self.level is Level.BUBBLEWRAP:
             return found if self.has_filter else [*found, "rarely used system calls: there is no filter here"]
-        found.append("asking whether a path exists")
+        found.append("asking whether a path exists, how large and old it is, where a link leads")
         found.append("disk use in bursts: it is looked at up to fifty times a second")
         if not self.deleted_files:
             found.append("disk held by files that are open and deleted: its processes can't be looked into here")
@@ -131,6 +131,7 @@ def bubblewrap_command(interpreter: Interpreter, package: Path, room_bytes: int)
     """`bwrap` around the warden: the folders of `interpreter` and of this `package`, and an empty /tmp of that size."""
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--clearenv", "--as-pid-1", "--cap-drop", "ALL"]
     command += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
+    command += ["--hostname", "sandbox"]
     if os.geteuid() == 0:
         for name in _ROOT_KEEPS:
             command += ["--cap-add", f"CAP_{name}"]

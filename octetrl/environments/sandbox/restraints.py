@@ -22,6 +22,7 @@ _FIRST_PRIVATE_USER = 2_000_000_000
 _OVERFLOW_USER = 65534  # "nobody", and every user without an id here
 _STACK_BYTES = 8 << 20
 _WARDENS = 3
+_NO_CRASH_HANDLER = 1  # byte: with 0, a core pattern that is a program still runs, as root and past every limit
 
 
 def private_user(number: int) -> int:
@@ -145,7 +146,7 @@ def _set_limits(limits: dict[str, int]) -> None:
         (resource.RLIMIT_NPROC, limits["user_processes"], limits["user_processes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
-        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_CORE, _NO_CRASH_HANDLER, _NO_CRASH_HANDLER),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
         (resource.RLIMIT_SIGPENDING, 64, 64),

@@ -2,20 +2,29 @@
 
 The filter refuses by name and lets the rest through: a program in Python uses some hundred calls, and a list of all
 that are harmless would break with the next libc. What is refused answers EPERM, which a program sees as an error, not
-as its end. Three kinds:
+as its end. Calls newer than the tables answer "no such call", as an older kernel would. Four kinds:
 
-    always       sockets (a socketpair is allowed), tracing, mounting, new namespaces, kernel modules, keys, io_uring
-                 (which makes calls past the filter), memory that no limit counts (memfd, System V, mq, pages pinned in
-                 a pipe), priorities, processors and limits of processes, and leaving the process group, so that one
-                 signal to the group ends all of a sandbox at once
-    same user    what reaches a file of that user though Landlock does not see it (modes, times, attributes), and hiding
-                 from the process that watches
+    always       sockets (a socketpair of streams is allowed), tracing, mounting, new namespaces, kernel modules, keys,
+                 io_uring (which makes calls past the filter), memory that no limit counts (memfd, mq, pages pinned in
+                 a pipe), System V objects, which other processes own and which outlive a process, what the machine has
+                 a fixed number of (io_setup), what loads all its disks (sync), what tells names of files and mounts
+                 (inotify, listmount), filters (which can write to the kernel's log), priorities, processors and limits
+                 of processes, and leaving the process group, so that one signal to the group ends all of a sandbox at
+                 once
+    attributes   of files by their path, which Landlock lets anybody read: answered "not supported", for programs that
+                 copy files expect this
+    same user    what reaches a file of that user though Landlock does not see it (modes, times, attributes)
     signals      where Landlock is too old for them; those to process 1, which may be the warden, always
 
-Some calls are judged by one argument: `fcntl` and `ioctl` by their command (a file that sends a signal when it is ready
-is a `kill` under another name), `clone` by its flags, `prctl` by its option, `kill` by its target, `setsockopt` by its
-option, `mmap` by its flags. The kernel declares most of these arguments as 32 bits wide and the flags of `mmap` end
-below bit 32, so the filter reads the low word and ignores the high word, as the kernel does.
+Some calls are judged by one argument. Of `fcntl`, `ioctl` and `prctl` only the named commands are allowed: others list
+the machine's addresses, change flags of a file that is merely readable, lock out its writers, allocate kernel memory,
+or send a signal when a file is ready, which is a `kill` under another name. `clone` is judged by its flags, `kill` by
+its target, `setsockopt` by its option, `mmap` by its flags, `madvise` by its advice. The kernel declares most of these
+arguments as 32 bits wide and the flags of `mmap` end below bit 32, so the filter reads the low word and ignores the
+high word, as the kernel does.
+
+A stream of a pair can't be connected again or send to an address. A datagram socket could do both, to any socket whose
+path it knows; `sendmsg` has the address in memory, where no filter looks, so there are none.
 
 Numbers are of the kernel's tables for x86_64 and aarch64; a machine of another kind has no filter.
 A call through another ABI of the same machine (i386, x32) ends the process.
@@ -34,6 +43,11 @@ _COLUMN = {"x86_64": 0, "aarch64": 1}
 
 ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -47,9 +61,26 @@ ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "io_setup": (206, 0),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    "seccomp": (317, 277),
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -111,6 +142,15 @@ ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "tee": (276, 77),
     "sendfile": (40, 71),
 }
+READ_ATTRIBUTES: dict[str, tuple[int, int]] = {
+    "getxattr": (191, 8),
+    "lgetxattr": (192, 9),
+    "getxattrat": (464, 464),
+    "listxattr": (194, 11),
+    "llistxattr": (195, 12),
+    "listxattrat": (465, 465),
+    "file_getattr": (468, 468),
+}
 OTHERS_OF_THE_USER: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -145,28 +185,48 @@ BY_ARGUMENT: dict[str, tuple[int, int]] = {
     "clone": (56, 220),
     "fcntl": (72, 25),
     "ioctl": (16, 29),
+    "madvise": (28, 233),
     "mmap": (9, 222),
     "prctl": (157, 167),
     "prlimit64": (302, 261),
+    "setrlimit": (160, 164),
     "setsockopt": (54, 208),
     "socketpair": (53, 199),
     "tgkill": (234, 131),
 }
 CLONE3 = (435, 435)  # its flags are in memory, where no filter looks: answered "no such call", and libc takes clone
+FIRST_UNKNOWN = 470  # from here on the tables have not been read; numbers from 424 are of both machines
 _NEW_NAMESPACE_FLAGS = 0x7E020000
-_OWNER_OF_SIGNALS = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15}
-_OWNER_AND_TERMINAL_INPUT = {"FIOSETOWN": 0x8901, "SIOCSPGRP": 0x8902, "TIOCSTI": 0x5412, "TIOCLINUX": 0x541C}
-_PIPE_SIZE = 1031  # F_SETPIPE_SZ
-_SIZES_OF_BUFFERS = {"SO_SNDBUF": 7, "SO_RCVBUF": 8, "SO_SNDBUFFORCE": 32, "SO_RCVBUFFORCE": 33}
+_DUPLICATES, _FLAGS, _LOCKS, _GETOWN, _PIPE_SIZE = (0, 1027, 1030), (1, 2, 3, 4), (5, 6, 7, 36, 37, 38), 9, 1032
+_FILE_COMMANDS = (*_DUPLICATES, *_FLAGS, *_LOCKS, _GETOWN, _PIPE_SIZE)
+_DEVICE_COMMANDS = {
+    "TCGETS": 0x5401, "TCGETS2": 0x802C542A, "TIOCGPGRP": 0x540F, "TIOCGWINSZ": 0x5413,
+    "FIONREAD": 0x541B, "TIOCOUTQ": 0x5411, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451,
+    "FICLONE": 0x40049409,
+}  # fmt: skip
+_PROCESS_COMMANDS = {
+    "PR_SET_PDEATHSIG": 1, "PR_GET_PDEATHSIG": 2, "PR_GET_DUMPABLE": 3, "PR_SET_NAME": 15, "PR_GET_NAME": 16,
+    "PR_GET_SECCOMP": 21, "PR_CAPBSET_READ": 23, "PR_SET_TIMERSLACK": 29, "PR_GET_TIMERSLACK": 30,
+    "PR_SET_CHILD_SUBREAPER": 36, "PR_GET_CHILD_SUBREAPER": 37, "PR_SET_NO_NEW_PRIVS": 38, "PR_GET_NO_NEW_PRIVS": 39,
+    "PR_SET_THP_DISABLE": 41, "PR_GET_THP_DISABLE": 42, "PR_SVE_SET_VL": 50, "PR_SVE_GET_VL": 51,
+    "PR_SET_TAGGED_ADDR_CTRL": 55, "PR_GET_TAGGED_ADDR_CTRL": 56, "PR_SME_SET_VL": 63, "PR_SME_GET_VL": 64,
+    "PR_SET_VMA": 0x53564D41,
+}  # fmt: skip
+_SOCKET_OPTIONS = {
+    "SO_SNDBUF": 7, "SO_RCVBUF": 8, "SO_SNDBUFFORCE": 32, "SO_RCVBUFFORCE": 33,
+    "SO_BINDTODEVICE": 25, "SO_BINDTOIFINDEX": 62,
+}  # fmt: skip
+_MERGEABLE = 12  # pages that equal those of other processes are merged, which shows in the time of a write
+_CORE_DUMPS = 4  # RLIMIT_CORE, see restraints.py
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000  # MAP_SHARED_VALIDATE has the bit of MAP_SHARED too
 _LOCAL_SOCKETS = 1  # AF_UNIX
-_SET_DUMPABLE = 4
+_DATAGRAMS = 2  # bit of SOCK_DGRAM and of SOCK_RAW, which is the same there; not of SOCK_STREAM and SOCK_SEQPACKET
 _FIRST_PROCESS = 1  # in bubblewrap the warden, elsewhere the machine's or the container's own
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data; both machines are little-endian
 _ALLOW, _END_PROCESS, _ANSWER_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
+_EPERM, _ENOSYS, _ENOTSUP = 1, 38, 95
 _X32 = 0x40000000
 
 
@@ -190,24 +250,27 @@ def filter_program(*, same_user: bool, signals_open: bool, pid: int) -> bytes:
     ]
     if platform.machine() == "x86_64":
         lines += [_line(_JUMP_GREATER_EQUAL, _X32, 0, 1), _line(_RETURN, _END_PROCESS)]
-    for numbers in refused.values():
-        number = numbers[column]
-        if number is not None:
-            lines += [_line(_JUMP_EQUAL, number, 0, 1), _line(_RETURN, _ANSWER_ERRNO | _EPERM)]
-    lines += [_line(_JUMP_EQUAL, CLONE3[column], 0, 1), _line(_RETURN, _ANSWER_ERRNO | _ENOSYS)]
-    lines += _refuse(BY_ARGUMENT["clone"][column], 0, [_NEW_NAMESPACE_FLAGS], _JUMP_ANY_BIT)
-    lines += _refuse(BY_ARGUMENT["fcntl"][column], 1, [*_OWNER_OF_SIGNALS.values(), _PIPE_SIZE])
-    lines += _refuse(BY_ARGUMENT["ioctl"][column], 1, _OWNER_AND_TERMINAL_INPUT.values())
-    lines += _refuse(BY_ARGUMENT["setsockopt"][column], 2, _SIZES_OF_BUFFERS.values())
-    lines += _allow_only(BY_ARGUMENT["socketpair"][column], 0, _LOCAL_SOCKETS)
-    lines += _allow_only(BY_ARGUMENT["prlimit64"][column], 0, 0)
-    lines += _refuse_shared_memory(BY_ARGUMENT["mmap"][column])
-    if same_user:
-        lines += _refuse(BY_ARGUMENT["prctl"][column], 0, [_SET_DUMPABLE])
-    signals = {name: numbers[column] for name, numbers in SIGNALS.items()} | {"tgkill": BY_ARGUMENT["tgkill"][column]}
+    lines += _answer(_ENOSYS, FIRST_UNKNOWN, _JUMP_GREATER_EQUAL)
+    lines += _answer(_ENOSYS, CLONE3[column])
+    for table, error in ((refused, _EPERM), (READ_ATTRIBUTES, _ENOTSUP)):
+        for numbers in table.values():
+            number = numbers[column]
+            lines += [] if number is None else _answer(error, number)
+    call = {name: numbers[column] for name, numbers in BY_ARGUMENT.items()}
+    lines += _refuse(call["clone"], 0, [_NEW_NAMESPACE_FLAGS], _JUMP_ANY_BIT)
+    lines += _allow_only(call["fcntl"], 1, _FILE_COMMANDS)
+    lines += _allow_only(call["ioctl"], 1, _DEVICE_COMMANDS.values())
+    lines += _allow_only(call["prctl"], 0, _PROCESS_COMMANDS.values())
+    lines += _refuse(call["setsockopt"], 2, _SOCKET_OPTIONS.values())
+    lines += _refuse(call["setrlimit"], 0, [_CORE_DUMPS])
+    lines += _refuse(call["madvise"], 2, [_MERGEABLE])
+    lines += _allow_local_streams(call["socketpair"])
+    lines += _allow_own_limits(call["prlimit64"])
+    lines += _refuse_shared_memory(call["mmap"])
+    signals = {name: numbers[column] for name, numbers in SIGNALS.items()} | {"tgkill": call["tgkill"]}
     if signals_open:
-        lines += _allow_only(signals["kill"], 0, 0)
-        lines += _allow_only(signals["tgkill"], 0, pid)
+        lines += _allow_only(signals["kill"], 0, [0])
+        lines += _allow_only(signals["tgkill"], 0, [pid])
     else:
         for number in signals.values():
             lines += _refuse(number, 0, [_FIRST_PROCESS])
@@ -219,9 +282,45 @@ def _refuse(number: int, argument: int, values: Iterable[int], jump: int = _JUMP
     return _by_argument(number, argument, list(values), jump, matching=_ANSWER_ERRNO | _EPERM, otherwise=_ALLOW)
 
 
-def _allow_only(number: int, argument: int, value: int) -> list[bytes]:
-    """Allow call `number` where its argument is `value`, and refuse it otherwise."""
-    return _by_argument(number, argument, [value], _JUMP_EQUAL, matching=_ALLOW, otherwise=_ANSWER_ERRNO | _EPERM)
+def _allow_only(number: int, argument: int, values: Iterable[int]) -> list[bytes]:
+    """Allow call `number` where its argument is one of `values`, and refuse it otherwise."""
+    return _by_argument(number, argument, list(values), _JUMP_EQUAL, matching=_ALLOW, otherwise=_ANSWER_ERRNO | _EPERM)
+
+
+def _answer(error: int, number: int, jump: int = _JUMP_EQUAL) -> list[bytes]:
+    """Answer `error` to call `number`, or with a jump of another kind to those that it matches."""
+    return [_line(jump, number, 0, 1), _line(_RETURN, _ANSWER_ERRNO | error)]
+
+
+def _allow_local_streams(socketpair: int) -> list[bytes]:
+    return [
+        _line(_JUMP_EQUAL, socketpair, 0, 6),
+        _line(_LOAD, _ARGUMENTS_AT),
+        _line(_JUMP_EQUAL, _LOCAL_SOCKETS, 0, 3),
+        _line(_LOAD, _ARGUMENTS_AT + 8),
+        _line(_JUMP_ANY_BIT, _DATAGRAMS, 1, 0),
+        _line(_RETURN, _ALLOW),
+        _line(_RETURN, _ANSWER_ERRNO | _EPERM),
+    ]
+
+
+def _allow_own_limits(prlimit: int) -> list[bytes]:
+    """Allow a process to read and change its own limits, and to read that of core dumps, for which the pointer to the
+    new limit is null in both words."""
+    new_limit_at = _ARGUMENTS_AT + 8 * 2
+    return [
+        _line(_JUMP_EQUAL, prlimit, 0, 10),
+        _line(_LOAD, _ARGUMENTS_AT),
+        _line(_JUMP_EQUAL, 0, 0, 7),
+        _line(_LOAD, _ARGUMENTS_AT + 8),
+        _line(_JUMP_EQUAL, _CORE_DUMPS, 0, 4),
+        _line(_LOAD, new_limit_at),
+        _line(_JUMP_EQUAL, 0, 0, 3),
+        _line(_LOAD, new_limit_at + 4),
+        _line(_JUMP_EQUAL, 0, 0, 1),
+        _line(_RETURN, _ALLOW),
+        _line(_RETURN, _ANSWER_ERRNO | _EPERM),
+    ]
 
 
 def _refuse_shared_memory(mmap: int) -> list[bytes]:

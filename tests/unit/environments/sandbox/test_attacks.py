@@ -6,8 +6,10 @@ scored 0. Each runs at each level; `test_another_user.py` runs all of this again
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import resource
 import signal
 import subprocess
 import threading
@@ -83,6 +85,78 @@ for name, number in {numbers}.items():
 print("tried")
 """
     assert sandbox.run(program).stdout == "tried\n"
+
+
+@pytest.fixture
+def shared_objects() -> Iterator[tuple[int, int]]:
+    """System V memory that holds a secret, and a semaphore, both open to everybody."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.shmat.restype = ctypes.c_void_p
+    memory, semaphore = libc.shmget(0, 4096, 0o1666), libc.semget(0, 1, 0o1666)
+    assert memory >= 0 and semaphore >= 0
+    ctypes.memmove(libc.shmat(memory, None, 0), b"secret", 6)
+    yield memory, semaphore
+    libc.shmctl(memory, 0, None)
+    libc.semctl(semaphore, 0, 0)
+
+
+def test_objects_that_outlive_processes(sandbox: Box, shared_objects: tuple[int, int]) -> None:
+    """System V objects are the machine's: by their number they are read, changed and removed."""
+    if not sandbox.protection.has_filter:
+        pytest.skip("no system-call filter here")
+    program = f"""
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+memory, semaphore = {shared_objects}
+place = libc.shmat(memory, None, 0)
+if place != 2**64 - 1: print("DID read", ctypes.string_at(place, 6))
+if libc.semop(semaphore, b"\\0\\0\\1\\0\\0\\0", 1) == 0: print("DID change")
+space = ctypes.create_string_buffer(4096)
+for kind in ("shm", "sem", "msg"):
+    find = getattr(libc, kind + "ctl")
+    if (find(0, 0, 3, space) if kind == "sem" else find(0, 3, space)) >= 0: print("DID count", kind)
+print("tried")
+"""
+    result = sandbox.run(program)
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "tried\n"), result
+
+
+def test_what_all_programs_of_the_machine_share(sandbox: Box) -> None:
+    """Places for asynchronous input and output, of which the machine has a fixed number; writing back all disks."""
+    if not sandbox.protection.has_filter:
+        pytest.skip("no system-call filter here")
+    column = ["x86_64", "aarch64"].index(platform.machine())
+    calls = {"io_setup": (206, 0), "sync": (162, 81), "syncfs": (306, 267)}
+    numbers = {name: row[column] for name, row in calls.items()}
+    program = f"""
+import ctypes
+libc = ctypes.CDLL(None)
+place = ctypes.c_ulong(0)
+for name, number in {numbers}.items():
+    arguments = (ctypes.c_long(64), ctypes.byref(place)) if name == "io_setup" else (ctypes.c_long(1),)
+    if libc.syscall(ctypes.c_long(number), *arguments) == 0: print("DID", name)
+print("tried")
+"""
+    result = sandbox.run(program)
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "tried\n"), result
+
+
+def test_a_crash_starts_no_program(sandbox: Box) -> None:
+    """A core pattern may be a program, which the kernel runs as root when a process crashes. It does so whatever the
+    limit on core dumps, except if that is 1."""
+    if not sandbox.protection.has_filter:
+        pytest.skip("no system-call filter here")
+    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    program = """
+import resource
+for limit in ((0, 0), (0, 1)):
+    try: resource.setrlimit(resource.RLIMIT_CORE, limit); print("DID")
+    except (OSError, ValueError): pass
+print(resource.getrlimit(resource.RLIMIT_CORE))
+"""
+    expected = (0, 0) if most == 0 else (1, 1)
+    assert sandbox.run(program).stdout == f"{expected}\n"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the other call table of x86_64")

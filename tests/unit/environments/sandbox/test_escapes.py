@@ -6,6 +6,7 @@ Each attack runs at each level that this machine gives; one that a level says it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import SandboxStatus
 from tests.unit.environments.sandbox.conftest import Box
 
@@ -205,6 +207,75 @@ print(right.recv(99))
         udp.setblocking(False)
         with pytest.raises(BlockingIOError):
             udp.recv(1)
+
+
+def test_datagrams_to_sockets_outside(sandbox: Box) -> None:
+    """Those of a pair may be sent to any socket of datagrams whose name is known: the log of the machine is one."""
+    if not sandbox.protection.network:
+        pytest.skip("this level says that it does not protect the network")
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as named,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as abstract,
+    ):
+        Path(folder).chmod(0o755)
+        names = [f"{folder}/s", f"\0octetrl-test-datagrams-{os.getpid()}"]
+        for listener, name in zip((named, abstract), names, strict=True):
+            listener.bind(name)
+            listener.setblocking(False)
+        Path(names[0]).chmod(0o777)
+        program = f"""
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+    for name in {names}:
+        for attempt in (lambda one: one.sendto(b"x", name), lambda one: one.sendmsg([b"x"], [], 0, name),
+                        lambda one: one.connect(name) or one.send(b"x"), lambda one: one.bind(name + "2")):
+            try: attempt(socket.socketpair(socket.AF_UNIX, kind)[0])
+            except OSError: pass
+print("tried")
+"""
+        result = sandbox.run(program)
+        assert (result.status, result.stdout) == (SandboxStatus.OK, "tried\n"), result
+        for listener in (named, abstract):
+            with pytest.raises(BlockingIOError):
+                listener.recv(1)
+
+
+def test_names_and_addresses(sandbox: Box) -> None:
+    """Names of files as they are created, addresses and interfaces, mounts, and notes that files carry; in namespaces
+    of its own the host's name too."""
+    if not sandbox.protection.has_filter:
+        pytest.skip("no system-call filter here")
+    host = os.uname().nodename if sandbox.protection.level is Level.BUBBLEWRAP else None
+    noted = Path(tempfile.mkdtemp())
+    noted.chmod(0o755)
+    with contextlib.suppress(OSError):  # a filesystem without attributes
+        os.setxattr(noted, "user.origin", b"secret")
+    program = f"""
+import ctypes, fcntl, os, socket, struct
+libc = ctypes.CDLL(None, use_errno=True)
+ids, request = (ctypes.c_uint64 * 64)(), struct.pack("IIQQQ", 32, 0, 2**64 - 1, 0, 0)
+left, _ = socket.socketpair()
+space = ctypes.create_string_buffer(4096)
+def created(): return libc.inotify_add_watch(libc.inotify_init1(0), b"/", 0x100) > 0
+def mounts(): return libc.syscall(ctypes.c_long(458), request, ids, ctypes.c_long(64), ctypes.c_long(0)) > 0
+def addresses(): return fcntl.ioctl(left, 0x8912, struct.pack("iP", 4096, ctypes.addressof(space)))
+def interfaces(): return fcntl.ioctl(left, 0x8910, struct.pack("16si20x", b"", 1))
+def bound(): left.setsockopt(1, 62, 1); return left.getsockopt(1, 25, 16)
+def notes(): return os.getxattr({str(noted)!r}, "user.origin")
+def kinds(): return os.listxattr({str(noted)!r})
+def host(): return os.uname().nodename == {host!r}
+for attempt in (created, mounts, addresses, interfaces, bound, notes, kinds, host):
+    try:
+        if attempt(): print("DID", attempt.__name__)
+    except OSError: pass
+print("tried")
+"""
+    try:
+        result = sandbox.run(program)
+    finally:
+        noted.rmdir()
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "tried\n"), result
 
 
 def test_signals_to_the_run(sandbox: Box) -> None:

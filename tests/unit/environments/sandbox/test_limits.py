@@ -91,8 +91,9 @@ def test_a_memory_bomb(sandbox: Box, program: str) -> None:
         "assert ctypes.CDLL(None).splice(file, None, 1, None, 1, 0) >= 0",
         "import socket\nsocket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)",
         "import fcntl\nfcntl.fcntl(1, 1031, 1 << 20)",
+        "import ctypes\nassert ctypes.CDLL(None).prctl(78, 1, 1 << 20, 0) >= 0",
     ],
-    ids=["memfd", "System V", "shared", "vmsplice", "sendfile", "splice", "socket buffers", "pipe buffers"],
+    ids=["memfd", "System V", "shared", "vmsplice", "sendfile", "splice", "socket buffers", "pipe buffers", "futexes"],
 )
 def test_memory_that_nobody_counts(sandbox: Box, program: str) -> None:
     if not sandbox.protection.has_filter:

@@ -61,6 +61,41 @@ exit()
     assert (result.status, result.stdout) == (SandboxStatus.OK, "['42\\n', '42\\n', 'piped', 7, 1]\n"), result
 
 
+def test_libraries_that_ask_the_kernel_for_more(sandbox: Box) -> None:
+    """Programs of the shell, child processes of asyncio, pools of threads, archives, locks, a database and selectors
+    work."""
+    program = """
+import asyncio, fcntl, selectors, shutil, socket, sqlite3, subprocess, sys, tempfile
+from concurrent.futures import ThreadPoolExecutor
+async def child():
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "print(1)", stdout=-1)
+    return (await process.communicate())[0], await asyncio.to_thread(int, "5")
+print(asyncio.run(child()))
+print(subprocess.run("printf 'b\\\\na\\\\n' | sort > x; cp x y; ls -l y > z; cat y", shell=True, capture_output=True))
+with ThreadPoolExecutor(3) as pool: print(list(pool.map(abs, [-1, 2])))
+with open("lock", "w") as lock: fcntl.flock(lock, fcntl.LOCK_EX); fcntl.lockf(lock, fcntl.LOCK_EX)
+with sqlite3.connect("base") as base: base.execute("create table t (a)"); base.execute("insert into t values (1)")
+print(base.execute("select * from t").fetchall())
+with tempfile.TemporaryDirectory(dir=".") as folder:
+    shutil.unpack_archive(shutil.make_archive("all", "zip", ".", "y"), folder); print(open(folder + "/y").read())
+left, right = socket.socketpair(type=socket.SOCK_SEQPACKET); right.send(b"x")
+with selectors.DefaultSelector() as selector: selector.register(left, 1); print(len(selector.select()))
+"""
+    said = "(b'1\\n', 5)", "stdout=b'a\\nb\\n', stderr=b'')", "[1, 2]", "[(1,)]", "a\nb\n\n1\n"
+    result = sandbox.run(program, cpu_seconds=5)
+    assert result.status is SandboxStatus.OK and all(part in result.stdout for part in said), result
+
+
+def test_numpy_of_the_runs_environment(sandbox: Box) -> None:
+    try:
+        box = find_sandbox(only=sandbox.protection.level, python=sys.executable)
+    except UserError:
+        pytest.skip("the run's interpreter is in a private folder, which another user may not read")
+    program = "import numpy\nprint(numpy.linalg.inv(2 * numpy.eye(3)).sum(), numpy.random.default_rng(0).integers(9))"
+    outcome = box.run(Program(program, limits=Limits(wall_seconds=60.0, cpu_seconds=30)))
+    assert (outcome.status, outcome.stdout) == (SandboxStatus.OK, "1.5 7\n"), outcome
+
+
 def test_much_input_and_text_that_is_no_text(sandbox: Box) -> None:
     program = "import sys\nprint(len(sys.stdin.read()), flush=True)\nsys.stdout.buffer.write(b'\\xff')"
     result = sandbox.run(program, "x" * 3_000_000)

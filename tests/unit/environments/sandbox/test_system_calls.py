@@ -16,13 +16,15 @@ from octetrl.environments.sandbox.system_calls import (
     ALWAYS,
     BY_ARGUMENT,
     CLONE3,
+    FIRST_UNKNOWN,
     OTHERS_OF_THE_USER,
+    READ_ATTRIBUTES,
     SIGNALS,
     filter_program,
 )
 
 ALLOWED, ENDED, PID = 0x7FFF0000, 0x80000000, 4711
-REFUSED, UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+REFUSED, UNKNOWN, UNSUPPORTED = (0x00050000 | error for error in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP))
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 HEADERS = {  # of the kernel, where the machine has them
     "x86_64": ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"],
@@ -37,6 +39,19 @@ REFUSED_BY_ARGUMENT = [
     ("ioctl", SECOND, 0x8902, "SIOCSPGRP"),
     ("ioctl", SECOND, 0x5412, "TIOCSTI"),
     ("ioctl", SECOND, 0x541C, "TIOCLINUX"),
+    ("ioctl", SECOND, 0x8912, "SIOCGIFCONF"),
+    ("ioctl", SECOND, 0x8B01, "SIOCGIWNAME"),
+    ("ioctl", SECOND, 0x40086602, "FS_IOC_SETFLAGS"),
+    ("ioctl", SECOND, 0x40806685, "FS_IOC_ENABLE_VERITY"),
+    ("fcntl", SECOND, 1024, "F_SETLEASE"),
+    ("fcntl", SECOND, 1026, "F_NOTIFY"),
+    ("prctl", FIRST, 22, "PR_SET_SECCOMP"),
+    ("prctl", FIRST, 67, "PR_SET_MEMORY_MERGE"),
+    ("prctl", FIRST, 78, "PR_FUTEX_HASH"),
+    ("madvise", THIRD, 12, "MADV_MERGEABLE"),
+    ("setrlimit", FIRST, 4, "RLIMIT_CORE"),
+    ("setsockopt", THIRD, 25, "SO_BINDTODEVICE"),
+    ("setsockopt", THIRD, 62, "SO_BINDTOIFINDEX"),
     ("clone", FIRST, 0x10000011, "CLONE_NEWUSER"),
     ("clone", FIRST, 0x00020011, "CLONE_NEWNS"),
     ("clone", FIRST, 0x40000000, "CLONE_NEWNET"),
@@ -58,12 +73,15 @@ REFUSED_BY_ARGUMENT = [
 ]
 ALLOWED_BY_ARGUMENT = [
     *(("fcntl", SECOND, command, "F_DUPFD to F_SETLKW, F_GETOWN") for command in (0, 1, 2, 3, 4, 5, 6, 7, 9, 1030)),
+    *(("fcntl", SECOND, command, "F_OFD_SETLK, F_GETPIPE_SZ") for command in (37, 1032)),
     *(("ioctl", SECOND, command, "TCGETS, FIONBIO, FIOCLEX, FIONREAD") for command in (0x5401, 0x5421, 0x5451, 0x541B)),
+    ("ioctl", SECOND, 0x40049409, "FICLONE, which copies try first"),
+    ("madvise", THIRD, 4, "MADV_DONTNEED"),
+    ("setrlimit", FIRST, 7, "RLIMIT_NOFILE"),
     ("clone", FIRST, 0x003D0F00, "a thread"),
     ("clone", FIRST, 0x01200011, "fork"),
     ("prctl", FIRST, 15, "PR_SET_NAME"),
     ("setsockopt", THIRD, 16, "SO_PASSCRED"),
-    ("socketpair", FIRST, 1, "AF_UNIX"),
     ("mmap", FOURTH, 0x22, "MAP_PRIVATE | MAP_ANONYMOUS"),
     ("mmap", FOURTH, 0x4022, "the same with MAP_NORESERVE"),
     ("mmap", FOURTH, 0x01, "MAP_SHARED of a file"),
@@ -110,7 +128,13 @@ def test_calls_that_are_refused_whatever_their_arguments(machine: str) -> None:
         if number is not None and name != "kill":
             assert verdict(program, architecture, number) == REFUSED, name
             assert verdict(mildest, architecture, number) == (REFUSED if name in ALWAYS else ALLOWED), name
-    assert verdict(program, architecture, CLONE3[column]) == UNKNOWN
+    for name, row in READ_ATTRIBUTES.items():
+        assert (
+            verdict(program, architecture, row[column]) == verdict(mildest, architecture, row[column]) == UNSUPPORTED
+        ), name
+    for number in (CLONE3[column], FIRST_UNKNOWN, 2**29):
+        assert verdict(program, architecture, number) == verdict(mildest, architecture, number) == UNKNOWN
+    assert verdict(program, architecture, FIRST_UNKNOWN - 1) == REFUSED  # the last of the tables, file_setattr
     for number in (0, 1, 9, 202, 257) if machine == "x86_64" else (63, 64, 222, 98, 56):  # read, write, mmap, ...
         assert verdict(program, architecture, number) == ALLOWED
 
@@ -135,9 +159,29 @@ def test_what_is_refused_by_argument_at_every_level(machine: str) -> None:
     column, architecture = MACHINES[machine]
     mildest = filter_program(same_user=False, signals_open=False, pid=PID)
     for name, argument, value, what in REFUSED_BY_ARGUMENT:
-        if name not in ("prctl", "kill", "tgkill"):
+        if name not in ("kill", "tgkill"):
             number = BY_ARGUMENT[name][column]
             assert verdict(mildest, architecture, number, (*[3] * argument, value)) == REFUSED, what
+
+
+def test_pairs_of_local_streams_alone(machine: str) -> None:
+    column, architecture = MACHINES[machine]
+    number = BY_ARGUMENT["socketpair"][column]
+    for flags in (0, 0x800, 0x80000, 0xFFFFFFFF << 32):  # SOCK_NONBLOCK, SOCK_CLOEXEC
+        for kind in range(16):  # SOCK_STREAM 1, SOCK_DGRAM 2, SOCK_RAW 3, SOCK_RDM 4, SOCK_SEQPACKET 5
+            for family in (1, 2, 16):
+                expected = ALLOWED if family == 1 and not kind & 2 else REFUSED
+                assert verdict(strictest(), architecture, number, (family, kind | flags)) == expected, (family, kind)
+
+
+def test_the_limit_of_core_dumps_is_read_and_not_changed(machine: str) -> None:
+    column, architecture = MACHINES[machine]
+    number = BY_ARGUMENT["prlimit64"][column]
+    for new in (1, 0xFFFF, 1 << 32, 0xFFFF << 32):
+        for high in (0, 7 << 32):
+            assert verdict(strictest(), architecture, number, (high, high | 4, new)) == REFUSED, hex(new)
+        assert verdict(strictest(), architecture, number, (0, 7, new)) == ALLOWED
+    assert verdict(strictest(), architecture, number, (0, 4, 0, new)) == ALLOWED
 
 
 def test_no_signal_reaches_the_first_process(machine: str) -> None:
@@ -164,7 +208,7 @@ def test_other_abis_of_the_machine_end_the_process(machine: str) -> None:
 def test_each_call_has_one_rule(machine: str) -> None:
     """A second rule of the same call would never be reached."""
     column, _ = MACHINES[machine]
-    tables = (ALWAYS, OTHERS_OF_THE_USER, SIGNALS, BY_ARGUMENT)
+    tables = (ALWAYS, READ_ATTRIBUTES, OTHERS_OF_THE_USER, SIGNALS, BY_ARGUMENT)
     numbers = [table[name][column] for table in tables for name in table]
     known = [number for number in numbers if number is not None]
     assert len(known) == len(set(known))
@@ -179,10 +223,10 @@ def test_numbers_are_the_kernels(machine: str) -> None:
     words = re.findall(r"^#define __NR3?2?_?(\w+)\s+(\d+)", header.read_text(), re.MULTILINE)
     numbers = {name: int(number) for name, number in words}
     column, _ = MACHINES[machine]
-    tables = {**ALWAYS, **OTHERS_OF_THE_USER, **SIGNALS, **BY_ARGUMENT}
+    tables = {**ALWAYS, **READ_ATTRIBUTES, **OTHERS_OF_THE_USER, **SIGNALS, **BY_ARGUMENT}
     compared = {name: (numbers[name], row[column]) for name, row in tables.items() if name in numbers}
     assert {name: pair for name, pair in compared.items() if pair[0] != pair[1] and pair[1] is not None} == {}
-    assert len(compared) > 80
+    assert len(compared) > 110
 
 
 def test_a_machine_of_another_kind_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
