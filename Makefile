@@ -9,7 +9,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-faults lint types fmt schema docs clean
+.PHONY: help demo test test-processors test-gpu test-faults lint types fmt schema docs clean
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
@@ -17,7 +17,7 @@ READY := .venv/installed
 endif
 
 help:  ## list the verbs
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
 
 demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores)
 	$(PYTHON) -m octetrl demo
@@ -29,6 +29,9 @@ test: lint  ## lint, types (beside the tests, shown last) and all tests that nee
 	nice -n 4 bash setup/outside_packages.sh $(PYTHON) >build/outside.txt 2>&1 || failed=1; exit $$failed) & beside=$$! failed=0; \
 	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu" || failed=$$?; \
 	wait $$beside || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt build/outside.txt; exit $$failed
+
+test-processors: $(READY)  ## the numeric tests as on five processors; SETTING=n runs one of them; in JOBS=3 processes
+	@bash setup/processors.sh $(PYTHON) -n $(or $(JOBS),3) --dist worksteal
 
 test-gpu: $(READY)  ## the tests that need a Hopper GPU, in JOBS=6 processes a GPU on all GPUs; fails without one
 	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n $$(($(or $(JOBS),6) * $$($(PYTHON) -m tests.gpu_order))) --dist loadgroup -m gpu

@@ -35,7 +35,9 @@ class ScoreHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, hidden_size, dtype=torch.float32, device=device))
 
     def forward(self, hidden_NE: Tensor) -> Tensor:
-        scalars_N: Tensor = hidden_NE.float() @ self.weight[0]
+        """float32 [N]. On a CPU the sums are float64, so that a scalar's bits do not depend on the other rows."""
+        wide = torch.float64 if hidden_NE.device.type == "cpu" else torch.float32
+        scalars_N: Tensor = (hidden_NE.to(wide) @ self.weight[0].to(wide)).float()
         return scalars_N
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from octetrl.config.errors import UserError
@@ -17,7 +17,7 @@ from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, save_weights
-from octetrl.models.scalar_decoder import ScalarDecoder
+from octetrl.models.scalar_decoder import ScalarDecoder, ScoreHead
 from tests.unit.models.tiny_families import FAMILIES, decoder_of, hf_model, packed
 from tests.unit.trainer.tiny_trainer import SPEC
 
@@ -109,3 +109,14 @@ def test_nobody_generates_from_a_reward_model(saved: tuple[ScalarDecoder, Path])
     given = json.loads((folder / "config.json").read_text())["architectures"][0]
     with pytest.raises(UserError, match=f"unsupported architecture {given}"):
         load_spec(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_scalar_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
+    for size in (64, 72, 576, 1024):
+        head = ScoreHead(size, device="cpu")
+        nn.init.normal_(head.weight)
+        hidden_NE = torch.randn(33, size).to(dtype)
+        together_N = head(hidden_NE)
+        for count in (1, 7, 16):
+            assert torch.equal(torch.cat([head(rows) for rows in hidden_NE.split(count)]), together_N), (size, count)

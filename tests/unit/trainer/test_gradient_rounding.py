@@ -14,7 +14,8 @@ from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shards import GradientMode, cut_rows
 from tests.objectives import objective
 from tests.team import run_team
-from tests.unit.trainer.test_many_workers import Run, assert_equal_everywhere, batches, trained
+from tests.unit.trainer.same_state import LOSS, joined
+from tests.unit.trainer.test_many_workers import LR, Run, assert_equal_everywhere, batches, trained
 
 CPU = torch.device("cpu")
 
@@ -84,19 +85,25 @@ def test_a_sum_without_rounding_updates_as_a_float32_sum(states: str) -> None:
 
 @pytest.mark.parametrize("mode", ["local", "sharded"])
 def test_two_workers_train_as_with_float32_sums_and_repeat_their_bits(mode: GradientMode) -> None:
-    given = batches(4, sft=True)
+    given, unclipped = batches(4, sft=True), OptimizerConfig(lr=LR, max_grad_norm=1e9)
+    alone = trained(ALONE, given, objective(name="sft"), optimizer=unclipped)
 
     def work(peers: Peers) -> Run:
-        return trained(peers, given, objective(name="sft"), gradients="bfloat16")
+        states = [step.before for step in alone.steps]
+        return trained(peers, given, objective(name="sft"), states=states, optimizer=unclipped, gradients="bfloat16")
 
-    alone = trained(ALONE, given, objective(name="sft"))
     runs, again = (run_team(2, work, gradients=mode) for _ in range(2))
     assert_equal_everywhere(runs)
     assert_equal_everywhere([runs[0], again[0]])
-    assert runs[0].losses == pytest.approx(alone.losses, rel=5e-3)
-    errors = [[update.metrics["gradients/rounding_error"] for update in run.updates] for run in runs]
-    assert errors[0] == errors[1] and all(1e-4 < error < 5e-3 for error in errors[0])
-    assert all(gradient.dtype == torch.bfloat16 for gradient in runs[0].gradients.values())
+    for number, step in enumerate(alone.steps):
+        of_workers = [run.steps[number] for run in runs]
+        gradients = joined(one.gradients for one in of_workers)
+        assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
+        exact, rounded = (torch.cat([one[name].flatten() for name in gradients]) for one in (step.gradients, gradients))
+        errors = [one.update.metrics["gradients/rounding_error"] for one in of_workers]
+        assert errors[0] == errors[1] and 1e-4 < errors[0] < 5e-3
+        assert relative(rounded, exact.double()) == pytest.approx(errors[0], rel=0.1)
+        assert of_workers[0].update.metrics["loss"] == pytest.approx(step.update.metrics["loss"], rel=LOSS)
 
 
 def test_sharded_sums_have_the_same_bits_on_any_number_of_workers() -> None:

@@ -68,7 +68,8 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def check(alone: Run, runs: Sequence[Run], *, exact_metrics: Sequence[str] = ()) -> None:
-    """One update within the order of float32 sums; later losses near; weights equal on all workers."""
+    """One update within the order of float32 sums; weights equal on all workers. Later losses are only near: single
+    weights are rounded to other codes, and which ones depends on the processor."""
     assert all(run.digests == runs[0].digests for run in runs)
     together = joined([run.gradients for run in runs])
     assert together.keys() == alone.gradients.keys()
@@ -77,8 +78,8 @@ def check(alone: Run, runs: Sequence[Run], *, exact_metrics: Sequence[str] = ())
     for run in runs:
         for mine, theirs in zip(run.metrics, alone.metrics, strict=True):
             assert mine.keys() == theirs.keys()
-            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-5)
-        for name in exact_metrics:
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+        for name in ("loss", *exact_metrics):
             assert run.metrics[0][name] == pytest.approx(alone.metrics[0][name], rel=1e-6)
 
 

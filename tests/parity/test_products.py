@@ -1,0 +1,67 @@
+"""On a CPU every sum and every curve on the way to a log-prob is computed in float64, on both sides.
+
+A processor may multiply another number of rows by another kernel, and BF16 by special units (AMX), and add in another
+order each time. In float64 such a difference is lost when the result is rounded; in float32 or BF16 it would not be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octetrl.config.schema import LoraConfig
+from octetrl.kernels.gemm.linear_logprobs import linear_logprobs
+from tests.parity.shapes import TINY
+from tests.parity.sides import Sides, random_requests, random_sequences
+from tests.parity.test_mla import MODELS
+from tests.parity.test_moe import MIXTURES
+
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "einsum", "convolution"}
+SUMS = {"sum", "mean", "cumsum", "logsumexp", "prod", "var", "std", "softmax", "log_softmax"}
+CURVES = {"exp", "exp2", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "silu", "gelu", "pow", "rsqrt"}
+SIDES: dict[str, Callable[[], Sides]] = {
+    "llama bf16": lambda: Sides(TINY["llama"], "bf16"),
+    "qwen2.5 fp8_full": lambda: Sides(TINY["qwen2.5"], "fp8_full"),
+    "qwen3 fp8_int8": lambda: Sides(TINY["qwen3"], "fp8_int8"),
+    "mla": lambda: Sides(MODELS["direct"], "bf16"),
+    "mla fp8_full": lambda: Sides(MODELS["low_rank"], "fp8_full"),
+    "softmax": lambda: Sides(MIXTURES["softmax"], "bf16"),
+    "sigmoid": lambda: Sides(MIXTURES["sigmoid"], "fp8"),
+    "gated": lambda: Sides(MIXTURES["gated"], "fp8"),
+    "lora": lambda: Sides(TINY["qwen3"], "fp8", lora=LoraConfig(rank=4)),
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Counts products, sums and curves by the dtype of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.strip("_")
+        if name in PRODUCTS | SUMS | CURVES and isinstance(result, Tensor) and result.is_floating_point():
+            self.found.add((name, result.dtype))
+        return result
+
+
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
+def test_log_probs_are_added_up_in_float64(sides: Callable[[], Sides]) -> None:
+    made, draw = sides(), random.Random(0)
+    asked = random_requests(draw, made.spec, 2, prompts=(3, 20), answers=(2, 3), siblings=(1, 2))
+    with Recorder() as engine:
+        made.engine().generate(asked)
+    with Recorder() as trainer, torch.no_grad():
+        hidden_TE = torch.cat(made.packed(random_sequences(draw, made.spec, [17, 40])))
+        linear_logprobs(hidden_TE, made.trainer_model.lm_head_weight, torch.zeros(len(hidden_TE), dtype=torch.long))
+    for side in (engine, trainer):
+        assert {name for name, _ in side.found} >= {"mm", "bmm", "baddbmm", "sum", "exp2", "logsumexp"}
+        assert {dtype for _, dtype in side.found} == {torch.float64}, side.found
