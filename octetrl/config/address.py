@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 HOW = "write it as http://localhost:8000/v1"
+_FORM = re.compile(r"https?://[^/\s@]+(/\S*)?")
 _LAST_PORT = 65_535
 
 
 def is_address(url: str) -> bool:
-    """Whether httpx and the name service take `url`: its port, brackets and host name. True without httpx, of which
-    the client itself says that it is missing."""
+    """Whether it is of http or https, without a user, and httpx and the name service take its port, brackets and host
+    name. Without httpx, of which the client itself says that it is missing, only the form is known."""
+    if not _FORM.fullmatch(url):
+        return False
     try:
         import httpx
     except ImportError:

@@ -29,7 +29,7 @@ Say in a sentence or two what is right and wrong with it. Then write, on the las
 
 
 class JudgeConfig(Section):
-    base_url: str = Field(pattern=r"^https?://[^/\s@]+(/\S*)?$")
+    base_url: str
     """Address including /v1, such as http://localhost:8000/v1. It must not contain a user or a key."""
     model: str
     """The model's name at the endpoint."""

@@ -64,12 +64,23 @@ def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe
         reported += ["environment"] if any(field.startswith("environments") for field in reported) else []
         rest = [
             problem
-            for problem in combination_problems(Recipe.model_validate_json(json.dumps(sound)), training)
+            for problem in combination_problems(_recipe_of(sound), training)
             if not any(_overlap(field, other) for field in problem.fields for other in reported)
         ]
         return None, problems + rest
     problems = list(combination_problems(recipe, training))
     return (None if problems else recipe), problems
+
+
+def _recipe_of(sound: dict[str, Any]) -> Recipe:
+    """The recipe without its wrong fields. A section that needs one of them is left out as a whole, and so on."""
+    while True:
+        try:
+            return Recipe.model_validate_json(json.dumps(sound))
+        except ValidationError as error:
+            _, smaller = schema_problems(error, sound)
+            assert smaller != sound, f"nothing is left out for {error}"
+            sound = smaller
 
 
 def _overlap(field: str, other: str) -> bool:

@@ -74,7 +74,7 @@ def test_a_smaller_floor_changes_the_loss() -> None:
     [
         ({}, "algorithm.floor: missing; Floor needs it"),
         ({"floor": "x"}, "algorithm.floor: 'x' is not a number"),
-        ({"floor": 0.5}, 'algorithm: Floor: {"floor": 0.5} is not valid: Value error, floor must be at least 1'),
+        ({"floor": 0.5}, 'algorithm: Floor: {"floor": 0.5} is not valid: floor must be at least 1'),
         ({"floor": 2, "mode": "sofd"}, "algorithm.mode: 'sofd' is not allowed; choose one of hard, soft; did you mean"),
         ({"floor": 2, "layers": [1, "a"]}, "algorithm.layers.1: 'a' is not a whole number"),
         ({"floor": 2, "florr": 1}, "algorithm.florr: unknown key; did you mean 'floor'?"),

@@ -195,8 +195,8 @@ def test_a_reward_model_that_gives_none_is_an_error(answer: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("base_url", "localhost:8000", "pattern"),
-        ("base_url", "http://user:key@host/v1", "pattern"),
+        ("base_url", "localhost:8000", "address"),
+        ("base_url", "http://user:key@host/v1", "address"),
         ("template", "no place", "it has no {completion}"),
         ("pattern", "(", "it is not a regular expression"),
         ("pattern", "score", "it has 0 groups"),
