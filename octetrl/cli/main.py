@@ -23,7 +23,7 @@ from octetrl.config.text import ESCAPE
 from octetrl.config.threads import short_waits
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
-_STDOUT, _STDERR = 1, 2
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 OF_A_PATH = (  # what a path that was given may do, wherever it is looked at first
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -35,6 +35,7 @@ def main() -> NoReturn:
     """The `octetrl` command."""
     ctrl_c = CtrlC()
     try:
+        _open_closed_streams()
         ctrl_c.install()
         EndAtOnce.install()
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -53,6 +54,29 @@ def main() -> NoReturn:
         code = _end_of_pipe()
     ctrl_c.finish(code, was_stopped=code in (INTERRUPTED, TERMINATED))
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Make a standard stream that was closed (`2>&-`) the other one, so that nothing is said to nobody, and no file of
+    a run gets its number."""
+    for descriptor, other in ((_STDIN, None), (_STDOUT, _STDERR), (_STDERR, _STDOUT)):
+        if _is_open(descriptor):
+            continue
+        if other is not None and _is_open(other):
+            os.dup2(other, descriptor)
+        else:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number, which is this one
+        if descriptor != _STDIN:
+            stream = os.fdopen(descriptor, "w", buffering=1, errors=ESCAPE, closefd=False)
+            setattr(sys, "stdout" if descriptor == _STDOUT else "stderr", stream)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def run_command(arguments: Sequence[str]) -> int:

@@ -8,6 +8,9 @@ the escape is visible, as in `repr`.
 
 from __future__ import annotations
 
+import re
+
+_HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 ESCAPE = "backslashreplace"  # for `open(..., errors=ESCAPE)`
 
 
@@ -26,6 +29,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def visible(text: str) -> str:
+    """Return `text` with escapes for control characters, but tab and line break, and for marks that reverse the order
+    of letters: a page would hide or obey them, and pass them on to a terminal when they are copied."""
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def counted(number: int, thing: str) -> str:

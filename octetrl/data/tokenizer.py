@@ -6,6 +6,8 @@ transformers is imported when a tokenizer is loaded, because its import takes se
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 from pathlib import Path
@@ -15,13 +17,19 @@ from octetrl.config.errors import UserError
 from octetrl.config.json_file import read_json
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import MOST_LAYERS
+from octetrl.data.limited import taken_too_much
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import Family, family_of
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"(?!")')
+_STEPS = re.compile(rb'"(?:normalizer|decoder)"\s*:\s*(?=\{)')
 _SAID = "WHAT-THE-USER-SAYS"
+_TOOL = {"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}}
+_CORRECT = "correct chat_template in its tokenizer_config.json or chat_template.jinja"
+MOST_AROUND = 1_000_000  # characters that a template writes around a short message
+MOST_GROWTH = 1_000  # characters of a normalized text, for each of its own
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase; lower packages declare only the methods that they call
 
 
@@ -67,7 +75,9 @@ def check_tokenizer_files(folder: str | Path, *, remedy: str = "give model.token
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise UserError(f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)}; {remedy} with a tokenizer")
     _check_settings(path)
-    _refuse_prefixed_pieces(path / "tokenizer.json")
+    content = (path / "tokenizer.json").read_bytes() if (path / "tokenizer.json").is_file() else b""
+    _refuse_prefixed_pieces(path / "tokenizer.json", content)
+    _refuse_growth(path / "tokenizer.json", content)
     return path
 
 
@@ -82,9 +92,13 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Refuse a chat template that fails or leaves out the user's message. Raises UserError."""
+    """Refuse a chat template that fails, does not end, or leaves out the user's message. Raises UserError."""
     if tokenizer.chat_template is None:
         return
+    if too_much := taken_too_much(lambda: _render_all(tokenizer)):
+        raise UserError(
+            f"tokenizer: its chat template takes more than {too_much} for a conversation of a few words; {_CORRECT}"
+        )
     try:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": _SAID}], tokenize=False, add_generation_prompt=True
@@ -93,9 +107,23 @@ def check_template(tokenizer: Tokenizer) -> None:
         raise template_fails(error) from error
     if _SAID not in text:
         raise UserError(
-            "tokenizer: its chat template leaves out the user's message, so all prompts would be equal; correct"
-            " chat_template in its tokenizer_config.json or chat_template.jinja"
+            f"tokenizer: its chat template leaves out the user's message, so all prompts would be equal; {_CORRECT}"
         )
+    if len(text) > MOST_AROUND:
+        raise UserError(f"tokenizer: its chat template makes {len(text):,} characters of a few words; {_CORRECT}")
+
+
+def _render_all(tokenizer: Tokenizer) -> None:
+    """Render a short conversation of each kind."""
+    user = {"role": "user", "content": _SAID}
+    longer = [{"role": "system", "content": "-"}, user, {"role": "assistant", "content": "-"}, user]
+    for conversation, tools in (([user], None), (longer, None), (longer, [_TOOL])):
+        try:
+            tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False, add_generation_prompt=True)
+        except MemoryError:
+            raise
+        except TEMPLATE_ERRORS:  # a template may refuse a role; what every run needs is tried once more
+            continue
 
 
 def save_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
@@ -143,12 +171,39 @@ def _try_out(tokenizer: Tokenizer) -> None:
         raise ValueError("a special token is not a string")
 
 
-def _refuse_prefixed_pieces(file: Path) -> None:
+def _refuse_growth(file: Path, content: bytes) -> None:
+    """Raise UserError for a normalizer or decoder whose steps multiply the length of a text: nothing could stop it."""
+    for found in _STEPS.finditer(content):
+        try:
+            steps, _ = json.JSONDecoder().raw_decode(content[found.end() :].decode("utf-8"))
+            growth = _growth(steps)
+        except (ValueError, RecursionError):
+            continue  # the tokenizers library says what is wrong
+        if growth > MOST_GROWTH:
+            raise UserError(
+                f"{file}: its normalizer or decoder can make a text {growth:,.0f} times as long, and at most"
+                f" {MOST_GROWTH:,} is allowed; remove the Replace steps that lengthen it, or fetch the tokenizer again"
+            )
+
+
+def _growth(step: Any) -> float:
+    """How many times as long a step of a tokenizer, or all steps of a list, can make a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1.0
+    if step.get("type") != "Replace":
+        return 2.0 if step.get("type") == "ByteLevel" else math.prod(map(_growth, step.values()))
+    pattern = step.get("pattern")
+    replaced = pattern.get("String") if isinstance(pattern, dict) else None
+    return max(1.0, len(str(step.get("content"))) / max(1, len(str(replaced or ""))))
+
+
+def _refuse_prefixed_pieces(file: Path, content: bytes) -> None:
     """Raise UserError for a BPE with a continuing_subword_prefix.
 
     The tokenizers library cuts that number of bytes off each piece. If this splits a character, the process aborts. No
     known model's BPE has such a prefix."""
-    content = file.read_bytes() if file.is_file() else b""
     if _PREFIX.search(content) and b'"WordPiece"' not in content:
         raise UserError(
             f"{file}: a BPE with a continuing_subword_prefix is not supported; set it to null, or use another one"

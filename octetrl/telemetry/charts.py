@@ -6,17 +6,24 @@ Text is in the page's font. A chart is `WIDTH` units wide and scales with its ca
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import pairwise
 from typing import NamedTuple
+
+from octetrl.config.text import visible
 
 WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 POINTS = 250  # of a line; more are thinned out
 HOVERED = 40  # points with a tooltip
 DOTS = 30  # points of the longest line of a chart that shows them
+
+
+def escape(text: str) -> str:
+    """`text` for HTML and SVG, with escapes for characters that a page would hide or obey."""
+    return html.escape(visible(text))
 
 
 class Line(NamedTuple):

@@ -11,7 +11,6 @@ import random
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from importlib.resources import files
 
 from pydantic import ValidationError
@@ -20,7 +19,7 @@ from octetrl.config.cluster import ClusterConfig, one_worker
 from octetrl.config.errors import UserError
 from octetrl.config.text import counted
 from octetrl.records import RolloutStatus
-from octetrl.telemetry.charts import Line, line_chart, shown_number, stacked_chart
+from octetrl.telemetry.charts import Line, escape, line_chart, shown_number, stacked_chart
 from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
 from octetrl.telemetry.ending import FAILED
 from octetrl.telemetry.glossary import explained

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from octetrl.config.text import visible
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, Selection, Utterance
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY
@@ -41,7 +42,17 @@ def rollout_page(title: str, selection: Selection, wanted: Filter, pieces: Piece
     template = files("octetrl.telemetry").joinpath("rollout_page.html").read_text(encoding="utf-8")
     before, found, after = template.partition(_PLACE)
     assert found, "rollout_page.html has no placeholder for its data"
+    content = _visible(content)
     return before + json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c") + after
+
+
+def _visible(value: Any) -> Any:
+    """The value with `visible` texts, at any depth."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {key: _visible(part) for key, part in value.items()}
+    return [_visible(part) for part in value] if isinstance(value, list) else value
 
 
 def write_page(path: Path, title: str, selection: Selection, wanted: Filter, pieces: Pieces | None = None) -> None:

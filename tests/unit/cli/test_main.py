@@ -326,3 +326,14 @@ def test_a_circle_of_causes_is_no_ctrl_c_and_ends() -> None:
     assert not is_of_ctrl_c(first)
     second.__cause__ = KeyboardInterrupt()
     assert is_of_ctrl_c(first)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-"])
+def test_a_closed_stream_is_the_other_one(closed: str) -> None:
+    """A refusal arrives, and no file gets the number of a standard stream."""
+    look = f"import os, octetrl.cli.main as main; main._open_closed_streams(); assert os.dup(0) > 2; {_SAY}"
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, look], capture_output=True)
+    assert sorted((done.stdout + done.stderr).split()) == [b"err", b"out"] and done.returncode == 3
+
+
+_SAY = "import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(3)"

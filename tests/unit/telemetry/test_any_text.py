@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,19 @@ def test_what_goes_to_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     (score,) = Judge(config).score([(Task("1", "p"), HALF)])
     assert score.status is RolloutStatus.SCORED, score.detail
     assert asked == [f"{HALF} Score?"]
+
+
+def test_pages_show_what_they_would_hide_or_obey(tmp_path: Path) -> None:
+    hidden = "".join(map(chr, [0, 8, 0x1B, 0x7F, 0x9B, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]))
+    rollout = rollout_with(f"a\tb\n{hidden}[2Jc")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.0}\n')
+    RolloutFiles(tmp_path / "rollouts").write(1, [RolloutGroup(rollout.task, (rollout,))])
+    selection = select(tmp_path, Filter(), None)
+    write_page(tmp_path / "rollouts.html", "x", selection, Filter(), lambda ids: [hidden for _ in ids])
+    leave_report(tmp_path, Console("quiet", 1))
+    page = (tmp_path / "rollouts.html").read_text(encoding="utf-8")
+    (data,) = re.findall(r'<script [^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
+    (group,) = json.loads(data)["groups"]
+    shown = "a\tb\n\\x00\\x08\\x1b\\x7f\\x9b\\u202a\\u202b\\u202c\\u202d\\u202e\\u2066\\u2067\\u2068\\u2069[2Jc"
+    assert group["prompt"] == shown and group["rows"][0]["said"][0]["text"] == shown
+    assert shown in (tmp_path / "report.html").read_text(encoding="utf-8")

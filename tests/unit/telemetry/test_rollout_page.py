@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from octetrl.config.text import visible
 from octetrl.records import RolloutStatus
 from octetrl.telemetry.rollout_page import rollout_page, write_page
 from octetrl.telemetry.rollout_reader import Filter, Interval, select
@@ -62,8 +63,8 @@ def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
     write_page(tmp_path / "r.html", EVIL, select(run, Filter(), None), Filter(text=EVIL))
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     content = data(page)
-    assert content["title"] == content["filter"]["text"] == EVIL
-    assert content["groups"][-1]["rows"][1]["said"][0]["text"] == EVIL
+    assert content["title"] == content["filter"]["text"] == visible(EVIL)
+    assert content["groups"][-1]["rows"][1]["said"][0]["text"] == visible(EVIL)
     assert page.count("<script") == page.count("</script>") == 2
     assert "alert('x')</script>" not in page and "\x1b" not in page
     assert "innerHTML" not in page and "insertAdjacentHTML" not in page and "document.write" not in page
