@@ -190,9 +190,9 @@ def value_problem(name: str, detail: Any) -> str:
         return f"{SECTION_BY_NAME}: {given} is not allowed; use small letters, digits, '_' and '-', as in `sums`"
     if detail["type"] in ("int_type", "int_from_float") and _is_huge(detail["input"]):
         return f"{name}: {_show(detail['input'])} is out of range; give a smaller number"
-    words = _WORDS.get(detail["type"])
+    wording = _WORDS.get(detail["type"])
     reason = "is not valid: " + detail["msg"].removeprefix("Value error, ")
-    return f"{name}: {_show(detail['input'])} {reason if words is None else words.format(**detail.get('ctx', {}))}"
+    return f"{name}: {_show(detail['input'])} {reason if wording is None else wording.format(**detail.get('ctx', {}))}"
 
 
 def _is_huge(value: Any) -> bool:
