@@ -37,6 +37,7 @@ from octetrl.engine.kv_cache import CacheFormat, cache_format
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
+from octetrl.rollout.converse import seed_of
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats
@@ -159,9 +160,10 @@ class ExaminedWorker:
     # ------------------------------------------------------------ the real ends
 
     def requests(self) -> list[GenerationRequest]:
+        seed = self.recipe.seed
         sampling = SamplingParams(self.examination.answer_tokens, temperature=self.temperature, ignore_eos=True)
         return [
-            GenerationRequest(f"prompt {index}", prompt, sampling, self.examination.sequences, self.recipe.seed + index)
+            GenerationRequest(f"prompt {index}", prompt, sampling, self.examination.sequences, seed_of(seed, index))
             for index, prompt in enumerate(self.prompts)
         ]
 

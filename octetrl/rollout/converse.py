@@ -72,7 +72,7 @@ def first_request(place: int, task: Task) -> str:
 
 
 def seed_of(*parts: int) -> int:
-    """A request's seed, from 0 to 2^63 - 1."""
+    """A request's seed, from 0 to 2^63 - 1: a hash of the run's or the call's seed and the request's place in it."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
 

@@ -176,6 +176,8 @@ def test_token_ids_are_taken_as_they_are(model: Path) -> None:
     [tokens] = llm.generate(text.prompt_token_ids)
     assert (tokens.prompt, tokens.outputs) == (None, text.outputs)
     assert llm.generate([]) == []
+    calls = [llm.generate(["3 + 1 ="] * 8, octetrl.SamplingParams(max_tokens=12, seed=seed)) for seed in range(4)]
+    assert len({one.outputs[0].token_ids for call in calls for one in call}) == 32, "no seed of a place is another's"
     with ThreadPoolExecutor(3) as threads:  # a notebook's threads take turns
         assert all(again == [text] for again in threads.map(llm.generate, ["3 + 1 ="] * 3))
 

@@ -11,6 +11,7 @@ import pytest
 
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.records import GenerationRequest, SamplingParams
+from octetrl.rollout.converse import seed_of
 from tests.e2e import tiny_run
 from tests.e2e.live_server import CONTEXT_LENGTH, Live, live_server, saying
 from tests.e2e.official_client import openai
@@ -56,7 +57,7 @@ def test_a_chat_answers_with_the_engines_own_tokens(live: Live, model: Path) -> 
     prompt = tuple(body["prompt_token_ids"])
     tokenizer = load_tokenizer(model)
     assert tokenizer.decode(prompt) == "<|user|>1 + 2 =<|assistant|>"
-    request = GenerationRequest("alone", prompt, SamplingParams(20, temperature=0.8), num_siblings=3, seed=7)
+    request = GenerationRequest("alone", prompt, SamplingParams(20, temperature=0.8), 3, seed_of(7, 0))
     live.until_idle()
     (expected,) = alone(model, [request])
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
@@ -88,7 +89,8 @@ def test_a_completion_takes_text_tokens_and_several_of_them(live: Live) -> None:
     first = many.choices[0].model_dump()
     by_tokens = complete(**common, prompt=first["prompt_token_ids"])
     assert by_tokens.choices[0].text == many.choices[0].text
-    assert many.choices[2].text == complete(**{**common, "seed": 4}, prompt="4 - 3 =").choices[0].text
+    equal = [complete(**{**common, "seed": seed}, prompt=["4 - 3 ="] * 8) for seed in range(4)]
+    assert len({choice.text for one in equal for choice in one.choices}) == 32, "no seed of a place is another's"
     logprobs = many.choices[0].logprobs
     assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
     assert len(logprobs.tokens) == len(first["token_ids"]) == len(logprobs.text_offset)
