@@ -152,8 +152,9 @@ class LocalGradients(GradientSums):
                 own = cut.part(self._rank)
                 if self.rounding is None:
                     own.copy_(total)
-                else:
-                    self.rounding.add(own.zero_(), total, names[cut.tensor.data_ptr()], first=int(own.storage_offset()))
+                else:  # other random bits than those of this worker's micro-batches
+                    name, first = f"{names[cut.tensor.data_ptr()]}/all workers", int(own.storage_offset())
+                    self.rounding.add(own.zero_(), total, name, first=first)
 
     @property
     def _own_sums(self) -> Collection[Tensor]:

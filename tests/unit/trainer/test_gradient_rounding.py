@@ -106,6 +106,26 @@ def test_two_workers_train_as_with_float32_sums_and_repeat_their_bits(mode: Grad
         assert of_workers[0].update.metrics["loss"] == pytest.approx(step.update.metrics["loss"], rel=LOSS)
 
 
+def test_the_sum_over_workers_has_no_bias() -> None:
+    """Worker 1's gradient rounds up to the next BF16 number with probability 0.1, and the sum of both with 1/4 of that.
+    With the random bits of the micro-batch, the sum would round up whenever the gradient did."""
+    step, weights = 2**-9, (1024, 64)  # BF16 numbers from 1/4 are a step apart, those from 1 are 4 steps apart
+
+    def work(peers: Peers) -> Tensor:
+        weight = nn.Parameter(torch.zeros(weights))
+        rows = cut_rows([weight.shape], peers.share.count)
+        sums = gradient_sums({"weight": weight}, rows, peers, GradientRounding(3, CPU))
+        sums.zero()
+        weight.backward(torch.full(weights, (1.0, 0.25 + 0.1 * step)[peers.share.rank]))
+        sums.end_micro_batch()
+        sums.finish()
+        return sums.owned["weight"]
+
+    for own in run_team(2, work, gradients="local"):
+        steps = (own.double() - 1.25) / step  # 4 with probability 0.025: its deviation is 0.62
+        assert abs(float(steps.mean()) - 0.1) < 4 * 0.62 / steps.numel() ** 0.5
+
+
 def test_sharded_sums_have_the_same_bits_on_any_number_of_workers() -> None:
     """The bits of an addition are counted from the start of the whole parameter, wherever its rows are. The gradients
     come from one worker, so that no order of sums differs."""
