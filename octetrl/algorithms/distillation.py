@@ -26,7 +26,7 @@ from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.config.algorithm import DistillConfig
 
-LEAST_REST = 1e-6  # least probability of all other tokens: below it the float32 sum of the K is only rounding
+NO_OTHERS = -110.0  # log-prob of all other tokens where there are none: its exponential is 0 in float32
 
 
 def teacher_advantages(rewards: TokenRewards) -> Tensor:
@@ -37,20 +37,14 @@ def teacher_advantages(rewards: TokenRewards) -> Tensor:
 
 def divergence_loss(inputs: LossInputs, config: DistillConfig) -> TokenLoss:
     """The KL at each position, float32 [N], and metrics, among them the log-ratio of the sampled tokens."""
-    policy_NK, teacher_NK = inputs.top_logprobs_NK, inputs.teacher_top_logprobs_NK
-    assert policy_NK is not None and teacher_NK is not None and inputs.reference_logprobs_N is not None
-    p_NK1, q_NK1 = _with_rest(policy_NK), _with_rest(teacher_NK)
+    policy_NK1, teacher_NK1 = inputs.top_logprobs_NK1, inputs.teacher_top_logprobs_NK1
+    assert policy_NK1 is not None and teacher_NK1 is not None and inputs.reference_logprobs_N is not None
+    p_NK1, q_NK1 = (one.masked_fill(one == -torch.inf, NO_OTHERS) for one in (policy_NK1, teacher_NK1))
     above_NK1, below_NK1 = (p_NK1, q_NK1) if config.distillation == "reverse_kl" else (q_NK1, p_NK1)
     loss_N = (above_NK1.exp() * (above_NK1 - below_NK1)).sum(1)
     metrics = {
         "distill/log_ratio": (inputs.logprobs_N - inputs.reference_logprobs_N).detach(),
-        "distill/teacher_mass": teacher_NK.exp().sum(1),
-        "distill/policy_mass": policy_NK.detach().exp().sum(1),
+        "distill/teacher_mass": teacher_NK1[:, :-1].exp().sum(1),
+        "distill/policy_mass": policy_NK1[:, :-1].detach().exp().sum(1),
     }
     return TokenLoss(loss_N, metrics)
-
-
-def _with_rest(logprobs_NK: Tensor) -> Tensor:
-    """Append the log-prob of all other tokens together: float32 [N, K + 1]."""
-    rest_N = (1 - logprobs_NK.exp().sum(1)).clamp(min=LEAST_REST)
-    return torch.cat([logprobs_NK, rest_N.log()[:, None]], dim=1)

@@ -26,8 +26,8 @@ class LossInputs:
     generator_logprobs_N: Tensor | None = None  # the engine's, when it sampled the tokens; None for SFT
     proximal_logprobs_N: Tensor | None = None  # the trainer's before the first of several updates; None: one update
     reference_logprobs_N: Tensor | None = None  # None: no KL term
-    teacher_top_logprobs_NK: Tensor | None = None  # of the teacher's K likeliest tokens; None: no KL to a teacher
-    top_logprobs_NK: Tensor | None = None  # the policy's of these tokens, with gradient
+    teacher_top_logprobs_NK1: Tensor | None = None  # of the teacher's K likeliest tokens and all others; None: no KL
+    top_logprobs_NK1: Tensor | None = None  # the policy's of these tokens and of all others, with gradient
     chosen_N: Tensor | None = None  # bool: of the better sample of its pair; None where samples are not pairs
     mean_weight: Tensor | None = None  # of the correction over the optimizer step; None: not asked for
     kept_share: Tensor | None = None  # share of the step's token weights that no mask leaves out; None: all count

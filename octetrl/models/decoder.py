@@ -171,14 +171,14 @@ class Decoder(nn.Module):
         return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.fast, self.cut)
 
     def logprobs_at(self, hidden_NE: Tensor, ids_NK: Tensor, temperature: float, chunk: int) -> Tensor:
-        """Log-probs of K given tokens a row, float32 [N, K], differentiable (layers/top_logprobs.py)."""
+        """Log-probs of K given tokens a row and of all others, float32 [N, K + 1], differentiable."""
         head_VE, fast, cut = self.lm_head_weight, self.fast, self.cut
         return logprobs_at(hidden_NE, head_VE, ids_NK, temperature=temperature, chunk=chunk, fast=fast, cut=cut)
 
     def top_logprobs(
         self, hidden_NE: Tensor, k: int, below: int, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """Ids (int64) and log-probs (float32), [N, K], of the likeliest tokens with an id below `below`."""
+        """Ids [N, K] of the likeliest tokens below `below`; log-probs of these and of all others [N, K + 1]."""
         head, fast, cut = self.lm_head_weight.detach(), self.fast, self.cut
         return top_logprobs(hidden_NE, head, k, below=below, temperature=temperature, chunk=chunk, fast=fast, cut=cut)
 

@@ -35,7 +35,7 @@ def first_passes(
         prepared.reference_N, _ = reference.logprobs_of(hidden_NE, micro_batch)
         k, below = algorithm.teacher_top_k, trainer.model.spec.vocab_size
         if k:
-            prepared.teacher_ids_NK, prepared.teacher_top_NK = reference.top_logprobs(hidden_NE, k, below)
+            prepared.teacher_ids_NK, prepared.teacher_top_NK1 = reference.top_logprobs(hidden_NE, k, below)
     needs_proximal = algorithm.needs_proximal and updates > 1
     shapes_with_kl = algorithm.shape is not None and reference is not None
     if needs_proximal or shapes_with_kl or algorithm.step_means or not updates:

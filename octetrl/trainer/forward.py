@@ -108,9 +108,9 @@ class Forward:
         return self.logprobs_of(self.predictors(micro_batch, kv, kv_amax_LS), micro_batch)
 
     def logprobs_at(self, hidden_NE: Tensor, ids_NK: Tensor) -> Tensor:
-        """Log-probs of given tokens, float32 [N, K], differentiable."""
+        """Log-probs of given tokens and of all others together, float32 [N, K + 1], differentiable."""
         return self.model.logprobs_at(hidden_NE, ids_NK, self._temperature, self._chunk)
 
     def top_logprobs(self, hidden_NE: Tensor, k: int, below: int) -> tuple[Tensor, Tensor]:
-        """The `k` likeliest of the first `below` tokens and their log-probs, [N, K] each."""
+        """The `k` likeliest of the first `below` tokens [N, K]; log-probs of these and of all others [N, K + 1]."""
         return self.model.top_logprobs(hidden_NE, k, below, self._temperature, self._chunk)

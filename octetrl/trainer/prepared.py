@@ -31,7 +31,7 @@ class PreparedMicroBatch:
     returns_N: Tensor | None = None  # the critic's targets
     step_means: dict[str, Tensor] = field(default_factory=dict)  # over its optimizer step, by field of LossInputs
     teacher_ids_NK: Tensor | None = None  # the teacher's likeliest tokens
-    teacher_top_NK: Tensor | None = None  # their log-probs
+    teacher_top_NK1: Tensor | None = None  # their log-probs, and that of all other tokens
 
 
 def loss_inputs(
@@ -41,7 +41,7 @@ def loss_inputs(
     *,
     on_policy: bool,
     kl_scale: float,
-    top_logprobs_NK: Tensor | None = None,
+    top_logprobs_NK1: Tensor | None = None,
 ) -> LossInputs:
     """The inputs of the algorithm's loss. `logprobs_N`, `entropy_N`: float32 [N], with gradient."""
     micro_batch = prepared.micro_batch
@@ -55,8 +55,8 @@ def loss_inputs(
         proximal_logprobs_N=prepared.proximal_N,
         reference_logprobs_N=prepared.reference_N,
         chosen_N=micro_batch.chosen_N,
-        teacher_top_logprobs_NK=prepared.teacher_top_NK,
-        top_logprobs_NK=top_logprobs_NK,
+        teacher_top_logprobs_NK1=prepared.teacher_top_NK1,
+        top_logprobs_NK1=top_logprobs_NK1,
         mean_weight=prepared.step_means.get("mean_weight"),
         kept_share=prepared.step_means.get("kept_share"),
         kl_scale=kl_scale,

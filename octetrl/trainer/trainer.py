@@ -259,12 +259,12 @@ class Trainer:
         hidden_NE = self.forward.predictors(micro_batch, step.kv, amax_LS, routers)
         logprobs_N, entropy_N = self.forward.logprobs_of(hidden_NE, micro_batch)
         ids_NK = prepared.teacher_ids_NK
-        top_NK = None if ids_NK is None else self.forward.logprobs_at(hidden_NE, ids_NK)
+        top_NK1 = None if ids_NK is None else self.forward.logprobs_at(hidden_NE, ids_NK)
         if prepared.first_N is None and not self._is_stepping:
             prepared.first_N = logprobs_N.detach()
         kl_scale = self.reference.kl_scale
         inputs = loss_inputs(
-            prepared, logprobs_N, entropy_N, on_policy=step.on_policy, kl_scale=kl_scale, top_logprobs_NK=top_NK
+            prepared, logprobs_N, entropy_N, on_policy=step.on_policy, kl_scale=kl_scale, top_logprobs_NK1=top_NK1
         )
         token_loss = self.algorithm.loss(inputs)
         if found is not None:

@@ -13,6 +13,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
 from tests.objectives import objective
+from tests.unit.layers.test_top_logprobs import with_rest
 
 N, V = 7, 11
 
@@ -24,17 +25,17 @@ def distributions(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def loss_of(policy_NV: Tensor, teacher_NV: Tensor, k: int, kind: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Through the function under test; `policy_NV` are logits with a gradient."""
-    teacher_NK, ids_NK = teacher_NV.log_softmax(1).topk(k)
-    policy_NK = policy_NV.log_softmax(1).gather(1, ids_NK)
+    ids_NK = teacher_NV.topk(k).indices
+    teacher_NK1, policy_NK1 = (with_rest(logits_NV.log_softmax(1), ids_NK) for logits_NV in (teacher_NV, policy_NV))
     inputs = LossInputs(
-        logprobs_N=policy_NK[:, 0].float(),
+        logprobs_N=policy_NK1[:, 0].float(),
         entropy_N=torch.zeros(N),
         advantages_N=torch.ones(N),
         sequence_N=torch.zeros(N, dtype=torch.int64),
         num_sequences=1,
-        reference_logprobs_N=teacher_NK[:, 0].float(),
-        teacher_top_logprobs_NK=teacher_NK.float(),
-        top_logprobs_NK=policy_NK.float(),
+        reference_logprobs_N=teacher_NK1[:, 0].float(),
+        teacher_top_logprobs_NK1=teacher_NK1.float(),
+        top_logprobs_NK1=policy_NK1.float(),
     )
     result = divergence_loss(inputs, objective(name="distill", teacher="t", distillation=kind))
     return result.loss_N, dict(result.metrics)
@@ -56,8 +57,11 @@ def dense(policy_NV: Tensor, teacher_NV: Tensor, k: int, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
 @pytest.mark.parametrize("k", [1, 4, V - 1])
-def test_value_and_gradient_are_the_sums(kind: str, k: int) -> None:
+@pytest.mark.parametrize("peaked", [1.0, 12.0])
+def test_value_and_gradient_are_the_sums(kind: str, k: int, peaked: float) -> None:
+    """`peaked`: a teacher whose other tokens have as little as 1e-20 together."""
     policy_NV, teacher_NV = distributions()
+    teacher_NV *= peaked
     policy_NV.requires_grad_()
     loss_N, _ = loss_of(policy_NV, teacher_NV, k, kind)
     (gradient_NV,) = torch.autograd.grad(loss_N.sum(), policy_NV)

@@ -69,7 +69,7 @@ def answers_of(inputs: LossInputs) -> list[Answer]:
         base_N = inputs.logprobs_N if inputs.on_policy else inputs.generator_logprobs_N
     columns = (
         inputs.logprobs_N, inputs.entropy_N, inputs.advantages_N, inputs.generator_logprobs_N, base_N,
-        inputs.reference_logprobs_N, inputs.teacher_top_logprobs_NK, inputs.top_logprobs_NK,
+        inputs.reference_logprobs_N, inputs.teacher_top_logprobs_NK1, inputs.top_logprobs_NK1,
     )  # fmt: skip
     chosen = [bool(part[0]) if part is not None else True for part in parts(inputs.chosen_N)]
     return [Answer(*row) for row in zip(*map(parts, columns), chosen, strict=True)]
@@ -139,8 +139,8 @@ def distillation_metrics(answer: Answer) -> dict[str, Array]:
     assert answer.reference is not None and answer.teacher_top is not None and answer.top is not None
     return {
         "distill/log_ratio": answer.logprobs - answer.reference,
-        "distill/teacher_mass": np.exp(answer.teacher_top).sum(1),
-        "distill/policy_mass": np.exp(answer.top).sum(1),
+        "distill/teacher_mass": np.exp(answer.teacher_top[:, :-1]).sum(1),
+        "distill/policy_mass": np.exp(answer.top[:, :-1]).sum(1),
     }
 
 
