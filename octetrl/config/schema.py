@@ -121,7 +121,8 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     """Largest length of an answer, in tokens."""
     temperature: float = Field(default=1.0, ge=0.0, le=MOST_TEMPERATURE)
-    """Sampling temperature. Training needs a temperature above 0."""
+    """Sampling temperature. Training needs a temperature above 0. Its log-probs, with entropy, KL and a teacher's, are
+    those after the temperature. Objectives that learn from given data train at 1.0."""
     top_k: int = Field(default=0, ge=0, le=1 << 24)
     """Sample only from this number of most likely tokens. 0: from all. Only for evaluation: training refuses it,
     because the trainer could not reproduce the log-probs."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.schema import Recipe
-from octetrl.run.loop import train
+from octetrl.run.build import build_run
+from octetrl.run.loop import one_step, train
 from tests.e2e.test_objectives import dotted
 from tests.e2e.tiny_run import make_model, read_lines, recipe_tree, run, timeless
 from tests.house.tree import REPO
@@ -87,6 +91,39 @@ def test_preferences_are_learnt(name: str, model: Path, data: Path, tmp_path: Pa
     assert lines[-1]["preference/accuracy"] == 1.0 and lines[-1]["preference/margin"] > 0.05
     assert lines[-1]["preference/rejected_logprob"] < lines[0]["preference/rejected_logprob"]
     assert lines[0]["train/samples"] == 8.0, "both answers of four pairs"
+
+
+@pytest.mark.parametrize(("name", "metric"), [("sft_messages", "loss"), ("dpo", "preference/chosen_logprob"),
+                                              ("ipo", "preference/rejected_logprob")])  # fmt: skip
+def test_given_data_are_learnt_at_temperature_1(
+    name: str, metric: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """The first step's metric is that of transformers' float64 logits, as they are."""
+    more = ("steps=1", "rollout.temperature=0.5", "precision=bf16", "fp8.train=false", "model.dtype=float32")
+    recipe = shipped(name, model, tmp_path / "run", data, *more)
+    with closing(build_run(recipe)) as run:
+        assert run.conversations is not None
+        place = run.conversations.state()
+        samples = run.conversations.next_batch(4)
+        run.conversations.restore(place)
+        found = one_step(run, 1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    logprobs = []
+    for sample in samples:
+        ids, trained = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask)[1:]
+        with torch.no_grad():
+            logprobs_NV = theirs(ids[None]).logits[0, :-1].log_softmax(-1)
+        logprobs.append(logprobs_NV.gather(1, ids[1:, None])[:, 0][trained])
+    if metric == "loss":
+        expected = -float(torch.cat(logprobs).mean())
+    else:
+        chosen = metric == "preference/chosen_logprob"
+        means = recipe.algorithm.preference_logprobs == "mean"
+        answers = [one.mean() if means else one.sum() for one in logprobs]
+        expected = float(torch.stack([
+            one for one, sample in zip(answers, samples, strict=True) if sample.chosen == chosen
+        ]).mean())  # fmt: skip
+    assert found[metric] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_best_of_rollouts_are_learnt(model: Path, data: Path, tmp_path: Path) -> None:
