@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from octetrl.records import Rollout, RolloutGroup, RolloutStatus, differ
+from octetrl.records import Rollout, RolloutGroup, differ
 
 
 def has_reward(group: RolloutGroup) -> bool:
@@ -26,4 +26,4 @@ def has_variance(group: RolloutGroup) -> bool:
 
 
 def is_not_overlong(rollout: Rollout) -> bool:
-    return rollout.status not in (RolloutStatus.TRUNCATED, RolloutStatus.UNFINISHED)
+    return not rollout.status.is_cut_off

@@ -207,6 +207,10 @@ class PpoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
     return_lambda: Fraction | None = None
     """Lambda of the returns that the value head learns. None: `gae_lambda`. 1: it learns the whole returns, without
     bias; use it for long answers (VAPO, arXiv 2504.05118)."""
+    truncated: Literal["terminal", "bootstrap"] = "terminal"
+    """What follows an answer truncated at `max_new_tokens`, or a conversation that ran out of turns or context, in GAE.
+    `terminal`: nothing, as after a finished answer (verl). `bootstrap`: what the critic expects of the rest. Use it if
+    the limit is not part of the task."""
 
 
 class SftConfig(DatasetSettings, TokenWeightingSettings):

@@ -207,9 +207,11 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0, le=1_000_000_000)
     """Number of steps in which the learning rate rises linearly to `lr`."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, until the last step."""
+    """Shape of the learning rate after the warm-up, until the last step. It follows the steps, also those without an
+    update."""
     min_lr_fraction: Fraction = 0.0
-    """Final learning rate of a linear or cosine decay, as a share of `lr`."""
+    """Learning rate of the last step of a linear or cosine decay, as a share of `lr`. 0: the rate would be 0 at the
+    step after the last."""
 
 
 class RouterConfig(Section):

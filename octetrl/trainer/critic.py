@@ -52,7 +52,7 @@ class Critic:
         peers: Peers = ALONE,
     ) -> None:
         self.config, self.total_steps = config, total_steps
-        self.pretrain_steps = config.pretrain_steps  # below this policy version only the critic is trained
+        self.pretrain_steps = config.pretrain_steps  # so many first steps train only the critic
         self.scalar_trainer = ScalarTrainer(model, trainer, config.optimizer, seed=seed, peers=peers)
 
     @property
@@ -67,9 +67,20 @@ class Critic:
     @torch.no_grad()
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """V of each trained token, float32 [N]. NonFiniteError names the sample and position of a non-finite value."""
-        values_N = self.scalar_trainer.scalars(micro_batch, micro_batch.predictor_N)
-        _refuse_non_finite(values_N, micro_batch)
-        return values_N
+        return self._values_and_after(micro_batch)[0]
+
+    @torch.no_grad()
+    def _values_and_after(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """V of each trained token; and V after it where `bootstraps_N`, 0 elsewhere: float32 [N] each."""
+        rows_N, bootstraps_N = micro_batch.predictor_N, micro_batch.bootstraps_N
+        if bootstraps_N is None:
+            bootstraps_N = torch.zeros_like(rows_N, dtype=torch.bool)
+        rows_R = torch.cat([rows_N, rows_N[bootstraps_N] + 1])  # the scalar at a token is the value after it
+        values_N, after_R = self.scalar_trainer.scalars(micro_batch, rows_R).tensor_split([len(rows_N)])
+        after_N = torch.zeros_like(values_N).masked_scatter(bootstraps_N, after_R)
+        for one_N in (values_N, after_N):
+            _refuse_non_finite(one_N, micro_batch)
+        return values_N, after_N
 
     def prepare(
         self, prepared: Sequence[PreparedMicroBatch], returns: Callable[[TokenRewards], Tensor], kl_scale: float = 1.0
@@ -82,7 +93,7 @@ class Critic:
         error = None
         try:
             for one in prepared:
-                one.values_N = self.values(one.micro_batch)
+                one.values_N, one.after_N = self._values_and_after(one.micro_batch)
         except NonFiniteError as found:
             error = str(found)
         if error := peers.agree(error, "values"):
@@ -98,14 +109,15 @@ class Critic:
         return {} if explained is None else {"value/explained_variance": explained}
 
     def update(
-        self, minibatch: Sequence[PreparedMicroBatch], denominator: float, policy_version: int, means: MetricMeans
+        self, minibatch: Sequence[PreparedMicroBatch], denominator: float, place: int, means: MetricMeans
     ) -> dict[str, float]:
         """Run one optimizer step; returns its metrics, such as loss, gradient norm and learning rate.
 
-        The metrics of the tokens are added to `means`. NonFiniteError: nothing was updated.
+        `place`: steps of the run before this one. The metrics of the tokens are added to `means`. NonFiniteError:
+        nothing was updated.
         """
         parts = [self._part(one) for one in minibatch]
-        lr = learning_rate(policy_version, self.config.optimizer, self.total_steps)
+        lr = learning_rate(place, self.config.optimizer, self.total_steps)
         found = self.scalar_trainer.update(parts, denominator, lr, means)
         return {f"value/{name}": value for name, value in found.items()} | {"value/lr": lr}
 

@@ -51,6 +51,7 @@ def micro_batch_of(given: Sequence[Sample], chosen: Sequence[int], token_weights
         chosen_N=_chosen(samples, sequence_N),
         group_N=_group(samples, sequence_N),
         versions_N=_versions(given, samples, positions),
+        bootstraps_N=_bootstraps(samples, sequence_N),
     )
 
 
@@ -78,6 +79,13 @@ def _chosen(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:
     if all(sample.pair is None for sample in samples):
         return None
     return torch.from_numpy(np.array([sample.chosen for sample in samples])[sequence_N])
+
+
+def _bootstraps(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:
+    if not any(sample.bootstraps for sample in samples):
+        return None
+    is_last_N = np.diff(sequence_N, append=len(samples)) > 0
+    return torch.from_numpy(np.array([sample.bootstraps for sample in samples])[sequence_N] & is_last_N)
 
 
 def _group(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:

@@ -28,6 +28,7 @@ class PreparedMicroBatch:
     reference_N: Tensor | None = None
     first_N: Tensor | None = None  # the trainer's, before any update; None until they are first computed
     values_N: Tensor | None = None  # the critic's, before any update
+    after_N: Tensor | None = None  # the critic's after a sample that `bootstraps`, on its last token; 0 elsewhere
     returns_N: Tensor | None = None  # the critic's targets
     step_means: dict[str, Tensor] = field(default_factory=dict)  # over its optimizer step, by field of LossInputs
     teacher_ids_NK: Tensor | None = None  # the teacher's likeliest tokens
@@ -133,6 +134,7 @@ def gathered_rewards(prepared: Sequence[PreparedMicroBatch], peers: Peers) -> tu
         is_last_N=is_last_N,
         kl_N=joined(own.kl_N, torch.float32),
         values_N=joined(own.values_N, torch.float32),
+        after_N=joined(own.after_N, torch.float32),
         group_N=joined(own.group_N, torch.int64),
     )
     return whole, slice(first, first + own.outcome_N.numel())
@@ -154,6 +156,7 @@ def token_rewards(prepared: Sequence[PreparedMicroBatch]) -> TokenRewards:
         is_last_N=last_of_each(sequence_N),
         kl_N=None if first_N is None or reference_N is None else first_N - reference_N,
         values_N=_joined([one.values_N for one in prepared]),
+        after_N=_joined([one.after_N for one in prepared]),
         group_N=_joined([one.micro_batch.group_N for one in prepared]),
     )
 

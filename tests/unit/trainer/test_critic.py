@@ -13,6 +13,7 @@ from torch import Tensor
 from octetrl.algorithms.gae import gae_advantages
 from octetrl.algorithms.ppo import ppo_returns
 from octetrl.algorithms.sequences import last_of_each
+from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.value_loss import value_loss
 from octetrl.config.errors import UserError
 from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
@@ -20,7 +21,18 @@ from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.scalar_decoder import ScalarDecoder
-from octetrl.records import MicroBatch, Sample
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    MicroBatch,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Sample,
+    Task,
+    Turn,
+)
+from octetrl.rollout.samples import to_samples
 from octetrl.trainer.critic import Critic, explained_variance
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.packing import PackingLayout, pack
@@ -152,6 +164,35 @@ def test_it_learns_the_returns(fp8: Fp8Config) -> None:
     values, returns = (torch.cat([of(m) for m in micro_batches]) for of in (critic.values, targets))
     explained = explained_variance(values, returns)
     assert explained is not None and explained > 0.6
+
+
+@pytest.mark.parametrize("name", ["terminal", "bootstrap"])
+def test_returns_of_truncated_answers_end_in_nothing_or_in_the_value_after_them(name: Any) -> None:
+    """Against the sums of each answer alone in float64: the reward, then V after the last token if it was cut off."""
+    config = objective(name="ppo", truncated=name, discount=0.9, gae_lambda=0.8, kl_in="loss")
+    algorithm, critic = build_algorithm(config), tiny_critic(dtype=torch.float32)
+    turn = Turn((1, 2), Completion((3, 4, 5), (-1.0, -2.0, -3.0), "", FinishReason.LENGTH, 0, "digest"))
+    statuses = (RolloutStatus.SCORED, RolloutStatus.TRUNCATED, RolloutStatus.UNFINISHED)
+    tasks = [Rollout(Task("t", "1 2", {}), (turn,), status, 0.5 * n) for n, status in enumerate(statuses)]
+    samples = to_samples([RolloutGroup(tasks[0].task, tuple(tasks))], algorithm)
+    micro_batch = pack(samples, PackingLayout(64), "token").minibatches[0][0]
+    prepared = PreparedMicroBatch(micro_batch)
+    critic.prepare([prepared], partial(ppo_returns, config=config))
+    tokens = torch.tensor([1, 2, 3, 4, 5])
+    model = critic.scalar_trainer.model
+    hidden_TE = model(tokens, torch.arange(5), PackedContext(torch.tensor([0, 5], dtype=torch.int32), 5))
+    value_T = (hidden_TE.double() @ model.score.weight[0].double()).tolist()
+    assert prepared.returns_N is not None
+    for sequence in range(3):
+        sample = samples[int(micro_batch.sample_N[micro_batch.sequence_N == sequence][0])]
+        cut = name == "bootstrap" and sample is not samples[0]
+        after, advantage, expected = value_T[4] if cut else 0.0, 0.0, []
+        for t in (3, 2, 1):  # the token before the one that V is of
+            delta = (sample.advantage if t == 3 else 0.0) + 0.9 * after - value_T[t]
+            advantage, after = delta + 0.9 * 0.8 * advantage, value_T[t]
+            expected.insert(0, advantage + value_T[t])
+        found = prepared.returns_N[micro_batch.sequence_N == sequence].tolist()
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("value_clip", [0.1, None])
