@@ -196,11 +196,10 @@ class RolloutStatus(StrEnum):
 
     @property
     def has_reward(self) -> bool:
-        return self in (RolloutStatus.SCORED, RolloutStatus.TRUNCATED, RolloutStatus.UNFINISHED)
+        return self is RolloutStatus.SCORED or self.is_cut_off
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether a limit ended it, and not the policy or the environment."""
+    def is_cut_off(self) -> bool:  # by a limit, and not by the policy or the environment
         return self in (RolloutStatus.TRUNCATED, RolloutStatus.UNFINISHED)
 
 
@@ -288,7 +287,7 @@ class Sample:
     pair: int | None = None  # number of a preference pair: chosen and rejected are neighbours with the same number
     chosen: bool = True  # the better of its pair
     group: int | None = None  # number of the group of siblings within a step; None for SFT and preferences
-    bootstraps: bool = False  # the critic's value after its last token is part of its return
+    cut_off: bool = False  # a limit ended it (`RolloutStatus.is_cut_off`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +318,7 @@ class MicroBatch:
     chosen_N: Tensor | None = None  # bool: of the better sequence of its pair; None without pairs
     group_N: Tensor | None = None  # int64: group of siblings of its sequence; None without groups
     versions_N: Tensor | None = None  # int64: policy version that sampled the target; None: one for the batch
-    bootstraps_N: Tensor | None = None  # bool: the last trained token of a sample that `bootstraps`; None: none does
+    cut_off_N: Tensor | None = None  # bool: the last trained token of a sample that is cut off; None: none is
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +332,7 @@ class PackedBatch:
     loss_denominators: tuple[float, ...]  # one per minibatch: the only division in the project
     policy_version: int | None  # of the weights that sampled it; None for SFT
     metrics: Mapping[str, float] = field(default_factory=dict)
-    step: int | None = None  # of the run, from 1; the learning rate follows it. None: the trainer's next update
+    step: int | None = None  # of the run, from 1; None: that of the trainer's next update
 
 
 @dataclass(frozen=True, slots=True)

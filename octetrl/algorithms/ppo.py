@@ -41,5 +41,5 @@ def _gae(rewards: TokenRewards, config: PpoConfig, gae_lambda: float) -> Tensor:
     if rewards.kl_N is not None and config.kl_in == "reward":
         kl_N = kl_of_ratio(rewards.kl_N, config.kl_estimator)
         earned_N = earned_N - config.kl_coefficient * rewards.kl_scale * kl_N
-    values_N, is_last_N, after_N = rewards.values_N, rewards.is_last_N, rewards.after_N
-    return gae_advantages(earned_N, values_N, is_last_N, config.discount, gae_lambda, after_N)
+    after_N = rewards.after_N if config.truncated == "bootstrap" else None
+    return gae_advantages(earned_N, rewards.values_N, rewards.is_last_N, config.discount, gae_lambda, after_N)

@@ -73,7 +73,6 @@ class Algorithm:
     shape: Callable[[TokenRewards], Tensor] | None = None  # advantages [N]; None: the sample's on each token
     shaping_kl: Callable[[Tensor], Tensor] | None = None  # log-ratios -> the KL that `shape` subtracts; None: no KL
     needs_values: bool = False  # a critic
-    bootstraps: bool = False  # the return of a rollout that is cut off has the critic's value after it
     returns: Callable[[TokenRewards], Tensor] | None = None  # the critic's targets [N]; None: no critic
     reward_loss: RewardLoss | None = None  # of a pair's rewards: a reward model is trained and `loss` is not used
     needs_teacher: bool = False  # the reference is another model's: `algorithm.teacher`
@@ -140,8 +139,7 @@ def _group_relative(config: PolicyConfig) -> Rule:
 
 def _build_ppo(config: PpoConfig) -> Algorithm:
     policy = _policy(grpo_loss, plain_rewards, ppo_advantages)(config)
-    bootstraps, returns = config.truncated == "bootstrap", partial(ppo_returns, config=config)
-    return replace(policy, needs_values=True, returns=returns, bootstraps=bootstraps)
+    return replace(policy, needs_values=True, returns=partial(ppo_returns, config=config))
 
 
 def _supervised(name: str, token_weighting: TokenWeighting) -> Algorithm:

@@ -27,6 +27,6 @@ class TokenRewards:
     is_last_N: Tensor  # bool: the sample's last trained token
     kl_N: Tensor | None = None  # log p - log reference (k1; ratios.py computes k2 and k3 from it); None: no reference
     values_N: Tensor | None = None  # the critic's; None: no critic
-    after_N: Tensor | None = None  # the critic's after a sample that `bootstraps`, on its last token; 0 elsewhere
+    after_N: Tensor | None = None  # the critic's after a sample that was cut off, on its last token; 0 elsewhere
     group_N: Tensor | None = None  # int64: number of the group of siblings; None: no groups
     kl_scale: float = 1.0  # factor of the KL coefficient (kl_control.py)

@@ -381,6 +381,12 @@ class Recipe(Section):
         return dict(self.environments) or {"": self.environment}
 
     @property
+    def training_temperature(self) -> float:
+        """Temperature of the distribution that is trained: the rollout's (0 of one that only evaluates counts as 1)
+        or 1 for given data."""
+        return self.rollout.temperature or 1.0 if self.algorithm.learns_from == "rollouts" else 1.0
+
+    @property
     def sources(self) -> dict[str, DataSource]:
         """Training data by name: `data.sources`, or `algorithm.conversations` as the only source."""
         algorithm = self.algorithm

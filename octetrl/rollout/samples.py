@@ -23,22 +23,19 @@ class CreditAssignment(Protocol):
 
     def trains(self, rollout: Rollout, /) -> bool: ...
 
-    @property
-    def bootstraps(self) -> bool: ...
-
 
 def to_samples(groups: Sequence[RolloutGroup], algorithm: CreditAssignment) -> list[Sample]:
     """A sample for each rollout of `groups`, all of one step, that has a reward and is trained on, in their order."""
     advantages = algorithm.advantages([group.penalized_rewards for group in groups])
     return [
-        _sample(rollout, advantage, number, bootstraps=algorithm.bootstraps and rollout.status.is_cut_off)
+        _sample(rollout, advantage, number)
         for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
         for rollout, advantage in zip(group.scored, of_group, strict=True)
         if advantage is not None and algorithm.trains(rollout)
     ]
 
 
-def _sample(rollout: Rollout, advantage: float, group: int, *, bootstraps: bool) -> Sample:
+def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     for turn in rollout.turns:
@@ -58,5 +55,5 @@ def _sample(rollout: Rollout, advantage: float, group: int, *, bootstraps: bool)
         precision_digest=digests.pop(),
         token_versions=versions,
         group=group,
-        bootstraps=bootstraps,
+        cut_off=rollout.status.is_cut_off,
     )

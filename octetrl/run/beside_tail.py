@@ -95,7 +95,7 @@ class BesideTail:
             if batch is not None:
                 workers.offer(batch)
 
-        workers.begin_step(divisor(run.config))
+        workers.begin_step(divisor(run.config), run.step)
         collection = replace(run.collection, on_group=on_group)
         collected = collect_batch(run.taskset, objective.keeps, run.rewards, workers, collection)
         run.journal.record(collected.groups, collected.metrics, collected.put_back)

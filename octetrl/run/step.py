@@ -6,6 +6,7 @@ the new weights into the engine. Supervised fine-tuning is `learn` with conversa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octetrl.config.objective_settings import DatasetSettings
@@ -43,6 +44,6 @@ def produce(run: Run) -> list[Sample]:
 def learn(run: Run, samples: list[Sample]) -> StepMetrics:
     """Samples -> packed batch -> one update -> new weights and KV scales in the engine."""
     batch = pack(samples, run.workers.layout, run.algorithm.token_weighting)
-    update = run.workers.train(batch)
+    update = run.workers.train(replace(batch, step=run.step))
     published = run.workers.publish(update.policy_version)
     return StepMetrics.merge(run.journal.metrics, batch.metrics, update.metrics, published.metrics)

@@ -71,13 +71,13 @@ class Critic:
 
     @torch.no_grad()
     def _values_and_after(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """V of each trained token; and V after it where `bootstraps_N`, 0 elsewhere: float32 [N] each."""
-        rows_N, bootstraps_N = micro_batch.predictor_N, micro_batch.bootstraps_N
-        if bootstraps_N is None:
-            bootstraps_N = torch.zeros_like(rows_N, dtype=torch.bool)
-        rows_R = torch.cat([rows_N, rows_N[bootstraps_N] + 1])  # the scalar at a token is the value after it
+        """V of each trained token; and V after it where `cut_off_N`, 0 elsewhere: float32 [N] each."""
+        rows_N, cut_off_N = micro_batch.predictor_N, micro_batch.cut_off_N
+        if cut_off_N is None:
+            cut_off_N = torch.zeros_like(rows_N, dtype=torch.bool)
+        rows_R = torch.cat([rows_N, rows_N[cut_off_N] + 1])  # the scalar at a token is the value after it
         values_N, after_R = self.scalar_trainer.scalars(micro_batch, rows_R).tensor_split([len(rows_N)])
-        after_N = torch.zeros_like(values_N).masked_scatter(bootstraps_N, after_R)
+        after_N = torch.zeros_like(values_N).masked_scatter(cut_off_N, after_R)
         for one_N in (values_N, after_N):
             _refuse_non_finite(one_N, micro_batch)
         return values_N, after_N

@@ -51,7 +51,7 @@ def micro_batch_of(given: Sequence[Sample], chosen: Sequence[int], token_weights
         chosen_N=_chosen(samples, sequence_N),
         group_N=_group(samples, sequence_N),
         versions_N=_versions(given, samples, positions),
-        bootstraps_N=_bootstraps(samples, sequence_N),
+        cut_off_N=_cut_off(samples, sequence_N),
     )
 
 
@@ -81,11 +81,11 @@ def _chosen(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:
     return torch.from_numpy(np.array([sample.chosen for sample in samples])[sequence_N])
 
 
-def _bootstraps(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:
-    if not any(sample.bootstraps for sample in samples):
+def _cut_off(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:
+    if not any(sample.cut_off for sample in samples):
         return None
     is_last_N = np.diff(sequence_N, append=len(samples)) > 0
-    return torch.from_numpy(np.array([sample.bootstraps for sample in samples])[sequence_N] & is_last_N)
+    return torch.from_numpy(np.array([sample.cut_off for sample in samples])[sequence_N] & is_last_N)
 
 
 def _group(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:

@@ -28,7 +28,7 @@ class PreparedMicroBatch:
     reference_N: Tensor | None = None
     first_N: Tensor | None = None  # the trainer's, before any update; None until they are first computed
     values_N: Tensor | None = None  # the critic's, before any update
-    after_N: Tensor | None = None  # the critic's after a sample that `bootstraps`, on its last token; 0 elsewhere
+    after_N: Tensor | None = None  # the critic's after a sample that was cut off, on its last token; 0 elsewhere
     returns_N: Tensor | None = None  # the critic's targets
     step_means: dict[str, Tensor] = field(default_factory=dict)  # over its optimizer step, by field of LossInputs
     teacher_ids_NK: Tensor | None = None  # the teacher's likeliest tokens

@@ -25,7 +25,7 @@ from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.prepared import on_device
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
-from octetrl.trainer.schedule import learning_rate
+from octetrl.trainer.schedule import learning_rate, place_of
 
 
 class RewardTrainer:
@@ -66,7 +66,7 @@ class RewardTrainer:
         if not batch.minibatches:
             return PolicyUpdate(self.policy_version, {"train/skipped": 1.0})
         started = time.perf_counter()
-        lr = learning_rate(self.policy_version, self.config.optimizer, self.total_steps)
+        lr = learning_rate(place_of(batch, self.policy_version), self.config.optimizer, self.total_steps)
         minibatches = [[self._part(micro_batch) for micro_batch in minibatch] for minibatch in batch.minibatches]
         means, updates = MetricMeans(), list[dict[str, float]]()
         for _ in range(self.config.epochs):

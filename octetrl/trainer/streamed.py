@@ -26,6 +26,7 @@ from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.first_passes import first_passes
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.prepared import PreparedMicroBatch
+from octetrl.trainer.schedule import place_of
 from octetrl.trainer.train_call import Accumulated, OptimizerStep, TrainCall, check_digest
 from octetrl.trainer.trainer import Trainer
 
@@ -33,7 +34,9 @@ from octetrl.trainer.trainer import Trainer
 class StreamedStep:
     """The step of one worker. `kv`: the cache of its samples. `on_policy`: the current weights sampled them."""
 
-    def __init__(self, trainer: Trainer, kv: KVReplay, divisor: float, *, on_policy: bool) -> None:
+    def __init__(
+        self, trainer: Trainer, kv: KVReplay, divisor: float, *, lr: float | None, on_policy: bool
+    ) -> None:
         assert trainer.config.epochs == trainer.config.minibatches == 1, "one update a step"
         assert trainer.algorithm.shape is None and not trainer.algorithm.step_means, "the batch is needed as a whole"
         assert trainer.critic is None and not trainer.remakes_codes, "refused by `tail_problems`"
@@ -44,7 +47,6 @@ class StreamedStep:
         self._prepared: list[PreparedMicroBatch] = []
         self._step = OptimizerStep(self._prepared, kv, on_policy, divisor, num_micro_batches=1, most_micro_batches=1)
         amax_LS = trainer.forward.unobserved_amax() if trainer.collects_kv_amax else None
-        lr = trainer.next_learning_rate
         assert lr is not None, "only a critic is trained without the policy"
         self._lr, self._call = lr, TrainCall((self._step,), 1, lr, amax_LS, time.perf_counter())
         zero = torch.zeros((), device=trainer.device)
@@ -100,5 +102,6 @@ class StreamedCall:
     def _begun(self, batch: PackedBatch, kv: KVReplay) -> StreamedStep:
         if self._step is None:
             on_policy = batch.policy_version == self._trainer.policy_version
-            self._step = StreamedStep(self._trainer, kv, self._divisor, on_policy=on_policy)
+            lr = self._trainer.learning_rate(place_of(batch, self._trainer.policy_version))
+            self._step = StreamedStep(self._trainer, kv, self._divisor, lr=lr, on_policy=on_policy)
         return self._step

@@ -37,6 +37,7 @@ class TrainCall:
     lr: float | None  # None: only the critic is trained
     kv_amax_LS: Tensor | None  # raised by the forwards; None: not collected
     started: float  # seconds of time.perf_counter
+    place: int = 0  # steps of the run before this one
     means: MetricMeans = field(default_factory=MetricMeans)
     metrics: dict[str, float] = field(default_factory=dict)  # of the whole batch, before the first update
     updates: list[dict[str, float]] = field(default_factory=list)  # of each optimizer step

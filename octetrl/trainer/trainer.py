@@ -40,16 +40,10 @@ from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.optimizer import copy_all
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.prepared import (
-    PreparedMicroBatch,
-    fill_step_means,
-    loss_inputs,
-    shape_advantages,
-    token_logprobs,
-)
+from octetrl.trainer.prepared import PreparedMicroBatch, fill_step_means, loss_inputs, shape_advantages, token_logprobs
 from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers
-from octetrl.trainer.schedule import learning_rate
+from octetrl.trainer.schedule import place_of, rate_after
 from octetrl.trainer.shared_weights import optimizer_of
 from octetrl.trainer.train_call import Accumulated, OptimizerStep, TrainCall, TrainerState, check_digest
 
@@ -57,7 +51,7 @@ from octetrl.trainer.train_call import Accumulated, OptimizerStep, TrainCall, Tr
 class Trainer:
     """Owns the optimizer and the policy version. `model` and `reference` must be loaded and quantised.
 
-    `policy_version` counts the `train` calls that changed the weights. The learning rate follows it.
+    `policy_version` counts the `train` calls that changed the weights. The learning rate follows the batch's step.
     """
 
     def __init__(
@@ -126,7 +120,7 @@ class Trainer:
             for step in call.steps:
                 update = {} if call.lr is None else self._one_step(call, step, call.lr)
                 if self.critic is not None:
-                    update |= self.critic.update(step.micro_batches, step.denominator, self.policy_version, call.means)
+                    update |= self.critic.update(step.micro_batches, step.denominator, call.place, call.means)
                 call.updates.append(update)
         return self.finish(call)
 
@@ -136,8 +130,8 @@ class Trainer:
         self.poisoned.zero_()
         self.routers.begin_call()
         amax_LS = self.forward.unobserved_amax() if self.collects_kv_amax else None
-        lr = self.next_learning_rate
-        num_updates = self.config.epochs * len(batch.minibatches)
+        place, num_updates = place_of(batch, self.policy_version), self.config.epochs * len(batch.minibatches)
+        lr = self.learning_rate(place)
         on_policy = num_updates == 1 and batch.policy_version == self.policy_version
         counts = self.peers.gather_records([len(minibatch) for minibatch in batch.minibatches], "micro-batches")
         steps = tuple(
@@ -153,7 +147,7 @@ class Trainer:
                 batch.minibatches, batch.loss_denominators, *counts, strict=True
             )
         )
-        return TrainCall(steps, self.config.epochs, lr, amax_LS, started)
+        return TrainCall(steps, self.config.epochs, lr, amax_LS, started, place)
 
     def shape(self, call: TrainCall) -> None:
         """Fill in what depends on the whole batch or optimizer step: returns, advantages, means."""
@@ -231,13 +225,10 @@ class Trainer:
         self.policy_version = state.policy_version
         self.weights.renew()
 
-    @property
-    def next_learning_rate(self) -> float | None:
-        """The policy's rate; None while only the critic is trained. The schedule begins afterwards."""
-        skipped = 0 if self.critic is None else self.critic.pretrain_steps
-        if self.policy_version < skipped:
-            return None
-        return learning_rate(self.policy_version - skipped, self.config.optimizer, self.total_steps - skipped)
+    def learning_rate(self, place: int) -> float | None:
+        """The policy's rate after `place` steps; None while only the critic is trained. The schedule begins then."""
+        first = 0 if self.critic is None else self.critic.pretrain_steps
+        return rate_after(first, place, self.config.optimizer, self.total_steps)
 
     # ------------------------------------------------------------ one micro-batch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octetrl.records import PackedBatch, PolicyUpdate
 from octetrl.trainer.streamed import StreamedCall
 from octetrl.workers.worker import Worker
@@ -20,7 +22,7 @@ class StreamedUpdate:
         with worker.spans("train"):
             self._call.add(part, worker.replay(part.policy_version), worker.policy.digest)
 
-    def finish(self, denominator: float, policy_version: int) -> PolicyUpdate:
-        """The update with all workers; the metrics are those of all."""
-        whole = PackedBatch((tuple(self._call.micro_batches),), (denominator,), policy_version)
-        return self._worker.train(whole, self._call.finish)
+    def finish(self, whole: PackedBatch) -> PolicyUpdate:
+        """The update with all workers; the metrics are those of all. `whole`: without its micro-batches."""
+        own = replace(whole, minibatches=(tuple(self._call.micro_batches),))
+        return self._worker.train(own, self._call.finish)

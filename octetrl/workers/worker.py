@@ -83,7 +83,6 @@ class Worker:
     ) -> None:
         self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
         generating = recipe if draws else with_own_engine(recipe)
-        learns_from_rollouts = recipe.algorithm.learns_from == "rollouts"
         models = ModelBuilder(generating, spec, policy, device, load_weights, loaders or peers, trains)
         self.peers, self.loaded = peers, models.count
         self.trainer_model = models.trainer_model()
@@ -92,7 +91,7 @@ class Worker:
             self.trainer_model,
             config=recipe.trainer,
             algorithm=algorithm,
-            temperature=(recipe.rollout.temperature or 1.0) if learns_from_rollouts else 1.0,  # given data have none
+            temperature=recipe.training_temperature,
             total_steps=recipe.steps,
             reference=models.reference(algorithm, self.trainer_model, tokenizer),
             critic=models.critic() if algorithm.needs_values and trains else None,

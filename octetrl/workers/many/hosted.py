@@ -202,10 +202,10 @@ class HostedWorker:
         assert self._update is not None, "`begin_update` comes first"
         self._compute("train", partial(self._update.add, part))
 
-    def finish_update(self, denominator: float, policy_version: int) -> PolicyUpdate:
+    def finish_update(self, whole: PackedBatch) -> PolicyUpdate:
         assert self._update is not None, "`begin_update` comes first"
         update, self._update = self._update, None
-        return self._compute("train", lambda: update.finish(denominator, policy_version))
+        return self._compute("train", lambda: update.finish(whole))
 
     def publish(self, policy_version: int) -> Published:
         if self._is_trainer and isinstance(self._worker, Worker):

@@ -36,8 +36,8 @@ CALLS_AHEAD = 2  # micro-batches that a worker has been sent, so that it never w
 class PartQueue:
     """The micro-batches of one step: those that no worker has yet, and the calls of those that workers train on."""
 
-    def __init__(self, team: Team, costs: Costs) -> None:
-        self._team, self._costs = team, costs
+    def __init__(self, team: Team, costs: Costs, step: int | None = None) -> None:
+        self._team, self._costs, self._step = team, costs, step
         self._waiting: deque[tuple[float, PackedBatch]] = deque()  # (cost, one micro-batch)
         self._calls: list[tuple[Call, float]] = []
         self.policy_version: int | None = None
@@ -54,9 +54,13 @@ class PartQueue:
             self.denominator += denominator
             self.policy_version = batch.policy_version
             for one in minibatch:
-                part = PackedBatch(((one,),), (denominator,), batch.policy_version)
+                part = PackedBatch(((one,),), (denominator,), batch.policy_version, step=self._step)
                 self._waiting.append((self._costs.micro_batch(one), part))
                 self.offered += _tokens(one)
+
+    def whole(self) -> PackedBatch:
+        """The step's batch without its micro-batches, which the workers have."""
+        return PackedBatch(((),), (self.denominator,), self.policy_version, step=self._step)
 
     def advance(self, workers: Collection[int]) -> None:
         """Gives micro-batches to those of `workers` that have room. Does not wait. Raises what a worker raised."""
@@ -152,10 +156,10 @@ class TailWorkers(ManyWorkers):
     _queue: PartQueue | None = None  # of this step; None: between steps
     _metrics: Mapping[str, float] = {}
 
-    def begin_step(self, divisor: float) -> None:
-        """`divisor` of the loss until its denominator is known (trainer/streamed.py)."""
+    def begin_step(self, divisor: float, step: int | None = None) -> None:
+        """`divisor` of the loss until its denominator is known (trainer/streamed.py). `step`: the batch's."""
         self._team.ask("submit", "begin_update", divisor)
-        self._queue = PartQueue(self._team, self._costs)
+        self._queue = PartQueue(self._team, self._costs, step)
         self._metrics = {"rollout/moved_answers": 0.0, "time/tail": 0.0}
 
     def offer(self, batch: PackedBatch) -> None:
@@ -171,7 +175,7 @@ class TailWorkers(ManyWorkers):
             return self.train(PackedBatch((), (), None))
         with self._console.phase("train"), self._spans("train"):
             queue.finish()
-        update = self._update("finish_update", [(queue.denominator, queue.policy_version)] * self._team.size)
+        update = self._update("finish_update", [(queue.whole(),)] * self._team.size)
         own = {**self._metrics, "train/beside_tail_share": queue.early / queue.offered}
         metrics = {name: value for name, value in update.metrics.items() if name != "train/tokens_per_second"}
         return replace(update, metrics={**metrics, **own})

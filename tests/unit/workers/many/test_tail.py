@@ -31,6 +31,7 @@ CHANGES: dict[str, Any] = {
     "rollout.stop": ["e", "a", "1"],  # answers of different lengths
     "engine.max_batch": 8,
     "trainer.tokens_per_micro_batch": 96,
+    "trainer.optimizer.decay": "linear",  # so that equal metrics are those of equal steps
     "algorithm": {"name": "grpo", "token_weighting": "sequence", "drop_zero_variance": False},
 }
 ONLY_WITH = {"rollout/moved_answers", "train/beside_tail_share"}
