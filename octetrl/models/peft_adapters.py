@@ -29,7 +29,7 @@ from torch import Tensor
 
 from octetrl.config.blocks import PLACES
 from octetrl.config.errors import UserError
-from octetrl.config.json_file import read_json
+from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.lora import adaptable, targets_of, unknown_target
 from octetrl.config.schema import LoraConfig
 from octetrl.config.spec import ModelSpec
@@ -57,6 +57,14 @@ UNSUPPORTED = {  # fields that would change the formula, with the value that doe
     "layer_replication": None,
     "target_parameters": None,
 }
+READ = {"peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "modules_to_save"}
+READ |= {"init_lora_weights", EXPERTS, *UNSUPPORTED}
+WITHOUT_EFFECT = {  # other fields of PEFT that change no weight of a trained adapter
+    "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "lora_dropout", "exclude_modules",
+    "layers_pattern", "megatron_core", "ensure_weight_tying", "qalora_group_size", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config",
+}  # fmt: skip
+PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # the others subtract A and B's first product from W
 TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}  # by whether the head is a scalar
 HEADS = {"score", "classifier"}  # PEFT's names of them
 
@@ -132,6 +140,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     for field, plain in UNSUPPORTED.items():
         if config.get(field) not in (plain, None):
             raise UserError(f"{file}: {field} {config[field]} is not supported; the adapter needs {field} {plain}")
+    _refuse_other_weights(config, file)
     is_scalar = config.get("task_type") == TASKS[True]
     whole = config.texts("modules_to_save")
     if not set(whole) <= (HEADS if is_scalar else set()):
@@ -141,6 +150,22 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     experts = config.get(EXPERTS) is True
     lora = LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets), experts=experts, path=str(folder))
     return AdapterConfig(lora, config.text("base_model_name_or_path"), is_scalar)
+
+
+def _refuse_other_weights(config: JsonObject, file: Path) -> None:
+    """Raises UserError for an initialisation that changed the base, and for a field that is not known and is set."""
+    init = config.get("init_lora_weights")
+    if init not in PLAIN_INITS:
+        raise UserError(
+            f"{file}: init_lora_weights {init!r} also changed the base's weights, which the adapter does not contain;"
+            " save it with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
+    for field in sorted(config.keys() - READ - WITHOUT_EFFECT):
+        if config[field]:
+            raise UserError(
+                f"{file}: {field} {config[field]!r} is not supported and may change weights; give an adapter of plain"
+                " LoRA, or remove the field if it has no effect"
+            )
 
 
 def check_adapter(lora: LoraConfig, folder: Path, spec: ModelSpec, *, is_scalar: bool) -> None:

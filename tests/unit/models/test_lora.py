@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -305,6 +307,17 @@ def test_merged_it_is_the_adapter_to_rounding(dtype: torch.dtype) -> None:
         ({"use_rslora": True}, "use_rslora True is not supported; the adapter needs use_rslora False"),
         ({"bias": "all"}, "bias all is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"init_lora_weights": "corda", "corda_config": {}}, "init_lora_weights"),
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "init_lora_weights"),
+        ({"init_lora_weights": ["pissa"]}, "init_lora_weights"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [0]}, "trainable_token_indices"),
+        ({"of_a_later_peft": 0.5}, "of_a_later_peft"),
     ],
 )
 def test_another_adapter_is_refused(change: dict[str, Any], what: str, tmp_path: Path) -> None:
@@ -314,6 +327,30 @@ def test_another_adapter_is_refused(change: dict[str, Any], what: str, tmp_path:
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=what):
         load_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("init", "plain"),
+    [(True, True), (False, True), ("gaussian", True), ("orthogonal", True), ("pissa", False), ("olora", False)],
+)
+def test_an_adapter_of_peft_is_read_if_it_is_plain_lora_of_the_base(
+    init: bool | str, plain: bool, tmp_path: Path
+) -> None:
+    """`plain`: PEFT's own layer computes W x + s B A x with the base's W. The config has every field of PEFT."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"], init_lora_weights=init)
+    theirs = peft.get_peft_model(deepcopy(layer), config)
+    theirs.base_model.model[0].lora_B["default"].weight.data.add_(0.5)
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    a, b = (tensors[f"base_model.model.0.lora_{name}.weight"] for name in "AB")
+    x = torch.randn(3, 8)
+    difference = (theirs(x) - x @ (layer[0].weight + 2 * b @ a).T).abs().max()
+    assert bool(difference < 1e-5) == plain
+    with nullcontext() if plain else pytest.raises(UserError, match="init_lora_weights"):
+        assert read_adapter_config(tmp_path).lora.rank == 4
 
 
 def test_tensors_of_another_model_are_refused_and_nothing_changes(tmp_path: Path) -> None:
