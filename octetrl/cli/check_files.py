@@ -26,6 +26,7 @@ from octetrl.run.run_files import RECIPE_FILE, refuse_records
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.telemetry.sinks import missing_wandb
 
+ROWS_TRIED = 64  # of each source of conversations: whether the chat template can write them
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
 
 
@@ -47,7 +48,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
 
 def content_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> Iterator[str]:
     """What is wrong in tokenizer, adapter, conversations, tasks and modules. `tokenizer`: None where that is wrong."""
-    yield from _source_problems(recipe)
+    yield from _source_problems(recipe, tokenizer)
     try:
         _read_adapter(recipe, spec)
     except UserError as error:
@@ -136,7 +137,7 @@ def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:
         check_adapter(lora, Path(lora.path), spec, is_scalar=recipe.algorithm.name == "reward_model")
 
 
-def _source_problems(recipe: Recipe) -> Iterator[str]:
+def _source_problems(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Iterator[str]:
     from octetrl.data.mixture import read_source
 
     kind = recipe.algorithm.learns_from
@@ -146,7 +147,10 @@ def _source_problems(recipe: Recipe) -> Iterator[str]:
         if hub_dataset(source.path) is None and not Path(source.path).exists():
             continue  # reported as missing
         try:
-            read_source(name, source, kind)
+            rows = read_source(name, source, kind)
+            if tokenizer is not None:
+                problem = tokenizer.row_problem(rows, recipe.rollout.system_prompt, ROWS_TRIED)
+                yield from () if problem is None else (problem,)
         except UserError as error:
             yield str(error)
 

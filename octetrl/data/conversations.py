@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.json_file import kind_of
 from octetrl.data.rows import required_text
+from octetrl.environments.tools import json_arguments
 from octetrl.records import Sample
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -47,11 +48,12 @@ class TurnTokens(Protocol):
 
     def message_tokens(
         self, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None
-    ) -> MaskedTokens: ...
+    ) -> Sequence[MaskedTokens]: ...
 
 
 class Tokenized(NamedTuple):
-    """A tokenized example: one conversation, or the two of a preference pair with the chosen one first."""
+    """A tokenized example: one conversation, or one for each of its answers (rollout/message_tokens.py), or the two of
+    a preference pair with the chosen one first."""
 
     samples: tuple[Sample, ...]
     across_borders: int = 0  # number of tokens only partly in an answer, which are not trained on
@@ -82,8 +84,9 @@ class Dialogue:
     tools: tuple[Any, ...] | None = None
 
     def tokenized(self, chat: TurnTokens) -> Tokenized:
-        tokens = chat.message_tokens(self.messages, learn_from=self.learn_from, tools=self.tools)
-        return Tokenized((supervised(tokens.token_ids, tokens.loss_mask),), tokens.across_borders)
+        parts = chat.message_tokens(self.messages, learn_from=self.learn_from, tools=self.tools)
+        samples = tuple(supervised(tokens.token_ids, tokens.loss_mask) for tokens in parts)
+        return Tokenized(samples, sum(tokens.across_borders for tokens in parts))
 
 
 def supervised(token_ids: tuple[int, ...], loss_mask: tuple[bool, ...]) -> Sample:
@@ -110,7 +113,7 @@ def messages_of(record: Mapping[str, Any], key: str, where: str) -> tuple[Messag
         raise UserError(f'{where}: \'{key}\' is {found}; it must be a list of {{"role", "content"}}')
     for problem in _message_problems(messages, f"{where}: '{key}'"):
         raise UserError(problem)
-    return tuple(messages)
+    return tuple(_with_calls(message, f"{where}: '{key}', message {at}") for at, message in enumerate(messages, 1))
 
 
 def tools_of(record: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
@@ -138,8 +141,35 @@ def _message_problems(messages: Sequence[Any], where: str) -> Iterator[str]:
             role = message.get("role")
             hint = nearest(role, ROLES) if isinstance(role, str) else ""
             yield f"{at}: role {role!r} is not allowed; it must be one of {', '.join(ROLES)}{hint}"
+        elif isinstance(message.get("content"), list):
+            yield f"{at}: 'content' is a list of parts; conversations are of text alone, so give the text as a string"
         elif not isinstance(message.get("content"), str):
             if not (message["role"] == "assistant" and message.get("tool_calls") and not message.get("content")):
                 yield f"{at}: 'content' is {kind_of(message.get('content'))}; it must be a string"
         elif message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
             yield f"{at}: the assistant's 'content' is empty; give its answer, or remove the message"
+
+
+def _with_calls(message: dict[str, Any], where: str) -> Message:
+    """The message with the arguments of its calls as objects, which OpenAI's messages have as JSON text, and with the
+    `content` null that a message of calls alone has."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise UserError(f"{where}: 'tool_calls' is {kind_of(calls)}; it must be a list of calls")
+    return {"content": None, **message, "tool_calls": [_decoded(call, where) for call in calls]}
+
+
+def _decoded(call: dict[str, Any], where: str) -> dict[str, Any]:
+    if "function" in call:
+        if not isinstance(call["function"], dict):
+            raise UserError(f"{where}: a call's 'function' is {kind_of(call['function'])}; it must be an object")
+        return {**call, "function": _decoded(call["function"], where)}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        return {**call, "arguments": json_arguments(arguments or "{}")}
+    except ValueError:
+        raise UserError(f"{where}: a call's arguments {arguments[:60]!r} are not a JSON object; correct them") from None

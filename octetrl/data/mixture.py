@@ -21,7 +21,7 @@ from octetrl.config.schema import DataSource
 from octetrl.config.text import TextTooLong
 from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
 from octetrl.data.preferences import preference_of
-from octetrl.data.rows import find_value, read_rows
+from octetrl.data.rows import find_value, read_rows, without_padding
 from octetrl.environments.order import EndlessOrder, furthest_behind, shares_of
 from octetrl.records import Sample
 
@@ -55,7 +55,7 @@ def read_source(name: str, config: DataSource, kind: Kind) -> Source:
     """Read all examples of one source. Raises UserError with a line for each of the first ten invalid rows."""
     examples, places, problems = [], [], []
     for row in read_rows(config.path, split=config.split, subset=config.subset):
-        record = _with_columns(row.record, config.columns)
+        record = _with_columns(without_padding(row.record) if row.is_padded else row.record, config.columns)
         try:
             examples.append(_OF_RECORD[kind](record, row.where))
             places.append(row.where)
@@ -131,7 +131,8 @@ class Mixture:
         self.metrics: Mapping[str, float] = {}  # of the last batch
 
     def next_batch(self, n: int) -> list[Sample]:
-        """Return the samples of the next `n` examples: one for each conversation, two for each pair.
+        """Return the samples of the next `n` examples: one for each conversation (or for each of its answers), two for
+        each pair.
 
         A source may start a new epoch inside a batch."""
         samples: list[Sample] = []

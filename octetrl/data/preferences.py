@@ -38,6 +38,16 @@ class Preference:
 
     def tokenized(self, chat: TurnTokens) -> Tokenized:
         better, worse = self.chosen.tokenized(chat), self.rejected.tokenized(chat)
+        if len(better.samples) + len(worse.samples) > 2:
+            raise UserError(
+                "the chat template leaves out parts of an earlier answer of 'chosen' or 'rejected', and a pair compares"
+                " one answer each; give the earlier answers in the prompt, or remove their thoughts"
+            )
+        if better.samples[0].token_ids == worse.samples[0].token_ids:
+            raise UserError(
+                "'chosen' and 'rejected' have the same tokens, since the chat template leaves out where they differ;"
+                " write the difference into 'content', or remove the row"
+            )
         pair = (replace(better.samples[0], pair=0), replace(worse.samples[0], pair=0, chosen=False))
         return Tokenized(pair, better.across_borders + worse.across_borders)
 

@@ -26,6 +26,7 @@ class Row(NamedTuple):
     number: int  # from 1; in a JSONL file the number of the line
     where: str  # place for messages
     record: dict[str, Any]
+    is_padded: bool = False  # whether it and its objects may have keys of other rows, with null
 
 
 def read_rows(path: str | Path, *, split: str = "train", subset: str | None = None) -> Iterator[Row]:
@@ -103,7 +104,7 @@ def _parquet_rows(path: str) -> Iterator[Row]:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         records = (record for batch in batches for record in batch.to_pylist())
         yield from (
-            Row(number, f"{path}, row {number}", _without_nulls(record))
+            Row(number, f"{path}, row {number}", record, is_padded=True)
             for number, record in enumerate(records, start=1)
         )
     except FileNotFoundError:
@@ -142,7 +143,7 @@ def _hugging_face_rows(path: str, hub: HubName | None, split: str, subset: str |
         remedy = "" if hub is None else f"; without a network {_by_hand(hub)}"
         raise UserError(f"{path}: datasets can't load it ({reason}); check path, split and subset{remedy}") from error
     for number, record in enumerate(loaded, start=1):
-        yield Row(number, f"{path}[{split}], row {number}", _without_nulls(record))
+        yield Row(number, f"{path}[{split}], row {number}", record, is_padded=True)
 
 
 def _by_hand(hub: HubName) -> str:
@@ -151,10 +152,14 @@ def _by_hand(hub: HubName) -> str:
     return f"bring it from another machine (hf download {hub.name}{at} --repo-type dataset --local-dir {folder})"
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove keys with the value null. Column formats write null where JSONL leaves a key out, also inside objects."""
+def without_padding(value: Any) -> Any:
+    """Remove keys with the value null from all objects of a padded row.
+
+    All objects of a column have one set of keys: the format adds those of the other rows with null, and nothing in the
+    file tells them from a null of the row's own. Only for shapes in which a key with null means the same as no key, as
+    messages and the schemas of tools."""
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [without_padding(each) for each in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: without_padding(each) for key, each in value.items() if each is not None}
     return value

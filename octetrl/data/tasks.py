@@ -55,14 +55,14 @@ def make_tasks(
     tasks: list[Task] = []
     row_of_id: dict[str, int] = {}
     taken = {columns.get("prompt", "prompt"), columns.get("answer", "answer"), columns.get("id", "id")}
-    for number, where, record in rows:
+    for number, where, record, _ in rows:
         row = dict(record)
         for ours, theirs in columns.items():
             row[ours] = _at(record, theirs, where)
         if "prompt" in row:
             row["prompt"] = _user_text(row["prompt"], where)
         prompt = required_text(row, "prompt", where)
-        task_id = str(row.get("id", number))
+        task_id = str(number if row.get("id") is None else row["id"])
         if task_id in row_of_id:
             raise UserError(f"{where}: id '{task_id}' is also the id of row {row_of_id[task_id]}; ids must differ")
         row_of_id[task_id] = number

@@ -15,6 +15,7 @@ a stop string, the end token is added, and masked like the replies.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -23,7 +24,14 @@ from octetrl.config.text import escaped
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.records import Reply, Rollout, Task
 from octetrl.rollout.encode import Encoder
-from octetrl.rollout.message_tokens import PLACEHOLDER, Message, TokenizedMessages, tokenize_messages
+from octetrl.rollout.message_tokens import (
+    PLACEHOLDER,
+    Message,
+    TokenizedMessages,
+    opened_thoughts,
+    tokenize_messages,
+    without_opening,
+)
 
 
 class ChatTokenizer(Protocol):
@@ -116,8 +124,10 @@ class ChatTokens:
         return tuple(self._encoder.ids(self._encoder.beginning(text, limit), special=special, limit=limit + 1)[:limit])
 
     def answer_tokens(self, answer: str) -> tuple[int, ...]:
-        """A given answer as the policy would have generated it, EOS included."""
-        return (*self._encoder.ids(answer, special=False), self._tokenizer.eos_token_id)
+        """A given answer as the policy would have generated it, EOS included. An answer that begins with the thoughts'
+        tag loses it if the template's generation prompt ends with it."""
+        said = without_opening(answer, self._opened_thoughts)
+        return (*self._encoder.ids(said, special=False), self._tokenizer.eos_token_id)
 
     def reply_tokens(self, replies: Sequence[Reply], completion_token_ids: Sequence[int]) -> tuple[int, ...]:
         """What to append after a completion for the environment's replies and the opening of the next answer.
@@ -156,13 +166,29 @@ class ChatTokens:
 
     def message_tokens(
         self, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None
-    ) -> TokenizedMessages:
-        """A given conversation as the chat template writes it (rollout/message_tokens.py). The system prompt comes
-        before one that begins without a system message of its own."""
+    ) -> tuple[TokenizedMessages, ...]:
+        """A given conversation as the chat template writes it, in one or several (rollout/message_tokens.py). The
+        system prompt comes before one that begins without a system message of its own."""
         own = self._system() if messages[0]["role"] not in ("system", "developer") else []
         return tokenize_messages(
             self._tokenizer, self._encoder, [*own, *messages], learn_from=learn_from + len(own), tools=tools
         )
+
+    @cached_property
+    def _opened_thoughts(self) -> str:
+        if self._tokenizer.chat_template is None:
+            return ""
+        try:
+            return opened_thoughts(
+                lambda messages, opens: str(
+                    self._tokenizer.apply_chat_template(
+                        [dict(message) for message in messages], tokenize=False, add_generation_prompt=opens
+                    )
+                ),
+                [{"role": "user", "content": "-"}],
+            )
+        except (*TEMPLATE_ERRORS, UserError):  # it takes no given answers, which only rows of messages need
+            return ""
 
     def _prompt_text(self, prompt: str) -> tuple[str, bool]:
         """The text of the first turn, and whether the tokenizer's own BOS belongs before it."""

@@ -1,27 +1,33 @@
 """Turns a given conversation into token ids, and marks the tokens to train on.
 
-The tokens are exactly those of the tokenizer's chat template: the whole conversation is rendered once and tokenized
-once. The trained span of each assistant message goes
+The tokens are those of the tokenizer's chat template: the whole conversation is rendered once and tokenized once. The
+trained span of each assistant message goes
 
     from   where the template opens the answer        (found by rendering the messages before it, with generation
     prompt)
     to     the end of its turn: the first special token after the content, if only blanks come between
 
 The policy thus learns the same answers as in a rollout, and to stop. A template that ends turns without a special token
-is refused. If a template adds thoughts before the last answer (Qwen3), they are part of the span. Thoughts that it
-leaves out of earlier answers are not trained on. If a template renders the beginning of the conversation differently
-when it continues, the span is the answer's own text.
+is refused. If a template adds thoughts before the last answer (Qwen3), they are part of the span. If a template renders
+the beginning of the conversation differently when it continues, the span is the answer's own text.
 
 To find the end, the conversation is rendered with a placeholder as the answer; the text after the placeholder follows
 the answer. A token across such a boundary is half the template's. No rollout could sample it there, so it is not
 trained on, and counted.
+
+A template may leave out a part of an answer that it shows again, such as its thoughts, or not show that its generation
+prompt opens thoughts (R1-Distill). Nobody samples what it shows then. So each answer becomes a conversation of its own:
+the messages before it with the generation prompt, then the answer as the template renders it in the last place. If that
+leaves out a part too, the answer's own text follows the generation prompt.
 
 Rollouts are tokenized piece by piece instead (rollout/chat_tokens.py), because they were sampled that way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +37,7 @@ from octetrl.environments.chat_template import TEMPLATE_ERRORS
 from octetrl.rollout.encode import Encoder
 
 Message = Mapping[str, Any]  # role, content and other keys that the template reads
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
 PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"  # rendered in place of an answer, to find the template's text around it
 
 
@@ -59,37 +66,180 @@ def tokenize_messages(
     *,
     learn_from: int = 0,
     tools: Sequence[Any] | None = None,
-) -> TokenizedMessages:
-    """Tokens of the conversation; those of assistant messages from number `learn_from` on are trained on.
+) -> tuple[TokenizedMessages, ...]:
+    """Tokens of the conversation; those of assistant messages from number `learn_from` on are trained on. Several if
+    the template leaves out parts of answers: then one for each of these messages.
 
-    Raises UserError if the tokenizer has no chat template, or one whose answers cannot be located.
+    Raises UserError if the tokenizer has no chat template, or one whose answers cannot be located or sampled.
     """
     if tokenizer.chat_template is None:
         raise UserError(
             'tokenizer: it has no chat template, which rows of "messages" need;'
             ' set one in its tokenizer_config.json, or give rows of {"prompt", "answer"}'
         )
+    template = _Template(tokenizer, tools)
+    said = [index for index in range(learn_from, len(messages)) if messages[index]["role"] == "assistant"]
+    text = template.render(messages)
+    spans = [template.span(text, messages, index) for index in said]
+    found = [span for span in spans if span is not None]
+    if len(found) == len(said):
+        return (_tokenized(encoder, text, found),)
+    return tuple(_tokenized(encoder, alone, [span]) for alone, span in (template.alone(messages, i) for i in said))
 
-    def render(conversation: Sequence[Message], opens_answer: bool = False) -> str:
-        given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+
+def opened_thoughts(render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message]) -> str:
+    """What the template writes at the end of its generation prompt after `messages` and not before a given answer, such
+    as "<think>" and a line break. Raises UserError if it shows no given answer, or at another place."""
+    before, found, _ = render([*messages, {"role": "assistant", "content": PLACEHOLDER}], False).partition(PLACEHOLDER)
+    opened = render(messages, True)
+    if not found or not (opened.startswith(before) or before.startswith(opened)):
+        raise UserError(
+            f"tokenizer: its chat template does not show answer {len(messages) + 1} of a conversation at a place of its"
+            f" own, so the answer's tokens can't be found; use a template that does"
+        )
+    return opened[len(before) :]
+
+
+def without_opening(answer: str, opening: str) -> str:
+    """The answer as it is sampled after a generation prompt that ends with `opening`."""
+    tag, begun = opening.strip(), answer.lstrip()
+    if not tag or not begun.startswith(tag):
+        return answer
+    return begun.removeprefix(tag).removeprefix(opening[len(opening.rstrip()) :])
+
+
+class _Template:
+    """A tokenizer's chat template, with the tools that it writes into each conversation."""
+
+    def __init__(self, tokenizer: OffsetTokenizer, tools: Sequence[Any] | None) -> None:
+        self._tokenizer = tokenizer
+        self._given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+
+    def render(self, conversation: Sequence[Message], opens_answer: bool = False) -> str:
+        """Arguments of calls are objects for most templates; for those that print them as they are, JSON text."""
+        calls = [call for message in conversation for call in message.get("tool_calls") or ()]
         try:
-            text: str = tokenizer.apply_chat_template(
-                [dict(message) for message in conversation], tokenize=False, add_generation_prompt=opens_answer, **given
-            )
+            text = self._rendered(conversation, opens_answer)
+            if not any(str(_arguments(call)) in text for call in calls if isinstance(_arguments(call), dict)):
+                return text
         except TEMPLATE_ERRORS as error:
-            reason = " ".join(str(error).split())[:120]
+            if not calls:
+                raise self._refusal(error) from error
+        try:
+            return self._rendered([_with_text_arguments(message) for message in conversation], opens_answer)
+        except TEMPLATE_ERRORS as error:
+            raise self._refusal(error) from error
+
+    def span(self, text: str, messages: Sequence[Message], index: int) -> tuple[int, int] | None:
+        """The span of the assistant message `index` in `text`, with the end of its turn. None: `text` shows it in
+        another way than it is sampled."""
+        before, found, after = self._around(messages, index)
+        opened = self.render(messages[:index], True)
+        if not found or not text.endswith(after):
+            return None
+        begin, end = len(before), len(text) - len(after)
+        if text.startswith(opened):
+            begin = len(opened)
+        elif not (text.startswith(before) and before.endswith(self._opening(messages[:index], opened))):
+            return None
+        if end < begin or not (
+            _shows(text[begin:end], messages[index])
+            or _shows(self._opening(messages[:index], opened) + text[begin:end], messages[index])
+        ):
+            return None
+        return begin, end + self._turn_end(after)
+
+    def alone(self, messages: Sequence[Message], index: int) -> tuple[str, tuple[int, int]]:
+        """The messages before `index`, this answer as it is sampled after them, and its span."""
+        conversation, message = messages[: index + 1], messages[index]
+        text = self.render(conversation)
+        span = self.span(text, conversation, index)
+        if span is not None:
+            return text, span
+        opening = opened_thoughts(self.render, messages[:index])
+        apart = [key for key in ("tool_calls", *THOUGHTS) if message.get(key)]
+        if apart:
             raise UserError(
-                f"tokenizer: its chat template does not take this conversation ({type(error).__name__}: {reason});"
-                f" correct the row, or chat_template in its tokenizer_config.json"
-            ) from error
+                f"the chat template does not write '{apart[0]}' of message {index + 1} where the model would; write it"
+                f" into 'content' as the model would, or remove it"
+            )
+        answer = without_opening(escaped(message.get("content") or ""), opening)
+        opens = re.fullmatch(r"\s*<(\w+)>\s*", opening)
+        if opens and f"</{opens[1]}>" not in answer:
+            raise UserError(
+                f"the chat template opens each answer with {opening.strip()}, and message {index + 1} has no"
+                f" </{opens[1]}>; write its thoughts into 'content' too, or use a template that does not open them"
+            )
+        opened, after = self.render(messages[:index], True), self._around(conversation, index)[2]
+        end = len(opened) + len(answer) + self._turn_end(after)
+        return (opened + answer + after)[:end], (len(opened), end)
+
+    def _around(self, messages: Sequence[Message], index: int) -> tuple[str, str, str]:
+        placeholder = {"role": "assistant", "content": PLACEHOLDER}
+        return self.render([*messages[:index], placeholder, *messages[index + 1 :]]).partition(PLACEHOLDER)
+
+    def _opening(self, messages: Sequence[Message], opened: str) -> str:
+        """The generation prompt alone."""
+        return opened.removeprefix(self.render(messages))
+
+    def _rendered(self, conversation: Sequence[Message], opens_answer: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            [dict(message) for message in conversation],
+            tokenize=False,
+            add_generation_prompt=opens_answer,
+            **self._given,
+        )
         return escaped(text)
 
-    text = render(messages)
-    spans = [
-        _span(tokenizer, text, messages, index, render)
-        for index in range(learn_from, len(messages))
-        if messages[index]["role"] == "assistant"
-    ]
+    def _refusal(self, error: BaseException) -> UserError:
+        reason = " ".join(str(error).split())[:120]
+        return UserError(
+            f"tokenizer: its chat template does not take this conversation ({type(error).__name__}: {reason});"
+            f" correct the row, or chat_template in its tokenizer_config.json"
+        )
+
+    def _turn_end(self, after: str) -> int:
+        """Number of characters that end the turn: blanks, if any, and a special token."""
+        blanks = len(after) - len(after.lstrip())
+        for special in sorted(self._tokenizer.all_special_tokens, key=len, reverse=True):
+            if after.startswith(special, blanks):
+                return blanks + len(special)
+        raise UserError(
+            f"tokenizer: its chat template ends an answer with {after[:20]!r}, not with a special token, so no answer"
+            f" would end; let the template write eos_token there, or declare what it writes a special token"
+        )
+
+
+def _shows(text: str, message: Message) -> bool:
+    """Whether `text` contains an answer's content, thoughts and the names of its calls, blanks aside."""
+    own = [message.get(key) for key in ("content", *THOUGHTS)]
+    own += [_function(call).get("name") for call in message.get("tool_calls") or ()]
+    shown = "".join(text.split())
+    return all("".join(escaped(part).split()) in shown for part in own if isinstance(part, str))
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner: Mapping[str, Any] = call.get("function", call)
+    return inner
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    return _function(call).get("arguments")
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        given = _arguments(call)
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        function = {**_function(call), "arguments": text}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def _tokenized(encoder: Encoder, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedMessages:
     ids, offsets = encoder.with_offsets(text)
     loss_mask, across = [], 0
     for start, end in offsets:
@@ -97,40 +247,3 @@ def tokenize_messages(
         across += not inside and any(start < last and first < end for first, last in spans)
         loss_mask.append(inside)
     return TokenizedMessages(tuple(ids), tuple(loss_mask), across)
-
-
-def _span(
-    tokenizer: OffsetTokenizer, text: str, messages: Sequence[Message], index: int, render: Any
-) -> tuple[int, int]:
-    """The span of the assistant message `index` in `text`, with the end of its turn."""
-    placeholder = {"role": "assistant", "content": PLACEHOLDER}
-    before, found, after = render([*messages[:index], placeholder, *messages[index + 1 :]]).partition(PLACEHOLDER)
-    opened = render(messages[:index], True)
-    if found and text.startswith(opened):
-        start = len(opened)
-    elif found and text.startswith(before):
-        start = len(before)
-    else:
-        raise UserError(
-            f"tokenizer: its chat template does not show answer {index + 1} of a conversation at a place of its own,"
-            f" so the answer's tokens can't be found; use a template that does"
-        )
-    end = len(text) - len(after)
-    if end < start or not text.endswith(after):
-        raise UserError(
-            f"tokenizer: what its chat template writes after answer {index + 1} depends on the answer, so the answer's"
-            f" tokens can't be found; use a template that writes the same after each"
-        )
-    return start, end + _turn_end(tokenizer, after)
-
-
-def _turn_end(tokenizer: OffsetTokenizer, after: str) -> int:
-    """Number of characters that end the turn: blanks, if any, and a special token."""
-    blanks = len(after) - len(after.lstrip())
-    for special in sorted(tokenizer.all_special_tokens, key=len, reverse=True):
-        if after.startswith(special, blanks):
-            return blanks + len(special)
-    raise UserError(
-        f"tokenizer: its chat template ends an answer with {after[:20]!r}, not with a special token, so no answer would"
-        f" end; let the template write eos_token there, or declare what it writes a special token"
-    )

@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 
 from octetrl.config.errors import UserError
 from octetrl.config.text import TextTooLong
+from octetrl.data.mixture import Source
 from octetrl.data.tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer, tool_family
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.tools import Family
@@ -41,6 +42,16 @@ class LoadedTokenizer:
         """Tokens of each prompt with the chat template: exact, or a lower bound above `limit`."""
         chat = ChatTokens(self.tokenizer, system_prompt, tools=tools)
         return [_num_tokens(chat, prompt, limit) for prompt in prompts]
+
+    def row_problem(self, source: Source, system_prompt: str | None, rows: int) -> str | None:
+        """What the chat template makes impossible in the first `rows` rows of a source, of the first such row."""
+        chat = ChatTokens(self.tokenizer, system_prompt)
+        for example, place in zip(source.examples[:rows], source.places[:rows], strict=True):
+            try:
+                example.tokenized(chat)
+            except UserError as error:
+                return f"{place}: {error}"
+        return None
 
 
 class TokenizerProcess:
@@ -67,6 +78,9 @@ class TokenizerProcess:
         self, prompts: Sequence[str], system_prompt: str | None, tools: Sequence[Any], limit: int
     ) -> list[int]:
         return cast(list[int], self._call("prompt_lengths", prompts, system_prompt, tools, limit))
+
+    def row_problem(self, source: Source, system_prompt: str | None, rows: int) -> str | None:
+        return cast(str | None, self._call("row_problem", source, system_prompt, rows))
 
     def wait(self) -> None:
         """Return when the tokenizer is loaded."""

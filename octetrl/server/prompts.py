@@ -7,20 +7,18 @@ adding special tokens. Long prompts take long to tokenize, so a separate thread 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from inspect import signature
 from typing import Any, TypeVar
 
-from octetrl.config.json_file import parse_json
 from octetrl.config.text import TextTooLong
 from octetrl.environments.chat_template import TEMPLATE_ERRORS
-from octetrl.environments.tools import Family, family_of
+from octetrl.environments.tools import Family, family_of, json_arguments
 from octetrl.rollout.chat_tokens import ChatTokenizer
 from octetrl.rollout.encode import Encoder
-from octetrl.server.errors import ApiError, wrong
+from octetrl.server.errors import wrong
 from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
 
 Result = TypeVar("Result")
@@ -163,14 +161,7 @@ def _message(message: Message, place: int) -> dict[str, Any]:
 
 def _arguments(text: str, place: int) -> dict[str, Any]:
     try:
-        arguments = parse_json(text, "", "")
-        json.dumps(arguments, allow_nan=False)  # raises ValueError for NaN and Infinity, which are no JSON
+        return json_arguments(text)
     except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise _no_arguments(text, place)
-    return arguments
-
-
-def _no_arguments(text: str, place: int) -> ApiError:
-    return wrong("messages", f"messages.{place}.tool_calls: the arguments {text[:60]!r} are not a JSON object")
+        message = f"messages.{place}.tool_calls: the arguments {text[:60]!r} are not a JSON object"
+        raise wrong("messages", message) from None

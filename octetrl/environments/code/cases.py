@@ -71,6 +71,7 @@ def read_tests(task: Task) -> TaskTests:
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or not given:
         raise UserError(f"{where}: 'tests' is missing or empty; it must be a list of asserts, calls or programs")
+    given = [_without_padding(case) for case in given]
     forms = {_form(case, f"{where}, test {number}") for number, case in enumerate(given, 1)}
     if len(forms) > 1:
         raise UserError(f"{where}: its tests are {' and '.join(sorted(forms))}; they must be of one form")
@@ -79,6 +80,14 @@ def read_tests(task: Task) -> TaskTests:
     if is_needed and (not isinstance(function, str) or _fault(function, "eval")):
         raise UserError(f"{where}: 'function' is {_echo(function)}; name what its tests call, such as \"add\"")
     return TaskTests(form, tuple(given), function)
+
+
+def _without_padding(case: object) -> object:
+    """A test without the keys of other forms, which Parquet and `datasets` add with null. `expected` may be null."""
+    if not isinstance(case, Mapping):
+        return case
+    kept = {"expected"} if case.get("args") is not None else set()
+    return {key: value for key, value in case.items() if value is not None or key in kept}
 
 
 def _form(case: object, where: str) -> Form:

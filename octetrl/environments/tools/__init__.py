@@ -7,7 +7,7 @@ chat templates accept.
 
 from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall
 from octetrl.environments.tools.definition import Tool, ToolError, tool
-from octetrl.environments.tools.messages import family_of, to_message, tool_message
+from octetrl.environments.tools.messages import family_of, json_arguments, to_message, tool_message
 from octetrl.environments.tools.parsing import parse_message
 from octetrl.environments.tools.toolbox import Toolbox, ToolResult
 
@@ -22,6 +22,7 @@ __all__ = [
     "ToolResult",
     "Toolbox",
     "family_of",
+    "json_arguments",
     "parse_message",
     "to_message",
     "tool",

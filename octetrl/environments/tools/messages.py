@@ -6,8 +6,10 @@ as Qwen3-Coder's XML inside the same tags, has no family (None): read in a wrong
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from octetrl.config.json_file import parse_json
 from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall
 
 _OTHER_WAYS = ("<function=", "<arg_key>", "<｜tool", "<|tool_call_begin|>")
@@ -22,6 +24,15 @@ def family_of(chat_template: str) -> Family | None:
     if "<|start_header_id|>" in chat_template and "parameters" in chat_template and "tool" in chat_template:
         return "llama3_json"
     return None
+
+
+def json_arguments(text: str) -> dict[str, Any]:
+    """A call's arguments from the JSON text that OpenAI's messages have. Raises ValueError unless it is an object."""
+    arguments = parse_json(text, "", "")
+    json.dumps(arguments, allow_nan=False)  # raises ValueError for NaN and Infinity, which are no JSON
+    if not isinstance(arguments, dict):
+        raise ValueError("not an object")
+    return arguments
 
 
 def to_message(parsed: ParsedMessage) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +192,18 @@ def test_it_needs_neither_torch_nor_transformers_in_its_own_process(
     (folder / "kept.json").rename(folder / "model/tokenizer.json")
     assert shown.stdout.endswith("2 []\n") and shown.stderr.count("\n") == 1
     assert "tokenizer: 'model' cannot be loaded" in shown.stderr
+
+
+def test_an_answer_that_the_chat_template_cannot_show_is_named_with_its_row(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user, thought = {"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nc\n</think>b"}
+    rows = [[user, thought], [user, {"role": "assistant", "content": "b"}]]
+    (folder / "cut.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    shutil.copytree(folder / "model", tmp_path / "r1")
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    opening = "{% if add_generation_prompt %}<think>\n{% endif %}"
+    (tmp_path / "r1" / "chat_template.jinja").write_text(template + opening)
+    changes = [f"model.tokenizer={tmp_path / 'r1'}", "algorithm={name: sft, conversations: cut.jsonl, batch_size: 2}"]
+    code, _, err = check(folder, monkeypatch, capsys, *changes, "environment.dataset=null")
+    assert code == 2 and err.count("cut.jsonl:") == 1 and "cut.jsonl:2: " in err, err

@@ -25,7 +25,7 @@ class LetterTokens:
 
     def message_tokens(
         self, messages: Sequence[Mapping[str, Any]], *, learn_from: int = 0, tools: Sequence[Any] | None = None
-    ) -> Masked:
+    ) -> tuple[Masked]:
         tokens: list[int] = []
         mask: list[bool] = []
         for number, message in enumerate(messages):
@@ -33,4 +33,4 @@ class LetterTokens:
             of_message = self.answer_tokens(message["content"]) if spoken else self.prompt_tokens(message["content"])
             tokens += of_message
             mask += [spoken and number >= learn_from] * len(of_message)
-        return Masked(tuple(tokens), tuple(mask))
+        return (Masked(tuple(tokens), tuple(mask)),)

@@ -8,6 +8,7 @@ import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.data.conversations import Conversation, Dialogue, conversation_of
+from octetrl.data.preferences import preference_of
 from tests.unit.data.letters import LetterTokens
 
 USER = {"role": "user", "content": "u"}
@@ -31,15 +32,50 @@ def test_several_turns_learn_from_each_answer() -> None:
 
 def test_both_forms_may_stand_in_one_file() -> None:
     assert conversation_of({"prompt": "p", "answer": "a", "level": 3}, "here") == Conversation("p", "a")
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
     tool = {"role": "tool", "content": "3"}
-    example = conversation_of({"messages": [USER, called, tool, SAID], "tools": [{"name": "add"}]}, "here")
-    assert example == Dialogue((USER, called, tool, SAID), tools=({"name": "add"},))
+    example = conversation_of({"messages": [USER, calls, tool, SAID], "tools": [{"name": "add"}]}, "here")
+    assert example == Dialogue((USER, calls, tool, SAID), tools=({"name": "add"},))
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ('{"a": [1, null], "b": "\\u00e9"}', {"a": [1, None], "b": "é"}),
+        ("", {}),
+        ({"a": None}, {"a": None}),
+    ],
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_arguments_as_json_text_are_read(given: Any, read: dict[str, Any], inside: bool) -> None:
+    def said(arguments: Any) -> dict[str, Any]:
+        call = {"name": "f", "arguments": arguments}
+        return {"role": "assistant", "content": None, "tool_calls": [{"function": call} if inside else call]}
+
+    record = {"messages": [USER, said(given)]}
+    assert conversation_of(record, "here") == Dialogue((USER, said(read)))
+    pair = preference_of({"messages": [USER], "chosen": [said(given)], "rejected": "b"}, "here")
+    assert isinstance(pair.chosen, Dialogue) and pair.chosen.messages[1] == said(read)
+
+
+def test_calls_without_any_are_left_out() -> None:
+    record = {"messages": [USER, {**SAID, "tool_calls": None}, USER, {**SAID, "tool_calls": []}]}
+    assert conversation_of(record, "here") == Dialogue((USER, SAID, USER, SAID))
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
+        ({"messages": [USER, called("{")]}, "message 2: a call's arguments '{' are not a JSON object"),
+        ({"messages": [USER, called("[1]")]}, "arguments '[1]' are not a JSON object"),
+        ({"messages": [USER, called('{"a": NaN}')]}, "are not a JSON object"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": "f"}]}, "'tool_calls' is a string"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": 3}]}]}, "'function' is a number"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "u"}]}, SAID]}, "a list of parts"),
         ({"prompt": "p"}, "no 'answer'"),
         ({"messages": []}, "'messages' is an empty list"),
         ({"messages": "hello"}, "'messages' is a string"),

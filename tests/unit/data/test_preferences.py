@@ -12,7 +12,9 @@ from octetrl.config.errors import UserError
 from octetrl.data.conversations import Conversation, Dialogue
 from octetrl.data.preferences import Preference, preference_of
 from octetrl.records import Sample
+from octetrl.rollout.chat_tokens import ChatTokens
 from tests.unit.data.letters import LetterTokens, Masked
+from tests.unit.rollout.templates import tokenizer_of
 
 USER = {"role": "user", "content": "u"}
 FIRST = {"role": "assistant", "content": "f"}
@@ -78,12 +80,29 @@ def test_tokens_across_borders_of_both_answers_are_counted() -> None:
 
         def message_tokens(
             self, messages: Sequence[Mapping[str, Any]], *, learn_from: int = 0, tools: Sequence[Any] | None = None
-        ) -> Masked:
-            masked = super().message_tokens(messages, learn_from=learn_from, tools=tools)
-            return replace(masked, across_borders=len(messages[-1]["content"]))
+        ) -> tuple[Masked]:
+            (masked,) = super().message_tokens(messages, learn_from=learn_from, tools=tools)
+            return (replace(masked, across_borders=len(messages[-1]["content"])),)
 
     pair = preference_of({"messages": [USER], "chosen": "g", "rejected": "bad"}, "here")
     assert pair.tokenized(Bordered()).across_borders == 1 + 3
+
+
+def test_pairs_that_the_template_makes_equal_are_refused_and_thoughts_make_a_difference() -> None:
+    r1 = ChatTokens(tokenizer_of("r1"))
+    prompt = {"messages": [{"role": "user", "content": "2 + 2?"}]}
+    better, worse = "<think>\nSum.\n</think>\n\n4", "<think>\nHm.\n</think>\n\n4"
+    chosen, rejected = preference_of({**prompt, "chosen": better, "rejected": worse}, "here").tokenized(r1).samples
+    assert [tokenizer_of("r1").decode(one.token_ids).split("<think>\n")[1] for one in (chosen, rejected)] == [
+        "Sum.\n</think>\n\n4<|end|>", "Hm.\n</think>\n\n4<|end|>",
+    ]  # fmt: skip
+    twice = {"prompt": "2 + 2?", "chosen": better, "rejected": better.removeprefix("<think>\n")}
+    with pytest.raises(UserError, match="same tokens"):
+        preference_of(twice, "here").tokenized(r1)
+    answers = [{"role": "assistant", "content": better}, {"role": "user", "content": "?"}]
+    several = {**prompt, "chosen": [*answers, answers[0]], "rejected": worse}
+    with pytest.raises(UserError, match="one answer each"):
+        preference_of(several, "here").tokenized(r1)
 
 
 @pytest.mark.parametrize(

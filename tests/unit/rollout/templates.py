@@ -4,6 +4,9 @@ chatml      roles as they are, no tools
 qwen2.5     tools in the system prompt, calls in tags, results of tools together in one turn of the user's
 qwen3       that, and thoughts left out of answers before the last question
 llama3      a system header of its own, contents trimmed, tools in the first question, results as role ipython in JSON
+r1          thoughts cut off every given answer; the generation prompt opens them
+qwen3-thinking   as qwen3, thoughts also in `reasoning_content`; the generation prompt opens them
+text calls  arguments of calls printed as they are, so they must be JSON text
 """
 
 from __future__ import annotations
@@ -65,6 +68,29 @@ _LLAMA3 = (
     "{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+_R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' and m.content is not none %}{% set said = m.content %}"
+    "{% if '</think>' in said %}{% set said = said.split('</think>')[-1] %}{% endif %}"
+    "<|Assistant|>{{ said }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+_QWEN3_THINKING = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set said = m.content %}"
+    "{% set thought = m.reasoning_content or '' %}{% if '</think>' in said %}"
+    "{% set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{% endif %}{{ said }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+_TEXT_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ c.function.name + '\n' + c.function.arguments }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}" + _OPENED
+)
 _QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _LLAMA_TOKENS = [
     "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
@@ -75,13 +101,18 @@ FAMILIES: dict[str, tuple[str, list[str], str]] = {
     "qwen3": (_QWEN3, _QWEN_TOKENS, "<|im_end|>"),
     "llama3": (_LLAMA3, _LLAMA_TOKENS, "<|eot_id|>"),
 }
+OTHERS: dict[str, tuple[str, list[str], str]] = {  # for given conversations alone
+    "r1": (_R1, ["<|begin|>", "<|User|>", "<|Assistant|>", "<|end|>"], "<|end|>"),
+    "qwen3-thinking": (_QWEN3_THINKING, _QWEN_TOKENS, "<|im_end|>"),
+    "text calls": (_TEXT_CALLS, _QWEN_TOKENS, "<|im_end|>"),
+}
 WITH_TOOLS = ("qwen2.5", "qwen3", "llama3")
 
 
 @cache
 def tokenizer_of(family: str) -> Any:
     """Byte-level BPE, so that any text has tokens; special tokens and EOS as the family has them."""
-    template, specials, eos = FAMILIES[family]
+    template, specials, eos = (FAMILIES | OTHERS)[family]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
