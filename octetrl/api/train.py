@@ -8,7 +8,7 @@ is passed beside the recipe (environments/given.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ def train(
     steps: int | None = None,
     output_dir: str | Path | None = None,
     resume: bool = False,
+    allow: Collection[str] = (),
     **sections: Any,
 ) -> FinishedRun:
     """Train, and return the run when it has reached its last step.
@@ -60,6 +61,7 @@ def train(
     output_dir: the run's folder. None: the recipe's, or without a recipe the first free one of runs/MODEL,
         runs/MODEL-2, ...
     resume: continue the run in `output_dir` from its last checkpoint.
+    allow: fields that may differ from those that the run began with, as with the command's --allow.
     sections: any other field of a recipe, sections as dictionaries: rollout={"group_size": 16}, seed=3. Several
         environments are given by name, each with its own tasks and reward:
         environments={"sums": {"tasks": [...], "weight": 2}, "words": {"tasks": "words.jsonl", "reward": spelled}}.
@@ -109,7 +111,7 @@ def train(
     from octetrl.api.finished_run import FinishedRun
     from octetrl.run.loop import train as run_recipe
 
-    run_recipe(resolved, resume=resume, given=given)
+    run_recipe(resolved, resume=resume, given=given, allowed=allow)
     return FinishedRun(Path(resolved.output_dir), resolved, given)
 
 

@@ -65,7 +65,7 @@ class WorkloadTasks(Taskset):
     def state(self) -> dict[str, Any]:
         return {"batch": self._batch}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], *, has_changed: bool = False) -> None:
         self._batch = state["batch"]
 
 

@@ -16,6 +16,7 @@ from octetrl.config.errors import RunFailed, Terminated, UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
+from octetrl.run.allowed_changes import CONTENT
 from octetrl.run.early import refuse_early
 
 
@@ -27,8 +28,9 @@ def train(
         list[str] | None,
         typer.Option(
             "--allow",
-            metavar="FIELD=VALUE",
-            help="With --resume: change a field from here on, such as trainer.optimizer.lr=1e-6.",
+            metavar="FIELD[=VALUE]",
+            help="With --resume: change a field from here on, such as trainer.optimizer.lr=1e-6, or go on with other"
+            " rows or code than the run began with, such as environment.reward.",
             show_default=False,
         ),
     ] = None,
@@ -49,9 +51,12 @@ def train(
     allow = allow or []
     if allow and not resume:
         raise UserError("--allow: it changes a run that is resumed; add --resume, or leave it out")
+    for one in allow:
+        if "=" not in one and not CONTENT.fullmatch(one):
+            raise UserError(f"--allow: '{one}' has no value; give it as FIELD=VALUE, such as trainer.optimizer.lr=1e-6")
     if with_optimizer and source is None:
         raise UserError("--with-optimizer: it belongs to --from RUN, whose optimizer it is; add that, or leave it out")
-    changed = [*(overrides or []), *allow]
+    changed = [*(overrides or []), *(one for one in allow if "=" in one)]
     branch = [] if source is None else _weights_of(source, changed)
     resolved = load_recipe(recipe, [*changed, *branch])
     if resume:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import DataSource
-from octetrl.config.text import TextTooLong
+from octetrl.config.text import TextTooLong, to_utf8
 from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
 from octetrl.data.preferences import preference_of
 from octetrl.data.rows import find_value, read_rows, without_padding
@@ -91,6 +91,13 @@ def _tokenized(example: Example, place: str, chat: TurnTokens) -> tuple[Tokenize
     return item, f"{item.longest} tokens"
 
 
+def _digest(source: Source) -> str:
+    digest = hashlib.sha256()
+    for example in source.examples:
+        digest.update(to_utf8(repr(example)))
+    return digest.hexdigest()[:16]
+
+
 class _Order:
     """The tokenized examples of one source, in an endless order."""
 
@@ -125,6 +132,7 @@ class Mixture:
         self._shares = shares_of([source.weight for source in sources])
         self._seed, self._dropped, self._across_borders = seed, 0, 0
         self._orders = []
+        self.digests = {source.name: _digest(source) for source in sources}  # of all rows, by source
         for number, source in enumerate(sources):
             items = self._fitting(source, chat, context_length, too_long)
             self._orders.append(_Order(source.name, items, seed + number))
@@ -156,9 +164,10 @@ class Mixture:
         """Return the position in the order, as JSON."""
         return {"taken": [order.taken for order in self._orders], "fingerprint": self._fingerprint}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`. Raises UserError if it is from other examples, weights or another seed."""
-        if state["fingerprint"] != self._fingerprint:
+    def restore(self, state: Mapping[str, Any], *, has_changed: bool = False) -> None:
+        """Continue from a `state()`. Raises UserError if it is from other examples, weights or another seed, unless
+        `has_changed` says that this is meant."""
+        if state["fingerprint"] != self._fingerprint and not has_changed:
             raise UserError(
                 "data.sources: the sources, the tokenizer or the seed differ from the checkpoint's;"
                 " resume with the same ones, or start a new run from its weights"

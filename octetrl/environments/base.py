@@ -181,9 +181,10 @@ class Taskset:
         again = {"put_back": list(self._put_back)} if self._put_back else {}
         return {"position": self._position, "fingerprint": self._fingerprint, **again}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `state()`. Raises UserError if the tasks or the seed were different then."""
-        if state["fingerprint"] != self._fingerprint:
+    def restore(self, state: Mapping[str, Any], *, has_changed: bool = False) -> None:
+        """Continue from a result of `state()`. Raises UserError if the tasks or the seed were different then, unless
+        `has_changed` says that this is meant."""
+        if state["fingerprint"] != self._fingerprint and not has_changed:
             raise UserError(
                 "environment: its tasks or seed differ from the checkpoint's;"
                 " resume with the same data, or start a new run from its weights"
@@ -219,7 +220,7 @@ class NoTasks(Taskset):
     def state(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], *, has_changed: bool = False) -> None:
         """There is no order to continue."""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.telemetry.run_changes import HISTORY_FILE
+from octetrl.telemetry.run_changes import HISTORY_FILE, read_objects
 
 MAY_CHANGE = (
     *("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse", "failures"),
@@ -36,6 +36,10 @@ CANNOT_CHANGE = (
     *("critic.optimizer.states", "critic.optimizer.master", "critic.optimizer.offload"),
 )
 
+CONTENT = re.compile(  # what may be allowed without a value: a digest of it is kept (contents.py)
+    r"chat_template|algorithm\.(conversations|name)|data\.sources\.[^=]+"
+    r"|(environment|environments\.[^.=]+)\.(dataset|reward|tools)"
+)
 _IS_ENVIRONMENT = re.compile(r"^environments\.[^.]+")
 
 
@@ -80,6 +84,23 @@ def refuse_changes(folder: Path, changes: Collection[Change], allowed: Collectio
             "--allow algorithm.kl_coefficient: the run has no reference model to measure the KL against; start again in"
             " another output_dir"
         )
+
+
+def refuse_contents(folder: Path, changed: Mapping[str, Collection[str]], allowed: Collection[str]) -> None:
+    """Raise UserError for changed contents (contents.py) that are not allowed. changed: the parts by field."""
+    others = {field: parts for field, parts in changed.items() if field not in allowed}
+    if others:
+        listed = "; ".join(f"{field} ({', '.join(sorted(parts)[:3])})" for field, parts in others.items())
+        raise UserError(
+            f"--resume: what '{folder}' learns from has changed since it began: {listed}; put it back, or go on with it"
+            f" as it is now with {' '.join(f'--allow {field}' for field in others)} (in Python allow=[...])"
+        )
+
+
+def changed_after(folder: Path, step: int) -> set[str]:
+    """The fields that the folder's history has as changed at `step` or later."""
+    lines = read_objects(folder / HISTORY_FILE)
+    return {str(line.get("field")) for line in lines if isinstance(line.get("step"), int) and line["step"] >= step}
 
 
 def _or_from(changes: Collection[Change]) -> str:

@@ -39,8 +39,9 @@ class DataPlace:
     def of(cls, run: Run) -> DataPlace:
         return cls(run.taskset.state(), run.collection.lengths.state(), random_state())
 
-    def put_into(self, run: Run) -> None:
-        run.taskset.restore(self.taskset)
+    def put_into(self, run: Run, *, has_changed: bool = False) -> None:
+        """has_changed: whether the tasks may differ from those of then."""
+        run.taskset.restore(self.taskset, has_changed=has_changed)
         run.collection.lengths.restore(self.lengths)
         if self.random is not None:
             restore_random_state(self.random)

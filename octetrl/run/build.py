@@ -6,6 +6,7 @@ last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -31,6 +32,7 @@ from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.run.contents import Contents, contents_of
 from octetrl.run.device import gpus_beside, resolve_device, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
 from octetrl.run.environment_parts import Rewards, build_chats, build_scorers
@@ -87,10 +89,17 @@ class Run:
         self.workers.close()
 
 
-def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIVEN) -> Run:
+def build_run(
+    recipe: Recipe,
+    *,
+    trains: bool = True,
+    given: Given = NOTHING_GIVEN,
+    check_contents: Callable[[Contents], None] | None = None,
+) -> Run:
     """Everything for `train` and, without an optimizer, for `eval`. Raises UserError for what the user can correct.
 
-    given: what the recipe names as `given:NAME` (environments/given.py).
+    given: what the recipe names as `given:NAME` (environments/given.py). check_contents: called with the digests of
+    what the run learns from, before a model is loaded.
     """
     cluster = recipe.cluster
     on_gpu = cluster.num_gpus > 0 if cluster.uses_ray else resolve_device(cluster).type == "cuda"
@@ -120,6 +129,8 @@ def build_run(recipe: Recipe, *, trains: bool = True, given: Given = NOTHING_GIV
     if isinstance(rewards, FunctionRewards):
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
     taskset, conversations = build_tasks(recipe, environments), build_conversations(recipe, chat)
+    if check_contents is not None:
+        check_contents(contents_of(recipe, given, tokenizer.chat_template, environments, conversations))
     with console.phase("load"):
         workers = _build_workers(recipe, spec, tokenizer, spans, console, trains)  # last: it takes the longest
     return Run(

@@ -108,11 +108,11 @@ def _train(
     if last is not None:
         check_complete(last)  # refused before anything is built
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
-    run = build_run(recipe, given=given)
+    run = build_run(recipe, given=given, check_contents=folder.check_contents)
     run.ahead, run.beside_tail = ahead_of(run), beside_tail_of(run)
     try:
         if last is not None:
-            restore(run, last)
+            restore(run, last, has_changed=folder.has_changed_contents(start))
             rest = "; no step is left to do" if start == recipe.steps else ""
             run.console.note(f"resumed after step {start} from {checkpoints.folder}{rest}")
             remember_answers(run, folder.path, start)

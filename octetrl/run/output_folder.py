@@ -30,7 +30,15 @@ from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import targets_of
 from octetrl.config.replaced_file import replaced_file
 from octetrl.config.schema import Recipe
-from octetrl.run.allowed_changes import Change, changes_between, record_changes, refuse_changes
+from octetrl.run.allowed_changes import (
+    Change,
+    changed_after,
+    changes_between,
+    record_changes,
+    refuse_changes,
+    refuse_contents,
+)
+from octetrl.run.contents import CONTENTS, Contents, changed_contents, read_contents
 from octetrl.run.run_files import (
     CHECKPOINTS,
     LOCK,
@@ -65,7 +73,8 @@ class OutputFolder:
         self.path = Path(recipe.output_dir)
         self._recipe, self._allowed = recipe, allowed
         self._changes: list[Change] = []
-        self._is_kept = False
+        self._contents: Contents = {}
+        self._resumes, self._is_kept = resume, False
         self._made: list[Path] = []  # folders, the outermost first
         self._made_lock = False
         self._lock: IO[str] | None = None
@@ -85,7 +94,8 @@ class OutputFolder:
         with self._writing():
             try:
                 if self.run_id is not None:
-                    write_run_id(self.path, self.run_id, {**where_it_runs(), **in_force})
+                    where = {**where_it_runs(), **in_force, CONTENTS: self._contents}
+                    write_run_id(self.path, self.run_id, where)
                 record_changes(self.path, self._last_step(), self._changes)
                 self._changes = []  # a restart of the workers keeps the folder again
                 with replaced_file(self.path / RECIPE_FILE) as file:
@@ -97,6 +107,22 @@ class OutputFolder:
                     (self.path / RUN_FILE).unlink(missing_ok=True)
                 raise
         self._is_kept = True
+
+    def check_contents(self, contents: Contents) -> None:
+        """Refuse a resumed run whose files or code differ from what it began with, unless `allowed` names them. A run
+        of an older version has no digests, and gets them now."""
+        self._contents = contents
+        if not self._resumes and not self._is_kept:
+            return
+        saved = read_contents(self.path)
+        changed = changed_contents(saved, contents)
+        refuse_contents(self.path, changed, self._allowed)
+        self._changes += [Change(field, saved[field], contents[field]) for field in changed]
+
+    def has_changed_contents(self, step: int) -> bool:
+        """Whether contents were allowed to change after `step`, or now."""
+        fields = {change.field for change in self._changes} | changed_after(self.path, step)
+        return bool(fields & self._contents.keys())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -73,21 +73,23 @@ class Cursor:
             random=place.random,
         )
 
-    def put_into(self, run: Run) -> None:
+    def put_into(self, run: Run, *, has_changed: bool) -> None:
         if run.conversations is not None and self.conversations is not None:
-            run.conversations.restore(self.conversations)
-        DataPlace(self.taskset, self.lengths, self.random).put_into(run)
+            run.conversations.restore(self.conversations, has_changed=has_changed)
+        DataPlace(self.taskset, self.lengths, self.random).put_into(run, has_changed=has_changed)
 
     def as_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def restore(run: Run, path: Path) -> None:
-    """Verifies and loads the checkpoint in `path`. Raises UserError for a damaged one."""
+def restore(run: Run, path: Path, *, has_changed: bool = False) -> None:
+    """Verifies and loads the checkpoint in `path`. Raises UserError for a damaged one.
+
+    has_changed: whether the user allowed other contents than the run had then (contents.py)."""
     saved = checkpoint.load(path)
     cursor = Cursor(**saved.json(CURSOR))
     run.workers.load(saved, cursor.policy_version)
-    cursor.put_into(run)
+    cursor.put_into(run, has_changed=has_changed)
     if BATCHES in saved.files:
         batches = batches_from_json(saved.json(BATCHES))
         if run.ahead is not None:

@@ -23,7 +23,7 @@ from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
 from octetrl.telemetry.rollouts import EVALUATIONS
-from octetrl.telemetry.run_changes import HISTORY_FILE, changed_settings
+from octetrl.telemetry.run_changes import HISTORY_FILE, changed_settings, read_objects
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
 from octetrl.telemetry.sound_values import is_step, sound_recipe, sound_row, unordered_steps
 from octetrl.telemetry.staleness import lower_staleness
@@ -155,7 +155,7 @@ class RunRecord:
         if "weights_in_flight" in self.where:
             shown.append(("weights in flight", str(self.where["weights_in_flight"])))
         shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
-        changed = changed_settings(_objects(self.folder / HISTORY_FILE))
+        changed = changed_settings(read_objects(self.folder / HISTORY_FILE))
         shown += [("changed", "; ".join(changed))] * bool(changed)
         versions = self.where.get("versions")
         known = versions.items() if isinstance(versions, Mapping) else ()
@@ -189,7 +189,7 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"report: '{path}' has no finished step yet; wait for the first one")
     raised = [
         (line["step"], line["text"])
-        for line in _objects(folder / WARNINGS)
+        for line in read_objects(folder / WARNINGS)
         if is_step(line.get("step")) and isinstance(line.get("text"), str)
     ]
     recipe, lost = sound_recipe(read_recipe(folder))
@@ -208,24 +208,13 @@ def read_recipe(folder: Path) -> dict[str, Any]:
 
 def read_where(folder: Path) -> dict[str, Any]:
     """The run.json of a run's folder; empty if it is missing or damaged."""
-    return next(_objects(folder / RUN_FILE), {})
+    return next(read_objects(folder / RUN_FILE), {})
 
 
 def _pairs(value: object) -> list[tuple[str, str]]:
     """The pairs of texts that a list has; what is damaged is left out."""
     pairs = value if isinstance(value, list) else []
     return [(str(one[0]), str(one[1])) for one in pairs if isinstance(one, list) and len(one) == 2]
-
-
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file that has one a line; what is damaged is left out."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            yield found
 
 
 OF_THE_END = ("rollout/truncated_share", "reward/zero_variance_fraction")  # of no interest once they are low

@@ -70,9 +70,9 @@ class MixedTaskset(Taskset):
             "taken": dict(self._taken),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], *, has_changed: bool = False) -> None:
         """Continue from a result of `state()`. Weights may differ from it. Raises UserError if the environments, their
-        tasks or seeds were different then."""
+        tasks or seeds were different then, as `Taskset.restore` does."""
         saved = state.get("environments", {})
         if saved.keys() != self._members.keys():
             raise UserError(
@@ -81,6 +81,6 @@ class MixedTaskset(Taskset):
             )
         for name, member in self._members.items():
             with errors_named(name):
-                member.restore(saved[name])
+                member.restore(saved[name], has_changed=has_changed)
         has_same_weights = state["weights"] == self._weights
         self._taken = {name: state["taken"][name] if has_same_weights else 0 for name in self._members}

@@ -1,0 +1,155 @@
+"""What a run learns from besides its recipe: rows of files, source of rewards and environments, the chat template.
+
+`run.json` has a digest of each. A resumed run is refused if one differs and is not allowed (output_folder.py). Tasks
+that a program generates are not read for this; the checkpoint has a fingerprint of a few of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import Any
+
+from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.schema import Recipe
+from octetrl.config.several_environments import section_name
+from octetrl.config.text import to_utf8
+from octetrl.data.mixture import Mixture
+from octetrl.environments.base import Environment
+from octetrl.environments.given import Given, importable_name
+from octetrl.records import Task
+from octetrl.telemetry.sinks import RUN_FILE
+
+Contents = dict[str, dict[str, str]]  # by field: the digest of each part
+CONTENTS = "contents"  # their key in run.json
+CHAT_TEMPLATE = "chat_template"
+_ROWS = ("jsonl", "math", "code")  # kinds whose tasks are rows of a file
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def contents_of(
+    recipe: Recipe, given: Given, chat_template: Any, environments: Mapping[str, Environment], data: Mixture | None
+) -> Contents:
+    """The digests of a run's contents. Reads all tasks and the source files; imports nothing."""
+    found: Contents = {CHAT_TEMPLATE: {"text": _digest(json.dumps(chat_template, sort_keys=True))}}
+    for name, config in recipe.each_environment.items():
+        section = section_name(name)
+        found[f"{section}.dataset"] = _tasks(config, environments[name], given)
+        found[f"{section}.reward"] = {} if config.reward is None else _source(config.reward, given)
+        found[f"{section}.tools"] = {file: one for tool in config.tools for file, one in _source(tool, given).items()}
+    for name, digest in ({} if data is None else data.digests).items():
+        found[f"data.sources.{name}" if recipe.data.sources else "algorithm.conversations"] = {"rows": digest}
+    found["algorithm.name"] = _source(recipe.algorithm.name, given)
+    return {field: parts for field, parts in found.items() if parts}
+
+
+def read_contents(folder: Path) -> Contents:
+    """The digests in a run folder; empty for a run of an older version."""
+    try:
+        found = json.loads((folder / RUN_FILE).read_bytes()).get(CONTENTS)
+    except (OSError, ValueError, AttributeError, RecursionError):  # run_identity.py says what is wrong with the file
+        return {}
+    known = found if isinstance(found, dict) else {}
+    return {field: parts for field, parts in known.items() if isinstance(parts, dict)}
+
+
+def changed_contents(saved: Contents, now: Contents) -> dict[str, list[str]]:
+    """The parts of each field that differ. A field that only one of the two has is not compared."""
+    return {
+        field: sorted(part for part in {*saved[field], *parts} if saved[field].get(part) != parts.get(part))
+        for field, parts in now.items()
+        if field in saved and saved[field] != parts
+    }
+
+
+def _tasks(config: EnvironmentConfig, environment: Environment, given: Given) -> dict[str, str]:
+    if config.dataset is None:
+        return {}
+    if config.kind in _ROWS or (config.dataset in given and isinstance(environment.tasks, list | tuple)):
+        return {"rows": rows_digest(environment.tasks)}
+    return _source(config.dataset, given)
+
+
+def rows_digest(tasks: Iterable[Task]) -> str:
+    digest = hashlib.sha256()
+    for task in tasks:
+        row = [task.id, task.prompt, task.answer, dict(task.metadata)]
+        digest.update(to_utf8(json.dumps(row, sort_keys=True, default=_type_name) + "\n"))
+    return digest.hexdigest()[:16]
+
+
+def _source(path: str, given: Given) -> dict[str, str]:
+    """The digest of each source file of the object that a recipe names as `module:name`."""
+    name = path if path not in given else importable_name(given[path]) or importable_name(type(given[path]))
+    module, colon, _ = (name or "").partition(":")
+    files = source_files(module) if colon else {}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items()}
+
+
+def source_files(module: str) -> dict[str, Path]:
+    """The source of a module, and of what it imports from its own package or from beside it, by the modules' names."""
+    root = module.partition(".")[0]
+    first = _file_of(root) or _file_of(module)
+    if first is None:
+        return {}
+    folder = first.parent.parent if first.name == "__init__.py" else first.parent
+    is_users = not _INSTALLED & set(folder.parts) and folder != Path(os.__file__).resolve().parent
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        top = name.partition(".")[0]
+        if name in found or not name or not (top == root or (is_users and top != "octetrl")):
+            continue
+        path = _file_of(name)
+        if path is not None and path.is_relative_to(folder):
+            found[name] = path
+            waiting += _imported(name, path)
+        waiting.append(name.rpartition(".")[0])  # a package is imported before its modules
+    return found
+
+
+def _file_of(module: str) -> Path | None:
+    """The source file of a module, found as an import would find it."""
+    places: Any = [*sys.path, os.getcwd()]
+    parts, spec = module.split("."), None
+    for end in range(1, len(parts) + 1):
+        spec = None if places is None else PathFinder.find_spec(".".join(parts[:end]), places)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+    origin = None if spec is None else spec.origin
+    return Path(origin).resolve() if origin is not None and origin.endswith(".py") else None
+
+
+def _imported(module: str, path: Path) -> Iterator[str]:
+    """Names that may be modules which it imports."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # its import says so
+        return
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            relative = "." * node.level + (node.module or "")
+            with suppress(ImportError):  # beyond the top package
+                base = resolve_name(relative, package) if package else relative.lstrip(".")
+                yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(to_utf8(text)).hexdigest()[:16]

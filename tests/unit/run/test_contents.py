@@ -1,0 +1,59 @@
+"""Which files the digest of a reward or an environment covers, and what counts as a change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octetrl.records import Task
+from octetrl.run.contents import changed_contents, rows_digest, source_files
+
+FILES = {
+    "top_47/__init__.py": "from . import shared_47\n",
+    "top_47/shared_47.py": "import json\n",
+    "top_47/inner/__init__.py": "",
+    "top_47/inner/rewards.py": "from ..deep import one\nfrom beside_47 import two\nimport torch, octetrl.records\n",
+    "top_47/deep.py": "from .inner import rewards\nfrom .... import beyond\n",
+    "top_47/unused.py": "",
+    "beside_47.py": "this is no Python\n",
+}
+
+
+def written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.mark.parametrize(("folder", "beside"), [("own", {"beside_47"}), ("site-packages", set())])
+def test_a_module_is_its_file_and_what_it_imports_from_its_package_and_beside_it(
+    folder: str, beside: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / folder, monkeypatch)
+    of_package = {"top_47", "top_47.shared_47", "top_47.inner", "top_47.inner.rewards", "top_47.deep"}
+    assert source_files("top_47.inner.rewards").keys() == of_package | beside
+
+
+@pytest.mark.parametrize("module", ["math", "json", "no_such_module_47", "octetrl.records", ""])
+def test_modules_of_python_and_of_this_package_have_no_surprises(module: str) -> None:
+    assert all(name.partition(".")[0] == module.partition(".")[0] for name in source_files(module))
+
+
+def test_rows_differ_by_any_field_and_by_order() -> None:
+    tasks = [Task("1", "a", "b", {"tests": [1]}), Task("2", "a", None, {"x": object()})]
+    others = [
+        [Task("1", "a", "b", {"tests": [2]}), tasks[1]],
+        [Task("1", "a", "c", {"tests": [1]}), tasks[1]],
+        tasks[::-1],
+        tasks[:1],
+    ]
+    assert rows_digest(tasks) == rows_digest([tasks[0], Task("2", "a", None, {"x": object()})])
+    assert len({rows_digest(tasks), *map(rows_digest, others)}) == 5
+
+
+def test_what_only_one_side_knows_is_no_change() -> None:
+    saved = {"a": {"x": "1", "y": "2"}, "old": {"x": "1"}}
+    assert changed_contents(saved, {"a": {"x": "1", "y": "3", "z": "4"}, "new": {"x": "1"}}) == {"a": ["y", "z"]}
+    assert changed_contents(saved, {"a": {"x": "1", "y": "2"}}) == changed_contents({}, saved) == {}
