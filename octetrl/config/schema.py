@@ -297,9 +297,9 @@ class CheckpointConfig(Section):
     """Number of latest checkpoints to keep. The last sound one also stays until a further step has shown that newer
     weights are sound (`collapse`), and so does one in whose folder you have put a file of your own."""
     keep_best: int = Field(default=0, ge=0, le=1_000_000_000)
-    """Number of further checkpoints to keep: those with the highest `best_metric`."""
+    """Number of further checkpoints to keep: those with the highest `best_metric`; of equal ones, the earliest."""
     best_metric: str = "eval/accuracy"
-    """Metric that ranks checkpoints for `keep_best`."""
+    """Metric that ranks checkpoints, for `keep_best`, the report and `RUN@best`."""
     batches_ahead: Literal["drawn_again", "saved"] = "drawn_again"
     """Batches that were generated ahead (`cluster.max_staleness`) when the checkpoint was written. drawn_again: a
     resumed run generates them again, from the same tasks with the checkpoint's weights. saved: they are in the

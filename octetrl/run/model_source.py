@@ -3,6 +3,7 @@
     models/Qwen3-0.6B        a folder: used as it is
     runs/mine                a run: its last checkpoint
     runs/mine@40             a run: its checkpoint after step 40
+    runs/mine@best           a run: of its saved checkpoints the one with the highest checkpoint.best_metric
     Qwen/Qwen3-0.6B          the hub, if there is no such folder; `Qwen/Qwen3-0.6B@REVISION` for another revision
 
 A model of the hub is fetched by huggingface_hub into its cache, which continues an interrupted download. The folder
@@ -19,6 +20,7 @@ from octetrl.config.hub_name import HubName, hub_name
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 
+BEST = "best"  # RUN@best
 SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHTS = "*.safetensors"
 
@@ -96,9 +98,19 @@ def precision_of(name: str | Path, given: str | None) -> tuple[str | None, dict[
 
 
 def _checkpoint(run: Path, step: str) -> Path:
+    """The folder of `RUN@STEP` or `RUN@best`. Raises UserError if the run has no such checkpoint."""
     found = sorted(path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*"))
+    steps = ", ".join(str(int(one)) for one in found if one.isdecimal()) or "none"
+    if step == BEST:
+        from octetrl.run.run_identity import read_run_id
+        from octetrl.trainer.checkpoint import best_of
+
+        metric = load_recipe(run / "config.yaml").checkpoint.best_metric
+        best = best_of(run / "checkpoints", read_run_id(run), metric)
+        if best is None:
+            raise UserError(f"'{run}@{BEST}': no checkpoint has '{metric}', checkpoint.best_metric; it has {steps}")
+        return best
     if not step.isdecimal() or f"{int(step):06d}" not in found:
-        steps = ", ".join(str(int(one)) for one in found if one.isdecimal()) or "none"
         raise UserError(f"'{run}@{step}': the run has no checkpoint of step {step}; it has {steps}")
     return run / "checkpoints" / f"step_{int(step):06d}"
 

@@ -22,14 +22,16 @@ from octetrl.config.validate_roles import describe_roles
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.given import is_given
 from octetrl.fp8.policy import formats_by_layer, precision_policy
+from octetrl.run.model_source import BEST
 from octetrl.run.run_files import CHECKPOINTS, REPORT
+from octetrl.run.run_identity import read_run_id
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.report_data import RunRecord, idle_tail, read_run, results, steps_above
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.run_times import longest_first, overlap
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import duration
-from octetrl.trainer.checkpoint import latest, step_of
+from octetrl.trainer.checkpoint import best_of, latest, step_of
 from octetrl.workers.model_shape import model_spec
 
 if TYPE_CHECKING:
@@ -167,7 +169,7 @@ def last_screen(folder: Path, recipe: Recipe) -> Screen:
         ("", overlap(run.rows)),
         ("mismatch", steps_above(run) or ""),
         ("beside tail", idle_tail(run) or ""),
-        *_where(folder),
+        *_where(folder, recipe),
     ]
     rows.append(("report", str(folder / REPORT)))
     next_label = "next"
@@ -188,10 +190,13 @@ def _seconds_by_part(run: RunRecord) -> str:
     return ", ".join(shown)
 
 
-def _where(folder: Path) -> Iterator[tuple[str, str]]:
+def _where(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
     last = latest(folder / CHECKPOINTS)
     if last is not None:
         yield "weights", f"{last} (step {step_of(last)})"
+    best = best_of(folder / CHECKPOINTS, read_run_id(folder), recipe.checkpoint.best_metric)
+    if best not in (None, last):
+        yield "", f"{folder}@{BEST} (step {step_of(best)}), the best saved"
 
 
 def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from octetrl.config.cluster import ROLE_FIELDS, ClusterConfig
 from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.limits import MISMATCH_LIMIT
+from octetrl.config.ranking import best_steps
 from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.config.text import counted
 from octetrl.telemetry.ending import FAILED, Ending, read_ending
@@ -306,15 +307,17 @@ def raised_warnings(run: RunRecord) -> list[str]:
 
 def results(run: RunRecord) -> Iterator[tuple[str, str]]:
     """What came out: the best and the last evaluation, and reward or loss of the first and the last step."""
-    evaluations = run.series("eval/accuracy")
-    best = max(evaluations, key=lambda one: one[2], default=None)
-    if best is not None:
-        step, _, accuracy = evaluations[-1]
-        last = "" if best[0] == step else f"; the last: {accuracy:.3f} at step {step}"
-        if best[2] > 0:
-            yield "best", f"held-out accuracy {best[2]:.3f} at step {best[0]}{last}"
+    metric = _at(run.recipe, "checkpoint.best_metric")
+    metric = metric if isinstance(metric, str) and run.values(metric) else "eval/accuracy"
+    values = {step: value for step, _, value in run.series(metric)}
+    if values:
+        best, last = best_steps(values.items())[0], max(values)
+        name = "held-out accuracy" if metric == "eval/accuracy" else metric
+        text = f"; the last: {values[last]:.3f} at step {last}" if best != last else ""
+        if metric == "eval/accuracy" and not values[best]:
+            yield name, f"0 in {counted(len(values), 'evaluation')}"
         else:
-            yield "held-out accuracy", f"0 in {counted(len(evaluations), 'evaluation')}"
+            yield "best", f"{name} {values[best]:.3f} at step {best}{text}"
     for name, label in (("reward/mean", "mean reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
         values = run.values(name)
         if values:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from octetrl.config.limits import MISMATCH_LIMIT
+from octetrl.config.ranking import best_steps
 from octetrl.config.text import counted
 from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.metrics import MISMATCH
@@ -203,7 +204,7 @@ def evaluation_parts(
         low_to_high = f"{metrics['eval/accuracy_low']:.3f} to {metrics['eval/accuracy_high']:.3f}"
         interval = LinePart("95% interval", low_to_high)
     if earlier:
-        at = max(earlier, key=lambda one: earlier[one])
+        at = best_steps(earlier.items())[0]
         if accuracy <= 0 and earlier[at] <= 0:
             best = LinePart("", "none above 0 so far")
         elif accuracy > earlier[at]:

@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from octetrl.config.errors import UserError
+from octetrl.config.ranking import best_steps
 from octetrl.trainer.file_digests import WrittenFile, altered_files, digest_file, hashing_threads
 from octetrl.trainer.state_files import Content, Files, in_shards, write_files
 
@@ -201,6 +202,18 @@ def latest_of(folder: Path, run_id: str | None, until: int | None = None) -> Pat
     return own[max(own)] if own else None
 
 
+def best_of(folder: Path, run_id: str | None, metric: str) -> Path | None:
+    """The checkpoint of one run with the highest `metric`, by the rule of `prune`. None if none has it."""
+    steps = _steps(folder)
+    manifests = {step: manifest for step, path in steps.items() if (manifest := _read_manifest(path))}
+    ranked = _ranked({step: one for step, one in manifests.items() if one.get("run") == run_id}, metric)
+    return steps[ranked[0]] if ranked else None
+
+
+def _ranked(manifests: Mapping[int, Mapping[str, Any]], metric: str) -> list[int]:
+    return best_steps((step, manifest["metrics"].get(metric)) for step, manifest in manifests.items())
+
+
 def step_of(path: Path) -> int:
     """Of a checkpoint's folder, step_NNNNNN."""
     return int(path.name.removeprefix("step_"))
@@ -221,14 +234,13 @@ def prune(
     exempt: Collection[int] = (),
 ) -> list[Path]:
     """Of the checkpoints of run `run_id`, hides all but the last `keep_last`, the `keep_best` of highest `best_metric`
-    (of equals, the later) and those of the `exempt` steps. A folder in which somebody has put a file of their own stays
+    (config/ranking.py) and those of the `exempt` steps. A folder in which somebody has put a file of their own stays
     too. Returns the hidden folders, for `remove_hidden`."""
     steps = _steps(folder)
     manifests = {step: _read_manifest(path) for step, path in steps.items()}
     own = {step: manifest for step, manifest in manifests.items() if manifest and manifest.get("run") == run_id}
     kept = {*sorted(own)[-keep_last:], *exempt}
-    scores = [(one["metrics"][best_metric], step) for step, one in own.items() if best_metric in one["metrics"]]
-    kept |= {step for _, step in sorted(scores, reverse=True)[:keep_best]}
+    kept |= set(_ranked(own, best_metric)[:keep_best])
     kept |= {step for step, manifest in own.items() if _has_others(steps[step], manifest)}
     hidden = [_hidden(steps[step], ".removed") for step in sorted(own.keys() - kept)]
     for step, path in zip(sorted(own.keys() - kept), hidden, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import huggingface_hub
@@ -9,9 +10,12 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octetrl.config.errors import UserError
-from octetrl.config.load import recipe_from_mapping
-from octetrl.run.model_source import found_model, with_found_model
+from octetrl.config.load import dump_recipe, recipe_from_mapping
+from octetrl.run.model_source import found_model, recipe_of_run, with_found_model
+from octetrl.run.resume import weights_folder
 from octetrl.run.standing_model import CONTEXT_LENGTH, default_context_length
+from octetrl.telemetry.report_data import read_run, results
+from octetrl.trainer import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,29 @@ def test_a_run_at_a_step() -> None:
             UserError, match=f"'runs/mine@{wrong}': the run has no checkpoint of step {wrong}; it has 5, 40"
         ):
             found_model(f"runs/mine@{wrong}")
+
+
+def test_the_best_checkpoint_of_a_run_and_of_its_report_is_one(here: Path) -> None:
+    """Of equal ones the earliest; of another run's, of those without a value and of those that are gone, none."""
+    folder, tree = here / "mine", {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}}
+    recipe = recipe_from_mapping(tree)
+    (folder / "checkpoints").mkdir(parents=True)
+    values = {5: 0.5, 10: float("nan"), 15: 0.25, 20: 0.5}
+    for step, value in values.items():
+        checkpoint.save(folder / "checkpoints", step, {}, metrics={"eval/accuracy": value}, run_id="ours")
+    checkpoint.save(folder / "checkpoints", 25, {}, metrics={"eval/accuracy": 0.9}, run_id="theirs")
+    (folder / "run.json").write_text('{"run": "ours"}')
+    (folder / "config.yaml").write_text(dump_recipe(recipe))
+    lines = [{"step": step, "eval/accuracy": value} for step, value in values.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert dict(results(read_run(folder)))["best"].startswith("held-out accuracy 0.500 at step 5;")
+    assert found_model(f"{folder}@best").name == weights_folder(Path(f"{folder}@best")).name == "step_000005"
+    assert recipe_of_run(f"{folder}@best") == folder / "config.yaml"
+    checkpoint.prune(folder / "checkpoints", keep_last=1, keep_best=1, best_metric="eval/accuracy", run_id="ours")
+    assert found_model(f"{folder}@best").name == "step_000005"
+    (folder / "config.yaml").write_text(dump_recipe(recipe_from_mapping(tree | {"checkpoint": {"best_metric": "kl"}})))
+    with pytest.raises(UserError, match="@best': no checkpoint has 'kl'"):
+        found_model(f"{folder}@best")
 
 
 def test_a_name_of_the_hub_is_fetched_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

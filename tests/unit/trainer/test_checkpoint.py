@@ -201,7 +201,7 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     for step, accuracy in enumerate([0.1, 0.9, 0.4, 0.9, None, 0.2, 0.3], start=1):
         save(tmp_path, step, payload(), metrics={} if accuracy is None else {"eval/accuracy": accuracy})
     remove_hidden(prune(tmp_path, keep_last=2, keep_best=1, best_metric="eval/accuracy"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006", "step_000007"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000006", "step_000007"]
     remove_hidden(prune(tmp_path, keep_last=1))
     assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
 
