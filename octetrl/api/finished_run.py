@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octetrl.api.python_words import python_words
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
@@ -37,6 +38,7 @@ class FinishedRun:
         lines = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
+    @python_words()
     def evaluate(self, *, all_tasks: bool = False, **evaluation: Any) -> EvalReport:
         """Evaluate the last checkpoint on the held-out tasks, or on all tasks.
 
@@ -50,6 +52,7 @@ class FinishedRun:
             recipe = load_recipe(self.folder / RECIPE_FILE, fields=dict(fields), training=False)
         return evaluate_checkpoint(str(self.folder), recipe, all_tasks=all_tasks, given=self.given)
 
+    @python_words()
     def export(self, to: str | Path, *, adapter: bool = False, fp8: bool = False) -> Path:
         """Write the last checkpoint to the new folder `to` in Hugging Face format; returns the folder.
 

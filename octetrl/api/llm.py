@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
+from octetrl.api.python_words import python_words
 from octetrl.api.sampling import SamplingParams
 from octetrl.config.errors import UserError, type_of
 from octetrl.config.load import PRECISIONS
@@ -61,6 +62,7 @@ class LLM:
         llm.generate(["2+2="], SamplingParams(max_tokens=16))[0].text
     """
 
+    @python_words()
     def __init__(
         self,
         model: str | Path,
@@ -89,6 +91,7 @@ class LLM:
         self._one_call = Lock()  # calls of several threads take turns
         weakref.finalize(self, self._loaded.close).atexit = False
 
+    @python_words()
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octetrl.api.python_words import python_words
 from octetrl.config.errors import UserError, type_of
 from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
 from octetrl.config.schema import Precision, Recipe
@@ -21,17 +22,19 @@ from octetrl.config.validate_environment import FILES
 from octetrl.environments.base import Environment, TaskEnvironment
 from octetrl.environments.given import MODULE, can_run_elsewhere, given_name, importable_name
 from octetrl.environments.jsonl import ExactScorer
+from octetrl.environments.trl_rewards import TrlReward, has_trl_form
 from octetrl.records import Task
 
 if TYPE_CHECKING:
     from octetrl.api.finished_run import FinishedRun
 
-Reward = Callable[[Task, str], float]
+Reward = Callable[[Task, str], float] | TrlReward
 Tasks = str | Path | Iterable[Task | Mapping[str, Any]] | Environment
 _TASKS = f"{MODULE}:tasks"
 _OF_ANOTHER_DATASET: dict[str, Any] = {"parameters": {}, "columns": {}, "reference_marker": None}
 
 
+@python_words()
 def train(
     recipe: str | Path | None = None,
     *,
@@ -53,7 +56,8 @@ def train(
     model: a Hugging Face folder, or the fields of the recipe's section `model`.
     tasks: a JSONL file of {"prompt", "answer"}; a list of `Task` or of such dictionaries; or an environment, an object
         with `tasks` and `score(task, text)`. Without a reward, an answer is right when it equals the task's.
-    reward: a function of (task, completion text) that returns a number, or "module:name". A function at the top level
+    reward: a function of (task, completion text) that returns a number, one of TRL's form (prompts, completions,
+        **columns) that returns a list, or "module:name". A function at the top level
         of a module runs in a process that can be ended. A notebook's own function, a lambda or a closure runs in a
         thread of this process: a call that hangs gets the status `reward_timeout`, but can't be ended.
     precision: "bf16", "fp8_rollout", "fp8" or "fp8_full".
@@ -61,7 +65,7 @@ def train(
     output_dir: the run's folder. None: the recipe's, or without a recipe the first free one of runs/MODEL,
         runs/MODEL-2, ...
     resume: continue the run in `output_dir` from its last checkpoint.
-    allow: fields that may differ from those that the run began with, as with the command's --allow.
+    allow: with resume, fields that may differ from the run's from here on, such as ["trainer.optimizer.lr"].
     sections: any other field of a recipe, sections as dictionaries: rollout={"group_size": 16}, seed=3. Several
         environments are given by name, each with its own tasks and reward:
         environments={"sums": {"tasks": [...], "weight": 2}, "words": {"tasks": "words.jsonl", "reward": spelled}}.
@@ -179,6 +183,8 @@ def _reward_name(reward: Reward) -> str:
 def _check_reward(reward: Reward) -> None:
     if not callable(reward):
         raise UserError(f"octetrl.train: reward is {type_of(reward)}; give a function of (task, text)")
+    if has_trl_form(reward):
+        return
     if inspect.iscoroutinefunction(reward):
         raise UserError("octetrl.train: reward is async; give a plain function of (task, text) that returns a number")
     try:

@@ -65,8 +65,8 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="RUN_OR_MODEL... [section.key=value]...",
-            help="Run folders, RUN@STEP, RUN@best, checkpoints or Hugging Face folders, and fields that differ from the recipe."
-            " With engine.backend=openai fields only: the server's model is evaluated.",
+            help="Run folders, RUN@STEP, RUN@best, checkpoints or Hugging Face folders, and fields that differ from the"
+            " recipe. With engine.backend=openai fields only: the server's model is evaluated.",
             show_default=False,
         ),
     ],

@@ -40,8 +40,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A run folder, RUN@STEP, RUN@best, a checkpoint, a Hugging Face folder or a name of the hub; with --base-url the"
-        " server's name of it.",
+        help="A run folder, RUN@STEP, RUN@best, a checkpoint, a Hugging Face folder or a name of the hub; with"
+        " --base-url the server's name of it.",
     ),
 ]
 Prompts = Annotated[

@@ -157,11 +157,10 @@ def _leads_nowhere(descriptor: int) -> bool:
 
 
 def _end_of_pipe() -> int:
-    """Discard unwritten output, so that the interpreter does not fail on it at exit."""
+    """Discard unwritten output, so that the interpreter does not fail on it at exit. Its reader has had enough."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in filter(_has_no_reader, (_STDOUT, _STDERR)):
         os.dup2(nowhere, descriptor)
-    print("octetrl: the output was closed before its end", file=sys.stderr)
     return FAILED
 
 

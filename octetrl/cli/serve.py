@@ -38,7 +38,8 @@ AccessLog = Annotated[bool, typer.Option("--access-log", help="Write a line for 
 Served = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A run folder, RUN@STEP, RUN@best, a checkpoint, a Hugging Face folder or a name of the hub."
+        metavar="MODEL",
+        help="A run folder, RUN@STEP, RUN@best, a checkpoint, a Hugging Face folder or a name of the hub.",
     ),
 ]
 

@@ -85,7 +85,11 @@ def runs_in(folder: Path) -> str:
     return f"; it holds the run{'s' if len(names) > 1 else ''} {shown}" if names else ""
 
 
-def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest allowed word, or an empty string if no word is close."""
-    matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean 'x'?` for the closest allowed word, or an empty string if no word is close.
+
+    A single word that begins with `word` or has it as a part, as wandb_project for wandb, is closer than any other."""
+    words = list(allowed)
+    longer = [one for one in words if word in one.split("_") or one.startswith(word)]
+    matches = longer if len(longer) == 1 else difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
     return f"; did you mean '{matches[0]}'?" if matches else ""

@@ -71,8 +71,10 @@ def misplaced_fields(name: str, fields: Iterable[str]) -> Problem:
 
 def unknown_field(name: str, field: str) -> Problem:
     """Report a field that no objective has, and suggest the nearest known field."""
-    own = OBJECTIVES[name].model_fields
-    hint = nearest(OURS.get(field, field).removeprefix(f"{SECTION}."), own)
+    own, ours = OBJECTIVES[name].model_fields, OURS.get(field, field).removeprefix(f"{SECTION}.")
+    if ours != field and ours not in own and not owners(ours):
+        return Problem((f"{SECTION}.{field}", ours), f"{SECTION}.{field}: unknown key; did you mean '{ours}'?")
+    hint = nearest(ours, own)
     meant = hint.split("'")[1] if hint else ""
     if not hint:
         elsewhere = nearest(field, {key for section in OBJECTIVES.values() for key in section.model_fields})

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from octetrl.config.algorithm import SHIPPED
+from octetrl.config.algorithm import OBJECTIVES, SHIPPED
 from octetrl.config.data import DataSource
 from octetrl.config.environment import EnvironmentConfig, MixedEnvironmentConfig
 from octetrl.config.errors import nearest
@@ -46,6 +46,7 @@ _WORDS = {
 _OF_SEVERAL = {
     ("environment", name) for name in MixedEnvironmentConfig.model_fields if name not in EnvironmentConfig.model_fields
 }
+_ALMOST = 0.8  # how close the spelling of a field in another section has to be
 _PLACEHOLDER_MODEL = {"path": "unknown"}  # replaces a missing model while the other fields are checked
 
 
@@ -60,6 +61,25 @@ def unreadable_texts(value: Any, name: str = "") -> Iterator[Problem]:
             yield from unreadable_texts(part, name)
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         yield Problem((name,), f"{name}: {value!r} is not UTF-8 text; rename it, or give another")
+
+
+def without_nulls(tree: dict[str, Any], schema: type[Section] = Recipe) -> dict[str, Any]:
+    """The tree without each null of a field that has a default other than null: null means that a field is not set."""
+    kept = {}
+    for key, value in tree.items():
+        field, section = schema.model_fields.get(key), section_of(schema, key)
+        choices = list(_choices(field.annotation)) if field is not None else []
+        if value is None and field is not None and not field.is_required() and type(None) not in choices:
+            continue
+        if key == SECTION and schema is Recipe and isinstance(value, dict):
+            section = OBJECTIVES.get(str(value.get("name")), section)
+        by_name = get_args(choices[0])[-1] if choices and get_origin(choices[0]) is dict else None
+        if isinstance(value, dict) and section is not None:
+            value = without_nulls(value, section)
+        elif isinstance(value, dict) and isinstance(by_name, type) and issubclass(by_name, Section):
+            value = {name: without_nulls(one, by_name) if isinstance(one, dict) else one for name, one in value.items()}
+        kept[key] = value
+    return kept
 
 
 def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
@@ -127,29 +147,37 @@ def _unknown_key(keys: tuple[str, ...]) -> Problem:
     for depth, key in enumerate(keys[:-1], start=1):
         schema = MixedEnvironmentConfig if _is_name(keys[:depth]) else section_of(schema, key) or schema
     parent, name = ".".join(keys[:-1]), keys[-1]
-    hint, meant = nearest(name, schema.model_fields), OURS.get(name, "")
     if keys in _OF_SEVERAL:
         text = f"{name} belongs to one of several environments: {SECTION_BY_NAME}.NAME.{name}"
         return Problem((".".join(keys),), f"{'.'.join(keys)}: unknown key; {text}")
+    meant, hint = _elsewhere(parent, name), nearest(name, schema.model_fields)
+    if name in OURS:
+        meant = [OURS[name]]
+    elif not meant and hint:
+        near = ".".join(filter(None, (parent, hint.split("'")[1])))
+        return Problem((".".join(keys), near), f"{'.'.join(keys)}: unknown key{hint}")
+    elif not meant and (almost := nearest(name, _by_name(), _ALMOST)):
+        meant = _elsewhere(parent, almost.split("'")[1])
     if meant:
-        hint = f"; did you mean '{meant}'?"
-    elif hint:
-        meant = ".".join(filter(None, (parent, hint.split("'")[1])))
-    else:
-        meant = _elsewhere(name)
-        hint = f"; did you mean '{meant}'?" if meant else f"; allowed are {', '.join(schema.model_fields)}"
-    fields = (".".join(keys), meant) if meant else (".".join(keys),)
-    return Problem(fields, f"{'.'.join(keys)}: unknown key{hint}")
+        hint = "; did you mean '" + "' or '".join(meant) + "'?"
+    text = f"{'.'.join(keys)}: unknown key{hint or '; allowed are ' + ', '.join(schema.model_fields)}"
+    return Problem((".".join(keys), *meant[:1]), text)
 
 
-def _elsewhere(name: str) -> str:
-    """The field of any section with this name, or the closest one; its first field if several have it."""
-    by_name: dict[str, str] = {}
-    for full in _all_fields(Recipe):
-        by_name.setdefault(full.split(".")[-1], full)
-    if name not in by_name and (hint := nearest(name, by_name)):
-        name = hint.split("'")[1]
-    return by_name.get(name, "")
+def _elsewhere(parent: str, name: str) -> list[str]:
+    """The fields with this name that `parent` may have been confused with: those below it, or else those of a section
+    of its own. Without a parent, all."""
+    found = _by_name().get(name, [])
+    below = [full for full in found if full.startswith(f"{parent}.")]
+    return below or [full for full in found if not parent or full.count(".") <= 1]
+
+
+def _by_name() -> dict[str, list[str]]:
+    """The full names of all fields, by their last part."""
+    by_name: dict[str, list[str]] = {}
+    for full in dict.fromkeys(_all_fields(Recipe)):
+        by_name.setdefault(full.split(".")[-1], []).append(full)
+    return by_name
 
 
 def _all_fields(schema: type[Section], prefix: str = "") -> Iterator[str]:

@@ -26,7 +26,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.lora import adapter_elements, projections, targets_of, unknown_target
 from octetrl.config.objective_keys import name_objective
 from octetrl.config.objective_settings import DatasetSettings
-from octetrl.config.problems import schema_problems, unreadable_texts
+from octetrl.config.problems import schema_problems, unreadable_texts, without_nulls
 from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, OptimizerConfig, Recipe
 from octetrl.config.section import Problem
 from octetrl.config.several_environments import mixture_problems, problems_of_each
@@ -55,7 +55,7 @@ def build_recipe(tree: dict[str, Any], *, training: bool = True) -> tuple[Recipe
     """Build the recipe of a merged tree, or return None and all problems. training: see `combination_problems`."""
     if unreadable := list(unreadable_texts(tree)):
         return None, unreadable
-    tree = name_objective(tree)
+    tree = without_nulls(name_objective(tree))
     try:
         recipe = Recipe.model_validate_json(json.dumps(tree))
     except ValidationError as error:

@@ -67,7 +67,6 @@ def can_run_elsewhere(scorer: object) -> bool:
     if importable_name(type(getattr(scorer, "__self__", scorer))) is None:
         return False
     try:
-        pickle.dumps(scorer)
+        return b"__main__" not in pickle.dumps(scorer)  # what it holds of this script is not in another process
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
-    return True

@@ -1,6 +1,7 @@
 """A reward that the user wrote as a Python function: `module:name`, called as `reward(task, completion_text) -> float`.
 
 A function of TRL's form, (prompts, completions, **columns) -> list[float], is taken too (environments/trl_rewards.py).
+An object given in Python is recognised by its parameters in the same way.
 
 Only the reward workers import it, so that its import cannot affect the run. A misspelt name is an error when the first
 worker loads it. `examples/custom_reward.py` is an example.
@@ -24,8 +25,10 @@ _FIELD = "environment.reward"
 
 def named_reward(path: str, given: Given) -> Scorer:
     """The reward that a recipe names: an object given in Python, or the function at `module:name`."""
-    scorer: Scorer = given[path] if path in given else PythonReward(path)
-    return scorer
+    if path not in given:
+        return PythonReward(path)
+    scorer: Scorer = given[path]
+    return TrlRewards([scorer]) if has_trl_form(scorer) else scorer
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: b
     def export(source: Path) -> None:
         if adapter and not is_adapter(source):
             raise UserError(
-                f"--adapter: '{run_or_checkpoint}' was trained without model.lora; export it without the flag"
+                f"--adapter: '{run_or_checkpoint}' was trained without model.lora; export it without --adapter"
             )
         if fp8:
             _refuse_fp8(source, run_or_checkpoint)

@@ -90,7 +90,7 @@ def after_loss(folder: Path, run_id: str | None) -> str:
     if not (folder / RECIPE_FILE).exists():
         return "the run had not begun; start it again"
     last = latest_of(folder / CHECKPOINTS, run_id)
-    how = "continue with --resume (in Python resume=True), or give cluster.max_restarts"
+    how = "continue with --resume, or give cluster.max_restarts"
     if last is None:
         return f"no checkpoint is there yet: {how}, and the run begins again at step 1"
     return f"the last checkpoint is step {step_of(last)}, in {folder / CHECKPOINTS}: {how}"

@@ -91,7 +91,7 @@ def refuse_held(folder: Path) -> None:
     """Refuse a new run in the folder of another one, or among files that it would write over."""
     if os.path.lexists(folder / RECIPE_FILE):
         raise UserError(
-            f"output_dir: '{folder}' already holds a run; continue it with --resume (in Python resume=True),"
+            f"output_dir: '{folder}' already holds a run; continue it with --resume,"
             f" or give another folder: output_dir=..."
         )
     refuse_records(folder)

@@ -19,6 +19,7 @@ from octetrl.run.generate import generate_text
 from octetrl.run.report import last_screen
 from tests.e2e import tiny_rewards
 from tests.e2e.tiny_run import RECIPE, read_lines
+from tests.unit.environments import trl_functions
 
 TASKS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(12)]
 SECTIONS: dict[str, Any] = {
@@ -68,6 +69,32 @@ def test_from_a_closure_to_text(model: Path, tmp_path: Path, capsys: pytest.Capt
     assert proposed and not any("octetrl eval" in text for text in proposed), "eval can't find these tasks"
     resumed = octetrl.train(tasks=TASKS, reward=noise, resume=True, **settings(model, run.folder, steps=3))
     assert [line["step"] for line in resumed.metrics] == [1, 2, 3]
+
+
+def test_reward_functions_of_trl_are_recognised_by_their_parameters(model: Path, tmp_path: Path) -> None:
+    """A closure that takes columns by name, and one of a module that does not take prompts and is async."""
+    told: list[tuple[str, str]] = []
+
+    def noise(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        told.extend(zip(prompts, answer, strict=True))
+        return [tiny_rewards.by_text(octetrl.Task("", ""), text) for text in completions]
+
+    run = octetrl.train(tasks=TASKS, reward=noise, **settings(model, tmp_path / "run", steps=1))
+    assert run.metrics[0]["reward/count"] == 8.0 and run.metrics[0]["reward/std"] > 0
+    assert set(told) <= {(task["prompt"], task["answer"]) for task in TASKS} and told
+    two = {"a": {"tasks": TASKS, "reward": trl_functions.polite}, "b": {"tasks": TASKS, "reward": noise}}
+    sections = settings(
+        model, tmp_path / "two", steps=1, environments={n: {**one, "eval_size": 4} for n, one in two.items()}
+    )
+    del sections["environment"]
+    [line] = octetrl.train(**sections).metrics
+    assert line["reward/count"] == 8.0
+    with pytest.raises(octetrl.UserError, match="already holds a run; continue it with resume=True, or"):
+        octetrl.train(tasks=TASKS, reward=noise, **settings(model, tmp_path / "run"))
+    other = {**settings(model, tmp_path / "run"), "trainer": {"optimizer": {"lr": 3e-3}}, "tasks": TASKS}
+    with pytest.raises(octetrl.UserError, match=r"^resume: .*allow=\['trainer.optimizer.lr', 'trainer.tokens"):
+        octetrl.train(reward=noise, resume=True, **other)
+    octetrl.train(reward=noise, resume=True, allow=["trainer"], **other)
 
 
 def test_a_recipe_with_a_file_and_a_function_of_a_module_is_a_plain_run(model: Path, tmp_path: Path) -> None:

@@ -289,13 +289,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["recipes"], ["train", "--help"]])
-def test_a_closed_pipe_is_one_line(arguments: list[str]) -> None:
+def test_a_closed_pipe_is_no_error_message(arguments: list[str]) -> None:
     """As `octetrl | head` closes it."""
     read, write = os.pipe()
     os.close(read)
     run = subprocess.run([sys.executable, "-m", "octetrl", *arguments], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
-    assert (run.returncode, run.stderr) == (1, "octetrl: the output was closed before its end\n")
+    assert (run.returncode, run.stderr) == (1, "")
 
 
 def test_it_runs_as_a_module() -> None:

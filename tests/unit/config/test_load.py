@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from octetrl.config.errors import UserError
 from octetrl.config.load import PRECISIONS, dump_recipe, load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
+from tests.objectives import objective
 
 BASE = "model: {path: models/m}\nenvironment: {dataset: chain_sum}\n"
 
@@ -45,6 +46,21 @@ def test_yaml_traps_are_texts(tmp_path: Path, text: str) -> None:
 
 def test_an_empty_section_keeps_the_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, BASE + "fp8:\nengine:\n") == load(tmp_path, BASE)
+
+
+def test_null_means_that_a_field_is_not_set(tmp_path: Path) -> None:
+    """Also of a mapping, a list or a number that a base file gives; on the command line nothing after = is null too."""
+    (tmp_path / "base.yaml").write_text(
+        "model: {path: m}\nenvironment: {kind: math, dataset: d, columns: {prompt: q}, tools: [calculator]}\n"
+        "seed: 3\nrollout: {stop: [x]}\nalgorithm: {name: dapo, clip_high: 0.5}\n"
+    )
+    words = ("environment.columns=null", "environment.tools=", "seed=null", "rollout.stop=", "algorithm.clip_high=")
+    recipe = load(tmp_path, "extends: base.yaml\n", *words)
+    assert (recipe.environment.columns, recipe.environment.tools) == ({}, ())
+    assert (recipe.seed, recipe.rollout.stop, recipe.algorithm) == (0, (), objective("dapo"))
+    words = ("algorithm.name=sft", "algorithm.clip_high=", "data.sources.a.path=p", "data.sources.a.columns=null")
+    assert load(tmp_path, "extends: base.yaml\n", *words).data.sources["a"].columns == {}
+    assert "algorithm.name" not in refusal(tmp_path, "extends: base.yaml\n", *words, "data.sources.a.path=null")
 
 
 # --- extends ------------------------------------------------------------------------------------------------

@@ -296,6 +296,13 @@ def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
         ("rollout.num_generations", "did you mean 'rollout.group_size'?"),
         ("algorithm.beta", "did you mean 'kl_coefficient'?"),
         ("environment.weight", "weight belongs to one of several environments: environments.NAME.weight"),
+        ("logging.wandb", "did you mean 'wandb_project'?"),
+        ("logging.level", "allowed are console"),  # and not environment.sandbox.level
+        ("epochs", "did you mean 'steps'?"),
+        ("algorithm.epochs", "did you mean 'steps'?"),
+        ("algorithm.num_train_epochs", "did you mean 'steps'?"),
+        ("dataset", "did you mean 'environment.dataset'?"),
+        ("max_new_tokens", "did you mean 'rollout.max_new_tokens' or 'evaluation.max_new_tokens'?"),
         ("logging.quux", "allowed are console, console_every, tensorboard"),
     ],
 )

@@ -20,7 +20,9 @@ from octetrl.environments.python_reward import PythonReward, named_reward
 from octetrl.environments.rewards import last_number
 from octetrl.environments.score import Explained
 from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import RolloutStatus, Task
+from tests.unit.environments import trl_functions
 
 TASK = Task("1", "2 + 3 =", "5")
 released = threading.Event()  # ends what waits
@@ -112,7 +114,11 @@ def _of_main(task: Task, text: str) -> float:
     return 1.0
 
 
-_of_main.__module__ = "__main__"
+def _trl_of_main(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+    return [float(text == right) for text, right in zip(completions, columns["answer"], strict=True)]
+
+
+_of_main.__module__ = _trl_of_main.__module__ = "__main__"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +132,8 @@ _of_main.__module__ = "__main__"
         (_closure(), False),
         (functools.partial(_closure()), False),
         (_of_main, False),
+        (TrlRewards([trl_functions.accuracy]), True),
+        (TrlRewards([_trl_of_main]), False),
         (type("Made", (), {"__call__": lambda self, task, text: 1.0})(), False),
     ],
 )
