@@ -223,8 +223,8 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        parts = (text for turn in self.turns for text in (turn.completion.text, *(one.text for one in turn.replies)))
-        return "".join(parts)
+        """What the model said: the texts of its completions, in lines of their own. Replies are in `turns`."""
+        return "\n".join(turn.completion.text for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)

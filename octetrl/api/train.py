@@ -19,7 +19,7 @@ from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
 from octetrl.config.schema import Precision, Recipe
 from octetrl.config.several_environments import alone, errors_named
 from octetrl.config.validate_environment import FILES
-from octetrl.environments.base import Environment, TaskEnvironment
+from octetrl.environments.base import HasTasks, TaskEnvironment
 from octetrl.environments.given import MODULE, can_run_elsewhere, given_name, importable_name
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.trl_rewards import TrlReward, has_trl_form
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octetrl.api.finished_run import FinishedRun
 
 Reward = Callable[[Task, str], float] | TrlReward
-Tasks = str | Path | Iterable[Task | Mapping[str, Any]] | Environment
+Tasks = str | Path | Iterable[Task | Mapping[str, Any]] | HasTasks
 _TASKS = f"{MODULE}:tasks"
 _OF_ANOTHER_DATASET: dict[str, Any] = {"parameters": {}, "columns": {}, "reference_marker": None}
 

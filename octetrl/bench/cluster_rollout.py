@@ -118,7 +118,7 @@ def _measured(bench: Bench, arm: RolloutArm, began: float, workers: BenchWorkers
     up = now(workers, bench.device)
     completions = workers.generate(workload.requests)
     seconds = now(workers, bench.device) - up
-    done, tail = last_session(workers), workers.rollout_metrics()["time/rollout_tail"]
+    done, tail = last_session(workers), workers.rollout_metrics()["rollout/tail_share"]
     shares = tail, done.idle_share, done.preemptions
     return RolloutTurn(*arm, seconds, *shares, peaks(), digest_of(completions), up - began)
 

@@ -63,7 +63,8 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights, the residual stream and everything that is not FP8. float32 is for comparisons."""
     context_length: int = Field(default=4096, ge=16, le=1 << 24)
-    """Largest length of prompt and answer together, in tokens. At most the model's number of positions."""
+    """Largest length of prompt and answer together, in tokens. At most the model's number of positions, which is also
+    the default if it is smaller."""
     lora: LoraConfig | None = None
     """Train only adapters and keep the weights frozen. `{}`: with the defaults. null: train the weights."""
 

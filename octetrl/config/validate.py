@@ -161,7 +161,8 @@ def _size_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("rollout.prompts_per_step", "rollout.group_size"), text)
 
 
-def _length_problems(recipe: Recipe) -> Iterator[Problem]:
+def _length_problems(recipe: Recipe, positions: int | None = None) -> Iterator[Problem]:
+    """positions: of the model, where they are known to be the context's limit."""
     rollout, evaluation = recipe.rollout, recipe.evaluation
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
@@ -172,7 +173,10 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
             f" {rollout.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens};"
         )
         context = recipe.model.context_length
-        if recipe.algorithm.learns_from == "rollouts":
+        if positions is not None:
+            text += f" the model has no more positions: lower these, for example to {context - context // 2} and"
+            text += f" {context // 2}"
+        elif recipe.algorithm.learns_from == "rollouts":
             text += f" raise it to {longest}, or lower these"
         else:
             text += (
@@ -185,7 +189,7 @@ def _length_problems(recipe: Recipe) -> Iterator[Problem]:
         text = (
             f"evaluation.max_new_tokens: {evaluation.max_new_tokens} and rollout.max_prompt_tokens"
             f" {rollout.max_prompt_tokens} exceed model.context_length {recipe.model.context_length};"
-            f" lower it, or raise model.context_length to {evaluated}"
+            f" lower it{f', or raise model.context_length to {evaluated}' if positions is None else ''}"
         )
         yield Problem(("evaluation.max_new_tokens", "model.context_length", lengths[0]), text)
     yield from cache_problems(recipe)
@@ -355,10 +359,11 @@ def _and_lengths(recipe: Recipe, positions: int) -> str:
 def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     """Yield the problems that depend on the model's shape."""
     fp8 = recipe.fp8
-    if recipe.model.context_length > spec.max_positions:
-        given = "" if "context_length" in recipe.model.model_fields_set else ", the default,"
+    if recipe.model.context_length == spec.max_positions:
+        yield from _length_problems(recipe, spec.max_positions)
+    elif recipe.model.context_length > spec.max_positions:
         text = (
-            f"model.context_length: {recipe.model.context_length}{given} exceeds the model's {spec.max_positions}"
+            f"model.context_length: {recipe.model.context_length} exceeds the model's {spec.max_positions}"
             f" positions; lower it to {spec.max_positions}{_and_lengths(recipe, spec.max_positions)}"
         )
         yield Problem(("model.context_length",), text)

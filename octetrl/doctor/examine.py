@@ -47,7 +47,7 @@ from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.without_update import accumulate_gradients
 from octetrl.workers.build import fill_weights
-from octetrl.workers.model_shape import model_spec
+from octetrl.workers.model_shape import model_spec, with_context_length
 from octetrl.workers.own_engine import own_engine
 from octetrl.workers.worker import Worker
 
@@ -103,6 +103,7 @@ class ExaminedWorker:
             )
         self.device = resolve_device(recipe.cluster)
         seed_everything(recipe.seed)
+        recipe = with_context_length(recipe)
         self.recipe, self.examination = recipe, examination
         self.spec: ModelSpec = model_spec(recipe)
         validate_with_spec(recipe, self.spec)

@@ -68,6 +68,13 @@ class Environment(Protocol):
         ...
 
 
+class HasTasks(Protocol):
+    """What a type checker can say of every environment: its reward is `score`, methods with @reward, or both."""
+
+    @property
+    def tasks(self) -> Sequence[Task]: ...
+
+
 @dataclass(frozen=True)
 class TaskEnvironment:
     """An environment that consists of given tasks and a given scorer."""

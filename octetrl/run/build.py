@@ -43,7 +43,7 @@ from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker
 from octetrl.workers.local import LocalLearningWorkers, LocalWorkers
 from octetrl.workers.many.build import build_many_workers
-from octetrl.workers.model_shape import model_spec
+from octetrl.workers.model_shape import model_spec, with_context_length
 from octetrl.workers.protocol import LearningWorkers, Workers
 from octetrl.workers.reward_model_worker import RewardModelWorker
 
@@ -104,6 +104,7 @@ def build_run(
     cluster = recipe.cluster
     on_gpu = cluster.num_gpus > 0 if cluster.uses_ray else resolve_device(cluster).type == "cuda"
     seed_everything(recipe.seed)
+    recipe = with_context_length(recipe)
     spec = model_spec(recipe)
     validate_with_spec(recipe, spec)
     policy = precision_policy(spec, recipe.fp8, recipe.numerics)

@@ -12,6 +12,7 @@ that it returns contains the revision's commit, so the recipe that a run saves n
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,10 @@ def _hub_name(name: str | Path) -> HubName | None:
 
 
 def with_found_model(recipe: Recipe, *, weights: bool = True) -> Recipe:
-    """The recipe with the folder of its model in place of a run or a name of the hub."""
+    """The recipe with the folder of its model in place of a run or a name of the hub, and with the context's length."""
     given = recipe.model.path
     if given is None:
-        return recipe
+        return _with_context_length(recipe)
     path = found_model(given, weights=weights)
     if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
         changed = {} if str(path) == str(Path(given)) else {"path": str(path)}
@@ -71,7 +72,18 @@ def with_found_model(recipe: Recipe, *, weights: bool = True) -> Recipe:
                     " the adapter's folder, or export the run first"
                 )
             del changed["lora"]
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changed)}) if changed else recipe
+    if changed:
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=changed)})
+    return _with_context_length(recipe)
+
+
+def _with_context_length(recipe: Recipe) -> Recipe:
+    """As workers/model_shape.py. Of a model that can't be read, which its reader reports, the recipe as it is."""
+    from octetrl.workers.model_shape import with_context_length
+
+    with suppress(UserError):
+        return with_context_length(recipe)
+    return recipe
 
 
 def recipe_of_run(name: str | Path) -> Path | None:

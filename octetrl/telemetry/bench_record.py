@@ -118,6 +118,9 @@ def _commit_of_files() -> str:
         said = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
         if said:
             return said
+    installed = ROOT / "octetrl" / "commit.txt"  # written by setup.py
+    if installed.is_file():
+        return installed.read_text(encoding="utf-8").strip()
     try:
         return version("octetrl")
     except PackageNotFoundError:

@@ -309,15 +309,15 @@ def results(run: RunRecord) -> Iterator[tuple[str, str]]:
     """What came out: the best and the last evaluation, and reward or loss of the first and the last step."""
     metric = _at(run.recipe, "checkpoint.best_metric")
     metric = metric if isinstance(metric, str) and run.values(metric) else "eval/accuracy"
-    values = {step: value for step, _, value in run.series(metric)}
-    if values:
-        best, last = best_steps(values.items())[0], max(values)
+    evaluations = {step: value for step, _, value in run.series(metric)}
+    if evaluations:
+        best, last = best_steps(evaluations.items())[0], max(evaluations)
         name = "held-out accuracy" if metric == "eval/accuracy" else metric
-        text = f"; the last: {values[last]:.3f} at step {last}" if best != last else ""
-        if metric == "eval/accuracy" and not values[best]:
-            yield name, f"0 in {counted(len(values), 'evaluation')}"
+        text = f"; the last: {evaluations[last]:.3f} at step {last}" if best != last else ""
+        if metric == "eval/accuracy" and not evaluations[best]:
+            yield name, f"0 in {counted(len(evaluations), 'evaluation')}"
         else:
-            yield "best", f"{name} {values[best]:.3f} at step {best}{text}"
+            yield "best", f"{name} {evaluations[best]:.3f} at step {best}{text}"
     for name, label in (("reward/mean", "mean reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
         values = run.values(name)
         if values:

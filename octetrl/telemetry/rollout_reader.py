@@ -52,7 +52,10 @@ class Filter:
     def takes(self, row: SampledRow) -> bool:
         in_rewards = self.rewards is None or (row.reward is not None and row.reward in self.rewards)
         has_status = not self.statuses or row.status in self.statuses
-        return in_rewards and has_status and self.task in row.task_id and self.text.lower() in row.text.lower()
+        return in_rewards and has_status and self.task in row.task_id and self._is_said_in(row)
+
+    def _is_said_in(self, row: SampledRow) -> bool:
+        return not self.text or any(self.text.lower() in part.text.lower() for part in row.said)
 
 
 @dataclass(frozen=True, slots=True)

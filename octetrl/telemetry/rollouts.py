@@ -2,8 +2,9 @@
 
 `rollouts/step_NNNNNN.jsonl` has one line per rollout, siblings together:
 
-    task_id prompt answer sibling status reward penalty answered detail trace text policy_version finish_reason
+    task_id prompt answer sibling status reward penalty answered detail trace policy_version finish_reason
     prompt_token_ids                 of the first turn
+    text                             what the model said; of several turns a line each, without the replies
     token_ids logprobs               sampled tokens of all completions, concatenated
     environment                      only in a run of several: its name
     policy_versions                  only if weights changed meanwhile: (token, version) where each version begins

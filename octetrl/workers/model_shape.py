@@ -16,6 +16,14 @@ def model_spec(recipe: Recipe) -> ModelSpec:
     return _spec(recipe, scalar=recipe.algorithm.name == "reward_model")
 
 
+def with_context_length(recipe: Recipe) -> Recipe:
+    """The recipe with `model.context_length`, where that was left out, lowered to the model's positions."""
+    if "context_length" in recipe.model.model_fields_set or (recipe.model.path or recipe.model.preset) is None:
+        return recipe
+    length = min(recipe.model.context_length, model_spec(recipe).max_positions)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"context_length": length})})
+
+
 def scalar_spec(recipe: Recipe) -> ModelSpec:
     """The same; a *ForSequenceClassification will do whatever is trained."""
     return _spec(recipe, scalar=True)

@@ -11,11 +11,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, recipe_from_mapping
+from octetrl.config.presets import preset_config
+from octetrl.config.validate import spec_problems
 from octetrl.run.model_source import found_model, recipe_of_run, with_found_model
 from octetrl.run.resume import weights_folder
 from octetrl.run.standing_model import CONTEXT_LENGTH, default_context_length
 from octetrl.telemetry.report_data import read_run, results
 from octetrl.trainer import checkpoint
+from octetrl.workers.model_shape import model_spec
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,32 @@ def test_a_run_at_a_step() -> None:
             UserError, match=f"'runs/mine@{wrong}': the run has no checkpoint of step {wrong}; it has 5, 40"
         ):
             found_model(f"runs/mine@{wrong}")
+
+
+def test_a_context_that_is_left_out_is_as_long_as_the_model_allows(here: Path) -> None:
+    (here / "short").mkdir()
+    (here / "short" / "config.json").write_text(json.dumps(preset_config("tiny") | {"max_position_embeddings": 512}))
+    lengths = {"max_prompt_tokens": 256, "max_new_tokens": 256}
+    for model, rollout, length in (
+        ({"path": "short"}, lengths, 512),
+        ({"path": "short", "context_length": 4096}, lengths, 4096),  # which is refused
+        ({"path": "short", "context_length": 600}, lengths, 600),
+        ({"path": "gone"}, lengths, 4096),
+        ({"preset": "qwen3-0.6b", "init": "random", "tokenizer": "short"}, {}, 4096),
+    ):
+        tree = {"model": model, "rollout": rollout, "environment": {"dataset": "chain_sum"}}
+        recipe = with_found_model(recipe_from_mapping(tree))
+        assert recipe.model.context_length == length, model
+        if "path" in model and model["path"] == "short":
+            spec = model_spec(recipe)
+            assert bool(list(spec_problems(recipe, spec))) is (length != 512), model
+    longer = {
+        "model": {"path": "short"},
+        "rollout": {**lengths, "max_new_tokens": 300},
+        "environment": {"dataset": "c"},
+    }
+    recipe = with_found_model(recipe_from_mapping(longer))
+    assert [problem.fields[0] for problem in spec_problems(recipe, model_spec(recipe))] == ["model.context_length"]
 
 
 def test_the_best_checkpoint_of_a_run_and_of_its_report_is_one(here: Path) -> None:

@@ -85,6 +85,7 @@ def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:
     assert (first["token_ids"], first["logprobs"], first["reward"]) == ([7, 9], [-0.1, -0.1], 1.0)
     assert (first["policy_version"], first["finish_reason"], first["text"]) == (5, "stop", "79")
     assert "turns" not in first
+    assert lines[2]["text"] == "\n".join(part["text"] for part in lines[2]["turns"]), "without the replies"
     assert [part["replies"] for part in lines[2]["turns"]] == [[{"role": "user", "text": "go on"}], []]
     assert lines[3]["reward"] is None and lines[3]["token_ids"] == [] and lines[3]["policy_version"] is None
 

@@ -1,0 +1,61 @@
+"""What a user may write, for the type checkers: `make test` runs mypy on it. Nothing here is executed."""
+
+from __future__ import annotations
+
+import octetrl
+from octetrl import Conversation, Task, metric, reward
+
+
+class Polite:
+    def __init__(self) -> None:
+        self.tasks = [Task(id="1", prompt="hello")]
+
+    @reward
+    def polite(self, conversation: Conversation) -> float:
+        return float("please" in conversation.text)
+
+    @reward(weight=0.2)
+    async def short(self, conversation: Conversation) -> float:
+        return 1.0
+
+    @metric
+    def length(self, conversation: Conversation) -> float:
+        return float(len(conversation.text))
+
+
+class Fixed:
+    tasks = (Task(id="1", prompt="hello"),)
+
+    @reward
+    def polite(self, conversation: Conversation) -> float:
+        return 1.0
+
+
+class Scored:
+    tasks = (Task(id="1", prompt="hello"),)
+
+    def score(self, task: Task, text: str) -> float:
+        return 1.0
+
+
+def trl(prompts: list[str], completions: list[str], **columns: list[str]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+class Nothing:
+    pass
+
+
+def accepted() -> None:
+    octetrl.train(model="m", tasks=Polite())
+    octetrl.train(model="m", tasks=Fixed())
+    octetrl.train(model="m", tasks=Scored())
+    octetrl.train(model="m", tasks=[{"prompt": "a", "answer": "b"}], reward=trl)
+    octetrl.train(model="m", tasks="t.jsonl", reward=lambda task, text: 1.0)
+    octetrl.train(model="m", environments={"a": {"tasks": Fixed(), "weight": 2}})
+
+
+def refused() -> None:
+    octetrl.train(model="m", tasks=Nothing())  # type: ignore[arg-type]
+    octetrl.train(model="m", tasks=3)  # type: ignore[arg-type]
+    octetrl.train(model="m", tasks=[], reward=1.0)  # type: ignore[arg-type]
