@@ -174,8 +174,7 @@ def _length_problems(recipe: Recipe, positions: int | None = None) -> Iterator[P
         )
         context = recipe.model.context_length
         if positions is not None:
-            text += f" the model has no more positions: lower these, for example to {context - context // 2} and"
-            text += f" {context // 2}"
+            text += f" the model has no more positions: lower these, as to {context - context // 2} and {context // 2}"
         elif recipe.algorithm.learns_from == "rollouts":
             text += f" raise it to {longest}, or lower these"
         else:

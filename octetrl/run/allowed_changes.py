@@ -93,7 +93,7 @@ def refuse_contents(folder: Path, changed: Mapping[str, Collection[str]], allowe
         listed = "; ".join(f"{field} ({', '.join(sorted(parts)[:3])})" for field, parts in others.items())
         raise UserError(
             f"--resume: what '{folder}' learns from has changed since it began: {listed}; put it back, or go on with it"
-            f" as it is now with {' '.join(f'--allow {field}' for field in others)} (in Python allow=[...])"
+            f" as it is now with {' '.join(f'--allow {field}' for field in others)}"
         )
 
 
