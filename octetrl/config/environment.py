@@ -55,6 +55,9 @@ class EnvironmentConfig(Section):
     """Text of every prompt; {prompt} stands for the task's own prompt."""
     answer_marker: str | None = None
     """The answer is the text after the last such marker in a completion. None: the whole completion."""
+    answer_tolerance: float = Field(default=1e-6, ge=0.0, le=0.1)
+    """Kind math: largest relative difference between a right answer and its reference, where one of them is a decimal.
+    Whole numbers, fractions, roots and symbols are compared exactly (docs/environment_tools.md)."""
     train_size: int = Field(default=10_000, ge=1, le=10_000_000)
     """Number of tasks generated for training (reasoning_gym, game, gymnasium). A file gives all its tasks except the
     held-out ones."""

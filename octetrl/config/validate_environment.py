@@ -52,6 +52,9 @@ def _unused_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
             f" kind {kind} has no parameters; set environment.parameters={{}}"
         )
         yield Problem(("environment.parameters", "environment.kind"), text)
+    if environment.answer_tolerance != EnvironmentConfig.model_fields["answer_tolerance"].default and kind != "math":
+        text = f"environment.answer_tolerance: kind {kind} does not compare numbers, so it has no effect; remove it"
+        yield Problem(("environment.answer_tolerance", "environment.kind"), text)
     for name in ("columns", "reference_marker"):
         if getattr(environment, name) and kind not in FILES:
             text = f"environment.{name}: kind {kind} reads no file, so it has no effect; remove it"

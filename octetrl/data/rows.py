@@ -12,7 +12,8 @@ starts, so an error in line 90,000 does not stop a running run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def _parquet_rows(path: str) -> Iterator[Row]:
         ) from None
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        records = (record for batch in batches for record in batch.to_pylist())
+        records = (record for batch in batches for record in _as_written(batch.to_pylist(), batch.schema))
         yield from (
             Row(number, f"{path}, row {number}", record, is_padded=True)
             for number, record in enumerate(records, start=1)
@@ -142,7 +143,7 @@ def _hugging_face_rows(path: str, hub: HubName | None, split: str, subset: str |
         reason = " ".join(str(error).split())[:200]
         remedy = "" if hub is None else f"; without a network {_by_hand(hub)}"
         raise UserError(f"{path}: datasets can't load it ({reason}); check path, split and subset{remedy}") from error
-    for number, record in enumerate(loaded, start=1):
+    for number, record in enumerate(_as_written(loaded, _schema_of(loaded)), start=1):
         yield Row(number, f"{path}[{split}], row {number}", record, is_padded=True)
 
 
@@ -162,4 +163,33 @@ def without_padding(value: Any) -> Any:
         return [without_padding(each) for each in value]
     if isinstance(value, dict):
         return {key: without_padding(each) for key, each in value.items() if each is not None}
+    return value
+
+
+def _schema_of(loaded: Any) -> Any:
+    features = getattr(loaded, "features", None)  # a data set that is read as it streams may have none
+    return None if features is None else features.arrow_schema
+
+
+def _as_written(records: Iterable[Any], schema: Any) -> Iterable[Any]:
+    """`records` with the shortest digits of 32-bit and 16-bit floats: 0.1 and not 0.10000000149011612.
+
+    schema: pyarrow's, of the records; None: not known."""
+    if not re.search(r"\b(?:half)?float\b", str(schema)):
+        return records
+    return ({field.name: _shortest(record[field.name], field.type) for field in schema} for record in records)
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    import pyarrow
+
+    types = pyarrow.types
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if types.is_struct(kind):
+        return {field.name: _shortest(value[field.name], field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_shortest(each, kind.value_type) for each in value]
     return value

@@ -15,7 +15,10 @@ messages if it has one message, of the user. If the answer's column has a soluti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,6 +29,8 @@ from octetrl.data.rows import Row, find_value, read_rows, required_text
 from octetrl.environments.answers import extract_answer
 from octetrl.records import Task
 
+AnswerProblems = Callable[[Sequence[str | None]], Sequence[str | None]]
+
 
 def read_tasks(
     path: str | Path,
@@ -35,13 +40,17 @@ def read_tasks(
     reference_marker: str | None = None,
     split: str = "train",
     subset: str | None = None,
+    answer_problems: AnswerProblems | None = None,
 ) -> list[Task]:
     """Read the tasks of a file, in order. `{prompt}` in the template stands for a row's prompt.
 
-    split, subset: of a Hugging Face data set. Raises UserError that names the file, and the row if one is invalid.
+    split, subset: of a Hugging Face data set. answer_problems: what is wrong with each answer, None if nothing is.
+    Raises UserError that names the file, and the row if one is invalid.
     """
     rows = read_rows(path, split=split, subset=subset)
-    return make_tasks(rows, prompt_template, columns=columns, reference_marker=reference_marker)
+    return make_tasks(
+        rows, prompt_template, columns=columns, reference_marker=reference_marker, answer_problems=answer_problems
+    )
 
 
 def make_tasks(
@@ -50,10 +59,12 @@ def make_tasks(
     *,
     columns: Mapping[Literal["prompt", "answer", "id"], str] = MappingProxyType({}),
     reference_marker: str | None = None,
+    answer_problems: AnswerProblems | None = None,
 ) -> list[Task]:
     """Convert rows to tasks, as `read_tasks` does. Raises UserError that names the row's place."""
     tasks: list[Task] = []
     row_of_id: dict[str, int] = {}
+    places: list[str] = []
     taken = {columns.get("prompt", "prompt"), columns.get("answer", "answer"), columns.get("id", "id")}
     for number, where, record, _ in rows:
         row = dict(record)
@@ -66,6 +77,7 @@ def make_tasks(
         if task_id in row_of_id:
             raise UserError(f"{where}: id '{task_id}' is also the id of row {row_of_id[task_id]}; ids must differ")
         row_of_id[task_id] = number
+        places.append(where)
         tasks.append(
             Task(
                 id=task_id,
@@ -74,7 +86,17 @@ def make_tasks(
                 metadata={key: value for key, value in record.items() if key not in taken},
             )
         )
+    found = [] if answer_problems is None else answer_problems([task.answer for task in tasks])
+    problems = [(where, problem) for where, problem in zip(places, found, strict=False) if problem is not None]
+    if problems:
+        more = f" (and in {len(problems) - 1:,} more rows: {_places(problems[1:])})" if problems[1:] else ""
+        raise UserError(f"{problems[0][0]}: {problems[0][1]}{more}")
     return tasks
+
+
+def _places(problems: Sequence[tuple[str, str]]) -> str:
+    numbers = [re.split(r"\D", where)[-1] for where, _ in problems]
+    return ", ".join(numbers[:20]) + (", ..." if len(numbers) > 20 else "")
 
 
 def _at(record: Mapping[str, Any], column: str, where: str) -> Any:
@@ -107,11 +129,25 @@ def _user_text(prompt: object, where: str) -> object:
 
 
 def _reference(answer: object, marker: str | None, where: str) -> str | None:
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | None):
         raise UserError(f"{where}: 'answer' is {kind_of(answer)}; it must be a string or a number")
-    if answer is None or marker is None:
-        return None if answer is None else str(answer)
-    reference = extract_answer(str(answer), marker)
+    text = answer if isinstance(answer, str | None) else _number_text(answer)
+    if text is None or marker is None:
+        return text
+    reference = extract_answer(text, marker)
     if not reference:
         raise UserError(f"{where}: 'answer' has no text after environment.reference_marker '{marker}'; correct the row")
     return reference
+
+
+def _number_text(number: int | float | Decimal) -> str | None:
+    """The digits of a number of JSON or Parquet: 0.00001 and not 1e-05, and 3 for the 3.0 of a whole number in a column
+    that has nulls. None for NaN and infinities, which stand for no number."""
+    if isinstance(number, int):
+        return str(number)
+    if not math.isfinite(number):
+        return None
+    if -1e50 < number < 1e50 and number == int(number):
+        return str(int(number))
+    digits = format(Decimal(str(number)), "f")
+    return digits if len(digits) <= 50 else str(number)

@@ -1,76 +1,196 @@
-"""Compares mathematical answers by value, with math-verify: 1/2, 0.5 and \\frac{1}{2} are one answer.
+"""Scores answers of mathematics by their value: 1/2, 0.5 and \\frac{1}{2} are one answer (docs/environment_tools.md).
 
-The reference answer is LaTeX or plain (`\\frac{3}{4}`, `12`, `$x^2$`, `\\boxed{7}`). With an answer marker
-the text after it is read the same way; without one, math-verify looks for the answer in the whole completion
-(a box, then the last formula or number). A completion without an answer that parses is wrong and
-scores 0. A reference that does not parse is an error in the data and raises an exception.
+The answer is found in the completion (`math_text.py`), read (`math_values.py`, with math-verify below it) and compared
+(`math_equal.py`). A completion without an answer that can be read is wrong and scores 0. A reference that can't be
+read is an error in the data: the file is refused when it is read, and the scorer raises an exception.
 
-math-verify can limit its own time by SIGALRM, but would then return a wrong answer after a timeout. This is switched
-off; the reward worker is killed after the recipe's `reward_timeout_seconds` instead.
+A policy may write an answer whose evaluation takes hours or terabytes, such as 9!!!!. It is an answer, and wrong: the
+scorer gives up after `cpu_seconds` of computing or `_MEMORY` bytes. It counts processor time, because a right answer
+must not become wrong on a busy machine. math-verify's own time limits are off: they count seconds of the clock, and
+say "wrong" for them.
 """
 
 from __future__ import annotations
 
-import logging
+import re
+import resource
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from fractions import Fraction
+from functools import lru_cache
+from types import FrameType
+from typing import Any, TypeVar
 
-from octetrl.environments.answers import extract_answer
+from octetrl.config.threads import num_cores
+from octetrl.environments.math_equal import equal, vote
+from octetrl.environments.math_text import final_answer, last_box
+from octetrl.environments.math_values import LONGEST, Value, Words, is_plain, read_value, tidied
+from octetrl.environments.process import CallableProcess
+from octetrl.environments.score import Explained
 from octetrl.records import Task
+
+Result = TypeVar("Result")
+_FORMULAS_PER_PROCESS = 300
+_MEMORY = 2 << 30  # bytes that an answer may take
+_OPTION = re.compile(r"(?:option|choice|answer)?\s*\(?([A-Ja-j])\)?(?:\s*[).:]\s.*|\s+is\b.*)?", re.DOTALL)
+_too_hard: deque[str] = deque(maxlen=16)  # answers that took too long, so that none does so twice
 
 
 @dataclass(frozen=True)
 class MathScorer:
-    """1.0 if the completion's answer is mathematically equal to `task.answer`, else 0.0."""
+    """1.0 if the completion's answer equals `task.answer`, else 0.0. tolerance: relative, where a side is a decimal."""
 
     answer_marker: str | None = None
+    tolerance: float = 1e-6
+    cpu_seconds: float = 1.0
 
     def __call__(self, task: Task, completion_text: str) -> float:
-        math_verify = _math_verify()
         if task.answer is None:
             raise ValueError(f"task '{task.id}' has no answer to compare with")
-        reference = _parse_reference(task.answer)
-        if not reference:
-            raise ValueError(f"task '{task.id}': the answer {task.answer[:40]!r} is not mathematics that parses")
-        answer = self._parsed(completion_text)
-        return float(bool(answer) and math_verify.verify(list(reference), list(answer), timeout_seconds=None))
+        reference = _reference(task.answer)
+        if reference is None:
+            raise ValueError(f"task '{task.id}': the answer {task.answer[:40]!r} can't be read")
+        found = final_answer(completion_text, self.answer_marker)
+        if found is None or len(found) > LONGEST:
+            return 0.0
+        result = self._compared(reference, task.answer, found)
+        if isinstance(result, _GivenUp):
+            _too_hard.append(found)
+            return Explained(0.0, f"the answer is too hard to evaluate ({result.reason})")
+        return float(result)
 
     def answered(self, task: Task, completion_text: str) -> str | None:
-        """The answer as sympy prints it: 0.5 and \\frac{1}{2} give one text, 2\\sqrt{2} and \\sqrt{8} give two."""
-        answer = self._parsed(completion_text)
-        return str(answer[0]) if answer else None
+        """The answer: the same text for equal ones, such as 5.4 and 27/5."""
+        found = final_answer(completion_text, self.answer_marker)
+        if found is None or len(found) > LONGEST or found in _too_hard:
+            return None if found is None else found[:LONGEST]
+        result = _bounded(lambda: None if (value := _read(found)) is None else vote(value), self.cpu_seconds)
+        return result if isinstance(result, str) else found
 
-    def _parsed(self, completion_text: str) -> tuple[Any, ...]:
-        answer = extract_answer(completion_text, self.answer_marker)
-        if not answer:
-            return ()
-        return _parse(answer if self.answer_marker is None else _as_formula(answer))
+    def _compared(self, reference: Value, written: str, found: str) -> bool | _GivenUp:
+        if isinstance(reference, Words) and len(reference.words) == 1 and (option := _OPTION.fullmatch(tidied(found))):
+            return option[1].lower() == reference.words
+        if tidied(found) == tidied(last_box(written) or written):
+            return True
+        tolerance = Fraction(self.tolerance).limit_denominator(10**15)
+
+        def is_right() -> bool:
+            value = _read(found)
+            return value is not None and equal(reference, value, tolerance)
+
+        return _bounded(is_right, self.cpu_seconds)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _math_verify()  # in the reward worker: imported before the first call, whose time is limited
+        _read("$\\frac{x}{2}+1$")  # in the reward worker: imports before the first call, whose time is limited
 
 
-@cache
-def _math_verify() -> Any:
-    """The library: 0.4 s to import, and only reward workers need it."""
-    import math_verify
+def reference_problems(answers: Sequence[str | None]) -> list[str | None]:
+    """What is wrong with each reference answer; None if it can be compared with.
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its time limits are off
-    return math_verify
+    Formulas take milliseconds each: if there are many, processes on all cores read them."""
+    formulas = list({answer: None for answer in answers if answer is not None and not is_plain(answer)})
+    num_parts = min(num_cores(), len(formulas) // _FORMULAS_PER_PROCESS)
+    if num_parts > 1:
+        with ThreadPoolExecutor(num_parts) as pool:
+            parts = pool.map(_read_apart, (formulas[part::num_parts] for part in range(num_parts)))
+            unread = {answer for part in parts for answer in part}
+    else:
+        unread = set(_unreadable(formulas))
+    return [_problem(answer, unread) for answer in answers]
+
+
+def _problem(answer: str | None, unread: Collection[str]) -> str | None:
+    if answer is None or not answer.strip():
+        return "there is no 'answer' to compare with; give one, or leave the row out"
+    if answer not in unread:
+        return None
+    return f"the 'answer' {answer[:60]!r} can't be read as an answer of mathematics; correct it, or leave the row out"
+
+
+def _read_apart(answers: list[str]) -> list[str]:
+    """`_unreadable`, in a process of its own."""
+    process = CallableProcess(_unreadable)
+    try:
+        unread: list[str] = process.call(answers, seconds=60.0 + len(answers))
+    finally:
+        process.kill()
+    return unread
+
+
+def _unreadable(answers: Sequence[str]) -> list[str]:
+    return [answer for answer in answers if _reference(answer) is None]
 
 
 @lru_cache(maxsize=256)
-def _parse_reference(answer: str) -> tuple[Any, ...]:
-    return tuple(_math_verify().parse(_as_formula(answer), parsing_timeout=None))
+def _reference(answer: str) -> Value | None:
+    """A value, or a solution that ends with one."""
+    if (box := last_box(answer)) is not None:
+        return read_value(box)
+    value = read_value(answer)
+    if value is None and len(answer) > 40 and (found := final_answer(answer, None)) is not None:
+        return read_value(found)
+    return value
 
 
-@lru_cache(maxsize=16)
-def _parse(text: str) -> tuple[Any, ...]:
-    return tuple(_math_verify().parse(text, parsing_timeout=None))
+@lru_cache(maxsize=64)
+def _read(found: str) -> Value | None:
+    return read_value(found)
 
 
-def _as_formula(answer: str) -> str:
-    """math-verify reads LaTeX only between dollars or in a box."""
-    return answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+class _TooMuch(BaseException):
+    """Out of processor time. No `Exception`, because math-verify catches those."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    reason: str
+
+
+def _bounded(act: Callable[[], Result], cpu_seconds: float) -> Result | _GivenUp:
+    """The result of `act`, unless it takes `cpu_seconds` of processor time or `_MEMORY` bytes, or sympy raises.
+
+    Time and memory have limits only in a process's main thread, where reward workers score.
+    """
+    has_limits = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGVTALRM, _stop) if has_limits else None
+    memory = _allow() if has_limits else None
+    try:
+        if has_limits:
+            signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+        try:
+            return act()
+        finally:
+            if has_limits:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    except _TooMuch:
+        return _GivenUp(f"it takes more than {cpu_seconds:g} s of processor time")
+    except Exception as error:  # sympy raises many kinds, MemoryError and RecursionError among them
+        return _GivenUp(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+    finally:
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, memory)
+        if has_limits:
+            signal.signal(signal.SIGVTALRM, before)
+
+
+def _allow() -> tuple[int, int] | None:
+    """Limit the process to `_MEMORY` bytes more than it has. Returns the limits that it had; None: nothing changed."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/statm") as pages:
+        limit = int(pages.read().split()[0]) * resource.getpagesize() + _MEMORY
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if any(one != resource.RLIM_INFINITY and one <= limit for one in (soft, hard)):
+        return None
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    return soft, hard
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise _TooMuch

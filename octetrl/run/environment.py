@@ -16,7 +16,7 @@ from octetrl.environments.code.scorer import code_environment
 from octetrl.environments.games import game_environment
 from octetrl.environments.given import Given
 from octetrl.environments.jsonl import ExactScorer
-from octetrl.environments.math_answers import MathScorer
+from octetrl.environments.math_answers import MathScorer, reference_problems
 from octetrl.environments.mixed.tasks import MixedTaskset
 from octetrl.environments.python_object import check_environment, load_environment
 from octetrl.environments.python_reward import named_reward
@@ -69,7 +69,7 @@ def _environment_of_kind(config: EnvironmentConfig, dataset: str) -> Environment
         case "jsonl":
             made = TaskEnvironment(_read_tasks(dataset, config), ExactScorer(config.answer_marker))
         case "math":
-            made = TaskEnvironment(_read_tasks(dataset, config), MathScorer(config.answer_marker))
+            made = TaskEnvironment(_read_tasks(dataset, config), _math_scorer(config))
         case "game":
             made = game_environment(dataset, config.parameters, size=size, seed=seed)
         case "gymnasium":
@@ -101,7 +101,13 @@ def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskse
     return Taskset(environment.tasks, eval_size=config.eval_size, seed=config.seed, eval_tasks=eval_tasks)
 
 
+def _math_scorer(config: EnvironmentConfig) -> MathScorer:
+    seconds = min(1.0, config.reward_timeout_seconds / 4)  # of a processor, which may be shared
+    return MathScorer(config.answer_marker, config.answer_tolerance, seconds)
+
+
 def _read_tasks(path: str, config: EnvironmentConfig, split: str | None = None) -> list[Task]:
+    has_other_scorer = any((config.reward, config.reward_model, config.judge))
     return read_tasks(
         path,
         config.prompt_template,
@@ -109,6 +115,7 @@ def _read_tasks(path: str, config: EnvironmentConfig, split: str | None = None) 
         reference_marker=config.reference_marker,
         split=split or config.split,
         subset=config.subset,
+        answer_problems=reference_problems if config.kind == "math" and not has_other_scorer else None,
     )
 
 

@@ -34,9 +34,7 @@ from octetrl.trainer.trainer import Trainer
 class StreamedStep:
     """The step of one worker. `kv`: the cache of its samples. `on_policy`: the current weights sampled them."""
 
-    def __init__(
-        self, trainer: Trainer, kv: KVReplay, divisor: float, *, lr: float | None, on_policy: bool
-    ) -> None:
+    def __init__(self, trainer: Trainer, kv: KVReplay, divisor: float, *, lr: float | None, on_policy: bool) -> None:
         assert trainer.config.epochs == trainer.config.minibatches == 1, "one update a step"
         assert trainer.algorithm.shape is None and not trainer.algorithm.step_means, "the batch is needed as a whole"
         assert trainer.critic is None and not trainer.remakes_codes, "refused by `tail_problems`"

@@ -89,6 +89,22 @@ def test_rewards_that_take_a_conversation_are_said_to_be_untried(
     assert "not tried: they take a whole conversation; `--sample 2` tries them" in " ".join(out.split())
 
 
+def test_references_of_mathematics_that_cannot_be_read_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("1", 0.00001), ("2", "US\\$5"), ("3", "\\[7\\]"), ("4", "\\text{(B)}")]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows]
+    (folder / "sums.jsonl").write_text("".join(lines))
+    changes = ["environment.kind=math", "environment.dataset=sums.jsonl"]
+    for marker in ("=>", "null", "<answer>"):
+        code, out, err = check(folder, monkeypatch, capsys, *changes, f"environment.answer_marker={marker}")
+        assert (code, err) == (0, "")
+        assert "reference answer reward 1 empty text reward 0 garbage reward 0" in out
+    (folder / "sums.jsonl").write_text("".join(lines) + '{"prompt": "5", "answer": null}\n')
+    code, _, err = check(folder, monkeypatch, capsys, *changes)
+    assert code == 2 and "sums.jsonl:5" in err and err.count("\n") == 1
+
+
 def test_prompts_that_are_all_too_long_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ IMPOSSIBLE = [
     ([("environment.reward", "rewards.py")], "is not module:name"),
     ([("environment.prompt_template", "hello")], "{prompt}"),
     ([("environment.answer_marker", "")], "marks nothing"),
+    ([("environment.answer_tolerance", 0.01)], "environment.answer_tolerance: kind reasoning_gym"),
     ([("model.path", None)], "give a path"),
     ([("model.preset", "tiny")], "exclude each other"),
     ([("model.path", None), ("model.preset", "tiny"), ("model.tokenizer", "t")], "without weights"),

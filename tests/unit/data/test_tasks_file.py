@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.errors import UserError
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Taskset
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
+from octetrl.run.environment import build_environment
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -74,6 +76,64 @@ def test_a_file_that_can_not_be_read(tmp_path: Path) -> None:
         read_tasks(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="datasets"):
         read_tasks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("0.00001", "0.00001"),
+        ("1e-05", "0.00001"),
+        ("1e20", "100000000000000000000"),
+        ("3e8", "300000000"),
+        ("3.0", "3"),
+        ("-0.10", "-0.1"),
+        ("6.626e-34", "0.0000000000000000000000000000000006626"),
+        ("1.5e-300", "1.5e-300"),
+        ("12345678901234567890", "12345678901234567890"),
+        ("NaN", None),
+        ("1e999", None),
+        ("null", None),
+    ],
+)
+def test_numbers_of_json_keep_their_value(tmp_path: Path, written: str, answer: str | None) -> None:
+    (task,) = read_tasks(write(tmp_path, f'{{"prompt": "?", "answer": {written}}}'))
+    assert task.answer == answer
+
+
+def test_numbers_of_parquet_keep_their_value(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {
+        "prompt": pyarrow.array(["a", "b"]),
+        "answer": pyarrow.array([0.1, 1e-7], pyarrow.float32()),
+        "whole": pyarrow.array([3.0, 12.0]),
+        "price": pyarrow.array(["18.90", "5.00"]).cast(pyarrow.decimal128(9, 2)),
+        "half": pyarrow.array([0.1, 2.0], pyarrow.float16()),
+        "deep": pyarrow.array([{"of": 0.7}, {"of": 2.5}], pyarrow.struct([("of", pyarrow.float32())])),
+    }
+    path = tmp_path / "tasks.parquet"
+    parquet.write_table(pyarrow.table(columns), path)
+    for column, answers in {
+        "answer": ["0.1", "0.0000001"],
+        "whole": ["3", "12"],
+        "price": ["18.90", "5"],
+        "half": ["0.1", "2"],
+        "deep.of": ["0.7", "2.5"],
+    }.items():
+        assert [task.answer for task in read_tasks(path, columns={"answer": column})] == answers
+    assert [task.metadata["deep"] for task in read_tasks(path)] == [{"of": 0.7}, {"of": 2.5}]
+
+
+@pytest.mark.parametrize("answer", ['""', "null", "NaN", '"???"', '"\\\\frac{1"'])
+def test_a_reference_of_mathematics_that_cannot_be_read_is_a_problem_of_its_row(tmp_path: Path, answer: str) -> None:
+    rows = [("1", '"7"'), ("2", answer), ("3", '"\\\\frac{1}{2}"'), ("4", answer)]
+    path = write(tmp_path, "".join(f'{{"prompt": "{prompt}", "answer": {value}}}\n' for prompt, value in rows))
+    config = EnvironmentConfig(kind="math", dataset=str(path))
+    with pytest.raises(UserError) as caught:
+        build_environment(config)
+    assert str(caught.value).startswith(f"{path}:2: ") and "4" in str(caught.value).partition("more rows")[2]
+    judged = config.model_copy(update={"reward": "operator:contains"})
+    assert len(build_environment(judged).tasks) == 4
 
 
 GSM8K = {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 1,013"}
