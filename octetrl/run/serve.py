@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
-import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from octetrl.server.intake import Intake
-
-AFTER_DRAIN_SECONDS = 5  # for what was told to leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,58 +154,13 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         yield listening
 
 
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """A second signal cancels the last task of uvicorn, which logs the traceback as an error."""
-    return not record.getMessage().rstrip().endswith("CancelledError")
-
-
 async def _run(
     app: Starlette, intake: Intake, listening: socket.socket, drain_seconds: float, ready: Callable[[], None]
 ) -> bool:
     """Runs the server. Returns whether Ctrl-C ended it."""
-    import uvicorn
+    from octetrl.server.http_server import AFTER_DRAIN_SECONDS, Server
 
-    class Server(uvicorn.Server):
-        """uvicorn's server with `end` for signals: its own handlers would close connections without an error
-        message."""
-
-        interrupted = False
-        ending: asyncio.Task[None] | None = None
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self.end, number)
-            yield
-
-        def end(self, number: int) -> None:
-            self.interrupted |= number == signal.SIGINT
-            if self.ending is None:
-                self.ending = asyncio.get_running_loop().create_task(self.drain())
-            else:
-                intake.tell_all_to_leave()
-                self.should_exit = self.force_exit = True
-
-        async def drain(self) -> None:
-            await intake.drain(drain_seconds)
-            self.should_exit = True
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                ready()
-
-    config = uvicorn.Config(
-        app,
-        lifespan="on",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=AFTER_DRAIN_SECONDS,
-    )
-    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
-    server = Server(config)
+    server = Server(app, intake, listening, drain_seconds, ready)
     try:
         await server.serve(sockets=[listening])
     finally:

@@ -85,6 +85,7 @@ class Intake:
 
     def __init__(self, engine: EngineThread, *, capacity: int) -> None:
         self.engine, self.capacity = engine, capacity
+        self.most_answers = capacity  # HTTP requests with completions, where fewer connections fit than that
         self.draining = False
         self.cancelled = 0  # number of admitted requests that were closed before they finished
         self._answers: dict[str, Answer] = {}  # by the ids of their generation requests
@@ -130,11 +131,11 @@ class Intake:
         if not self.engine.is_alive:
             raise engine_failed("its thread has ended")
         self.check_size(wanted)
-        if self.num_completions + wanted > self.capacity:
+        if self.num_completions + wanted > self.capacity or len(self._inside) >= self.most_answers:
             raise ApiError(
                 429,
-                f"the queue is full: {self.num_completions} completions run or wait, and {self.capacity} are allowed;"
-                " try again later",
+                f"the queue is full: {self.num_completions} completions of {len(self._inside)} requests run or wait,"
+                f" and {self.capacity} of {self.most_answers} are allowed; try again later",
                 code="queue_full",
             )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,9 +48,11 @@ class Serving(NamedTuple):
 
 
 @contextmanager
-def serving(model: Path, *options: str) -> Iterator[Serving]:
+def serving(model: Path, *options: str, open_files: int | None = None) -> Iterator[Serving]:
     command = [sys.executable, "-m", "octetrl.cli.main", "serve", str(model), "--port", "0", "--name", "demo"]
-    process = subprocess.Popen([*command, "--device", "cpu", *options], stderr=subprocess.PIPE, text=True, cwd=REPO)
+    shell = [] if open_files is None else ["bash", "-c", f'ulimit -n {open_files}; exec "$0" "$@"']
+    whole = [*shell, *command, "--device", "cpu", *options]
+    process = subprocess.Popen(whole, stderr=subprocess.PIPE, text=True, cwd=REPO)
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
@@ -124,6 +127,26 @@ def test_a_second_signal_ends_it_at_once(model: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         assert ended(server.process) == 130
         assert server.process.stderr is not None and server.process.stderr.read() == "octetrl: stopped\n"
+
+
+def test_more_idle_connections_than_open_files(model: Path) -> None:
+    """Each is accepted, the oldest make room, an answer that is being streamed goes on, and the log stays short."""
+    with serving(model, open_files=256) as server, ExitStack() as idle:
+        here = server.url.removesuffix("/v1")
+        host, port = here.removeprefix("http://").split(":")
+        chunks = iter(server.client.chat.completions.create(**LONG | {"n": 1, "max_tokens": 100}))
+        next(chunks)
+        for number in range(330):
+            client = idle.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            client.sendall(b"not HTTP\r\n\r\n" if number < 30 else b"GET /health HT" if number % 2 else b"")
+            if number % 110 == 109:
+                assert httpx.get(f"{here}/health", timeout=30).status_code == 200
+        *_, last = chunks
+        assert last.choices[0].finish_reason == "length"
+        assert server.client.chat.completions.create(**LONG | {"stream": False, "n": 1, "max_tokens": 2}).choices
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server.process) == 0 and server.process.stderr is not None
+        assert len(server.process.stderr.read()) < 1000
 
 
 def test_a_text_to_calibrate_on_ends_with_its_line(

@@ -62,7 +62,7 @@ ONLY_IN = {
     "wandb": {"octetrl/telemetry/sinks.py"},
     "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/run/serve.py"},
     "vllm": {f"octetrl/backends/vllm/{name}.py" for name in ("start", "measure")},
-    "uvicorn": {"octetrl/run/serve.py"},
+    "uvicorn": {"octetrl/server/http_server.py"},
     "llguidance": {"octetrl/engine/grammars.py"},
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/run/serve.py"},
     "transformers": {"octetrl/data/tokenizer.py", "octetrl/run/tiny_model.py"},
