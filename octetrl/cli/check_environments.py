@@ -29,6 +29,7 @@ def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, s
 
 def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
     """The level in force, and what it does not protect from. Where there is none, the checks of files say so."""
+    from octetrl.environments.code.scorer import packages_line
     from octetrl.environments.sandbox.sandbox import sandbox_for
 
     try:
@@ -38,3 +39,5 @@ def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
     yield "sandbox", f"level {sandbox.level}, {sandbox.interpreter.executable}; not protected from:"
     for gap in sandbox.protection.gaps:
         yield "", gap
+    if line := packages_line(config):
+        yield "warning", line

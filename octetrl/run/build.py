@@ -25,6 +25,7 @@ from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.environments.base import Taskset
+from octetrl.environments.code.scorer import packages_line
 from octetrl.environments.function_rewards import FunctionRewards
 from octetrl.environments.given import Given
 from octetrl.environments.sandbox.sandbox import sandbox_for
@@ -124,8 +125,10 @@ def build_run(
     count = gpus_beside(cluster)
     if count > 1:
         console.note(f"this run uses one of {count} GPUs; to use all, add to the recipe: cluster: {{gpus: {count}}}")
-    for sandbox in {str(sandbox_for(one.sandbox)) for one in recipe.each_environment.values() if one.kind == "code"}:
-        console.note(f"the model's code runs in {sandbox}")
+    for sandbox in {one.sandbox for one in recipe.each_environment.values() if one.kind == "code"}:
+        console.note(f"the model's code runs in {sandbox_for(sandbox)}")
+        if lacking := packages_line(sandbox):
+            console.warn(lacking)
     rewards = build_scorers(recipe, environments, tokenizer, given)
     if isinstance(rewards, FunctionRewards):
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")

@@ -7,7 +7,8 @@ A row of the file is {"prompt": ..., "tests": [...]}, where each test is
                                                    "Solution().add"; "kwargs" if wanted
     {"stdin": "1 2\\n", "stdout": "3\\n"}            a whole program
 
-all of one form in a row. Asserts of a function that is named like a builtin need "function" too. Expected values are
+all of one form in a row. Asserts of a function that is named like a builtin need "function" too; `names.py` says which
+names are the code's. "entry_point" is another word for "function". Expected values are
 compared as JSON has them: a tuple is a list, floats are equal to nine digits. Expected output is compared line by line,
 without white space at the ends of lines and of the text.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from octetrl.config.errors import UserError
+from octetrl.environments.code.names import NO_NAMES, CodeNames, names_of_code
 from octetrl.records import Task
 
 Form = Literal["asserts", "calls", "programs"]
@@ -29,7 +31,9 @@ _KEYS: dict[Form, tuple[set[str], set[str]]] = {  # required and allowed keys
     "calls": ({"args", "expected"}, {"args", "kwargs", "expected"}),
     "programs": ({"stdin", "stdout"}, {"stdin", "stdout"}),
 }
-_FENCE, _BLANKS = "```", " \t\r"
+_BLANKS = " \t\r"
+_OPENED = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*(?P<fence>`{3,}|~{3,})")  # in a list too
+_THOUGHT_ENDS = re.compile(r"^[ \t]*</think>|</think>[ \t\r]*(?=$|```)", re.MULTILINE)
 _LONGEST_ECHO = 60  # letters of a test or a name, in a message
 
 
@@ -38,35 +42,49 @@ class TaskTests:
     form: Form
     cases: tuple[Any, ...]
     function: str | None = None  # the function to call; for asserts: a name of the code that is also a builtin's
+    names: CodeNames = NO_NAMES  # which names of the tests are the code's
 
 
 def last_python_block(completion_text: str) -> str | None:
-    """The code in the last ```python block, or None. A block that is not closed ends with the text."""
-    code: str | None = None
+    """The code in the last closed ```python block after the thought, or None. If no block is closed, the last one ends
+    with the text. In a list the code loses the indentation of its block."""
+    answer = _after_thought(completion_text)
+    closed: list[str] | None = None
     block: list[str] | None = None  # the lines of the one that is open; each line is looked at once, however long
-    is_python = False
-    *lines, rest = completion_text.split("\n")
-    for line in lines:
-        words = line.strip(_BLANKS)
-        if block is not None and words != _FENCE:
-            block.append(line + "\n")
+    fence, indent, is_python = "", 0, False
+    for line in answer.split("\n"):
+        opened = _OPENED.match(line)
+        marks = opened["fence"] if opened else ""
+        rest = line[opened.end() :].strip(_BLANKS) if opened else ""
+        if block is not None and marks[:1] == fence[:1] and len(marks) >= len(fence) and not rest:
+            closed, block = (block if is_python else closed), None
+        elif opened and "`" not in rest and (block is None or _is_python(rest)):  # the one before was left open
+            block, fence, indent, is_python = [], marks, opened.start("fence"), _is_python(rest)
         elif block is not None:
-            code, block = "".join(block) if is_python else code, None
-        elif words.startswith(_FENCE):
-            block, is_python = [], _language(words) in ("python", "python3", "py")
-    if block is not None and is_python:
-        code = "".join(block) + (rest if rest.strip(_BLANKS) != _FENCE else "")
-    return code
+            block.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+    if closed is not None:
+        return "".join(line + "\n" for line in closed)
+    return "\n".join(block) if block is not None and is_python else None
 
 
-def _language(words: str) -> str:
-    """The language named by a line that opens a block."""
-    found = re.match(r"\w*", words.removeprefix(_FENCE).lstrip(_BLANKS))
-    return "" if found is None else found[0].lower()
+def _after_thought(text: str) -> str:
+    """What follows the thought. A thought starts with the text or was opened by the prompt; one without an end leaves
+    nothing. Code may name the tag in a line, so an end that no start belongs to must begin or end a line."""
+    if text.lstrip().startswith("<think>"):
+        return text.partition("</think>")[2]
+    end = _THOUGHT_ENDS.search(text)
+    return text if end is None else text[end.end() :]
+
+
+def _is_python(rest: str) -> bool:
+    """rest: of a line that opens a block."""
+    found = re.match(r"\w*", rest)
+    return found is not None and found[0].lower() in ("python", "python3", "py")
 
 
 def read_tests(task: Task) -> TaskTests:
-    """Raises UserError, naming the task, if the tests are missing or have none of the three forms."""
+    """Raises UserError, naming the task, if the tests are missing, have none of the three forms, or use names that are
+    neither theirs nor the code's."""
     where, given = f"task '{task.id}'", task.metadata.get("tests")
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or not given:
@@ -75,11 +93,20 @@ def read_tests(task: Task) -> TaskTests:
     forms = {_form(case, f"{where}, test {number}") for number, case in enumerate(given, 1)}
     if len(forms) > 1:
         raise UserError(f"{where}: its tests are {' and '.join(sorted(forms))}; they must be of one form")
-    form, function = forms.pop(), task.metadata.get("function")
+    form, function = forms.pop(), task.metadata.get("function") or task.metadata.get("entry_point")
     is_needed = form == "calls" or function is not None
     if is_needed and (not isinstance(function, str) or _fault(function, "eval")):
         raise UserError(f"{where}: 'function' is {_echo(function)}; name what its tests call, such as \"add\"")
-    return TaskTests(form, tuple(given), function)
+    if form == "programs":
+        return TaskTests(form, tuple(given))
+    names = names_of_code([case for case in given if isinstance(case, str)], function, task.metadata, task.prompt)
+    if names.unbound:
+        unbound = ", ".join(sorted(names.unbound))
+        remedy = "import or define it there; if the code must define it, say so in the prompt or in 'starter_code'"
+        raise UserError(f"{where}: its tests use {_echo(unbound)}, which nothing binds; {remedy}")
+    if not names.names:
+        raise UserError(f"{where}: its tests use no name of the code, so any code would pass; name it in 'function'")
+    return TaskTests(form, tuple(given), function, names)
 
 
 def _without_padding(case: object) -> object:
@@ -128,6 +155,11 @@ def _fault(source: str, mode: Literal["exec", "eval"]) -> str | None:
 def _echo(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST_ECHO else text[:_LONGEST_ECHO] + "..."
+
+
+def output_bytes(expected: str) -> int:
+    """Size of the shortest output that equals the expected one."""
+    return len("\n".join(_lines(expected)).encode("utf-8", "surrogatepass"))
 
 
 def same_output(given: str, expected: str) -> bool:

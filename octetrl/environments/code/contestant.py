@@ -1,4 +1,4 @@
-"""The code's side of a judgement: runs the model's code (the contestant), then answers the judge's calls.
+"""The code's side of a judgement: runs the model's code (the contestant) when the judge asks, then answers its calls.
 
 It is the main program of a sandbox of its own (`bundle.py`). The model's code runs in the same process, so nothing here
 is a protection: the code may change this program or write to the socket itself. The judge's side must therefore treat
@@ -19,7 +19,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from octetrl.environments.code.wire import pack, unpack, unpack_global
+from octetrl.environments.code.nodes import CLASSES, Nodes
+from octetrl.environments.code.wire import pack, unpack_global
 
 _LINK = 3
 _BASES = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset)
@@ -27,10 +28,14 @@ _UNORDERED = ("set", "frozenset", "dict", "Counter", "defaultdict")
 
 
 def contest(source: str) -> None:
-    """Run the code, report whether it ran, then answer calls until the judge closes the socket."""
+    """Wait for the first message, run the code, report whether it ran, then answer calls until the judge closes the
+    socket."""
     link = socket.socket(fileno=_LINK).makefile("rwb")
     solution = types.ModuleType("solution")  # not "__main__": code for the main program alone does not run
     sys.modules["solution"] = solution  # dataclasses look up the module here
+    vars(solution).update(CLASSES)  # which the code need not define
+    if not link.readline():
+        return
     _say(link, _answered(lambda: exec(compile(source, "solution.py", "exec"), vars(solution))))
     desk = _Desk(vars(solution))
     for line in link:
@@ -50,12 +55,12 @@ def _answered(action: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _described(error: BaseException) -> list[str]:
-    """The exception's class, its nearest builtin base class, and its text."""
+    """The exception's class, its nearest builtin base class, its text, and the classes above it."""
     text = "no text"
     with contextlib.suppress(BaseException):
         text = str(error)[:500]
     known = next(kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind)
-    return [type(error).__name__, known, text]
+    return [type(error).__name__, known, text, *(kind.__name__ for kind in type(error).__mro__[1:])]
 
 
 class _Desk:
@@ -63,22 +68,20 @@ class _Desk:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
+        self._nodes = Nodes(1, names.get)
         self._kept: list[Any] = []
         self._numbers: dict[int, int] = {}  # by id, which stays unique while the object is kept
         self._operations: dict[str, Callable[..., Any]] = {
-            "call": lambda target, args, kwargs: target(*args, **kwargs),
             "get": getattr,
             "set": setattr,
-            "item": operator.getitem,
-            "put": operator.setitem,
-            "remove": operator.delitem,
             "len": len,
             "iter": iter,
             "str": str,
             "repr": repr,
             "bool": bool,
-            "less": operator.lt,
-            "equal": operator.eq,
+            "isinstance": isinstance,
+            "enter": lambda target: type(target).__enter__(target),
+            "exit": _leave,
         }
 
     def answer(self, line: bytes) -> dict[str, Any]:
@@ -86,27 +89,33 @@ class _Desk:
         return answer.get("value", answer)
 
     def _done(self, operation: str, packed: Any) -> dict[str, Any]:
-        given = unpack(packed, self._find)
+        given = self._nodes.unpack(packed, self._find)
         if operation == "name":
             return self._named(given[0])
         if operation == "next":
             return self._next(*given)
         if operation == "fields":
             return {"value": _ordered(_fields(given[0], []))}
-        value = self._operations[operation](*given)
-        answer = {"value": pack(value, self._keep)}
-        if operation == "call":
-            args, kwargs = given[1:]
-            changed = pack([*args, *kwargs.values()], self._keep)
-            was = [*packed[1], *(value for _, value in packed[2]["dict"])]
-            answer |= {} if changed == was else {"changed": changed}
-        return answer
+        if operation != "call":
+            return {"value": self._packed(self._operation(operation)(*given))}
+        args = [*given[1], *given[2].values()]
+        was = self._packed(args)
+        value = given[0](*given[1], **given[2])
+        changed = self._packed(args)
+        return {"value": self._packed(value)} | ({} if changed == was else {"changed": changed})
+
+    def _operation(self, name: str) -> Any:
+        of_python = getattr(operator, name, None) or getattr(operator, f"{name}_", None)  # or_ and and_
+        return self._operations.get(name) or of_python
+
+    def _packed(self, value: Any) -> Any:
+        return self._nodes.pack(value, self._keep)
 
     def _named(self, name: str) -> dict[str, Any]:
         if name not in self._names:
             return {"missing": name}
         value = self._names[name]
-        return {"module": name} if isinstance(value, types.ModuleType) else {"value": pack(value, self._keep)}
+        return {"module": name} if isinstance(value, types.ModuleType) else {"value": self._packed(value)}
 
     def _next(self, iterator: Any, count: int, sent: Any) -> dict[str, Any]:
         """As many as `count` items, and how it ended if it did. sent: what the generator gets for its `yield`."""
@@ -117,22 +126,30 @@ class _Desk:
                 items.append(next(iterator) if sent is None else iterator.send(sent))
 
         ended = _answered(take)
-        return {"value": pack(items, self._keep)} | ({"end": ended["raised"]} if "raised" in ended else {})
+        return {"value": self._packed(items)} | ({"end": ended["raised"]} if "raised" in ended else {})
 
     def _find(self, kind: str, given: Any) -> Any:
         return unpack_global(given) if kind == "global" else self._kept[given]
 
     def _keep(self, value: Any) -> dict[str, Any]:
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return pack(value.item(), self._keep)  # a number, which a test may calculate with
         number = self._numbers.setdefault(id(value), len(self._kept))
         if number == len(self._kept):
             self._kept.append(value)
         name = type(value).__name__
         fields = getattr(type(value), "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
-            return {"record": [number, name, list(fields), [pack(item, self._keep) for item in value]]}
+            return {"record": [number, name, list(fields), [self._packed(item) for item in value]]}
         if hasattr(type(value), "__next__"):
-            return {"own_iterator" if type(value).__module__ == "solution" else "iterator": [number, name]}
+            return {"iterator": [number, name]}
         return {"function" if callable(value) else "object": [number, name]}
+
+
+def _leave(target: Any, name: str | None, text: str) -> None:
+    """Leave a `with` block, which ended by an exception of that name or by none."""
+    error = None if name is None else getattr(builtins, name, Exception)(text)
+    type(target).__exit__(target, error and type(error), error, None)
 
 
 def _fields(value: Any, above: list[Any]) -> Any:

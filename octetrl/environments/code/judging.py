@@ -1,12 +1,12 @@
 """The judge's side of a judgement: runs the tests, in a sandbox of its own, and prints the verdict.
 
-Tests run in a namespace that only they write. If they use a name that they do not define, the judge requests it from
-the code at its first use. The answer becomes plain data or a stand-in (`remote.py`). A builtin is Python's own, unless
-the task says that it is tested. Expected values, asserts and the verdict never leave this process.
+Tests run in a namespace that only they write. The names that `names.py` found to be the code's are requested from it at
+their first use. Each answer becomes plain data or a stand-in (`remote.py`). All other names are the tests' own,
+Python's own, or unknown. Expected values, asserts and the verdict never leave this process.
 
-stdout has a line when the code has run (`READY`), a line when its first answer is used (`TAKEN`), then the verdict. If
-a judge ends between these two lines without a verdict, a test is broken. If it ends before or after them, the code may
-be the cause.
+The code runs only when the first of its names is requested, so it can't disturb what the tests do before that. stdout
+has a line at this moment (`ASKED`), then the verdict. If a judge ends without a verdict and before this line, a test is
+broken; if it ends after it, the code may be the cause.
 """
 
 from __future__ import annotations
@@ -14,32 +14,49 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import importlib
 import json
 import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import time
+import types
+from collections.abc import Callable
 from typing import Any
 
-from octetrl.environments.code.link import TEST_FILE, TESTS, BrokenTest, Link, LinkClosed
+from octetrl.environments.code.link import TEST_FILE, TESTS, Link
+from octetrl.environments.code.nodes import CLASSES
+from octetrl.environments.code.remote import same
 
-READY, TAKEN = "ready", "taken"
+ASKED = "asked"
+_SAME = "__same__"
 _NOTHING = object()
 _STDOUT, _LINK = 1, 3
 
 
 class Names(dict[str, Any]):
-    """The tests' globals. function: a name that belongs to the code although it is also a builtin's."""
+    """The tests' globals. of_code: names that the code has, even those of builtins; classes and exceptions: those among
+    them that the tests build objects by, or catch."""
 
-    def __init__(self, link: Link, function: str | None) -> None:
-        super().__init__({"__name__": TESTS, "__builtins__": builtins})
-        self._link, self._function = link, function
+    def __init__(self, of_code: list[str], classes: list[str], exceptions: list[str]) -> None:
+        super().__init__({"__name__": TESTS, "__builtins__": builtins, _SAME: same})
+        self._of_code, self._classes, self._exceptions = set(of_code), set(classes), set(exceptions)
+        self.link: Link
 
     def __missing__(self, name: str) -> Any:
-        if name.startswith("__") or (hasattr(builtins, name) and name != self._function):
+        value: Any
+        if name in self._exceptions:
+            value = self.link.exception(name)
+        elif name in self._of_code:
+            value = self.link.name(name, is_class=name in self._classes)
+        elif name in CLASSES:
+            value = CLASSES[name]
+        elif name in sys.stdlib_module_names:
+            value = importlib.import_module(name)  # the judge's own, whatever the code has by that name
+        else:
             raise KeyError(name)
-        value = self[name] = self._link.name(name)
+        self[name] = value
         return value
 
     def __contains__(self, name: object) -> bool:
@@ -52,64 +69,138 @@ class Names(dict[str, Any]):
             return default
 
 
-def judge(end: socket.socket, form: str, cases: list[Any], function: str | None) -> dict[str, Any]:
-    """The verdict: passed tests as a text of 0 and 1, and why the first other one fails; or which test is `broken`."""
-    texts = [case for case in cases if isinstance(case, str)]
-    classes = named_classes([*texts, function or ""])
+class _Module(types.ModuleType):
+    """The tests as the module `__main__`, where unittest looks for them, or the code as the module `solution`."""
+
+    def __init__(self, name: str, names: Names, find: Callable[[str], Any]) -> None:
+        super().__init__(name)
+        vars(self).update(_names=names, _find=find)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._find(name)
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __dir__(self) -> list[str]:
+        return list(self._names)
+
+
+def judge(end: socket.socket, order: dict[str, Any]) -> dict[str, Any]:
+    """The verdict: passed tests as a text of 0 and 1, and why the first other one fails; or what is `broken`."""
+    began = time.monotonic()
+
+    def before_code() -> str | None:
+        if time.monotonic() - began > order["test_seconds"]:
+            return f"the tests take more than {order['test_seconds']:g} s before they use the code"
+        _print(ASKED)
+        return None
+
     # compiled before the code can use memory, so that the code is never the cause of a test that can't be compiled
-    programs = [compile(text, f"{TEST_FILE}{number}", "exec") for number, text in enumerate(texts, 1)]
-    link = Link(end, classes, lambda: _print(TAKEN))
-    names = Names(link, function)
+    cases = order["cases"]
+    texts = [case for case in cases if isinstance(case, str)]
+    tests = [_Test(text, f"{TEST_FILE}{number}", order["function"]) for number, text in enumerate(texts, 1)]
+    names = Names(order["names"], order["classes"], order["exceptions"])
+    link = names.link = Link(end, order["seconds"], before_code, lambda name: dict.get(names, name))
+    for name in order["exceptions"]:  # a test looks up the class only when the code has raised it
+        link.exception(name)
+    sys.modules[TESTS] = _Module(TESTS, names, names.__getitem__)
+    sys.modules["solution"] = _Module("solution", names, names.__missing__)
     passed, why = "", None
-    try:
-        link.wait_until_run()
-        _print(READY)
-    except LinkClosed:
-        return {"passed": "0" * len(cases), "why": "the program ended"}
-    except Exception as error:
-        return {"passed": "0" * len(cases), "why": f"the code raises {_one_line(error)}"}
     for number, case in enumerate(cases, 1):
         reason = None
         try:
-            if form == "asserts":
-                exec(programs[number - 1], names)
+            if tests:
+                reason = tests[number - 1].run(names)
             else:
-                given = eval(str(function), names)(*case["args"], **case.get("kwargs", {}))
+                given = eval(str(order["function"]), names)(*case["args"], **case.get("kwargs", {}))
                 reason = None if alike(given, case["expected"]) else "wrong"
-        except BrokenTest as error:
-            return {"broken": f"test {number}: {error}"}
         except BaseException as error:
             reason = _one_line(error)
-        if link.is_closed:  # even if the test accepts any exception
-            why = why or f"test {number}: the program ended"
+        if link.broken:  # even if the test accepts any exception
+            return {"broken": f"test {number}: {link.broken}"}
+        if link.code_error:
+            return {"passed": "0" * len(cases), "why": f"the code raises {_one_line(link.code_error)}"}
+        if link.is_closed:
+            why = why or link.ended
             break
         passed += "1" if reason is None else "0"
         why = why if reason is None else why or f"test {number}: {reason}"
+    if not link.has_run and "0" not in passed:
+        return {"broken": "the tests do not use the code"}
     return {"passed": passed.ljust(len(cases), "0"), "why": why}
 
 
-def named_classes(sources: list[str]) -> frozenset[str]:
-    """Capitalised names that the tests call or read attributes of and do not define, as in `Point(3)`, `Color.RED`."""
-    used: set[str] = set()
-    bound: set[str] = set()
-    for source in sources:
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Call | ast.Attribute):
-                inner = node.func if isinstance(node, ast.Call) else node.value
-                used |= {inner.id} if isinstance(inner, ast.Name) else set()
-            bound |= set(_bound(node))
-    return frozenset(name for name in used - bound if name.lstrip("_")[:1].isupper() and not hasattr(builtins, name))
+class _Test:
+    """One text of tests. Functions `test_*`, cases of unittest and `check(candidate)` that it defines and does not run
+    are run too: as they stand they would accept any code."""
+
+    def __init__(self, text: str, file: str, function: str | None) -> None:
+        tree = ast.parse(text)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name not in used]
+        for node in functions:
+            arguments = len(node.args.args) - len(node.args.defaults)
+            if node.name == "check" and arguments == 1 and function:
+                tree.body += ast.parse(f"check({function})").body
+            elif node.name.startswith("test") and arguments == 0:
+                tree.body += ast.parse(f"{node.name}()").body
+        if " is " in text:
+            _compares_objects(tree)
+        self._program = compile(tree, file, "exec")
+        self._uses_unittest = "unittest" in text
+
+    def run(self, names: Names) -> str | None:
+        """Why the test fails, or None."""
+        results = _unittest_results() if self._uses_unittest else []
+        before = set(names)
+        try:
+            exec(self._program, names)
+        except SystemExit as ended:  # of `unittest.main()`, or the tests' own `sys.exit`
+            if ended.code not in (None, 0, False) and all(result.wasSuccessful() for result in results):
+                return f"exit code {ended.code}"
+        if self._uses_unittest and not results:
+            _run_unittest([value for name, value in [*names.items()] if name not in before])
+        failed = [kind for result in results for kind in (*result.failures, *result.errors)]
+        if failed:
+            return failed[0][1].strip().rpartition("\n")[2][:200]
+        return None if all(result.wasSuccessful() for result in results) else "unexpected success"
 
 
-def _bound(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-        yield node.id
-    elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-        yield node.name
-    elif isinstance(node, ast.alias):
-        yield (node.asname or node.name).partition(".")[0]
-    elif isinstance(node, ast.arg):
-        yield node.arg
+def _unittest_results() -> list[Any]:
+    """A list that gets the result of each run of unittest."""
+    import unittest  # which takes longer than a verdict
+
+    results: list[Any] = []
+    unittest.TestResult.stopTestRun = lambda result: results.append(result)  # type: ignore[assignment,method-assign]
+    return results
+
+
+def _run_unittest(values: list[Any]) -> None:
+    import unittest
+
+    load = unittest.defaultTestLoader.loadTestsFromTestCase
+    kinds = [value for value in values if isinstance(value, type) and issubclass(value, unittest.TestCase)]
+    if kinds:
+        unittest.TextTestRunner().run(unittest.TestSuite(map(load, kinds)))
+
+
+def _compares_objects(tree: ast.Module) -> None:
+    """`a is b` becomes a call of `remote.same`."""
+
+    def replaced(node: Any) -> Any:
+        if not isinstance(node, ast.Compare) or len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return node
+        sides = [node.left, *node.comparators]
+        if any(isinstance(side, ast.Constant) for side in sides):
+            return node
+        call = ast.Call(ast.Name(_SAME, ast.Load()), sides, [])
+        return call if isinstance(node.ops[0], ast.Is) else ast.UnaryOp(ast.Not(), call)
+
+    for parent in reversed([*ast.walk(tree)]):  # inner ones first, without recursion: a test may be nested deeply
+        for name, value in ast.iter_fields(parent):
+            setattr(parent, name, [replaced(item) for item in value] if isinstance(value, list) else replaced(value))
+    ast.fix_missing_locations(tree)
 
 
 def _one_line(error: BaseException) -> str:
@@ -150,7 +241,7 @@ def _print(line: str) -> None:
 def main() -> None:
     order = json.loads(sys.stdin.read())
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        verdict = judge(socket.socket(fileno=_LINK), order["form"], order["cases"], order["function"])
+        verdict = judge(socket.socket(fileno=_LINK), order)
     _print(json.dumps(verdict))
     os._exit(0)  # whatever the tests have left to do
 

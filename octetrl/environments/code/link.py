@@ -1,32 +1,31 @@
 """The judge's side of the link to the contestant.
 
 Every message of the contestant (the model's code) may be an attack. The judge turns it into plain data of exact types,
-a stand-in (`remote.py`), or a generator of its own, which is read once. None of these can change what the judge does;
-a stand-in only answers questions about its object. A message that is not an answer ends the judgement.
+a node of a linked list or tree (`nodes.py`), a stand-in (`remote.py`), or a generator of its own, which is read once.
+None of these can change what the judge does; a stand-in only answers questions about its object. A message that is not
+an answer ends the judgement. So does an answer that is late: the judge counts the seconds that it waits.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib
 import json
 import socket
-import sys
+import time
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from octetrl.environments.code.remote import Function, Instance, Origin, Record, Remote, origin_of
-from octetrl.environments.code.wire import KEPT, LONGEST_LINE, Malformed, pack, pack_global, unpack
+from octetrl.environments.code.nodes import Nodes
+from octetrl.environments.code.remote import Built, Function, Origin, Record, Remote, origin_of
+from octetrl.environments.code.wire import KEPT, LONGEST_LINE, RUN, Malformed, pack_global
 
 _LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
 _ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
-
-
-TESTS, TEST_FILE = "tests", "test "
+TESTS, TEST_FILE = "__main__", "test "
 """The name of the tests' module, and the prefix of its file names."""
 
 
@@ -43,57 +42,59 @@ class RemoteError(Exception):
 
 
 class Link:
-    """The connection to the contestant. classes: names that the tests use as classes of the code; at_first_question:
-    called before the first answer of the code is used."""
+    """The connection to the contestant, which runs the code at the first question.
 
-    def __init__(self, end: socket.socket, classes: frozenset[str], at_first_question: Callable[[], None]) -> None:
-        self._file = end.makefile("rwb")
-        self._at_first_question: Callable[[], None] | None = at_first_question
-        self._stand_ins: dict[int, Any] = {}
+    before_code: called just before that; its result, if any, is what is wrong with the test. seconds: how long the
+    judge waits for the contestant, all questions together. own: finds the tests' own class for nodes, by its name."""
+
+    def __init__(
+        self, end: socket.socket, seconds: float, before_code: Callable[[], str | None], own: Callable[[str], Any]
+    ) -> None:
+        self._end, self._file = end, end.makefile("rwb")
+        self._seconds_left = seconds
+        self._before_code = before_code
+        self._nodes = Nodes(-1, own)
+        self._stand_ins: dict[tuple[int, bool], Any] = {}
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of generators
-        self._classes = classes | {"Solution"}
-        self._classes_are_named = bool(classes - {"Solution"})  # that one wraps a function, by custom
+        self._exceptions: dict[str, type[Exception]] = {}
         self._has_answered = False  # with more than names of functions and classes
-        self.is_closed = False
+        self.has_run = self.is_closed = False
+        self.broken: str | None = None  # what is wrong with the test, whatever the code does
+        self.ended = "the program ended"  # why, if the link is closed
+        self.code_error: Exception | None = None  # what the code raised before any test called it
 
-    def wait_until_run(self) -> None:
-        """Wait until the code has run. Raises the exception that the code raised."""
-        self._receive(_LONGEST_START)
-
-    def name(self, name: str) -> Any:
+    def name(self, name: str, *, is_class: bool) -> Any:
         """The code's object with this name. Raises KeyError if there is none."""
         answer = self._exchange("name", [name])
-        if "missing" in answer:
+        if "missing" in answer or "module" in answer:
             raise KeyError(name)
-        value = None if "module" in answer else self._unpacked(answer.get("value"), is_instance=name in self._classes)
-        if name in sys.stdlib_module_names:
-            if "module" in answer or type(value) is Remote:
-                return importlib.import_module(name)  # the judge's own
-            if isinstance(value, Function):
-                origin_of(value).is_bare = True
-        if isinstance(value, Instance):
-            origin_of(value).is_class = name in self._classes
-        self._has_answered |= not isinstance(value, Remote) and "module" not in answer
+        value = self._unpacked(answer.get("value"), is_built=is_class)
+        if isinstance(value, Built):
+            origin_of(value).is_class = True
+        self._has_answered |= not isinstance(value, Remote)
         return value
+
+    def exception(self, name: str) -> type[Exception]:
+        """The judge's own class for exceptions of a class of the code's."""
+        return self._exceptions.setdefault(name, type(name, (RemoteError,), {"__module__": "solution"}))
 
     def ask(self, operation: str, *given: Any) -> Any:
         """Let the contestant do an action with `given`, and return the result."""
-        packed = [pack(item, self._packed_stand_in) for item in given]
-        answer = self._exchange(operation, packed)
+        answer = self._exchange(operation, self._nodes.pack(list(given), self._packed_stand_in))
         if operation == "call" and "changed" in answer:
             args, kwargs, changed = given[1], given[2], self._unpacked(answer["changed"])
             _take_changes((*args, *kwargs.values()), tuple(changed) if isinstance(changed, list) else ())
-        is_instance = operation == "call" and origin_of(given[0]).is_class
-        return self._unpacked(answer.get("value"), is_instance=is_instance)
+        is_built = operation in ("call", "get") and origin_of(given[0]).is_class
+        return self._unpacked(answer.get("value"), is_built=is_built)
 
     def fields(self, remote: Remote) -> Any:
         """The object's contents, as JSON."""
-        return self._exchange("fields", [pack(remote, self._packed_stand_in)]).get("value")
+        return self._exchange("fields", [self._packed_stand_in(remote)]).get("value")
 
     def next_items(self, origin: Origin, count: int, sent: Any = None) -> tuple[list[Any], Exception | None]:
         """The next `count` items of an iterator at most, and the exception with which it ended, if it has."""
-        packed = pack(sent, self._packed_stand_in)
-        answer = self._exchange("next", [{"object": origin.number}, count, packed])
+        given = [Remote(origin), count, sent]
+        answer = self._exchange("next", self._nodes.pack(given, self._packed_stand_in))
         items = self._unpacked(answer.get("value"))
         ended = self._exception(answer["end"]) if "end" in answer else None
         if not isinstance(items, list) or not (items or ended):
@@ -116,28 +117,11 @@ class Link:
             if ended is not None:
                 raise ended
 
-    def _exchange(self, operation: str, packed: list[Any]) -> dict[str, Any]:
-        if self._at_first_question is not None:
-            self._at_first_question()
-            self._at_first_question = None
+    def _exchange(self, operation: str, packed: Any) -> dict[str, Any]:
+        if not self.has_run:
+            self._run_code()
         self._has_answered |= operation != "name"
-        line = json.dumps([operation, packed]).encode()
-        try:
-            self._file.write(line + b"\n")
-            self._file.flush()
-        except (OSError, ValueError):
-            raise self._closed() from None
-        return self._receive()
-
-    def _receive(self, longest: int = LONGEST_LINE) -> dict[str, Any]:
-        """The next answer; raised if it is an exception. Any other message ends the judgement."""
-        try:
-            line = self._file.readline(longest)
-            answer = json.loads(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError, RecursionError, MemoryError):
-            answer = None
-        if not isinstance(answer, dict):
-            raise self._closed()
+        answer = self._answered([operation, packed], LONGEST_LINE)
         if "raised" in answer:
             error = self._exception(answer["raised"])
             if isinstance(error, StopIteration | StopAsyncIteration):  # would end a loop of the test's as a success
@@ -145,54 +129,88 @@ class Link:
             raise error
         return answer
 
+    def _run_code(self) -> None:
+        """Let the contestant run the code. An exception of its own ends the judgement: no test may catch it."""
+        if fault := self._before_code():
+            raise self._broken_test(fault)
+        self.has_run = True
+        answer = self._answered(RUN, _LONGEST_START)
+        if "raised" in answer:
+            self.code_error = self._exception(answer["raised"])
+            raise self._closed()
+
+    def _answered(self, question: Any, longest: int) -> dict[str, Any]:
+        """The contestant's answer. Any other message ends the judgement."""
+        line, began = json.dumps(question).encode(), time.monotonic()
+        try:
+            self._end.settimeout(max(0.001, self._seconds_left))
+            self._file.write(line + b"\n")
+            self._file.flush()
+            line = self._file.readline(longest)
+            answer = json.loads(line) if line.endswith(b"\n") else None
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
+            self.ended = "wall_timeout" if isinstance(error, TimeoutError) else self.ended
+            answer = None
+        self._seconds_left -= time.monotonic() - began
+        if not isinstance(answer, dict):
+            raise self._closed()
+        return answer
+
     def _closed(self) -> LinkClosed:
         self.is_closed = True
-        self._file.close()
+        with contextlib.suppress(OSError, ValueError):  # what was not sent
+            self._file.close()
         return LinkClosed()
 
+    def _broken_test(self, fault: str) -> BrokenTest:
+        self.broken = fault
+        return BrokenTest(fault)
+
     def _exception(self, description: Any) -> Exception:
-        if (
-            not isinstance(description, list)
-            or len(description) != 3
-            or not all(isinstance(text, str) for text in description)
-        ):
+        is_text = isinstance(description, list) and all(isinstance(text, str) for text in description)
+        if not is_text or len(description) < 3:
             raise self._closed()
-        name, known_name, text = description
-        known = vars(builtins).get(known_name)
-        if isinstance(known, type) and issubclass(known, Exception) and known is not Exception:
-            with contextlib.suppress(TypeError):  # some want more than a text
+        name, known_name, text, *above = description
+        known: Any = vars(builtins).get(known_name)
+        if not isinstance(known, type) or not issubclass(known, Exception) or known is Exception:
+            known = None
+        caught = dict.fromkeys(self._exceptions[one] for one in (name, *above) if one in self._exceptions)
+        with contextlib.suppress(TypeError):  # some want more than a text; some can't be bases together
+            if caught:
+                made: Exception = type(name, (*caught, *([known] if known else [])), {})(text)
+                return made
+            if known:
                 return known(text)
         return RemoteError(f"{name}: {text}")
 
-    def _unpacked(self, packed: Any, *, is_instance: bool = False) -> Any:
-        def stand_in(kind: str, given: Any) -> Any:
-            return self._stand_in(kind, given, is_instance=is_instance)
-
+    def _unpacked(self, packed: Any, *, is_built: bool = False) -> Any:
+        """is_built: whether `packed` itself, if it is an object, is one that the tests built."""
         try:
-            return unpack(packed, stand_in)
+            if is_built and isinstance(packed, dict) and len(packed) == 1 and set(packed) <= {*KEPT} - {"record"}:
+                ((kind, given),) = packed.items()
+                return self._stand_in(kind, given, is_built=True)
+            return self._nodes.unpack(packed, self._stand_in)
         except (Malformed, RecursionError, MemoryError):
             raise self._closed() from None  # not what `pack` makes: the code wrote to the link itself
 
-    def _stand_in(self, kind: str, given: Any, *, is_instance: bool) -> Any:
-        """One stand-in for each object of the contestant, so that `is` works."""
+    def _stand_in(self, kind: str, given: Any, *, is_built: bool = False) -> Any:
+        """One stand-in for each object of the contestant, and one more if the tests built it."""
         if kind not in KEPT or not isinstance(given, list) or len(given) < 2:
             raise Malformed
         number, class_name = given[:2]
         if type(number) is not int or type(class_name) is not str:
             raise Malformed
-        if number not in self._stand_ins:
-            self._stand_ins[number] = self._made(kind, Origin(self, number, class_name[:100]), given[2:], is_instance)
-        return self._stand_ins[number]
+        if (number, is_built) not in self._stand_ins:
+            origin = Origin(self, number, class_name[:100])
+            self._stand_ins[number, is_built] = Built(origin) if is_built else self._made(kind, origin, given[2:])
+        return self._stand_ins[number, is_built]
 
-    def _made(self, kind: str, origin: Origin, rest: list[Any], is_instance: bool) -> Any:
+    def _made(self, kind: str, origin: Origin, rest: list[Any]) -> Any:
         if kind == "record":
             if len(rest) != 2 or not all(type(part) is list for part in rest):
                 raise Malformed
             return Record(origin, rest[0], [self._unpacked(item) for item in rest[1]])
-        if kind != "iterator" and (is_instance or self._classes_are_named):
-            origin.is_built = is_instance
-            return Instance(origin)
-        if kind in ("iterator", "own_iterator"):
+        if kind == "iterator":
             reader = self.read(origin)
             self._numbers[reader] = origin.number
             return reader
@@ -207,7 +225,9 @@ class Link:
         if packed is None:
             said = f"a {type(value).__name__} can't be sent to the code; tests may pass plain data alone"
             # what the tests made of an answer may be of any type that the code chose: then the answer is wrong
-            raise TypeError(said) if self._has_answered and not _is_of_tests(value) else BrokenTest(said)
+            if self._has_answered and not _is_of_tests(value):
+                raise TypeError(said)
+            raise self._broken_test(said)
         return packed
 
 

@@ -1,28 +1,34 @@
 """Stand-ins for objects that stay with the contestant (the model's code). The judge creates them; its tests use them.
 
-    Function     can be called. Its result is again plain data or a stand-in
+    Built        an object that the tests built themselves by calling a class of the code, or such a class. Its class is
+                 under test: it has methods, items, length, order, operators
+    Remote       any other object of the code's, above all what a call returned. A test may take it for plain data, so
+                 it answers nothing that plain data answers: no such method, no item, no length, no order. Comparing it
+                 with plain data raises. Its own methods (`deposit`) can be called, its attributes can be read
+    Function     a Remote that can be called. Its result is again plain data or a stand-in
     Record       a tuple with named items
-    Remote       an object of a class of the code's. It never equals plain data, and another object only where all
-                 their fields are equal; its `__eq__` is asked only between two that the tests built themselves
-    Instance     the same where the tests name a class of the code (a name like `Point`): with items, length, order
 
-Only plain data has the operations of texts, numbers, lists and dicts, unless the tests name a class. Otherwise an
-object whose `startswith` returns True, or whose items change between two reads, would pass without a right answer.
+An object that the tests built and a call returned (`return self`) has two stand-ins. They are equal, and `is` holds.
 """
 
 from __future__ import annotations
 
 import types
 from collections import Counter, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
-_NAMES_OF_DATA = frozenset(
-    name for kind in (int, float, str, bytes, list, tuple, dict, set, range, Counter, deque) for name in dir(kind)
+CHANGES = frozenset(
+    {"append", "appendleft", "extend", "extendleft", "insert", "remove", "discard", "clear", "add", "update"}
+    | {"subtract", "reverse", "sort", "rotate"}
 )
-_OPERATORS = frozenset(name for name in _NAMES_OF_DATA if name.startswith("__")) | {"__call__", "__next__"}
+"""Methods of plain data that return nothing: no test learns from their result."""
+_PLAIN = (int, float, complex, str, bytes, list, tuple, dict, set, range, Counter, deque)
+PLAIN_NAMES = frozenset(name for kind in _PLAIN for name in dir(kind))
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_ORDERS = ("lt", "le", "gt", "ge")
+_UNARY = ("neg", "pos", "abs", "invert")
 _SPECIAL_DATA = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__", "__annotations__")
-_NO_STAND_IN_HAS = ("__deepcopy__", "__copy__", "__reduce__", "__getstate__", "__setstate__", "__index__")
 
 
 class Asks(Protocol):
@@ -36,16 +42,14 @@ class Asks(Protocol):
 
 
 class Origin:
-    """Of a stand-in: which object of the contestant's it is, and what may be asked of it. A plain class, since each
-    verdict would pay for the import of dataclasses."""
+    """Of a stand-in: which object of the contestant's it is. A plain class, since each verdict would pay for the import
+    of dataclasses."""
 
-    __slots__ = ("class_name", "is_bare", "is_built", "is_class", "items", "link", "number", "reader")
+    __slots__ = ("class_name", "is_class", "items", "link", "number", "reader")
 
-    def __init__(self, link: Asks, number: int, class_name: str) -> None:
+    def __init__(self, link: Asks, number: int, class_name: str, *, is_class: bool = False) -> None:
         self.link, self.number, self.class_name = link, number, class_name
-        self.is_class = False  # what the tests call by a name like `Point`
-        self.is_built = False  # by a call of the tests to such a class
-        self.is_bare = False  # a function that is named like a module, and must not be taken for it
+        self.is_class = is_class  # what the tests call by a name like `Point`
         self.items: list[Any] = []  # those read so far
         self.reader: Generator[Any, Any, Any] | None = None
 
@@ -71,13 +75,13 @@ class Record(tuple):
 
     def __getattr__(self, name: str) -> Any:
         names = self._of_judge[1]
-        if name in names[: len(self)] and name not in _NAMES_OF_DATA:
+        if name in names[: len(self)] and name not in PLAIN_NAMES:
             return self[names.index(name)]
         return _attribute(self, name)
 
 
 class Remote:
-    """An object of a class that the code defined."""
+    """An object of the code's. It counts as true, and its items are read once and then repeated from memory."""
 
     __slots__ = ("_of_judge",)
 
@@ -91,7 +95,6 @@ class Remote:
         _ask(self, "set", name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        """An iterable whose items are read once and then repeated from memory."""
         origin = origin_of(self)
         if origin.reader is None:
             origin.reader = _iterator(self)
@@ -106,9 +109,6 @@ class Remote:
             yield origin.items[at]
             at += 1
 
-    def __bool__(self) -> bool:
-        return _ask(self, "bool") is True
-
     def __str__(self) -> str:
         return str(_typed(_ask(self, "str"), str))
 
@@ -116,16 +116,33 @@ class Remote:
         return str(_typed(_ask(self, "repr"), str))
 
     def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, Remote):
-            return self is other
+        """Whether both are one object, or have the same fields. The code's `__eq__` is called only between two objects
+        that the tests built themselves."""
+        if not isinstance(other, Remote):
+            if other is None or isinstance(self, Built):
+                return False
+            raise TypeError(f"the code's {origin_of(self).class_name} object is compared with plain data")
+        if same(self, other):
+            return True
         link = origin_of(self).link
-        if origin_of(self).is_built and origin_of(other).is_built:  # a test of the class itself
-            return link.ask("equal", self, other) is True
+        if isinstance(self, Built) and isinstance(other, Built):
+            return link.ask("eq", self, other) is True
         mine = link.fields(self)
         return _has_fields(mine) and bool(mine == link.fields(other))
 
     def __hash__(self) -> int:
         return hash((origin_of(self).class_name, "of the code"))  # equal objects must have equal hashes
+
+    def __instancecheck__(self, other: object) -> bool:
+        is_object = isinstance(other, Remote | Record)
+        return is_object and origin_of(self).link.ask("isinstance", other, self) is True
+
+    def __enter__(self) -> Any:
+        return _ask(self, "enter")
+
+    def __exit__(self, kind: type | None, error: BaseException | None, place: object) -> None:
+        """The code never suppresses an exception, which may be a test's own."""
+        _ask(self, "exit", kind and kind.__name__, str(error))
 
 
 class Function(Remote):
@@ -135,13 +152,13 @@ class Function(Remote):
         return _ask(self, "call", list(args), kwargs)
 
 
-class Instance(Function):
-    """An object of a class that the tests name, or such a class."""
+class Built(Function):
+    """An object that the tests built, or the class that they call for it."""
 
     __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
-        return _iterator(self)
+        return iter(_iterator(self))
 
     def __next__(self) -> Any:
         origin = origin_of(self)
@@ -150,23 +167,59 @@ class Instance(Function):
             raise ended
         return items[0]
 
+    def __bool__(self) -> bool:
+        return _ask(self, "bool") is True
+
     def __getitem__(self, key: Any) -> Any:
-        return _ask(self, "item", key)
+        return _ask(self, "getitem", key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _ask(self, "put", key, value)
+        _ask(self, "setitem", key, value)
 
     def __delitem__(self, key: Any) -> None:
-        _ask(self, "remove", key)
+        _ask(self, "delitem", key)
 
     def __contains__(self, item: Any) -> bool:
-        return any(one == item for one in self)  # here: what is looked for is nothing that the code need know
+        return _ask(self, "contains", item) is True
 
     def __len__(self) -> int:
         return int(_typed(_ask(self, "len"), int))
 
-    def __lt__(self, other: Any) -> bool:
-        return isinstance(other, Remote) and _ask(self, "less", other) is True
+
+def _operator(name: str, *, is_reflected: bool) -> Callable[[Any, Any], Any]:
+    """Between an object and plain data the result must be an object: `Area(3) - 28.3` would be near any number."""
+
+    def applied(self: Built, other: Any) -> Any:
+        left, right = (other, self) if is_reflected else (self, other)
+        result = origin_of(self).link.ask(name, left, right)
+        if not isinstance(other, Remote) and not isinstance(result, Remote):
+            raise TypeError(f"'{name}' of the code's object and plain data gave plain data")
+        return result
+
+    return applied
+
+
+def _order(name: str) -> Callable[[Any, Any], Any]:
+    def applied(self: Built, other: Any) -> Any:
+        return _ask(self, name, other) is True if isinstance(other, Remote) else NotImplemented
+
+    return applied
+
+
+for _name in _BINARY:
+    setattr(Built, f"__{_name}__", _operator(_name, is_reflected=False))
+    setattr(Built, f"__r{_name}__", _operator(_name, is_reflected=True))
+for _name in _ORDERS:
+    setattr(Built, f"__{_name}__", _order(_name))
+for _name in _UNARY:
+    setattr(Built, f"__{_name}__", lambda self, _name=_name: _ask(self, _name))
+
+
+def same(one: object, other: object) -> bool:
+    """`one is other`, for tests: the object counts, and not its stand-in."""
+    if isinstance(one, Remote | Record) and isinstance(other, Remote | Record):
+        return origin_of(one).number == origin_of(other).number
+    return one is other
 
 
 def origin_of(stand_in: Remote | Record) -> Origin:
@@ -179,13 +232,12 @@ def _ask(remote: Remote, operation: str, *given: Any) -> Any:
 
 
 def _attribute(owner: Remote | Record, name: str) -> Any:
-    origin, is_free = origin_of(owner), isinstance(owner, Instance)
-    is_special = name.startswith("__") and name not in _SPECIAL_DATA
-    is_protocol = is_special and not (is_free and name in _OPERATORS)  # such as numpy's, which takes addresses
-    if origin.is_bare or name in _NO_STAND_IN_HAS or is_protocol:
+    origin = origin_of(owner)
+    if name.startswith("__") and name not in _SPECIAL_DATA:  # such as numpy's, which takes addresses
         raise AttributeError(f"'{origin.class_name}' object has no attribute '{name}'")
     value = origin.link.ask("get", owner, name)
-    if not is_free and name in _NAMES_OF_DATA and isinstance(value, Remote | types.GeneratorType):
+    is_of_data = name in PLAIN_NAMES - CHANGES and not isinstance(owner, Built)
+    if is_of_data and isinstance(value, Remote | types.GeneratorType):
         raise AttributeError(f"'{origin.class_name}' object is no plain data, which alone may have '{name}' here")
     return value
 
@@ -193,7 +245,7 @@ def _attribute(owner: Remote | Record, name: str) -> Any:
 def _iterator(owner: Remote) -> Any:
     """An iterator over an object, which usually is not an iterator itself."""
     found = _ask(owner, "iter")
-    if not isinstance(found, types.GeneratorType | Instance):
+    if not isinstance(found, types.GeneratorType):
         raise TypeError(f"'{origin_of(owner).class_name}' object is not iterable")
     return found
 

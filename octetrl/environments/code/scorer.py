@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from octetrl.config.errors import UserError
@@ -23,16 +23,19 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.config.validate_sandbox import MARGIN_SECONDS
 from octetrl.environments.base import TaskEnvironment
-from octetrl.environments.code import contestant, judging, link, remote, wire
+from octetrl.environments.code import contestant, judging, link, nodes, remote, wire
 from octetrl.environments.code.bundle import bundled
-from octetrl.environments.code.cases import TaskTests, last_python_block, read_tests, same_output
+from octetrl.environments.code.cases import TaskTests, last_python_block, output_bytes, read_tests, same_output
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, Sandbox, sandbox_for
 from octetrl.environments.score import Explained
 from octetrl.records import Task
 
-_JUDGE_SECONDS = 2  # that the judge may outlive the code
+_TEST_SECONDS = 2.0  # of the tests themselves, besides the seconds in which they wait for the code
+_ENDING_SECONDS = 2.5  # of a reward's time, for the end of its sandboxes
+_CODE_OUTLIVES = 0.5  # seconds by which the code's sandbox outlives the judge's
+_PACKAGES = ("numpy", "pandas", "scipy", "sympy", "sortedcontainers")  # that models like to import
 _START_SECONDS = 0.1  # of a sandbox, on a busy machine
 
 
@@ -42,10 +45,12 @@ class JudgementFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class CodeScorer:
-    """1.0 if all tests of the task pass, else 0.0; partial: the share of tests that pass."""
+    """1.0 if all tests of the task pass, else 0.0; partial: the share of tests that pass. test_seconds: how long the
+    tests themselves may take."""
 
     config: SandboxConfig = field(default_factory=SandboxConfig)
     partial: bool = False
+    test_seconds: float = _TEST_SECONDS
 
     def __call__(self, task: Task, completion_text: str) -> Explained:
         tests, source = read_tests(task), last_python_block(completion_text)
@@ -68,20 +73,31 @@ class CodeScorer:
 
     @cached_property
     def _contestant(self) -> str:
-        return bundled(wire, contestant)
+        return bundled(wire, nodes, contestant)
 
     @cached_property
     def _judge(self) -> str:
-        return bundled(wire, remote, link, judging)
+        return bundled(wire, nodes, remote, link, judging)
 
     def _call(self, tests: TaskTests, source: str) -> tuple[list[bool], str]:
         """Judge asserts or calls, in two sandboxes that are connected by a socket."""
         limits = Limits.from_config(self.config)
-        contestant = Program(self._contestant, json.dumps({"source": source}), limits=limits)
-        order = {"form": tests.form, "cases": tests.cases, "function": tests.function}
-        seconds = limits.wall_seconds + _JUDGE_SECONDS
+        seconds = limits.wall_seconds + self.test_seconds
+        of_code = replace(limits, wall_seconds=seconds + _CODE_OUTLIVES)  # the judge counts the seconds of the code
         of_judge = replace(Limits(), wall_seconds=seconds, cpu_seconds=math.ceil(seconds))
-        played, judged = self._sandbox.run_pair(contestant, Program(self._judge, json.dumps(order), limits=of_judge))
+        order = {
+            "cases": tests.cases,
+            "function": tests.function,
+            "names": sorted(tests.names.names),
+            "classes": sorted(tests.names.classes),
+            "exceptions": sorted(tests.names.exceptions),
+            "seconds": limits.wall_seconds,
+            "test_seconds": self.test_seconds,
+        }
+        played, judged = self._sandbox.run_pair(
+            Program(self._contestant, json.dumps({"source": source}), of_code),
+            Program(self._judge, json.dumps(order), of_judge),
+        )
         _refuse_failures(played, judged)
         if played.status is SandboxStatus.BROKE_SANDBOX:
             return [False] * len(tests.cases), f"{played.status}: {played.detail}"
@@ -121,11 +137,21 @@ def sandbox_that_judges(config: SandboxConfig) -> Sandbox:
 
 
 def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEnvironment:
-    """Raises UserError if tests have none of the forms, if the time is too short, or if there is no such sandbox."""
-    programs = 0
+    """Raises UserError if tests have a fault, if the time is too short, or if there is no such sandbox."""
+    programs, faults = 0, []
+    sandbox_that_judges(config.sandbox)
     for task in tasks:
-        tests = read_tests(task)
+        try:
+            tests = read_tests(task)
+        except UserError as error:
+            faults.append(str(error))
+            continue
+        if fault := _cannot_pass(tests, config.sandbox):
+            faults.append(f"task '{task.id}'{fault}")
         programs = max(programs, len(tests.cases) if tests.form == "programs" else 0)
+    if faults:
+        more = f" ({len(faults) - 1} other tasks have a fault too)" if len(faults) > 1 else ""
+        raise UserError(f"{faults[0]}{more}")
     given, seconds = config.reward_timeout_seconds, config.sandbox.wall_seconds
     needed = seconds + MARGIN_SECONDS + programs * _START_SECONDS
     if given < needed:
@@ -133,20 +159,55 @@ def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEn
             f"environment.reward_timeout_seconds: {given:g} is too short for {programs} programs a task, each in a"
             f" sandbox of its own, and sandbox.wall_seconds {seconds:g}; raise it to {needed:g}"
         )
-    sandbox_that_judges(config.sandbox)
-    return TaskEnvironment(tasks, CodeScorer(config.sandbox, partial=config.code_reward == "share"))
+    test_seconds = max(_TEST_SECONDS, given - seconds - _ENDING_SECONDS)
+    partial = config.code_reward == "share"
+    return TaskEnvironment(tasks, CodeScorer(config.sandbox, partial=partial, test_seconds=test_seconds))
+
+
+def _cannot_pass(tests: TaskTests, config: SandboxConfig) -> str | None:
+    """What keeps any code from passing these tests in this sandbox."""
+    if lacking := lacking_packages(config, tuple(sorted(tests.names.imports))):
+        named = " and ".join(lacking)
+        return f": its tests import {named}, which the sandbox's Python lacks; set environment.sandbox.python"
+    for number, case in enumerate(tests.cases, 1):
+        if tests.form == "programs" and (size := output_bytes(case["stdout"])) > config.output_kib * 1024:
+            kib = math.ceil(size / 1024)
+            return f", test {number}: 'stdout' has {kib} KiB; raise environment.sandbox.output_kib to {kib}"
+        if tests.form == "calls" and (size := len(json.dumps(case["expected"]))) > wire.LONGEST_LINE:
+            return f", test {number}: 'expected' has {size >> 20} MiB; an answer has at most {wire.LONGEST_LINE >> 20}"
+    return None
+
+
+@cache
+def lacking_packages(config: SandboxConfig, packages: tuple[str, ...] = _PACKAGES) -> tuple[str, ...]:
+    """Those of `packages` that the sandbox's Python can't import."""
+    if not packages:
+        return ()
+    source = f"import importlib.util\nprint(*[name for name in {packages} if not importlib.util.find_spec(name)])"
+    outcome = sandbox_for(config).run(Program(source, limits=Limits(wall_seconds=30.0, cpu_seconds=30)))
+    if not outcome.ok:
+        raise UserError(f"environment.sandbox: a program that looks for packages ended with {outcome.status}")
+    return tuple(outcome.stdout.split())
+
+
+def packages_line(config: SandboxConfig) -> str | None:
+    """A line for check and the start of a run: what the model's code can't import."""
+    lacking = lacking_packages(config)
+    if not lacking:
+        return None
+    named = ", ".join(lacking)
+    return f"the code's Python has no {named}: code that imports it scores 0; environment.sandbox.python names another"
 
 
 def _verdict(judged: Outcome, cases: int) -> dict[str, Any]:
-    """The judge's verdict. If it ends without one, its tests are broken, unless it already used an answer of the code.
-    Then the score is 0: an answer that is slow to compare must not prevent a 0."""
+    """The judge's verdict. If it ends without one, its tests are broken, unless the code has run. Then the score is 0:
+    an answer that is slow to compare must not prevent a 0."""
     lines = judged.stdout.splitlines()
-    if judged.ok and lines and lines[-1] not in (judging.READY, judging.TAKEN):
+    if judged.ok and lines and lines[-1] != judging.ASKED:
         verdict: dict[str, Any] = json.loads(lines[-1])
         return verdict
     said = f"the tests ended without a verdict: {judged.status}, {_last_line(judged.stderr)}".removesuffix(", ")
-    has_waited = judged.status is SandboxStatus.WALL_TIMEOUT and judging.READY not in lines
-    if judging.TAKEN not in lines and not has_waited:
+    if judging.ASKED not in lines:
         raise JudgementFailed(said)
     return {"passed": "0" * cases, "why": said}
 

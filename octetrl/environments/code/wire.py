@@ -7,7 +7,7 @@ and everything else as an object with one key that names the type:
     {"tuple": [1, 2]}    {"dict": [["a", 1]]}    {"Fraction": [1, 3]}    {"object": [7, "Point"]}
 
 Any other object stays with the sender, who gives it a number: `object`, `function` (whatever can be called),
-`iterator`, `own_iterator` (of a class that the code defines), `record` (a named tuple, with its items). Both sides run
+`iterator`, `record` (a named tuple, with its items). Nodes of lists and trees are copied (`nodes.py`). Both sides run
 in a sandbox, so only the standard library is used.
 """
 
@@ -29,7 +29,9 @@ LONGEST_LINE = 4 << 20
 DATA_TYPES: dict[str, type] = {
     kind.__name__: kind for kind in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset)
 }
-KEPT = ("object", "function", "iterator", "own_iterator", "record")
+KEPT = ("object", "function", "iterator", "record")
+RUN = "run"
+"""The judge's first message: run the code, and answer when it has run."""
 _LARGEST_DECIMAL = 1 << 1000  # integers beyond travel as hexadecimal: Python refuses to read long decimal ones
 
 Pack = Callable[[Any], Any]

@@ -148,5 +148,6 @@ def bubblewrap_command(interpreter: Interpreter, package: Path, room_bytes: int)
         command += ["--symlink", target, path]
     for device in DEVICES:
         command += ["--dev-bind", device, device]
+    command += ["--symlink", "/proc/self/fd/0", "/dev/stdin", "--symlink", "/proc/self/fd/1", "/dev/stdout"]
     command += ["--proc", "/proc", "--ro-bind", str(package), _PACKAGE, "--remount-ro", "/", "--chdir", "/"]
     return [*command, "--"]

@@ -122,6 +122,9 @@ class Watch:
         stderr_read, stderr_write = os.pipe()
         self._failure, failure_write = os.pipe()
         theirs = [stdin_read, stdout_write, stderr_write]
+        if os.geteuid() == 0:
+            for descriptor in theirs:
+                os.fchown(descriptor, self._user, self._user)  # it may open /dev/stdin, which is this pipe
         if self._request["link"] is not None:
             theirs.append(self._request["link"])
         self._order.first_to_go()

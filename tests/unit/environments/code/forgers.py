@@ -198,6 +198,49 @@ LIARS: dict[str, tuple[str, str]] = {  # what lies -> code, test
         "class P: __array_interface__ = {'data': (1, False)}\ndef f(x): return P()",
         "P()\nassert hasattr(f(3), '__array_interface__')",
     ),
+    "the object itself, with a method of texts": (
+        "class Solution:\n    def f(self, x): return self\n    def startswith(self, *a): return True",
+        "assert Solution().f('abc').startswith('a')",
+    ),
+    "a method of numbers, where the tests name a class": (
+        "class P:\n    def __init__(self, x): self.x = x\n    def bit_length(self): return 2\ndef f(x): return P(1)",
+        "assert P(1).x == 1\nassert f(3).bit_length() == 2",
+    ),
+    "an object that differs from all data": ("class L: pass\ndef f(x): return L()", "assert f(3) != 9"),
+    "an object that is in no list": ("class L: pass\ndef f(x): return L()", "assert f(3) not in [9]"),
+    "a class that is near every number": (
+        "class Area:\n    def __init__(self, r): pass\n    def __sub__(self, o): return self\n"
+        "    def __abs__(self): return 0.0\n    __float__ = __abs__",
+        "assert abs(Area(3) - 28.27) < 0.1",
+    ),
+    "an exit that suppresses what the test raises": (
+        "class L:\n    def __enter__(self): return 3\n    def __exit__(self, *a): return True\ndef f(x): return L()",
+        "with f(3) as y: assert y == 9",
+    ),
+    "a name that the tests bind only sometimes": (
+        "raised = True\ndef f(x): return 3",
+        "try: f(-1)\nexcept ValueError: raised = True\nassert raised",
+    ),
+    "a node that equals all": (
+        "class V(int):\n    def __eq__(self, o): return True\n    __hash__ = int.__hash__\n"
+        "class ListNode:\n    def __init__(self, val, next=None): self.val, self.next = val, next\n"
+        "    def __eq__(self, o): return True\ndef f(x): return ListNode(V(3))",
+        "assert f(3) == ListNode(9)",
+    ),
+    "a test that is skipped": (
+        "import unittest\ndef f(x): raise unittest.SkipTest('x')",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 9)\nunittest.main()",
+    ),
+    "tests that nothing runs": ("def f(x): return 3", "def test_f():\n    assert f(3) == 9"),
+    "a case that nothing runs": (
+        "def f(x): return 3",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 9)",
+    ),
+    "failures that nothing reads": (
+        "def f(x): return 3",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 9)\n"
+        "unittest.main(exit=False)",
+    ),
     "an attribute that can't be sent back": (
         "def f(x): return 'x'",
         "assert f(f(3).title) == 3",

@@ -165,6 +165,112 @@ def f(): return input
 assert callable(f())
 """,
     ),
+    "the main program of unittest": (
+        "def f(x): return x + 1",
+        """
+import unittest
+class T(unittest.TestCase):
+    def test(self): self.assertEqual(f(3), 4)
+if __name__ == '__main__': unittest.main()
+""",
+    ),
+    "an exit, and a module of the code": (
+        "def f(x): return x + 1",
+        """
+import sys
+import solution
+from solution import f as g
+assert solution.f(3) == g(3) == 4
+sys.exit(0)
+""",
+    ),
+    "functions for pytest": ("def f(x): return x + 1", "def test_f():\n    assert f(3) == 4"),
+    "linked lists": (
+        """
+class Solution:
+    def merge(self, a: 'Optional[ListNode]', b):
+        first = last = ListNode()
+        while a and b:
+            if a.val < b.val: last.next, a = a, a.next
+            else: last.next, b = b, b.next
+            last = last.next
+        last.next = a or b
+        return first.next
+    def entry(self, node):
+        seen = set()
+        while node and id(node) not in seen: seen.add(id(node)); node = node.next
+        return node
+""",
+        """
+class ListNode:
+    def __init__(self, val=0, next=None): self.val, self.next = val, next
+def made(values):
+    first = None
+    for value in reversed(values): first = ListNode(value, first)
+    return first
+def read(node): return [node.val, *read(node.next)] if node else []
+assert read(Solution().merge(made([1, 3]), made([2]))) == [1, 2, 3]
+ring = made(list(range(2000)))
+ring.next.next.next = ring.next
+assert Solution().entry(ring) is ring.next and Solution().entry(made([1])) is None
+""",
+    ),
+    "trees, changed in place": (
+        """
+class Solution:
+    def mirrored(self, root):
+        if root: root.left, root.right = self.mirrored(root.right), self.mirrored(root.left)
+        return root
+""",
+        """
+tree = TreeNode(1, TreeNode(2), TreeNode(3))
+result = Solution().mirrored(tree)
+assert result is tree and tree.left.val == 3 and tree == TreeNode(1, TreeNode(3), TreeNode(2))
+assert tree != TreeNode(1, TreeNode(2), TreeNode(3))
+""",
+    ),
+    "exceptions of the code": (
+        """
+class Overdrawn(ValueError): pass
+class Account:
+    def __init__(self, x): self.x = x
+    def __enter__(self): return self
+    def __exit__(self, *ended): self.x = 0
+    def append(self, x):
+        if x < 0: raise Overdrawn('below zero')
+        self.x += x
+        return self
+    def pop(self): return self.x
+""",
+        """
+try: Account(3).append(-1)
+except Overdrawn as error: assert str(error) == 'below zero' and isinstance(error, ValueError)
+else: assert False
+a = Account(1)
+assert a.append(1).append(2) is a and a.pop() == 4
+with a as b: assert b.x == 4
+assert a.x == 0
+""",
+    ),
+    "operators": (
+        """
+class Vector:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __add__(self, other): return Vector(self.x + other.x, self.y + other.y)
+    def __mul__(self, k):
+        return self.x * k.x + self.y * k.y if isinstance(k, Vector) else Vector(self.x * k, self.y * k)
+    __rmul__ = __mul__
+    def __abs__(self): return (self.x ** 2 + self.y ** 2) ** 0.5
+    def __lt__(self, other): return abs(self) < abs(other)
+    def __contains__(self, x): return x in (self.x, self.y)
+    def __str__(self): return f'({self.x}, {self.y})'
+""",
+        """
+v, w = Vector(1, 2), Vector(3, 4)
+assert v + w == Vector(4, 6) and abs(w) == 5.0 and v * w == 11 and v * 2 == Vector(2, 4) == 2 * v
+assert v < w and 2 in v and str(v + w) == '(4, 6)' and isinstance(v + w, Vector) and not isinstance(3, Vector)
+""",
+    ),
     "infinities": (
         """
 def f(): return float('inf'), float('-inf')

@@ -385,7 +385,7 @@ else: assert False
 c = LRU()
 c.put(1, 'a')
 d = c.copy()
-assert c.get(1) == 'a' and c.get(2) == -1 and d.pop() == (1, 'a') and d.get(1) == -1 and c.get(1) == 'a'
+assert c.get(1) == 'a' and c.get(2) == -1 and d.data == {1: 'a'} and c.pop() == (1, 'a')
 
 assert Solution().twoSum([2, 7, 11], 9) == [0, 1] and Solution().twoSum(nums=[1, 1], target=2) == [0, 1]
 """.strip().split("\n\n")

@@ -17,7 +17,7 @@ from octetrl.records import Task
     [
         ("```python\na\n```\nor\n```python\nb\n```", "b\n"),
         ("```python\na\n```\nthen run\n```bash\nls\n```", "a\n"),
-        ("  ```py\n  a\n  ```", "  a\n"),
+        ("  ```py\n  a\n  ```", "a\n"),
         ("```python\nnot closed", "not closed"),
         ("```\nno language\n```", None),
         ("a", None),
@@ -26,6 +26,18 @@ from octetrl.records import Task
         ("```python\na\n```\n```" + " " * 1_000_000, "a\n"),
         ("```" + "a" * 1_000_000, None),
         ("```python\na\n```" + "\n```x" * 100_000, "a\n"),
+        ("- " * 500_000, None),
+        ("1. Code:\n   ```python\n   def f():\n       return 1\n   ```\n2. x", "def f():\n    return 1\n"),
+        ("- ```python\n  a\n  ```", "a\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("````python\n```\n````", "```\n"),
+        ("```python\na\n```\n```python\nnot closed", "a\n"),
+        ("```python\nleft open\n\n```python\nb\n```", "b\n"),
+        ("<think>\n```python\nx\n</think>\n```python\na\n```", "a\n"),
+        ("opened by the prompt\n```python\nx\n</think>\n\n```python\na\n```", "a\n"),
+        ("<think>```python\na\n```</think>none", None),
+        ("<think>```python\nthe thought has no end\n```", None),
+        ("```python\ns.split('</think>')\n```", "s.split('</think>')\n"),
     ],
 )
 def test_the_last_python_block(text: str, code: str | None) -> None:

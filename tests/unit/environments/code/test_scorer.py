@@ -15,7 +15,13 @@ from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.code import scorer
-from octetrl.environments.code.scorer import CodeScorer, JudgementFailed, code_environment
+from octetrl.environments.code.scorer import (
+    CodeScorer,
+    JudgementFailed,
+    code_environment,
+    lacking_packages,
+    packages_line,
+)
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, find_sandbox
@@ -88,7 +94,7 @@ def test_what_tests_may_say(name: str) -> None:
 
 @pytest.mark.parametrize(("code", "tests"), [(SOLUTION, TESTS), (CLASSES, CLASS_TESTS)], ids=["data", "classes"])
 def test_what_code_may_return(code: str, tests: list[str]) -> None:
-    answer = score(code, tests, partial=True)
+    answer = score(code, tests, partial=True, solution=code)
     assert answer == 1.0, answer.detail
 
 
@@ -162,7 +168,9 @@ def test_code_that_never_says_that_it_has_run_is_a_0() -> None:
 
 def test_a_function_named_like_a_builtin_is_the_codes_only_when_the_task_says_so() -> None:
     code = "def sum(a, b): return a + b"
-    assert score(code, ["assert sum(10, 15) == 25"]) == 0.0
+    for function in ({}, {"function": "total"}):
+        with pytest.raises(UserError, match="use no name of the code"):
+            score(code, ["assert sum(10, 15) == 25"], **function)
     assert score(code, ["assert sum(10, 15) == 25"], function="sum") == 1.0
     assert score("class Solution:\n    def add(self, a, b): return a + b", [CALLS[0]], function="Solution().add") == 1.0
 
@@ -207,6 +215,56 @@ def test_a_limit_is_a_wrong_answer_with_its_reason(code: str, reason: str) -> No
     assert reason in str(answer.detail)
 
 
+def seconds_of(test: str, code: str) -> Explained:
+    """The score where the code has 2 s and the tests themselves 3 s."""
+    task = Task("t", "p", metadata={"tests": [test]})
+    return CodeScorer(QUICK.model_copy(update={"wall_seconds": 2.0}), test_seconds=3.0)(task, fenced(code))
+
+
+def test_the_seconds_of_tests_are_not_the_codes() -> None:
+    slow = "import time\ntime.sleep(2.2)\nassert f(1) == 1"
+    assert seconds_of(slow, "def f(x): return x") == 1.0
+    answer = seconds_of(slow, "import time\ntime.sleep(99)\ndef f(x): return x")
+    assert (answer, answer.detail) == (0.0, "0 of 1 tests pass; wall_timeout")
+
+
+@pytest.mark.parametrize("code", ["def f(x): return x", "import time\ntime.sleep(99)"])
+def test_tests_that_take_too_long_are_the_tasks_fault(code: str) -> None:
+    with pytest.raises(JudgementFailed, match="take more than 3 s before they use the code"):
+        seconds_of("import time\ntime.sleep(3.2)\nassert f(1) == 1", code)
+
+
+def test_a_program_may_open_its_input() -> None:
+    program = "import sys\nprint(sum(map(int, open('/dev/stdin').read().split())), file=open('/dev/stdout', 'w'))\n"
+    answer = score(program, PROGRAMS)
+    assert answer == 1.0, answer.detail
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"tests": [{"stdin": "", "stdout": "x" * 65_537}]}, "test 1: 'stdout' has 65 KiB; raise"),
+        ({"tests": [{"args": [], "expected": "x" * (5 << 20)}], "function": "f"}, "'expected' has 5 MiB"),
+        ({"tests": ["import nowhere_at_all\nassert f(1) == 1"]}, "import nowhere_at_all, which the sandbox's Python"),
+        ({"tests": ["assert isclose(f(1), 1)"]}, "isclose"),
+    ],
+)
+def test_a_row_that_no_code_can_pass_is_refused(row: dict[str, Any], said: str) -> None:
+    right = Task("r", "p", metadata={"tests": [{"stdin": "", "stdout": "x" * 65_536 + "\n"}]})
+    wrong = Task("wrong", "p", metadata=row)
+    config = EnvironmentConfig(kind="code", sandbox=QUICK, reward_timeout_seconds=200.0)
+    with pytest.raises(UserError, match=f"task 'wrong'.*{said}.*1 other"):
+        code_environment([right, wrong, wrong], config)
+    assert len(code_environment([right], config).tasks) == 1
+
+
+def test_packages_that_the_sandbox_lacks() -> None:
+    assert lacking_packages(QUICK, ("json", "nowhere_at_all", "math")) == ("nowhere_at_all",)
+    lacking = lacking_packages(QUICK)
+    assert (packages_line(QUICK) is None) == (not lacking)
+    assert all(name in str(packages_line(QUICK)) for name in lacking)
+
+
 def test_wall_time_is_of_all_programs_together() -> None:
     config = SandboxConfig(wall_seconds=5.0)
     tests = [{"stdin": "", "stdout": ""}] * 9
@@ -226,7 +284,7 @@ def test_a_test_that_can_not_be_run_is_no_verdict() -> None:
     with pytest.raises(JudgementFailed, match="a list_iterator can't be sent"):
         score("def f(x): return 1", ["assert f(iter([3])) == 1"])
     with pytest.raises(JudgementFailed, match="without a verdict"):
-        score(RIGHT, ["import os\nos._exit(3)"])
+        score(RIGHT, ["import os\nos._exit(3)\nadd(1, 2)"])
 
 
 def test_a_broken_sandbox_is_a_reward_error() -> None:
