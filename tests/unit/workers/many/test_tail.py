@@ -23,7 +23,7 @@ from octetrl.workers.many import tail, workers
 from octetrl.workers.streamed import StreamedUpdate
 from tests.e2e.test_ahead_faults import run_with, struck
 from tests.e2e.tiny_run import make_model, read_lines, recipe_tree
-from tests.unit.workers.many.thread_team import RunTeam, run_on, steps_of
+from tests.unit.workers.many.thread_team import RunTeam, assert_same_measures, run_on, steps_of
 
 CHANGES: dict[str, Any] = {
     "rollout.prompts_per_step": 5,
@@ -156,9 +156,7 @@ def test_a_step_draws_the_same_and_measures_the_same(refills: int, model: Path, 
         assert mine["train/beside_tail_share"] > 0
         mine = {name: value for name, value in mine.items() if name not in ONLY_WITH}
         packing = {"train/micro_batches", "train/packing_efficiency", "rollout/batch_occupancy"}
-        for name, value in line.items():
-            if name not in packing:
-                assert mine[name] == pytest.approx(value, rel=2e-3, abs=1e-6), name
+        assert_same_measures(*({n: v for n, v in one.items() if n not in packing} for one in (mine, line)))
 
 
 def test_a_step_whose_worker_dies_is_drawn_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

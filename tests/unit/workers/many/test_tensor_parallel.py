@@ -11,7 +11,7 @@ from octetrl.records import GenerationRequest, SamplingParams
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
 from tests.grid import WIDE
-from tests.unit.workers.many.thread_team import run_on, steps_of
+from tests.unit.workers.many.thread_team import assert_same_measures, run_on, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_groups_draw_and_measure_the_same(changes: dict[str, Any], count: int, m
         team = run.workers._team
     assert drawn == expected
     for line, mine in zip(lines, shared, strict=True):
-        assert mine == pytest.approx(line, rel=1e-3, abs=1e-7)
+        assert_same_measures(mine, line)
         assert mine["mismatch/max_abs_diff"] == 0.0
     assert {worker for worker, verb in team.begun if verb == "submit"} == set(range(0, count, 2)), (
         "only leaders are asked"

@@ -21,7 +21,7 @@ from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.workers import BACKLOG_SECONDS, SCORING_SECONDS, ManyWorkers, WorkersDiffer
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import run_on, steps_of
+from tests.unit.workers.many.thread_team import assert_same_measures, run_on, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_any_number_of_workers_draws_the_same_and_measures_the_same(
             team = run.workers._team
             assert drawn == expected
             for line, mine in zip(lines, shared, strict=True):
-                assert mine == pytest.approx(line, rel=1e-4, abs=1e-7)
+                assert_same_measures(mine, line)
                 assert mine["mismatch/max_abs_diff"] == 0.0
             assert {worker for worker, verb in team.begun if verb == "submit"} == set(range(count))
 
