@@ -53,6 +53,38 @@ class Recorder(TorchDispatchMode):
         return result
 
 
+class OtherOrder(TorchDispatchMode):
+    """Adds each float64 product along K in two parts of random sizes, like a processor with many kernels."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.draw, self.count = random.Random(seed), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if (
+            name not in ("mm", "bmm", "baddbmm_")
+            or args[-1].dtype != torch.float64
+            or (depth := args[-1].shape[-2]) < 2
+        ):
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        cut = self.draw.randrange(1, depth)
+        *start, a, b = args
+        last = func(*start, a[..., cut:], b[..., cut:, :])
+        first = func(*start, a[..., :cut], b[..., :cut, :])
+        return last if start else last + first  # `baddbmm_` has added both to its first argument
+
+
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
+def test_log_probs_are_equal_where_every_product_has_an_order_of_its_own(sides: Callable[[], Sides]) -> None:
+    made, draw = sides(), random.Random(1)
+    asked = random_requests(draw, made.spec, 2, prompts=(3, 30), answers=(4, 6), siblings=(2, 2))
+    with OtherOrder(2) as orders:
+        engine_N, trainer_N = made.logprobs(asked, made.engine().generate(asked))
+    assert orders.count > 100 and torch.equal(engine_N, trainer_N)
+
+
 @pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
 def test_log_probs_are_added_up_in_float64(sides: Callable[[], Sides]) -> None:
     made, draw = sides(), random.Random(0)

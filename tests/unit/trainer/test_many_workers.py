@@ -155,7 +155,7 @@ def test_sft_updates_as_one_worker_does_and_repeats_every_bit(
         assert_equal_everywhere(runs)
         for step, *of_workers in zip(alone.steps, *(run.steps for run in runs), strict=True):
             assert_one_update(step, of_workers, LR)
-    runs, again = (run_team(counts[-1], work, gradients=gradients) for _ in range(2))
+    runs, again = (run_team(counts[0], work, gradients=gradients) for _ in range(2))
     assert runs[0].losses[4] < 0.9 * runs[0].losses[0]
     assert_equal_everywhere([*runs, *again])
 
