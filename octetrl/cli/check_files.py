@@ -12,7 +12,7 @@ from pathlib import Path
 from octetrl.cli.check_turns import check_turns
 from octetrl.cli.out_file import refuse_unmakeable
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, dangling
 from octetrl.config.hub_name import hub_dataset
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
@@ -39,7 +39,9 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
     yield from missing_wandb(recipe.logging)
     lora = recipe.model.lora
     if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
-        yield f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json"
+        yield f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json" + dangling(
+            Path(lora.path)
+        )
     try:
         _look_at_output(recipe)
     except UserError as error:

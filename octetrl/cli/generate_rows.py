@@ -6,16 +6,16 @@
     {"prompt": ..., "sample": 0, "completion": ..., "finish_reason": "stop", "tokens": 7}     out, for each completion
     {"prompt": ..., "answer": ...} or {"messages": [...]}     out with --for-sft, as algorithm.conversations reads it
 
-All other keys of a row are written to its lines unchanged. A completion that a server did not give has finish_reason
-"failed" and the reason as `error`. With --for-sft only answers that ended and have a text are written, and a row's own
-`answer`, the reference of a task, becomes `reference`.
+All other keys of a row are written to its lines unchanged; its own value of a key that we write becomes `own_KEY`. A
+completion that a server did not give has finish_reason "failed" and the reason as `error`. With --for-sft only answers
+that ended and have a text are written, and a row's own `answer`, the reference of a task, becomes `reference`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octetrl.config.errors import UserError
@@ -26,7 +26,7 @@ from octetrl.records import Completion, FinishReason
 
 STDIN = "-"
 REMEDY = 'a line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
-OURS = ("sample", "completion", "finish_reason", "tokens")
+OURS = ("sample", "completion", "finish_reason", "tokens", "error")
 
 Row = dict[str, Any]
 Prompt = str | list[dict[str, str]]
@@ -52,7 +52,8 @@ def result_lines(rows: Sequence[Row], completions: Sequence[Sequence[Completion]
         for sample, completion in enumerate(siblings):
             values = (sample, completion.text, str(completion.finish_reason), len(completion.token_ids))
             error = {} if completion.detail is None else {"error": completion.detail}
-            yield json.dumps(row | dict(zip(OURS, values, strict=True)) | error, ensure_ascii=False)
+            kept = _renamed(row, {key: f"own_{key}" for key in OURS})
+            yield json.dumps(kept | dict(zip(OURS, values, strict=False)) | error, ensure_ascii=False)
 
 
 def is_empty(completion: Completion) -> bool:
@@ -63,7 +64,7 @@ def is_empty(completion: Completion) -> bool:
 def conversation_lines(rows: Sequence[Row], completions: Sequence[Sequence[Completion]]) -> Iterator[str]:
     """A JSON line for each completion that ended and has a text, with the prompt, for `algorithm.conversations`."""
     for row, siblings in zip(rows, completions, strict=True):
-        kept = {"reference" if key == "answer" else key: value for key, value in row.items() if key != "n"}
+        kept = _renamed({key: value for key, value in row.items() if key != "n"}, {"answer": "reference"})
         for completion in siblings:
             if completion.finish_reason is not FinishReason.STOP or is_empty(completion):
                 continue
@@ -72,6 +73,17 @@ def conversation_lines(rows: Sequence[Row], completions: Sequence[Sequence[Compl
             else:
                 said = {"messages": [*kept["messages"], {"role": "assistant", "content": completion.text}]}
             yield json.dumps(kept | said, ensure_ascii=False)
+
+
+def _renamed(row: Row, names: Mapping[str, str]) -> Row:
+    """The row with other names for some keys; a name that the row has already is preceded by `own_`."""
+    kept = {key: value for key, value in row.items() if key not in names}
+    for key, name in names.items():
+        if key in row:
+            while name in kept or name in names:
+                name = f"own_{name}"
+            kept[name] = row[key]
+    return kept
 
 
 def _stdin_rows() -> Iterator[tuple[str, Any]]:
@@ -89,7 +101,7 @@ def _checked(row: Any, where: str) -> Row:
     if "prompt" in row and not isinstance(row["prompt"], str):
         raise UserError(f"{where}: 'prompt' is {kind_of(row['prompt'])}, a text is needed; {REMEDY}")
     if "messages" in row and (not isinstance(messages, list) or not messages or not all(map(_is_message, messages))):
-        raise UserError(f"{where}: 'messages' is no list of messages with role and content; {REMEDY}")
+        raise UserError(f"{where}: 'messages' is no list of messages with role and content{_parts(messages)}; {REMEDY}")
     if "n" in row and (not isinstance(row["n"], int) or isinstance(row["n"], bool) or row["n"] < 1):
         raise UserError(
             f"{where}: 'n' is {json.dumps(row['n'])}, a whole number from 1 is needed; it is how often to"
@@ -100,6 +112,13 @@ def _checked(row: Any, where: str) -> Row:
             f"{where}: 'n' is out of range; it must be at most {MOST_COMPLETIONS:,}, or write the row several times"
         )
     return row
+
+
+def _parts(messages: object) -> str:
+    has_parts = isinstance(messages, list) and any(
+        isinstance(one, dict) and isinstance(one.get("content"), list) for one in messages
+    )
+    return " (one has a list of parts; only text is read, so give it as a string)" if has_parts else ""
 
 
 def _is_message(message: object) -> bool:

@@ -64,13 +64,22 @@ def type_of(value: object) -> str:
 def nearest_file(path: Path) -> str:
     """Return `; did you mean 'x'?` for the closest name in the folder of a file that is missing, or an empty string."""
     if path.is_symlink():
-        return "; it is a link that leads nowhere"
+        return dangling(path)
     try:
         names = [entry.name for entry in islice(path.parent.iterdir(), MOST_NAMES)]
     except (OSError, ValueError):
         return ""
     matches = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f"; did you mean '{path.parent / matches[0]}'?" if matches else ""
+
+
+def dangling(path: Path, *names: str) -> str:
+    """Return `; x is a link to y, which does not exist` for the first such link of `path` and `names` in its folder, or
+    an empty string."""
+    for one in (path, *(path / name for name in names)):
+        if one.is_symlink() and not one.exists():
+            return f"; '{one}' is a link to '{one.readlink()}', which does not exist"
+    return ""
 
 
 def runs_in(folder: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from octetrl.config.errors import UserError, nearest
 from octetrl.config.json_file import kind_of
 from octetrl.data.rows import required_text
-from octetrl.environments.tools import json_arguments
+from octetrl.environments.tools import with_read_calls
 from octetrl.records import Sample
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -113,7 +113,7 @@ def messages_of(record: Mapping[str, Any], key: str, where: str) -> tuple[Messag
         raise UserError(f'{where}: \'{key}\' is {found}; it must be a list of {{"role", "content"}}')
     for problem in _message_problems(messages, f"{where}: '{key}'"):
         raise UserError(problem)
-    return tuple(_with_calls(message, f"{where}: '{key}', message {at}") for at, message in enumerate(messages, 1))
+    return tuple(with_read_calls(message, f"{where}: '{key}', message {at}") for at, message in enumerate(messages, 1))
 
 
 def tools_of(record: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
@@ -148,28 +148,3 @@ def _message_problems(messages: Sequence[Any], where: str) -> Iterator[str]:
                 yield f"{at}: 'content' is {kind_of(message.get('content'))}; it must be a string"
         elif message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
             yield f"{at}: the assistant's 'content' is empty; give its answer, or remove the message"
-
-
-def _with_calls(message: dict[str, Any], where: str) -> Message:
-    """The message with the arguments of its calls as objects, which OpenAI's messages have as JSON text, and with the
-    `content` null that a message of calls alone has."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return {key: value for key, value in message.items() if key != "tool_calls"}
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise UserError(f"{where}: 'tool_calls' is {kind_of(calls)}; it must be a list of calls")
-    return {"content": None, **message, "tool_calls": [_decoded(call, where) for call in calls]}
-
-
-def _decoded(call: dict[str, Any], where: str) -> dict[str, Any]:
-    if "function" in call:
-        if not isinstance(call["function"], dict):
-            raise UserError(f"{where}: a call's 'function' is {kind_of(call['function'])}; it must be an object")
-        return {**call, "function": _decoded(call["function"], where)}
-    arguments = call.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        return {**call, "arguments": json_arguments(arguments or "{}")}
-    except ValueError:
-        raise UserError(f"{where}: a call's arguments {arguments[:60]!r} are not a JSON object; correct them") from None

@@ -125,7 +125,10 @@ def _user_text(prompt: object, where: str) -> object:
             f"{where}: 'prompt' is a list of messages ({', '.join(roles) or 'empty'}); it must be a text, or one"
             " message of the user (for a system prompt use rollout.system_prompt)"
         )
-    return messages[0].get("content")
+    content = messages[0].get("content")
+    if isinstance(content, list):
+        raise UserError(f"{where}: the content of 'prompt' is a list of parts; give its text as a string")
+    return content
 
 
 def _reference(answer: object, marker: str | None, where: str) -> str | None:

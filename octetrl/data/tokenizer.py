@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, dangling
 from octetrl.config.json_file import read_json
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import MOST_LAYERS
@@ -22,6 +22,7 @@ from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import Family, family_of
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TEMPLATE = "chat_template.jinja"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"(?!")')
 _STEPS = re.compile(rb'"(?:normalizer|decoder)"\s*:\s*(?=\{)')
@@ -71,9 +72,14 @@ def check_tokenizer_files(folder: str | Path, *, remedy: str = "give model.token
     path = Path(folder)
     if not path.is_dir():
         seen = "" if path.is_absolute() else f" in '{Path.cwd()}'"
-        raise UserError(f"tokenizer: no folder '{path}'{seen}; {remedy} with a tokenizer")
+        raise UserError(f"tokenizer: no folder '{path}'{seen}; {remedy} with a tokenizer{dangling(path)}")
     if not any((path / name).is_file() for name in VOCABULARIES):
-        raise UserError(f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)}; {remedy} with a tokenizer")
+        raise UserError(
+            f"tokenizer: '{path}' has none of {', '.join(VOCABULARIES)}; {remedy} with a tokenizer"
+            f"{dangling(path, *VOCABULARIES)}"
+        )
+    if links := dangling(path, TEMPLATE):
+        raise UserError(f"tokenizer: '{path}' has no chat template{links}; fetch it again, or remove the link")
     _check_settings(path)
     content = (path / "tokenizer.json").read_bytes() if (path / "tokenizer.json").is_file() else b""
     _refuse_prefixed_pieces(path / "tokenizer.json", content)

@@ -16,12 +16,13 @@ Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, dangling
 from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.made_first import way_to_make
 from octetrl.config.spec import (
@@ -104,17 +105,20 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
     folder = Path(folder)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"model folder '{folder}' {what}; {_way_to(folder)}")
+        raise UserError(f"model folder '{folder}' {what}; {_way_to(folder)}{dangling(folder)}")
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it")
+        raise UserError(
+            f"model folder '{folder}' has no config.json; give a Hugging Face folder, as export writes it"
+            f"{dangling(path)}"
+        )
     config = read_json(path)
     try:
         spec = spec_from_config(config.values_by_key, scalar=scalar)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     generation = folder / "generation_config.json"
-    if generation.is_file():
+    if os.path.lexists(generation):  # a link that leads nowhere is refused
         eos = read_json(generation).token_ids("eos_token_id", spec.vocab_size)
         spec = replace(spec, eos_token_ids=eos) if eos else spec
     return spec

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from octetrl.config.blocks import PLACES
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, dangling
 from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.lora import adaptable, targets_of, unknown_target
 from octetrl.config.schema import LoraConfig
@@ -130,7 +130,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     """Reads the config of a LoRA adapter. UserError: none, or one of another kind."""
     file = folder / CONFIG
     if not file.exists():
-        raise UserError(f"'{folder}' has no {CONFIG}; give the folder of a PEFT adapter")
+        raise UserError(f"'{folder}' has no {CONFIG}; give the folder of a PEFT adapter{dangling(file)}")
     config = read_json(file, "fetch the adapter again")
     kind = config.text("peft_type")
     if kind != "LORA":

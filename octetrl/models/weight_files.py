@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from octetrl.config.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout, TensorLayout
-from octetrl.config.errors import UserError
+from octetrl.config.errors import UserError, dangling
 from octetrl.config.json_file import read_json
 from octetrl.config.spec import ModelSpec
 from octetrl.models.families import prediction_layers, scale_format
@@ -164,7 +164,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             return None
         raise UserError(
             f"'{folder}' has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, or set"
-            f" model.init=random"
+            f" model.init=random{dangling(folder, SINGLE, INDEX)}"
         )
     weight_map = dict(read_json(index, "fetch it again").object("weight_map"))
     if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
@@ -183,7 +183,9 @@ def _shards(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
         other = f"names {_some(absent)}, which is not there" if absent else f"names {len(names)} other files"
         raise UserError(f"'{folder}' has {SINGLE}, and a {INDEX} that {other}; remove what is not of this model")
     if absent:
-        raise UserError(f"{folder} lacks {_some(absent)} named by {INDEX}; fetch the missing files")
+        raise UserError(
+            f"{folder} lacks {_some(absent)} named by {INDEX}; fetch the missing files{dangling(folder, *absent)}"
+        )
     return [folder / name for name in names]
 
 

@@ -22,11 +22,13 @@ from typing import Any, Protocol
 from octetrl.config.errors import UserError
 from octetrl.config.text import escaped
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
+from octetrl.environments.tools import with_read_calls
 from octetrl.records import Reply, Rollout, Task
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import (
     PLACEHOLDER,
     Message,
+    Template,
     TokenizedMessages,
     opened_thoughts,
     tokenize_messages,
@@ -102,10 +104,8 @@ class ChatTokens:
         if self._tokenizer.chat_template is None:
             raise UserError("tokenizer: it has no chat template, so it can't write messages; give a prompt instead")
         own = self._system() if messages[0]["role"] not in ("system", "developer") else []
-        try:
-            text = self._render([*own, *(dict(message) for message in messages)], **self._tools)
-        except TEMPLATE_ERRORS as error:
-            raise template_fails(error) from error
+        said = [with_read_calls(one, f"message {place}") for place, one in enumerate(messages, 1)]
+        text = Template(self._tokenizer, self._tools.get("tools")).render([*own, *said], True)
         return tuple(self._encoder.ids(text, special=False))
 
     def plain_tokens(self, text: str) -> tuple[int, ...]:

@@ -25,7 +25,6 @@ Rollouts are tokenized piece by piece instead (rollout/chat_tokens.py), because 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from typing import Any, Protocol
 from octetrl.config.errors import UserError
 from octetrl.config.text import escaped
 from octetrl.environments.chat_template import TEMPLATE_ERRORS
+from octetrl.environments.tools.messages import arguments_of, function_of, with_written_calls
 from octetrl.rollout.encode import Encoder
 
 Message = Mapping[str, Any]  # role, content and other keys that the template reads
@@ -77,7 +77,7 @@ def tokenize_messages(
             'tokenizer: it has no chat template, which rows of "messages" need;'
             ' set one in its tokenizer_config.json, or give rows of {"prompt", "answer"}'
         )
-    template = _Template(tokenizer, tools)
+    template = Template(tokenizer, tools)
     said = [index for index in range(learn_from, len(messages)) if messages[index]["role"] == "assistant"]
     text = template.render(messages)
     spans = [template.span(text, messages, index) for index in said]
@@ -108,7 +108,7 @@ def without_opening(answer: str, opening: str) -> str:
     return begun.removeprefix(tag).removeprefix(opening[len(opening.rstrip()) :])
 
 
-class _Template:
+class Template:
     """A tokenizer's chat template, with the tools that it writes into each conversation."""
 
     def __init__(self, tokenizer: OffsetTokenizer, tools: Sequence[Any] | None) -> None:
@@ -120,13 +120,13 @@ class _Template:
         calls = [call for message in conversation for call in message.get("tool_calls") or ()]
         try:
             text = self._rendered(conversation, opens_answer)
-            if not any(str(_arguments(call)) in text for call in calls if isinstance(_arguments(call), dict)):
+            if not any(str(given) in text for given in map(arguments_of, calls) if isinstance(given, dict)):
                 return text
         except TEMPLATE_ERRORS as error:
             if not calls:
                 raise self._refusal(error) from error
         try:
-            return self._rendered([_with_text_arguments(message) for message in conversation], opens_answer)
+            return self._rendered([with_written_calls(message) for message in conversation], opens_answer)
         except TEMPLATE_ERRORS as error:
             raise self._refusal(error) from error
 
@@ -213,30 +213,9 @@ class _Template:
 def _shows(text: str, message: Message) -> bool:
     """Whether `text` contains an answer's content, thoughts and the names of its calls, blanks aside."""
     own = [message.get(key) for key in ("content", *THOUGHTS)]
-    own += [_function(call).get("name") for call in message.get("tool_calls") or ()]
+    own += [function_of(call).get("name") for call in message.get("tool_calls") or ()]
     shown = "".join(text.split())
     return all("".join(escaped(part).split()) in shown for part in own if isinstance(part, str))
-
-
-def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner: Mapping[str, Any] = call.get("function", call)
-    return inner
-
-
-def _arguments(call: Mapping[str, Any]) -> Any:
-    return _function(call).get("arguments")
-
-
-def _with_text_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        given = _arguments(call)
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        function = {**_function(call), "arguments": text}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
 
 
 def _tokenized(encoder: Encoder, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedMessages:

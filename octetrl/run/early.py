@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from octetrl.config.errors import UserError, nearest, nearest_file, runs_in
+from octetrl.config.errors import UserError, dangling, nearest, nearest_file, runs_in
 from octetrl.config.hub_name import hub_dataset
 from octetrl.config.made_first import way_to_make
 from octetrl.config.schema import Recipe
@@ -36,7 +36,7 @@ def refuse_no_model(name: str | Path) -> Path:
     if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
         raise UserError(
             f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
-            f"{runs_in(path)}"
+            f"{runs_in(path)}{dangling(path, *PARTS_OF_A_MODEL)}"
         )
     return path
 

@@ -37,8 +37,11 @@ class CharacterTokenizer:
         return [chr(one) for one in ids]
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> str:
-        """The messages as JSON. Tools are for several turns."""
+        """The messages as JSON. Tools are for several turns. Raises TypeError for arguments that are no text."""
         assert "tools" not in options, "tools are refused where a server gives text"
+        calls = (call for message in conversation for call in message.get("tool_calls") or ())
+        if any(not isinstance(call.get("function", call).get("arguments", ""), str) for call in calls):
+            raise TypeError("arguments of calls must be JSON text")  # the caller gives them as such
         return json.dumps({"messages": conversation})
 
     def get_chat_template(self, **options: Any) -> str:

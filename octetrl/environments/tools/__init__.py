@@ -7,7 +7,7 @@ chat templates accept.
 
 from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall
 from octetrl.environments.tools.definition import Tool, ToolError, tool
-from octetrl.environments.tools.messages import family_of, json_arguments, to_message, tool_message
+from octetrl.environments.tools.messages import family_of, json_arguments, to_message, tool_message, with_read_calls
 from octetrl.environments.tools.parsing import parse_message
 from octetrl.environments.tools.toolbox import Toolbox, ToolResult
 
@@ -27,4 +27,5 @@ __all__ = [
     "to_message",
     "tool",
     "tool_message",
+    "with_read_calls",
 ]

@@ -7,8 +7,10 @@ as Qwen3-Coder's XML inside the same tags, has no family (None): read in a wrong
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from octetrl.config.errors import UserError
 from octetrl.config.json_file import parse_json
 from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall
 
@@ -33,6 +35,61 @@ def json_arguments(text: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ValueError("not an object")
     return arguments
+
+
+def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What holds a call's name and arguments: its `function`, or the call itself."""
+    inner: Mapping[str, Any] = call.get("function", call)
+    return inner
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    return function_of(call).get("arguments")
+
+
+def with_read_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The message with the arguments of its calls as objects, which OpenAI's messages have as JSON text, and with the
+    `content` null that a message of calls alone has. Raises UserError that begins with `where`."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(function_of(call), dict) for call in calls
+    ):
+        raise UserError(f"{where}: 'tool_calls' must be a list of calls, each with a name and arguments")
+    return {"content": None, **message, "tool_calls": [_with_arguments(call, _read(call, where)) for call in calls]}
+
+
+def with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+    calls = message.get("tool_calls")
+    return (
+        dict(message)
+        if not calls
+        else {**message, "tool_calls": [_with_arguments(one, _written(one)) for one in calls]}
+    )
+
+
+def _with_arguments(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    if "arguments" not in function_of(call):
+        return dict(call)
+    function = {**function_of(call), "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _written(call: Mapping[str, Any]) -> str:
+    given = arguments_of(call)
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _read(call: Mapping[str, Any], where: str) -> Any:
+    given = arguments_of(call)
+    if not isinstance(given, str):
+        return given
+    try:
+        return json_arguments(given or "{}")
+    except ValueError:
+        raise UserError(f"{where}: a call's arguments {given[:60]!r} are not a JSON object; correct them") from None
 
 
 def to_message(parsed: ParsedMessage) -> dict[str, Any]:

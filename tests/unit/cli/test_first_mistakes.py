@@ -69,6 +69,25 @@ def test_help_labels_types_with_words(capsys: pytest.CaptureFixture[str], monkey
     assert "--to" in shown and "DIR" in shown
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    ],
+)  # fmt: skip
+def test_a_link_that_leads_nowhere_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a hub's cache from which the files were removed."""
+    model, blob = tmp_path / "model", tmp_path / "blobs/1f"
+    link = model / name if name else model
+    if name:
+        save_tokenizer(["1 + 1"], model)
+        (model / "config.json").write_text(json.dumps(preset_config("tiny")))
+        link.unlink(missing_ok=True)
+    link.symlink_to(blob)
+    text = said(capsys, "generate", str(model), "-p", "hi")
+    assert str(link) in text and str(blob) in text
+
+
 def test_a_model_without_a_tokenizer_is_no_matter_of_a_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

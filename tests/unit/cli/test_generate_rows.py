@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.cli.generate_rows import prompt_of, read_rows, result_lines
+from octetrl.cli.generate_rows import conversation_lines, prompt_of, read_rows, result_lines
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
@@ -44,6 +44,7 @@ def test_rows_come_from_a_file_or_standard_input(tmp_path: Path, monkeypatch: py
         ('{"prompt": "a", "n": true}', "line 1: 'n' is true, a whole number"),
         ('{"messages": []}', "line 1: 'messages' is no list of messages with role and content"),
         ('{"messages": [{"role": "user"}]}', "line 1: 'messages' is no list of messages with role and content"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}', "a list of parts"),
         ("", "--input: there are no lines"),
     ],
 )
@@ -52,6 +53,19 @@ def test_a_wrong_line_is_named(line: str, says: str, monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError) as error:
         read_rows("-")
     assert says in str(error.value)
+
+
+def test_a_rows_own_values_of_our_keys_stay() -> None:
+    said = [[Completion((1,), (-0.1,), "s", FinishReason.STOP, 0, "digest")]]
+    row = {"prompt": "p", "completion": "mine", "own_completion": "older", "error": None, "tokens": 9}
+    (line,) = map(json.loads, result_lines([row], said))
+    ours = {"sample": 0, "completion": "s", "finish_reason": "stop", "tokens": 1}
+    kept = {"own_completion": "older", "own_own_completion": "mine", "own_tokens": 9, "own_error": None}
+    assert line == {"prompt": "p", **ours, **kept}
+    (again,) = map(json.loads, result_lines([line], said))
+    assert again["own_own_own_completion"] == "s" and again["own_own_completion"] == "mine"
+    (line,) = map(json.loads, conversation_lines([{"prompt": "p", "answer": "a", "reference": "r", "n": 1}], said))
+    assert line == {"prompt": "p", "answer": "s", "reference": "r", "own_reference": "a"}
 
 
 def test_each_completion_is_a_line_with_the_rows_own_keys() -> None:

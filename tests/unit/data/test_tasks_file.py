@@ -53,6 +53,10 @@ def test_tasks_of_a_file_are_drawn_and_scored(tmp_path: Path) -> None:
         ("{}", ":1: no 'prompt'; the line has no keys"),
         ('{"prompt": " "}', ":1: 'prompt' is an empty string"),
         ('{"prompt": 3}', ":1: 'prompt' is a number"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+            ":1: the content of 'prompt' is a",
+        ),
         ('{"prompt": []}', ":1: 'prompt' is a list of messages (empty)"),
         ('{"prompt": [{"role": "user", "content": 3}]}', ":1: 'prompt' is a number"),
         ('{"prompt": [{"role": "system", "content": "a"}, "b"]}', ":1: 'prompt' is a list of messages (system, None);"),

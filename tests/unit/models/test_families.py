@@ -17,6 +17,7 @@ from octetrl.config.spec import MOST_TOKENS, ModelSpec
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.families import DEFAULT_KV_HEADS, hf_config, load_spec, spec_from_config
+from octetrl.models.weight_files import checked_headers
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -208,6 +209,20 @@ def test_what_we_lack_is_refused_by_name(change: dict[str, Any], told: str) -> N
     with pytest.raises(UserError, match=told) as caught:
         spec_from_config({**QWEN3, **change})
     assert "\n" not in str(caught.value)
+
+
+def test_a_link_to_a_file_of_the_model_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    spec = load_spec(tmp_path)
+    for name, read in (
+        ("generation_config.json", lambda: load_spec(tmp_path)),
+        ("model.safetensors", lambda: checked_headers(tmp_path, spec)),
+        ("model.safetensors.index.json", lambda: checked_headers(tmp_path, spec)),
+    ):
+        (tmp_path / name).symlink_to(tmp_path / "gone")
+        with pytest.raises(UserError, match=f"{name}' is a link to '{tmp_path / 'gone'}'"):
+            read()
+        (tmp_path / name).unlink()
 
 
 def test_folders_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octetrl.backends.openai.text import CharacterTokenizer, asked_of
 from octetrl.config.errors import UserError
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.tiny_model import ASSISTANT, CHAT_TEMPLATE, END, train_tokenizer
@@ -214,6 +215,17 @@ def test_arguments_are_written_once_as_json_whatever_form_the_template_takes(fam
     messages = [*conversation("?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
     ((_, said),) = said_after(family, messages)
     assert '{"city": "Zürich"}' in said
+
+
+def test_a_conversation_to_continue_has_its_arguments_once_too() -> None:
+    """Also for a server, whose API has them as JSON text."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
+    messages = [*conversation("?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for family in ("qwen2.5", "text calls"):
+        tokenizer = tokenizer_of(family)
+        assert '{"city": "Zürich"}' in tokenizer.decode(ChatTokens(tokenizer).conversation_prompt(messages))
+    asked = asked_of(ChatTokens(CharacterTokenizer()).conversation_prompt(messages))
+    assert asked["messages"] == messages
 
 
 @pytest.mark.parametrize(
