@@ -1,7 +1,7 @@
 """`octetrl eval`: evaluates one or several runs and models on a recipe's tasks.
 
 The table has a row for each number and a column for each model. Means have 95% intervals. With several models, each
-further one has a column with its difference to the first, from a bootstrap over the tasks that they share. `--out
+further one has a column with its difference to the first, over the tasks that they share. `--out
 FILE.json` writes everything as JSON, with the outcome of every task. `--out FOLDER` also writes what was said
 (cli/eval_folder.py).
 """

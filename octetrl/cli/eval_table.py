@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from octetrl.telemetry.sample_estimates import LEVEL, Estimate
+from octetrl.telemetry.intervals import LEVEL
+from octetrl.telemetry.sample_estimates import Estimate
 
 if TYPE_CHECKING:
     from octetrl.telemetry.eval_report import EvalReport

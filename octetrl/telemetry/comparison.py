@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from octetrl.config.environment import EnvironmentConfig, MixedEnvironmentConfig
 from octetrl.telemetry.report_data import RunRecord, last_evaluation
-from octetrl.telemetry.sample_estimates import Estimate, estimate_mean
+from octetrl.telemetry.sample_estimates import Estimate, estimate_mean, reward_range
 
 ENOUGH = 4  # steps, for a difference with an interval
 COMPARED = ("eval/accuracy", "reward/mean", "rollout/mean_length", "entropy", "time/step")
@@ -21,7 +21,7 @@ NAMED = 3  # fields of the recipe that differ
 OF_TASKS = ("eval/accuracy", "reward/mean")  # comparable only on the same tasks
 OF_PAIRS = (
     "Pairs are the same held-out tasks in the last evaluations, or the same steps over the last half of the runs. The"
-    " intervals are a bootstrap over pairs. Steps of a run depend on one another, so theirs are too narrow. None covers"
+    " intervals are over pairs. Steps of a run depend on one another, so theirs are too narrow. None covers"
     " another seed, which may differ as much."
 )
 LIMITS = {  # of time, memory and number: they change neither a task nor its score
@@ -91,7 +91,7 @@ def _with_defaults(section: object, kind: type[EnvironmentConfig]) -> Mapping[st
 
 
 def paired_difference(first: RunRecord, second: RunRecord, name: str) -> Estimate | None:
-    """Mean of second − first over the last half of the steps that both measured, with its bootstrap interval.
+    """Mean of second − first over the last half of the steps that both measured, with its interval.
 
     Steps of a run depend on one another, so the interval is too narrow; it says less than several seeds do."""
     mine = {step: value for step, _, value in first.series(name)}
@@ -111,4 +111,5 @@ def held_out_difference(first: RunRecord, second: RunRecord) -> Estimate | None:
 
     mine, its = by_task(first), by_task(second)
     both = [value - mine[task] for task, value in its.items() if task in mine]
-    return estimate_mean(both, seed=0) if len(both) >= ENOUGH else None
+    low, high = reward_range(mine.values(), its.values())
+    return estimate_mean(both, seed=0, within=(low - high, high - low)) if len(both) >= ENOUGH else None

@@ -30,7 +30,7 @@ from octetrl.records import Rollout, RolloutGroup, RolloutStatus
 from octetrl.telemetry.environment_metrics import by_environment
 from octetrl.telemetry.failures import Failures
 from octetrl.telemetry.rollouts import generated_tokens
-from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k
+from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k, reward_range
 
 REWARD = "reward_mean"  # the one estimate whose values may have any range
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -74,7 +74,9 @@ class EvalReport:
         """Estimates by name. One that cannot be computed is left out."""
         seed = self.scoring.seed
         found = {
-            name: estimate_mean(list(values.values()), seed, None if name == REWARD else (0.0, 1.0))
+            name: estimate_mean(
+                list(values.values()), seed, reward_range(values.values()) if name == REWARD else (0.0, 1.0)
+            )
             for name, values in self.values_by_task.items()
         }
         return {name: estimate for name, estimate in found.items() if estimate is not None}
@@ -200,7 +202,8 @@ def differences(report: EvalReport, baseline: EvalReport) -> Mapping[str, Estima
     for name, values in report.values_by_task.items():
         others = baseline.values_by_task.get(name, {})
         pairs = [value - others[place] for place, value in values.items() if place in others]
-        estimate = estimate_mean(pairs, report.scoring.seed, None if name == REWARD else (-1.0, 1.0))
+        low, high = reward_range(values.values(), others.values()) if name == REWARD else (0.0, 1.0)
+        estimate = estimate_mean(pairs, report.scoring.seed, (low - high, high - low))
         if estimate is not None:
             found[name] = estimate
     return found

@@ -59,7 +59,7 @@ TITLES = {name: title for title, name in CURVES} | {"time/step": "seconds of a s
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?%?")
 _SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it."
 _BANDS = {
-    "reward/mean": " The band is one standard error of the mean on each side, with rewards as independent.",
+    "reward/mean": " The band is one standard error of the mean on each side, with prompts as independent.",
     "eval/accuracy": " The band is the 95% interval.",
 }
 _SAME = " The mean held-out reward is the same number."
@@ -221,7 +221,7 @@ def _line(run: RunRecord, number: int, name: str, units: float | None) -> Line:
     low: list[float] = []
     high: list[float] = []
     if name == "reward/mean":
-        errors = [_standard_error(row) for row in run.rows if row.get(name) is not None]
+        errors = [row.get("reward/mean_error") for row in run.rows if row.get(name) is not None]
         if all(error is not None for error in errors) and len(errors) == len(series):
             low = [value - (error or 0.0) for value, error in zip(y, errors, strict=True)]
             high = [value + (error or 0.0) for value, error in zip(y, errors, strict=True)]
@@ -230,11 +230,6 @@ def _line(run: RunRecord, number: int, name: str, units: float | None) -> Line:
         if len(ends[0]) == len(ends[1]) == len(y):
             low, high = ends
     return Line(run.name, number % len(_TONES), x, y, low, high)
-
-
-def _standard_error(row: Mapping[str, float | None]) -> float | None:
-    spread, count = row.get("reward/std"), row.get("reward/count")
-    return spread / math.sqrt(count) if spread is not None and count is not None and count >= 1 else None
 
 
 def _time(runs: Sequence[RunRecord]) -> Iterator[str]:

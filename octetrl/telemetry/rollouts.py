@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +49,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Compute rewards (over rollouts with a reward), lengths in tokens, and counts of statuses other than success.
 
     `reward/penalty` is the mean length penalty. `reward/mean` does not include it.
+    `reward/mean_error` is the standard error of the mean with groups as independent: siblings have a prompt in common.
     `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
     Rewards that differ by rounding alone are the same, and groups with a single reward do not count.
     `SHARES` are shares of all rollouts, each of one status. `reward/component/*` are the parts of the rewards,
@@ -68,12 +70,22 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         metrics["reward/mean"] = statistics.fmean(rewards)
         metrics["reward/std"] = statistics.pstdev(rewards)
         metrics["reward/penalty"] = statistics.fmean(one.penalty for group in groups for one in group.scored)
-        metrics |= equal_rewards("reward", groups)
+        metrics |= equal_rewards("reward", groups) | _mean_error(groups, metrics["reward/mean"])
     if lengths:
         metrics["rollout/mean_length"] = statistics.fmean(lengths)
         metrics["rollout/max_length"] = max(lengths)
     metrics |= _means("reward/component", [rollout.components for rollout in rollouts])
     return metrics | _means("environment", [rollout.metrics for rollout in rollouts])
+
+
+def _mean_error(groups: Sequence[RolloutGroup], mean: float) -> dict[str, float]:
+    """From the sums of each group's deviations; nothing of a single group."""
+    given = [group.rewards for group in groups if group.rewards]
+    if len(given) < 2:
+        return {}
+    squares = math.fsum(math.fsum(reward - mean for reward in rewards) ** 2 for rewards in given)
+    count = sum(map(len, given))
+    return {"reward/mean_error": math.sqrt(squares * len(given) / (len(given) - 1)) / count}
 
 
 def equal_rewards(family: str, groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -10,20 +10,19 @@ maj@k is the probability that the most frequent answer of k completions is right
 over all subsets, or over `SUBSETS` random ones if there are more. If several answers are equally frequent, each is
 chosen with the same probability. A completion without an answer does not vote. Without any vote the majority is wrong.
 
-The interval of a mean over tasks is a percentile bootstrap: tasks are resampled with replacement `RESAMPLES` times,
-with a seed. To compare two models on the same tasks, the differences per task are resampled. Differences between tasks
-then cancel out. With few tasks (fewer than about 30) the intervals are too narrow.
+Intervals of a mean over tasks (telemetry/intervals.py). To compare two models on the same tasks, the differences per
+task are the values, so that differences between tasks cancel out.
 
-If all n tasks have the same value, resampling shows no spread. Where the range of the values is known, the interval
-then allows a share z^2 / (n + z^2) of tasks at either end of the range: the upper end of Wilson's score interval of 0
-tasks in n (E. B. Wilson, Journal of the American Statistical Association 22, 1927). 16 right of 16 give 0.806 to 1.
+    one right or wrong answer a task          Wilson's: 16 right of 16 give 0.806 to 1, 15 give 0.717 to 0.989
+    differences of two such answers           Bonett's and Price's
+    other values                              the studentised bootstrap, seeded
+    other values, nearly all equal            Gaffke's, which allows for values at the ends of the range
 """
 
 from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,11 +30,9 @@ from itertools import combinations
 
 import numpy
 
+from octetrl.telemetry.intervals import Interval, has_spread, shifts, studentised, wilson, with_unseen
+
 SUBSETS = 2_000
-RESAMPLES = 10_000
-LEVEL = 0.95
-_NORMAL = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
-_DRAWN_AT_ONCE = 2**22  # number of indices sampled together
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over tasks and its confidence interval at `LEVEL`."""
+    """A mean over tasks and its confidence interval at `intervals.LEVEL`."""
 
     mean: float
     low: float
@@ -89,25 +86,35 @@ def _majority_is_right(votes: Sequence[Vote]) -> float:
     return sum(leaders) / len(leaders)
 
 
-def estimate_mean(values: Sequence[float], seed: int, within: tuple[float, float] | None = None) -> Estimate | None:
-    """Compute mean and interval of one value per task. None: there are no tasks. within: the range of the values."""
+def estimate_mean(values: Sequence[float], seed: int, within: Interval | None = None) -> Estimate | None:
+    """Compute mean and interval of one value per task. None: there are no tasks.
+
+    within: the range of the values, and of the interval; None: unknown, and that of the values counts."""
     if not values:
         return None
-    if within is not None and min(values) == max(values):
-        others = _NORMAL**2 / (len(values) + _NORMAL**2)
-        low, high = (values[0] + others * (end - values[0]) for end in within)
-        return Estimate(values[0], low, high, len(values))
-    means = _resampled_means(numpy.asarray(values, dtype=numpy.float64), seed)
-    low, high = numpy.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(math.fsum(values) / len(values), float(low), float(high), len(values))
+    mean = math.fsum(values) / len(values)
+    low, high = _interval(numpy.asarray(values, dtype=numpy.float64), seed, within)
+    return Estimate(mean, min(low, mean), max(high, mean), len(values))
 
 
-def _resampled_means(values: numpy.ndarray, seed: int) -> numpy.ndarray:
-    """Compute the mean of each resample, in batches that fit in memory."""
-    generator = numpy.random.default_rng(seed)
-    at_once = max(1, _DRAWN_AT_ONCE // len(values))
-    pieces = [
-        values[generator.integers(len(values), size=(min(at_once, RESAMPLES - begin), len(values)))].mean(axis=1)
-        for begin in range(0, RESAMPLES, at_once)
-    ]
-    return numpy.concatenate(pieces)
+def reward_range(*rewards: Iterable[float]) -> Interval:
+    """The range of rewards, which may be any: that of these, and at least 0 to 1."""
+    known = [0.0, 1.0, *(reward for some in rewards for reward in some)]
+    return min(known), max(known)
+
+
+def _interval(values: numpy.ndarray, seed: int, within: Interval | None) -> Interval:
+    low, high = within or (float(values.min()), float(values.max()))
+    at_low, at_high, count = int((values == low).sum()), int((values == high).sum()), len(values)
+    if low == high:
+        return low, high
+    if at_low + at_high == count:
+        ends = wilson(at_high / count, count)
+        return low + ends[0] * (high - low), low + ends[1] * (high - low)
+    if low == -high and at_low + at_high + int((values == 0).sum()) == count:
+        ends = shifts(at_high, at_low, count)
+        return ends[0] * high, ends[1] * high
+    found = studentised(values, seed) if has_spread(values) else None
+    if found is None:
+        return with_unseen(values, low, high, seed)
+    return found if within is None else (max(low, found[0]), min(high, found[1]))

@@ -272,23 +272,6 @@ def test_pairs_are_of_the_same_seed() -> None:
     assert pairs.paired({0: 1.0}, {1: 1.0}) is None
 
 
-def test_an_interval_of_eight_seeds_covers_the_mean() -> None:
-    draws = numpy.random.default_rng(1).normal(0.3, 2.0, size=(600, 8))
-    ends = [pairs.interval(one) for one in draws]
-    covered = sum(low <= 0.3 <= high for low, high in ends if low is not None and high is not None) / len(ends)
-    assert covered == pytest.approx(pairs.LEVEL, abs=0.025)
-
-
-def test_counted_resamples_are_what_many_drawn_ones_tend_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, weights = pairs._all_resamples(8)
-    assert len(times) == 6435 and (times.sum(axis=1) == 8).all() and weights.sum() == pytest.approx(1.0)
-    values = numpy.random.default_rng(3).normal(0.3, 2.0, size=8)
-    exact = pairs.interval(values)
-    monkeypatch.setattr(pairs, "MOST_EXACT", 4)
-    monkeypatch.setattr(pairs, "RESAMPLES", 200_000)
-    assert pairs.interval(values, seed=1) == pytest.approx(exact, abs=0.05)
-
-
 def line_of(arm: str, seed: int, end: float, status: str = "complete") -> dict[str, Any]:
     head: dict[str, Any] = {"commit": "abc", "source_digest": "0", "benchmarks_digest": "0", "date": "2026-01-01"}
     head |= {"machine": "GPU", "versions": {}}

@@ -44,7 +44,7 @@ def make_run(folder: Path, steps: int = 12, **values: float) -> Path:
         line: dict[str, Any] = {
             "step": step,
             "reward/mean": step / 10,
-            "reward/std": 0.5,
+            "reward/mean_error": 0.25,
             "reward/count": 4,
             "time/step": 36.0,
         }

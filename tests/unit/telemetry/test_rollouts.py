@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,21 @@ def test_metrics_leave_rollouts_without_reward_out_and_count_them() -> None:
     assert metrics["rollout/truncated_share"] == 1 / 6 and metrics["rollout/unfinished_share"] == 0
     assert metrics["rollout/prompt_too_long"] == 1 and metrics["rollout/reward_timeout"] == 0
     assert "reward/mean" not in rollout_metrics([])
+
+
+def test_the_error_of_a_mean_is_that_of_independent_prompts() -> None:
+    """Siblings that are all alike are no more evidence than one; those of a prompt that has more weigh more."""
+
+    def of(*groups: list[float]) -> float | None:
+        found = [RolloutGroup(TASK, tuple(rollout(RolloutStatus.SCORED, one, turn((7,))) for one in rewards))
+                 for rewards in groups]  # fmt: skip
+        return rollout_metrics(found).get("reward/mean_error")
+
+    means = [0.0, 1.0, 1.0, 0.25]
+    expected = statistics.stdev(means) / 2
+    assert of(*([mean] * 8 for mean in means)) == pytest.approx(expected) == of(*([mean] for mean in means))
+    assert of([0.0, 0.5], [1.0], []) == pytest.approx((2 * (0.5**2 + 0.5**2)) ** 0.5 / 3)
+    assert of([0.0, 1.0]) is None, "one prompt has no spread"
 
 
 def test_equal_rewards_are_counted_over_groups_that_have_two() -> None:
