@@ -37,7 +37,10 @@ from octetrl.records import Task
 Result = TypeVar("Result")
 _FORMULAS_PER_PROCESS = 300
 _MEMORY = 2 << 30  # bytes that an answer may take
-_OPTION = re.compile(r"(?:option|choice|answer)?\s*\(?([A-Ja-j])\)?(?:\s*[).:]\s.*|\s+is\b.*)?", re.DOTALL)
+_OPTION = re.compile(
+    r"(?:option|choice|answer)?\s*\(?([A-J]|[a-j])\)?(?:[).:]\s+(?!or\b|and\b|\([A-J]\)|[B-J]\b).*|\s+is\b.*)?",
+    re.DOTALL,
+)
 _too_hard: deque[str] = deque(maxlen=16)  # answers that took too long, so that none does so twice
 
 

@@ -78,7 +78,7 @@ def _tree(value: Value) -> Any:
             number = number if value.exact else sympy.Float(number, 40)
             return sympy.Eq(sympy.Symbol(name.lower(), real=True), number, evaluate=False) if name else number
         case Words(words=words) if words.isalpha() and words.isascii() and len(words) <= 8:  # abc = a * b * c
-            return sympy.Mul(*(sympy.Symbol(letter, real=True) for letter in words))
+            return sympy.Mul(*(sympy.E if letter == "e" else sympy.Symbol(letter, real=True) for letter in words))
         case Expression():
             return value.tree
     return None
@@ -88,6 +88,8 @@ def _unnamed(tree: Any) -> tuple[str, Any]:
     """x and 5, of x = 5. The name is empty if the left side is no variable."""
     import sympy
 
+    if isinstance(tree, sympy.Eq) and not tree.free_symbols:  # 12 = 3 * 4
+        return "", tree.rhs
     if isinstance(tree, sympy.Eq) and (tree.lhs.is_Symbol or isinstance(tree.lhs, sympy.core.function.AppliedUndef)):
         return str(tree.lhs), tree.rhs
     parts = getattr(tree, "_unsorted_args", None)
@@ -188,31 +190,27 @@ def _same_relation(left: Any, right: Any, tolerance: Fraction) -> bool:
     """Of the same kind, and left side - right side are equal up to a factor; in inequalities, a positive one."""
     import sympy
 
-    forms = []
-    for relation in (left, right):
-        if not isinstance(relation, sympy.core.relational.Relational):
-            return False
-        flips = isinstance(relation, sympy.core.relational.LessThan | sympy.core.relational.StrictLessThan)
-        kind = relation.func.reversed_func if hasattr(relation.func, "reversed_func") else relation.rel_op
-        difference = sympy.Add(relation.lhs, sympy.Mul(-1, relation.rhs, evaluate=False), evaluate=False)
-        forms.append(
-            ({"<": ">", "<=": ">="}.get(kind, kind), -1 if flips else 1, difference, (relation.lhs, relation.rhs))
-        )
-    (kind, sign, one, parts), (other_kind, other_sign, other, other_parts) = forms
-    if kind != other_kind:
+    related = sympy.core.relational
+    if not isinstance(left, related.Relational) or not isinstance(right, related.Relational):
         return False
-    if sign == other_sign and _all_equal(parts, other_parts, tolerance):
+    less = related.LessThan | related.StrictLessThan
+    left, right = (side.reversed if isinstance(side, less) else side for side in (left, right))
+    if left.rel_op != right.rel_op:
+        return False
+    sides = (left.lhs, left.rhs, right.lhs, right.rhs)
+    if _all_equal(sides[:2], sides[2:], tolerance):
         return True
-    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
-    if not symbols or not all(isinstance(part, sympy.Expr) for part in (*parts, *other_parts)):
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    if not symbols or not all(isinstance(side, sympy.Expr) for side in sides):
         return False
-    values = [_values(side, symbols) for side in (one, other)]
-    if values[0] is None or values[1] is None or 0 in values[0] or 0 in values[1]:
+    minus = [sympy.Add(one.lhs, sympy.Mul(-1, one.rhs, evaluate=False), evaluate=False) for one in (left, right)]
+    mine, theirs = (_values(difference, symbols) for difference in minus)
+    if mine is None or theirs is None or 0 in mine or 0 in theirs:
         return False
-    ratios = [mine / theirs * sign * other_sign for mine, theirs in zip(*values, strict=True)]
-    is_exact = not one.atoms(sympy.Float) and not other.atoms(sympy.Float)
+    ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
+    is_exact = not left.atoms(sympy.Float) and not right.atoms(sympy.Float)
     same = all(_near(ratio, ratios[0], _limit(is_exact, tolerance)) for ratio in ratios)
-    return same and (kind in ("==", "!=") or bool(sympy.re(ratios[0]) > 0))
+    return same and (left.rel_op in ("==", "!=") or bool(sympy.re(ratios[0]) > 0))
 
 
 def _solutions(relation: Any) -> Any:
@@ -257,8 +255,7 @@ def _limit(is_exact: bool, tolerance: Fraction, digits: int = _DIGITS) -> Any:
 
 
 def _values(tree: Any, symbols: list[Any]) -> list[Any] | None:
-    """The values of `tree` at fixed points, which no policy needs to know: equal expressions agree at all; None if
-    sympy can't evaluate it."""
+    """The values of `tree` at fixed points; None if sympy can't evaluate it. Equal expressions agree at all points."""
     import sympy
 
     digits = _DIGITS if symbols else _CONSTANT_DIGITS

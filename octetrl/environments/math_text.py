@@ -54,6 +54,8 @@ def final_answer(completion_text: str, marker: str | None) -> str | None:
     """The completion's answer as it stands there; None if there is none.
 
     marker: `environment.answer_marker`; only the text after it is searched."""
+    if marker is not None and not marker.endswith(">"):
+        completion_text = completion_text.rstrip().removesuffix(marker)  # nothing follows it
     found = extract_answer(completion_text, marker)
     if not found:
         return None

@@ -41,6 +41,7 @@ _FUNCTION = re.compile(
     r"sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|mod|max|min|sinh|cosh|tanh|arcsin|arccos|arctan|inf|gcd|lcm|det|infinity"
     r"|theta|alpha|beta"
 )
+_NO_UNIT = frozenset(("not", "wrong", "incorrect", "no"))
 _LETTER_UNITS = frozenset("mgshlLNJWVKCFAP")
 _SHORT_WORD = re.compile(
     r"sq|cu|cm|mm|km|nm|kg|mg|ml|mL|ft|in|mi|oz|lb|hr|yd|am|pm|AM|PM|Hz|of|to|is|an|by|at|on|so|it|as"
@@ -71,6 +72,9 @@ _REPLACED = tuple(
         (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|rm|bf|operatorname)\s*(?:\{\s*\}|(?=\s))", " "),
         (r"\\(leq|geq|neq)slant(?![a-z])", r"\\\1"),
         (r"\\(?:oslash|varnothing)(?![a-z])", r"\\emptyset"),
+        (r"(?<=\d)\s+x\s+(?=\d)", r" \\times "),
+        (r"¢", " cents "),
+        (r"[\u2190-\u21ff\u2600-\u27bf\U0001f000-\U0001faff]|^\s*[-=]>", " "),  # arrows, check marks, emoji
         (r"\\textcircled\s*\{(\w)\}", r"\1"),
         (r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}", ", "),
         (r"\\not\s*=", r"\\neq "),
@@ -218,7 +222,12 @@ def _is_unit(tail: str, *, glued: bool) -> bool:
     if re.search(r"[=<>+*\\{}\[\]|_]|(?<![A-Za-z])\d", re.sub(r"\\cdot|\^\s*(?:\{-?\d\}|-?\d)", "", tail)):
         return False
     words = re.findall(r"[^\W\d_]+", tail)
-    if not words or any(_FUNCTION.fullmatch(word) for word in words) or {"or", "and"} & set(words[:1]):
+    if (
+        not words
+        or any(_FUNCTION.fullmatch(word) for word in words)
+        or _NO_UNIT & set(words)
+        or words[0] in ("or", "and")
+    ):
         return False
     first = words[0]
     if len(first) == 1:
@@ -276,6 +285,8 @@ def _words(text: str) -> Words | None:
     """Words, or one letter; not two letters, which are a product."""
     plain, in_text = _TEXT.subn(r" \1 ", text)
     plain = re.sub(r"\s+", " ", plain).strip()
+    if re.fullmatch(r"\d{1,2}:\d\d ?[ap]\.?m\.?", plain.lower()):  # a time of day
+        return Words(plain.lower().replace(".", "").replace(" ", ""))
     if re.search(r"[\\^_{}=<>+*|]", plain) or not re.search(r"[^\W\d_]", plain):
         return None
     longest = max(len(word) for word in re.findall(r"[^\W\d_]+", plain))
@@ -320,7 +331,7 @@ def _expression(text: str) -> Expression | None:
         bare = re.sub(r"\bdegrees\b\s*(?:[CF]\b)?", "", bare).strip()
         bare = _PLAIN_UNIT.sub("", bare)
         bare = re.sub(r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|log|ln|pi|infty)(?![A-Za-z])", r"\\\1", bare)
-        if not bare or "$" in bare:
+        if not bare or "$" in bare or re.search(r"(?<![\d_^.])\d+(?:\.\d+)?\s+\d", bare):  # 12 12 is no number
             continue
         found = math_verify().parse(f"${bare}$", [_config()], fallback_mode="no_fallback", parsing_timeout=None)
         if found and not isinstance(found[0], str):
