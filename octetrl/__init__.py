@@ -15,6 +15,7 @@ not imported before a model is needed.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from octetrl.environments.tools import ToolError, tool
     from octetrl.environments.turns import Conversation, metric, reward
     from octetrl.records import Task
+
+from octetrl.config.threads import short_waits
+
+os.environ.update(short_waits(os.environ))  # before torch is loaded, which reads it then
 
 __version__ = "0.1.0"
 __all__ = [

@@ -14,7 +14,7 @@ from itertools import chain, combinations, islice
 from typing import Any
 
 from octetrl.cli.check_turns import turns_line
-from octetrl.config.memory import MemoryEstimate
+from octetrl.config.memory import MemoryEstimate, generates
 from octetrl.config.schema import LoraConfig, OptimizerConfig, Recipe
 from octetrl.config.section import Section
 from octetrl.config.smallest_cache import longest_rollout, smallest_cache
@@ -62,8 +62,7 @@ def fits(recipe: Recipe, estimate: MemoryEstimate, available: int, *, spare: flo
     training = estimate.training_bytes + (0 if estimate.takes_turns else estimate.bytes_when("generating"))
     if estimate.total_bytes > available or training > spare * available:
         return False
-    draws = recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
-    return not draws or draws_one(recipe, estimate)
+    return not generates(recipe) or draws_one(recipe, estimate)
 
 
 def draws_one(recipe: Recipe, estimate: MemoryEstimate) -> bool:

@@ -20,7 +20,6 @@ from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, clear_screen, is_of_
 from octetrl.config.errors import TERMINATED, Terminated
 from octetrl.config.sigterm import EndAtOnce
 from octetrl.config.text import ESCAPE
-from octetrl.config.threads import short_waits
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
@@ -40,7 +39,6 @@ def main() -> NoReturn:
         EndAtOnce.install()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors=ESCAPE)  # as stderr is: no text of a model, task or path ends a run
-        os.environ.update(short_waits(os.environ))  # before torch is loaded
         import octetrl.cli.verbs  # noqa: F401
 
         ctrl_c.clean_up_first()

@@ -55,7 +55,7 @@ cache use the same memory in turn. The total is then the part that is always all
 
 The estimate excludes the cuBLAS workspace, fragmentation and the CUDA graphs of decoding. Keep a tenth of the device
 free for them. The formulas above are for attention and a gated MLP; other blocks define their memory in their layout
-(config/blocks.py). On a CPU torch's autograd keeps about as much.
+(config/blocks.py).
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def estimate_memory(
         own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True, frozen=False)
         activations = max(activations, own, key=lambda found: sum(part.num_bytes for part in found))
     parts += activations
-    if trains_scalar:
+    if trains_scalar or not generates(recipe):
         return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
     parts += [MemoryPart(*held, "generating") for held in backend.held(spec, precisions.fp8_rollout)]
     per_token = kv_bytes_per_token(recipe, spec, precisions)
@@ -202,6 +202,11 @@ def estimate_memory(
         parts.append(MemoryPart("KV cache", tokens * per_token, how, "generating"))
     takes_turns = on_gpu and recipe.engine.release_for_training
     return MemoryEstimate(tuple(parts), per_token, tokens, takes_turns)
+
+
+def generates(recipe: Recipe) -> bool:
+    """Whether the run samples answers, so that it needs a KV cache."""
+    return recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
 
 
 def _teacher(algorithm: AlgorithmConfig) -> str:

@@ -25,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from octetrl.config.limits import MISMATCH_LIMIT
-from octetrl.config.text import escaped
+from octetrl.config.text import escaped, printable
+from octetrl.telemetry.glossary import own_metrics
 from octetrl.telemetry.metrics import BETWEEN_STEPS
 from octetrl.telemetry.progress import Phase, StepTimes, bar_line, heartbeat
 from octetrl.telemetry.step_line import (
@@ -240,6 +241,7 @@ class Console:
             self._print_parts(self._line.parts(step, metrics, left, width))
             each = environment_parts(metrics, "  reward by environment", "environments/{}/reward")
             self._print_parts(each, width)
+            self._print_parts(_own_parts(metrics), width)
         if "eval/accuracy" in metrics:
             self._print_parts(evaluation_parts(step, self._total_steps, metrics, self._evaluations, width))
             each = environment_parts(metrics, "  accuracy by environment", "eval/environments/{}/accuracy")
@@ -311,3 +313,10 @@ def leave_screen() -> None:
     for console in list(_on_screen):
         with suppress(Exception):
             console.close()
+
+
+def _own_parts(metrics: Mapping[str, float]) -> list[LinePart]:
+    """The parts of a line with the terms of the reward and the metrics of the user's code. Empty without any."""
+    own = own_metrics(metrics)
+    shown = [LinePart(printable(title), f"{metrics[name]:,.3f}") for name, title in own.items()]
+    return [LinePart("", "  own metrics"), *shown] if shown else []

@@ -7,6 +7,7 @@ come before patterns. `python -m octetrl.telemetry.glossary` prints the page.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -246,9 +247,20 @@ def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
     return tuple((re.compile(re.sub(r"\\{\w+\\}", r"[^/]+", re.escape(one.name))), one) for one in entries)
 
 
+@cache
 def explained(name: str) -> Metric | None:
     """The entry of a metric's name. None: the table has none."""
     return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
+
+
+_OF_USERS = ("reward/component/", "environment/")
+
+
+def own_metrics(names: Iterable[str]) -> dict[str, str]:
+    """The metrics of the user's own code among `names`, with their titles: terms of the reward, measurements of an
+    environment, and what an objective of their own returns."""
+    found = {name: name for name in names if name.startswith(_OF_USERS) or (name != "step" and not explained(name))}
+    return {name: title.replace(_OF_USERS[0], "reward: ").removeprefix(_OF_USERS[1]) for name, title in found.items()}
 
 
 def _on_the_console() -> list[str]:
@@ -260,7 +272,8 @@ def _on_the_console() -> list[str]:
         "Each step is one line, with as many of these numbers as fit the terminal, and in a pipe 120 columns. At the",
         "bottom of a terminal are the phases that run now, with the time left. With several workers, each has a line",
         "there. In a pipe, a phase of more than a minute writes one line a minute. The field `logging.console` changes",
-        "this. Numbers that are 0 in a healthy run appear once they have been above it.",
+        "this. Numbers that are 0 in a healthy run appear once they have been above it. Terms of the reward and the",
+        "metrics of your own code have a line below.",
         "",
         "| in the line | metric |",
         "|---|---|",

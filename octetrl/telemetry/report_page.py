@@ -22,7 +22,7 @@ from octetrl.records import RolloutStatus
 from octetrl.telemetry.charts import Line, escape, line_chart, shown_number, stacked_chart
 from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
 from octetrl.telemetry.ending import FAILED
-from octetrl.telemetry.glossary import explained
+from octetrl.telemetry.glossary import explained, own_metrics
 from octetrl.telemetry.mismatch_tables import mismatch_by_age, mismatch_by_length
 from octetrl.telemetry.report_data import (
     RunRecord,
@@ -159,7 +159,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards, constant = [], []
     unit, per_hour = _unit_of_time(max(run.hours[-1] for run in runs))
     rewards_are_accuracy = all(run.values(_REWARD) == run.values(_ACCURACY) for run in runs)
-    for title, name in (*CURVES, *_of_environments(runs)):
+    for title, name in (*CURVES, *_of_users(runs), *_of_environments(runs)):
         if name == _REWARD and rewards_are_accuracy:
             continue
         values = {value for run in runs for value in run.values(name)}  # a step without an update has no loss
@@ -196,6 +196,12 @@ def _without_value(runs: Sequence[RunRecord], name: str) -> str:
 def _meaning(name: str) -> str:
     entry = explained(name)
     return f"{entry.meaning} {entry.look}".strip() if entry else ""
+
+
+def _of_users(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
+    """Further curves: terms of rewards, and metrics of users' environments and objectives."""
+    names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    yield from ((title, name) for name, title in own_metrics(names).items())
 
 
 def _of_environments(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:

@@ -75,14 +75,14 @@ OTHERS = {"log-probs equal": MISMATCH, "log-probs apart": MISMATCH, "apart": MIS
     "waiting for rewards": REWARDS,
 }
 PRIORITY = (  # which numbers are kept where not all fit
-    *("reward/mean", MISMATCH, "preference/accuracy", "rollout/failure_share"),
+    *("reward/mean", MISMATCH, "preference/accuracy", "kl", "rollout/failure_share"),
     *("rollout/too_long_share", "reward/zero_variance_fraction", "rollout/truncated_share", TIME, REWARDS),
-    *("rollout/unfinished_share", "loss", "rollout/mean_length", "entropy", "fp8/kv_saturation", "kl", "grad_norm"),
+    *("rollout/unfinished_share", "loss", "rollout/mean_length", "entropy", "fp8/kv_saturation", "grad_norm"),
     "memory/peak_gb",
     *("rollout/tokens_per_second", "train/tokens_per_second", "correction/clip_fraction"),
 )
 LATER = ("reward/zero_variance_fraction", "rollout/truncated_share")  # often 0 in the first steps only
-FIRST = PRIORITY[:3]  # always shown
+FIRST = PRIORITY[:4]  # always shown; kl only with a reference
 LEAST = PRIORITY[PRIORITY.index("rollout/unfinished_share") :]  # what gives way to them
 ALARMS: tuple[Tone, ...] = ("warn", "bad")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from octetrl.config.text import counted, printable
 from octetrl.telemetry.charts import shown_number, sparkline
 from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
+from octetrl.telemetry.glossary import own_metrics
 from octetrl.telemetry.report_data import RunRecord, findings, raised_warnings, results
 from octetrl.telemetry.report_page import HEADLINES, TITLES
 from octetrl.telemetry.run_times import longest_first, overlap
@@ -29,14 +30,16 @@ def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[s
         facts = {**dict(results(run)), **{label: text for label, text in run.settings if label in _FACTS}}
         for label, text in facts.items():
             yield from _fact(label, text, width)
-        for name in HEADLINES:
+        own = own_metrics(dict.fromkeys(name for row in run.rows for name in row))
+        for name, title in {**dict(zip(HEADLINES, HEADLINES, strict=True)), "kl": "kl", **own}.items():
+            label = printable(title)[:LABEL]
             if values := run.values(name):
                 curve = sparkline(values, min(32, max(LEAST_CURVE, width - LABEL - 5 - VALUES)))
                 ends = f"{shown_number(values[0])} → {shown_number(values[-1])}"
                 yield (
-                    f"  {name:<{LABEL}} {curve:<{min(32, width)}}  {ends}"
+                    f"  {label:<{LABEL}} {curve:<{min(32, width)}}  {ends}"
                     if width >= WIDTH
-                    else (f"  {name:<{LABEL}} {curve}  {ends}")
+                    else (f"  {label:<{LABEL}} {curve}  {ends}")
                 )
         if parts := longest_first(run.rows):
             whole = sum(parts.values())

@@ -374,6 +374,19 @@ def test_a_reward_model_has_neither_lm_head_nor_cache() -> None:
     assert estimate.total_bytes == 18 * P + 600_000_000 + estimate.bytes_when("training")
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_only_what_samples_has_a_cache(name: str, on_gpu: bool) -> None:
+    given = {"algorithm": {"name": name, "conversations": "rows.jsonl"}}
+    estimates = {}
+    for every in (0, 5):
+        one = recipe(**given, evaluation={"every": every})
+        estimates[every] = estimate_memory(one, TINY, PLAIN, on_gpu=on_gpu, device_bytes=2**33)
+    assert estimates[0].kv_cache_tokens == 0 and "KV cache" not in parts_of(estimates[0])
+    assert estimates[0].total_bytes == estimates[0].bytes_when("always") + estimates[0].bytes_when("training")
+    assert (estimates[5].kv_cache_tokens or 0) > 0 and "KV cache" in parts_of(estimates[5])
+
+
 def test_a_scorer_is_codes_and_what_is_not_fp8() -> None:
     scorer = ScalarModel(replace(TINY, tied_embeddings=False), Precisions([], LINEAR_NAMES, []))
     base = estimate_memory(recipe(), TINY, PLAIN, on_gpu=True, device_bytes=None)

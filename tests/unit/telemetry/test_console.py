@@ -55,6 +55,21 @@ def test_plain_is_one_line_a_step_and_nothing_for_short_phases() -> None:
     assert out.getvalue() == "step  12/100  reward 0.531  log-probs 0.021% apart  14 s  20:50 left\n"
 
 
+def test_terms_of_the_reward_and_metrics_of_users_have_a_line_below() -> None:
+    out = StringIO()
+    own = {"reward/component/polite": 0.5, "environment/letters": 12.0, "leak/share": 0.25, "train/updates": 1.0}
+    Console("plain", 100, out=out).step(1, METRICS | own)
+    assert out.getvalue().splitlines()[1:] == ["  own metrics  reward: polite 0.500  letters 12.000  leak/share 0.250"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_kl_of_a_run_with_a_reference_is_always_shown(width: int) -> None:
+    parts = StepLine(10_000).parts(
+        1, METRICS | {"kl": 0.0123, "rollout/failure_share": 0.5, "entropy": 1.0}, width=width
+    )
+    assert "kl 0.0123" in line(parts) and len(line(parts)) <= width
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_a_line_fits_and_says_what_its_numbers_mean(width: int) -> None:
     lines = StepLine(10_000)

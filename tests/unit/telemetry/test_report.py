@@ -92,6 +92,17 @@ def test_curves_are_over_steps_and_hours_and_runs_lie_on_one_another(tmp_path: P
     assert "two − one" in page
 
 
+def test_terms_of_the_reward_and_metrics_of_users_have_curves(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "first"))
+    for place, row in enumerate(run.rows):
+        row |= {"reward/component/polite": place / 10, "environment/letters": float(place), "kl": 0.01 * place}
+    page = page_of([run])
+    assert all(f"<h3>{title}</h3>" in page for title in ("reward: polite", "letters", "KL from the reference"))
+    lines = [line.split() for line in terminal_report([run])]
+    assert [one[0] for one in lines if one and one[0] in ("kl", "letters")] == ["kl", "letters"]
+    assert any(one[:2] == ["reward:", "polite"] and one[-1] == "1.1" for one in lines)
+
+
 def test_what_never_changed_is_a_line_of_a_table(tmp_path: Path) -> None:
     one, two = (read_run(make_run(tmp_path / str(rate), lr=rate, kl=0.25)) for rate in (0.5, 0.125))
     curves, _, constant = page_of([one]).partition("<h2>The same in every step that has it</h2>")
