@@ -29,6 +29,7 @@ Always allocated:
     critic          as the policy           PPO's critic, with its own shape and optimizer, without lm_head
     reward model    as a reference          if a reward model scores completions
     CUDA context    0.6 GB                  kernels and the driver's memory. Measured, because torch does not count it
+    process         0.5 GB                  on a CPU instead: Python, torch and other libraries, measured
 
 During training:
 
@@ -41,6 +42,7 @@ During training:
                                 gradient is held until the embedding's is ready
       logits                    4 b T E + (4 + 4 b) chunk V + 4 V E: hidden states, logits of one chunk, gradients of
                                 four, float32 sum of lm_head's gradient. Or 4 b T E + (4 + b) V E: the sum, rounded
+      logits on a CPU           37 chunk V, in float64, or 32 chunk V + 8 V E (config/logits_memory.py)
       a scalar head             instead of logits, 2 (b + 4) T E: hidden states in float32, and their gradients
 
 The critic trains after the policy's activations are freed, so only the larger of the two models' activations counts.
@@ -67,19 +69,20 @@ from typing import Literal
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.backends import TRAITS
 from octetrl.config.blocks import SCALE_PER_TOKEN, BlockMemory, CachedTensor, TrainedAs
+from octetrl.config.logits_memory import logits_bytes
 from octetrl.config.lora import adapter_elements
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Recipe
+from octetrl.config.smallest_cache import generates
 from octetrl.config.spec import ModelSpec
 from octetrl.config.text import binary_size
 
 Format = Literal["bf16", "fp8"]
 When = Literal["always", "training", "generating"]
 
-CUDA_CONTEXT = 600_000_000
+CUDA_CONTEXT, CPU_PROCESS = 600_000_000, 500_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # both moments of one parameter
 OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_offload.py)
-GATHERED_CHUNKS = 4  # chunks whose logits' gradients share one GEMM (kernels/gemm/linear_logprobs_backward.py)
 RETURNING = "FP8 codes"  # name of the part that is freed and quantised again in an update
 
 
@@ -179,16 +182,17 @@ def estimate_memory(
         reference = weight_bytes * trained if lora else _fixed(spec, precisions, weight_bytes, emulated)
         what = "adapters" if lora else "codes of FP8 linears, other weights,"
         parts.append(MemoryPart("reference model", reference, f"{what} of the initial policy"))
-    if on_gpu:
-        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT, "kernels and the driver's memory"))
+    process = ("CUDA context", CUDA_CONTEXT, "kernels and the driver's memory")
+    parts.append(MemoryPart(*(process if on_gpu else ("process", CPU_PROCESS, "Python, torch and other libraries"))))
     if scorer is not None:
         held = _fixed(scorer.trunk, scorer.precisions, weight_bytes, emulated)
         parts.append(MemoryPart("reward model", held, "codes of FP8 linears, and other weights"))
-    frozen = lora is not None
-    activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar, frozen=frozen)
+    where = {"frozen": lora is not None, "on_gpu": on_gpu}
+    activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar, **where)
     if critic is not None:
         parts.append(_critic(recipe, critic, weight_bytes, on_gpu=on_gpu, emulated=emulated))
-        own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True, frozen=False)
+        where["frozen"] = False
+        own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True, **where)
         activations = max(activations, own, key=lambda found: sum(part.num_bytes for part in found))
     parts += activations
     if trains_scalar or not generates(recipe):
@@ -202,11 +206,6 @@ def estimate_memory(
         parts.append(MemoryPart("KV cache", tokens * per_token, how, "generating"))
     takes_turns = on_gpu and recipe.engine.release_for_training
     return MemoryEstimate(tuple(parts), per_token, tokens, takes_turns)
-
-
-def generates(recipe: Recipe) -> bool:
-    """Whether the run samples answers, so that it needs a KV cache."""
-    return recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
 
 
 def _teacher(algorithm: AlgorithmConfig) -> str:
@@ -297,9 +296,10 @@ def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: b
 
 
 def _activations(
-    recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int, *, scalar: bool, frozen: bool
+    recipe: Recipe, spec: ModelSpec, precisions: Precisions, value_bytes: int, *, scalar: bool, **where: bool
 ) -> list[MemoryPart]:
-    trainer = recipe.trainer
+    """where: frozen, whether lm_head and the norms are not trained; on_gpu."""
+    trainer, frozen = recipe.trainer, where["frozen"]
     tokens, keep = trainer.tokens_per_micro_batch, trainer.activation_checkpointing
     num_fp8 = len(precisions.fp8_train)
     formats = {True} if num_fp8 else set()
@@ -319,7 +319,7 @@ def _activations(
     if scalar:
         logits, what_of = 2 * (value_bytes + 4) * tokens * spec.hidden_size, "the scalar head"
     else:
-        logits = _logits(spec, tokens, value_bytes, trainer.logprob_chunk, frozen)
+        logits = logits_bytes(spec, tokens, value_bytes, trainer.logprob_chunk, **where)
         what_of = "logits" if frozen else "logits and lm_head's gradient"
         waiting = value_bytes * spec.vocab_rows * spec.hidden_size  # lm_head's gradient, held for the embedding's
         backward += waiting if spec.tied_embeddings and not frozen else 0
@@ -328,14 +328,6 @@ def _activations(
         MemoryPart("activations", kept, f"{tokens:,} tokens, {what[keep]}", "training"),
         MemoryPart("working set", max(backward, logits), how, "training"),
     ]
-
-
-def _logits(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int, frozen: bool) -> int:
-    rows, group = min(chunk, tokens), min(GATHERED_CHUNKS * chunk, tokens)
-    weight = 0 if frozen else spec.vocab_rows * spec.hidden_size
-    while_summed = (4 * rows + value_bytes * group) * spec.vocab_size + 4 * weight
-    while_rounded = (4 + (value_bytes if value_bytes < 4 else 0)) * weight
-    return max(while_summed, while_rounded) + 4 * value_bytes * tokens * spec.hidden_size
 
 
 class _LayerMemory:

@@ -19,7 +19,7 @@ from octetrl.config.weight_buffer import BufferChoice, batch_cache_bytes, choose
 from octetrl.config.worker_memory import on_each_worker
 
 OF_GENERATING = {"KV cache", "vLLM", "reward model"}
-KEPT = {"CUDA context", "reward model", "vLLM"}  # parts of a worker that does both, which one that generates has too
+KEPT = {"CUDA context", "process", "reward model", "vLLM"}  # a worker that only generates has them too
 BUFFER = "second buffer"
 
 

@@ -17,6 +17,11 @@ def longest_rollout(recipe: Recipe) -> int:
     return _in_pages(recipe, _longest(recipe))
 
 
+def generates(recipe: Recipe) -> bool:
+    """Whether the run samples answers, so that it needs a KV cache."""
+    return recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
+
+
 def smallest_cache(recipe: Recipe) -> int:
     """Tokens of the smallest KV cache with which a worker generates, in whole pages."""
     context = recipe.model.context_length if TRAITS[recipe.engine.backend].needs_context else 0

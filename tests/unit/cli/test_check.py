@@ -222,7 +222,13 @@ def test_a_gpu_that_is_not_here_leaves_the_cache_open(folder: Path, capsys: pyte
 
 def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(folder, intermediate_size=200)
-    code, _, err = check(capsys, "model.tokenizer=gone", "environment.dataset=gone.jsonl", "fp8.ignore=['*.nothing']")
+    code, _, err = check(
+        capsys,
+        "model.tokenizer=gone",
+        "environment.dataset=gone.jsonl",
+        "fp8.ignore=['*.nothing']",
+        "model.context_length=4096",
+    )
     assert code == 2
     first, *lines = err.splitlines()
     assert first == "octetrl: r.yaml: 5 problems"
