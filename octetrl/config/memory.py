@@ -80,6 +80,7 @@ from octetrl.config.text import binary_size
 Format = Literal["bf16", "fp8"]
 When = Literal["always", "training", "generating"]
 
+_TRAINED = {"frozen": False}
 CUDA_CONTEXT, CPU_PROCESS = 600_000_000, 500_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # both moments of one parameter
 OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_offload.py)
@@ -191,8 +192,7 @@ def estimate_memory(
     activations = _activations(recipe, spec, precisions, weight_bytes, scalar=trains_scalar, **where)
     if critic is not None:
         parts.append(_critic(recipe, critic, weight_bytes, on_gpu=on_gpu, emulated=emulated))
-        where["frozen"] = False
-        own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True, **where)
+        own = _activations(recipe, critic.trunk, critic.precisions, weight_bytes, scalar=True, **where | _TRAINED)
         activations = max(activations, own, key=lambda found: sum(part.num_bytes for part in found))
     parts += activations
     if trains_scalar or not generates(recipe):

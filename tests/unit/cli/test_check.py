@@ -222,23 +222,11 @@ def test_a_gpu_that_is_not_here_leaves_the_cache_open(folder: Path, capsys: pyte
 
 def test_everything_that_is_wrong_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(folder, intermediate_size=200)
-    code, _, err = check(
-        capsys,
-        "model.tokenizer=gone",
-        "environment.dataset=gone.jsonl",
-        "fp8.ignore=['*.nothing']",
-        "model.context_length=4096",
-    )
-    assert code == 2
+    wrong = "model.tokenizer=gone environment.dataset=gone.jsonl fp8.ignore=['*.nothing'] model.context_length=4096"
+    code, _, err = check(capsys, *wrong.split())
     first, *lines = err.splitlines()
-    assert first == "octetrl: r.yaml: 5 problems"
-    for said in (
-        "gone.jsonl",
-        "model.tokenizer",
-        "intermediate size is 200",
-        "1024 positions",
-        "'*.nothing' matches no linear",
-    ):
+    assert code == 2 and first == "octetrl: r.yaml: 5 problems"
+    for said in ("gone.jsonl", "model.tokenizer", "size is 200", "1024 positions", "'*.nothing' matches no linear"):
         assert any(said in line for line in lines), said
 
 
