@@ -2,7 +2,8 @@
 
 **Connections** stay below the limit on open files. One waits for its client until a whole request header has come,
 while a request's body is sent, and while the client does not read its answer. A client has QUIET_SECONDS for a header,
-and as long between two parts of the rest. uvicorn itself ends connections that stay open after an answer.
+as long between two parts of a body, and ten times as long between two reads. uvicorn itself ends connections that stay
+open after an answer.
 
 A new connection always gets a place: if there is none, the one that has waited longest is ended. Requests that are
 being answered keep theirs, and their number is limited so that places for others remain (`Intake.most_answers`).
@@ -31,6 +32,7 @@ from octetrl.server.intake import Intake
 
 AFTER_DRAIN_SECONDS = 5  # for what was told to leave
 QUIET_SECONDS = 30.0
+_SLOWER_READS = 10  # a program may think about one part of a stream before it reads the next
 ACCEPTED_AT_ONCE = 16
 _BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 FOR_OTHERS = 16  # places that requests for completions never take: /health, /metrics, connections between requests
@@ -104,8 +106,10 @@ def close_quiet(connections: Iterable[object]) -> None:
     """End those whose client has said nothing for too long."""
     now = time.monotonic()
     for one in list(connections):
-        if isinstance(one, Connection) and (since := one.waits_since) is not None and now - since > one.quiet_seconds:
-            one.transport.abort()
+        if isinstance(one, Connection) and (since := one.waits_since) is not None:
+            seconds = _SLOWER_READS * one.quiet_seconds if one.flow.write_paused else one.quiet_seconds
+            if now - since > seconds:
+                one.transport.abort()
 
 
 class OncePerMinute(logging.Filter):

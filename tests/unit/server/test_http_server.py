@@ -16,6 +16,7 @@ from tests.required import missing
 try:
     import uvicorn
 
+    from octetrl.server import http_server
     from octetrl.server.http_server import Connection, OncePerMinute, close_quiet, connection_limit
 except ModuleNotFoundError as error:
     missing("serve", str(error), whole_module=True)
@@ -30,6 +31,8 @@ class App:
     def __init__(self) -> None:
         self.let_go = asyncio.Event()
         self.bodies: list[bytes] = []
+        self.connections: set[object] = set()
+        self.answer = b"ok"
 
     async def __call__(
         self,
@@ -45,8 +48,8 @@ class App:
             body += part["body"]
         self.bodies.append(body)
         await self.let_go.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": self.answer})
 
 
 def served(test: Callable[[App, Callable[[bytes], Awaitable[Streams]]], Awaitable[None]], quiet: float) -> None:
@@ -61,6 +64,7 @@ def served(test: Callable[[App, Callable[[bytes], Awaitable[Streams]]], Awaitabl
         config = uvicorn.Config(app, http=Few, ws="none", lifespan="off", log_level="error")
         config.load()
         state = uvicorn.server.ServerState()
+        app.connections = state.connections  # type: ignore[assignment]
         server = await asyncio.get_running_loop().create_server(
             lambda: Few(config=config, server_state=state, app_state={}), "127.0.0.1", 0
         )
@@ -107,6 +111,19 @@ def test_a_client_that_says_nothing_more_is_ended(text: bytes) -> None:
     served(test, 0.3)
 
 
+def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_SLOWER_READS", 1)
+
+    async def test(app: App, connect: Callable[[bytes], Awaitable[Streams]]) -> None:
+        app.answer = bytes(64 << 20)  # more than all buffers hold
+        app.let_go.set()
+        reader, _ = await connect(HEAD + b"body")
+        await reader.readuntil(b"\r\n\r\n")
+        await until(lambda: not app.connections)
+
+    served(test, 1.0)
+
+
 def test_an_answer_that_takes_long_is_waited_for() -> None:
     async def test(app: App, connect: Callable[[bytes], Awaitable[Streams]]) -> None:
         reader, _ = await connect(HEAD + b"body")
@@ -116,7 +133,7 @@ def test_an_answer_that_takes_long_is_waited_for() -> None:
         app.let_go.set()
         assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 OK\r\n")
 
-    served(test, 0.3)
+    served(test, 1.0)
 
 
 def test_who_has_waited_longest_makes_room_and_an_answer_does_not() -> None:
