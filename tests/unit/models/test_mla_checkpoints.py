@@ -102,7 +102,7 @@ def test_logits_are_those_of_transformers_and_exports_load_there(variant: str, t
     with torch.no_grad():
         theirs_TV = hf_logits(model, token_ids_T, lengths)
         ours_TV = ours.logits(ours(token_ids_T, positions_T, context))
-        torch.testing.assert_close(ours_TV, theirs_TV, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours_TV, theirs_TV, rtol=1e-4, atol=5e-5)
         save_weights(ours, tmp_path / "export", max_shard_bytes=40_000)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
         assert torch.equal(hf_logits(again, token_ids_T, lengths), theirs_TV)

@@ -123,7 +123,7 @@ def test_logits_are_those_of_transformers_and_exports_load_there(name: str, tmp_
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32, attn_implementation="eager")
     held = again.state_dict()
     assert all(torch.equal(held[name], tensor) for name, tensor in model.state_dict().items())
-    torch.testing.assert_close(hf_logits(again, token_ids_T, LENGTHS), their_logits_TV, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hf_logits(again, token_ids_T, LENGTHS), their_logits_TV, rtol=1e-4, atol=5e-5)
     assert load_spec(tmp_path / "export") == ours.spec
 
 

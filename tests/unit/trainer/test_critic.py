@@ -141,7 +141,7 @@ def test_the_gradient_is_that_of_the_formula_sequence_by_sequence() -> None:
     assert count == denominator
     expected = torch.autograd.grad(total / count, list(model.parameters()))
     for gradient, one in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, one, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, one, rtol=1e-3, atol=3e-6)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "layer"])
@@ -149,7 +149,7 @@ def test_neither_packing_nor_micro_batches_change_the_gradient(checkpointing: st
     critic, samples = tiny_critic(dtype=torch.float32, checkpointing=checkpointing), random_samples(6)
     whole, parts = (gradients(critic, *packed(samples, tokens)) for tokens in (512, 32))
     for one, other in zip(whole, parts, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=3e-6)
 
 
 @pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])

@@ -102,7 +102,7 @@ def test_two_workers_train_as_with_float32_sums_and_repeat_their_bits(mode: Grad
         exact, rounded = (torch.cat([one[name].flatten() for name in gradients]) for one in (step.gradients, gradients))
         errors = [one.update.metrics["gradients/rounding_error"] for one in of_workers]
         assert errors[0] == errors[1] and 1e-4 < errors[0] < 5e-3
-        assert relative(rounded, exact.double()) == pytest.approx(errors[0], rel=0.1)
+        assert relative(rounded, exact.double()) == pytest.approx(errors[0], rel=0.3)
         assert of_workers[0].update.metrics["loss"] == pytest.approx(step.update.metrics["loss"], rel=LOSS)
 
 

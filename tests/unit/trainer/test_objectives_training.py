@@ -86,7 +86,7 @@ def test_neither_loss_nor_gradient_depends_on_packing(name: str, choice: dict[st
         for key in ("loss", "kl", "entropy", "correction/clip_fraction", "correction/mean_weight"):
             assert metrics[key] == pytest.approx(counted[key], abs=1e-5), key
         for key, expected in results[0][1].items():
-            torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=2e-5, msg=key)
+            torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=1e-4, msg=key)
 
 
 def test_self_normalised_weights_have_mean_one() -> None:

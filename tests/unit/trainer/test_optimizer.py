@@ -37,14 +37,15 @@ def give_gradients(named: dict[str, nn.Parameter], step: int) -> None:
 
 
 @pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
-def test_the_norm_of_a_large_tensor(gradients: Literal["float32", "bfloat16"]) -> None:
-    """torch's own norm of this one is 4e-4 too small on a CPU."""
-    weight = nn.Parameter(torch.zeros(12_000, 1024))
+@pytest.mark.parametrize("rows", [500, 12_000])
+def test_the_norm_of_a_large_tensor(rows: int, gradients: Literal["float32", "bfloat16"]) -> None:
+    """torch's own norm is 4e-4 too small on a CPU, for the smaller one 6e-6."""
+    weight = nn.Parameter(torch.zeros(rows, 1024))
     optimizer = Optimizer([("lm_head.weight", weight)], CONFIG, seed=1, gradients=gradients)
     optimizer.zero_grad()
     given = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     (weight * given).sum().backward()
-    assert float(optimizer.clip_gradients()) == pytest.approx(float(given.double().norm()), rel=1e-6)
+    assert float(optimizer.clip_gradients()) == pytest.approx(float(given.double().norm()), rel=2e-7)
 
 
 def run(named: dict[str, nn.Parameter], config: OptimizerConfig, steps: range, state: dict | None = None) -> Optimizer:
@@ -215,7 +216,7 @@ def test_a_regression_ends_where_float64_adam_ends(states: str, master: str) -> 
         exact_losses.append(float(loss_of(exact.detach())))
     halfway = exact_losses[100]
     assert halfway < 0.2 * exact_losses[0]
-    assert losses[100] == pytest.approx(halfway, rel=0.1)
+    assert losses[100] == pytest.approx(halfway, rel=0.25)
     assert losses[-1] < exact_losses[-1] + 0.01 * exact_losses[0]
 
 

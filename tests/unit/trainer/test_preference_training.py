@@ -68,7 +68,7 @@ def test_neither_loss_nor_gradient_of_pairs_depends_on_packing(name: Any) -> Non
         for key in ("loss", "grad_norm", "preference/margin", "preference/accuracy", "preference/chosen_logprob"):
             assert metrics[key] == pytest.approx(results[0][0][key], rel=1e-4), key
         for key, expected in results[0][1].items():
-            torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=2e-5, msg=key)
+            torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize("fp8", [BF16, FP8, Fp8Config(rollout=True, train=True, kv_cache="dynamic")])
@@ -99,7 +99,7 @@ def test_neither_loss_nor_gradient_of_a_teacher_depends_on_packing(distillation:
     for metrics, weights in results[1:]:
         assert metrics["loss"] == pytest.approx(results[0][0]["loss"], abs=1e-5)
         for key, expected in results[0][1].items():
-            torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=2e-5, msg=key)
+            torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize("distillation", ["reverse_kl", "forward_kl"])
