@@ -109,7 +109,12 @@ def reference_problems(answers: Sequence[str | None]) -> list[str | None]:
 
 
 def _problem(answer: str | None, unread: Collection[str]) -> str | None:
-    if answer is None or not answer.strip():
+    if answer is None or answer.strip().lower() in (
+        "",
+        "nan",
+        "null",
+        "<na>",
+    ):  # also as texts of a table's empty cells
         return "there is no 'answer' to compare with; give one, or leave the row out"
     if answer not in unread:
         return None

@@ -9,6 +9,7 @@ Nothing calls sympy's `simplify` or `doit`: their time has no bound that a polic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -78,10 +79,19 @@ def _tree(value: Value) -> Any:
             number = number if value.exact else sympy.Float(number, 40)
             return sympy.Eq(sympy.Symbol(name.lower(), real=True), number, evaluate=False) if name else number
         case Words(words=words) if words.isalpha() and words.isascii() and len(words) <= 8:  # abc = a * b * c
-            return sympy.Mul(*(sympy.E if letter == "e" else sympy.Symbol(letter, real=True) for letter in words))
+            return sympy.Mul(*map(_symbol, words))
+        case Words(words=words) if re.fullmatch(r"[a-j](?: [a-j])+", words):  # options
+            return sympy.FiniteSet(*map(_symbol, words.split()))
         case Expression():
             return value.tree
     return None
+
+
+def _symbol(letter: str) -> Any:
+    """A letter as math-verify reads it."""
+    import sympy
+
+    return sympy.E if letter == "e" else sympy.Symbol(letter, real=True)
 
 
 def _unnamed(tree: Any) -> tuple[str, Any]:
@@ -146,6 +156,8 @@ def _equal_collections(left: Any, right: Any, tolerance: Fraction, is_list: bool
     one, other = _in_order(left, is_list), _in_order(right, is_list)
     if one is not None and other is not None:
         return _all_equal(one, other, tolerance)
+    if isinstance(left, sympy.Set) and isinstance(right, sympy.Set):
+        return bool(left == right or left.symmetric_difference(right).is_empty)
     for one, other in ((left, right), (right, left)):
         if isinstance(one, sympy.FiniteSet) and not isinstance(other, sympy.Set | sympy.Tuple):
             parts = _unique(one.args, tolerance)

@@ -128,7 +128,7 @@ def test_numbers_of_parquet_keep_their_value(tmp_path: Path) -> None:
     assert [task.metadata["deep"] for task in read_tasks(path)] == [{"of": 0.7}, {"of": 2.5}]
 
 
-@pytest.mark.parametrize("answer", ['""', "null", "NaN", '"???"', '"\\\\frac{1"'])
+@pytest.mark.parametrize("answer", ['""', "null", "NaN", '"nan"', '"???"', '"\\\\frac{1"'])
 def test_a_reference_of_mathematics_that_cannot_be_read_is_a_problem_of_its_row(tmp_path: Path, answer: str) -> None:
     rows = [("1", '"7"'), ("2", answer), ("3", '"\\\\frac{1}{2}"'), ("4", answer)]
     path = write(tmp_path, "".join(f'{{"prompt": "{prompt}", "answer": {value}}}\n' for prompt, value in rows))
