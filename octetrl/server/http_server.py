@@ -68,11 +68,20 @@ class Connection(H11Protocol):
     _since = _heard = 0.0
 
     @property
+    def is_unread(self) -> bool:
+        """Whether the client has to read before all that was written is sent; that may be after uvicorn's close."""
+        return self.transport.get_write_buffer_size() > 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.is_unread or not self.transport.is_closing()
+
+    @property
     def waits_since(self) -> float | None:
-        """A time of the monotonic clock; None: the server must act, or the connection is about to close."""
-        if self.transport.is_closing():
+        """A time of the monotonic clock; None: the server must act, or the connection has ended."""
+        if not self.is_open:
             return None
-        if self.cycle is None or self.cycle.response_complete:
+        if self.transport.is_closing() or self.cycle is None or self.cycle.response_complete:
             return self._since
         return self._heard if self.cycle.more_body or self.flow.write_paused else None
 
@@ -96,7 +105,7 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> None:
         others = [one for one in self.connections if isinstance(one, Connection)]
-        if sum(not one.transport.is_closing() for one in others) > self.most:
+        if sum(one.is_open for one in others) > self.most:
             log.warning("%d connections are open, as many as fit; those that wait longest are closed", self.most)
             waiting = [(since, id(one), one) for one in others if (since := one.waits_since) is not None]
             min(waiting)[2].transport.abort()  # the new one waits too
@@ -107,7 +116,7 @@ def close_quiet(connections: Iterable[object]) -> None:
     now = time.monotonic()
     for one in list(connections):
         if isinstance(one, Connection) and (since := one.waits_since) is not None:
-            seconds = _SLOWER_READS * one.quiet_seconds if one.flow.write_paused else one.quiet_seconds
+            seconds = _SLOWER_READS * one.quiet_seconds if one.is_unread else one.quiet_seconds
             if now - since > seconds:
                 one.transport.abort()
 

@@ -32,7 +32,7 @@ class App:
         self.let_go = asyncio.Event()
         self.bodies: list[bytes] = []
         self.connections: set[object] = set()
-        self.answer = b"ok"
+        self.answer = [b"ok"]
 
     async def __call__(
         self,
@@ -49,7 +49,8 @@ class App:
         self.bodies.append(body)
         await self.let_go.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": self.answer})
+        for left, part in reversed(list(enumerate(self.answer))):
+            await send({"type": "http.response.body", "body": part, "more_body": left > 0})
 
 
 def served(test: Callable[[App, Callable[[bytes], Awaitable[Streams]]], Awaitable[None]], quiet: float) -> None:
@@ -61,7 +62,7 @@ def served(test: Callable[[App, Callable[[bytes], Awaitable[Streams]]], Awaitabl
 
     async def run() -> None:
         app = App()
-        config = uvicorn.Config(app, http=Few, ws="none", lifespan="off", log_level="error")
+        config = uvicorn.Config(app, http=Few, ws="none", lifespan="off", log_level="error", timeout_keep_alive=0)
         config.load()
         state = uvicorn.server.ServerState()
         app.connections = state.connections  # type: ignore[assignment]
@@ -111,11 +112,12 @@ def test_a_client_that_says_nothing_more_is_ended(text: bytes) -> None:
     served(test, 0.3)
 
 
-def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [1, 1024], ids=["one part", "stream"])
+def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     monkeypatch.setattr(http_server, "_SLOWER_READS", 1)
 
     async def test(app: App, connect: Callable[[bytes], Awaitable[Streams]]) -> None:
-        app.answer = bytes(64 << 20)  # more than all buffers hold
+        app.answer = [bytes((64 << 20) // parts)] * parts  # more than all buffers hold
         app.let_go.set()
         reader, _ = await connect(HEAD + b"body")
         await reader.readuntil(b"\r\n\r\n")
