@@ -2,7 +2,7 @@
 
     the last \\boxed{...}                       also nested, or not closed at the end
     the line after `environment.answer_marker`   if the recipe has one and there is no box after it
-    the text after "the answer is"              in ten languages
+    the text after "the answer is"              in several languages
     the last formula or number                  if there is nothing else
 
 Boxes that only a comma, "and" or "or" separates are one list. Every search takes time linear in the text, so a
