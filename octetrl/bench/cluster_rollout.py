@@ -118,7 +118,7 @@ def _measured(bench: Bench, arm: RolloutArm, began: float, workers: BenchWorkers
     up = now(workers, bench.device)
     completions = workers.generate(workload.requests)
     seconds = now(workers, bench.device) - up
-    done, tail = last_session(workers), workers.rollout_metrics()["rollout/tail_share"]
+    done, tail = last_session(workers), workers.rollout_metrics()["time/rollout_tail_share"]
     shares = tail, done.idle_share, done.preemptions
     return RolloutTurn(*arm, seconds, *shares, peaks(), digest_of(completions), up - began)
 
@@ -154,7 +154,7 @@ def _row(plan: ClusterRollout, rounds: Sequence[RolloutTurn]) -> Row:
         "rollout/max_length": max(lengths),
         "rollout/max_batch": plan.bench.rows_of(first.workload),
         "rollout/digest": first.digest,
-        "rollout/tail_share": statistics.median(turn.tail_share for turn in rounds),
+        "time/rollout_tail_share": statistics.median(turn.tail_share for turn in rounds),
         "rollout/idle_share": statistics.median(turn.idle_share for turn in rounds),
         "rollout/preemptions": max(turn.preemptions for turn in rounds),
         "time/rollout": statistics.median(turn.seconds for turn in rounds),

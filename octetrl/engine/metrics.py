@@ -70,7 +70,7 @@ class EngineMetrics:
             "rollout/preemptions": float(self.preemptions),
             "rollout/batch_occupancy": self.batch_occupancy,
             "rollout/cache_occupancy": self.cache_occupancy,
-            "rollout/tail_share": self.tail_share,
+            "time/rollout_tail_share": self.tail_share,
         }
         if self.session_capture_seconds is not None:
             numbers["time/capture"] = self.session_capture_seconds

@@ -108,7 +108,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/tokens_per_second", "tokens/s", "Sampled tokens a second, over the whole rollout."),
         Metric("rollout/prefilled_tokens", TOKENS, "Tokens put into the KV cache by prefill."),
         Metric("rollout/batch_occupancy", SHARE, "Mean share of engine.max_batch that decoded."),
-        Metric("rollout/tail_share", SHARE, "Part of decoding with less than half of the largest batch running."),
         Metric("rollout/cache_occupancy", SHARE, "Largest share of the KV cache in use."),
         Metric("rollout/preemptions", "", "Sequences that lost their pages and were prefilled again.",
                "Above 0: the KV cache is small for the batch."),
@@ -213,6 +212,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Time and memory": (
         Metric("time/step", SECONDS, "The whole step, without evaluation and checkpoint."),
         Metric("time/rollout", SECONDS, "Generation and environments."),
+        Metric("time/rollout_tail_share", SHARE,
+               "Part of the time of decoding with less than half of the largest batch running."),
         Metric("time/tail", SECONDS, "Of `time/rollout`: the last answers ran on one worker, and the others trained."),
         Metric("time/reward", SECONDS, "Rewards that the step waited for after generation."),
         Metric("time/reward_slowest", SECONDS, "The slowest call of the reward."),
