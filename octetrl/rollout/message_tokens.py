@@ -143,8 +143,8 @@ class Template:
         elif not (text.startswith(before) and before.endswith(self._opening(messages[:index], opened))):
             return None
         if end < begin or not (
-            _shows(text[begin:end], messages[index])
-            or _shows(self._opening(messages[:index], opened) + text[begin:end], messages[index])
+            not _left_out(text[begin:end], messages[index])
+            or not _left_out(self._opening(messages[:index], opened) + text[begin:end], messages[index])
         ):
             return None
         return begin, end + self._turn_end(after)
@@ -159,9 +159,10 @@ class Template:
         opening = opened_thoughts(self.render, messages[:index])
         apart = [key for key in ("tool_calls", *THOUGHTS) if message.get(key)]
         if apart:
+            names = " and ".join(map(repr, dict.fromkeys(_left_out(text, message) or apart)))
             raise UserError(
-                f"the chat template does not write '{apart[0]}' of message {index + 1} where the model would; write it"
-                f" into 'content' as the model would, or remove it"
+                f"the chat template does not write {names} of message {index + 1} where the model would; write it into"
+                f" 'content' as the model would, or remove it"
             )
         answer = without_opening(escaped(message.get("content") or ""), opening)
         opens = re.fullmatch(r"\s*<(\w+)>\s*", opening)
@@ -210,12 +211,12 @@ class Template:
         )
 
 
-def _shows(text: str, message: Message) -> bool:
-    """Whether `text` contains an answer's content, thoughts and the names of its calls, blanks aside."""
-    own = [message.get(key) for key in ("content", *THOUGHTS)]
-    own += [function_of(call).get("name") for call in message.get("tool_calls") or ()]
+def _left_out(text: str, message: Message) -> list[str]:
+    """The keys of an answer whose texts, or whose calls' names, are not in `text`, blanks aside."""
+    parts = [(key, message.get(key)) for key in ("content", *THOUGHTS)]
+    parts += [("tool_calls", function_of(call).get("name")) for call in message.get("tool_calls") or ()]
     shown = "".join(text.split())
-    return all("".join(escaped(part).split()) in shown for part in own if isinstance(part, str))
+    return [key for key, part in parts if isinstance(part, str) and "".join(escaped(part).split()) not in shown]
 
 
 def _tokenized(encoder: Encoder, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedMessages:

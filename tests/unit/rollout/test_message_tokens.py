@@ -191,6 +191,11 @@ def test_thoughts_in_a_field_of_their_own_are_trained_where_the_template_writes_
         ("r1", {"content": "4"}, "has no </think>"),
         ("r1", {"content": "4", "reasoning_content": "Sum."}, "'reasoning_content'"),
         ("chatml", {"content": "4", "reasoning_content": "Sum."}, "'reasoning_content'"),
+        (
+            "llama3",
+            {"content": "Hm.", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            "write 'content' of",
+        ),
         ("chatml", {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "'tool_calls'"),
     ],
 )
