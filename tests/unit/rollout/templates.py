@@ -6,7 +6,7 @@ qwen3       that, and thoughts left out of answers before the last question
 llama3      a system header of its own, contents trimmed, tools in the first question, results as role ipython in JSON
 r1          thoughts cut off every given answer; the generation prompt opens them
 qwen3-thinking   as qwen3, thoughts also in `reasoning_content`; the generation prompt opens them
-text calls  arguments of calls printed as they are, so they must be JSON text
+text calls, printed calls   arguments of calls as they are, so they must be JSON text; objects fail in the first alone
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {  # for given conversations alo
     "r1": (_R1, ["<|begin|>", "<|User|>", "<|Assistant|>", "<|end|>"], "<|end|>"),
     "qwen3-thinking": (_QWEN3_THINKING, _QWEN_TOKENS, "<|im_end|>"),
     "text calls": (_TEXT_CALLS, _QWEN_TOKENS, "<|im_end|>"),
+    "printed calls": (_TEXT_CALLS.replace(" + '\n' + ", " }}\n{{ "), _QWEN_TOKENS, "<|im_end|>"),
 }
 WITH_TOOLS = ("qwen2.5", "qwen3", "llama3")
 

@@ -214,7 +214,7 @@ def test_a_prompt_and_its_answer_do_not_open_the_thoughts_twice() -> None:
     assert plain.decode(ChatTokens(plain).answer_tokens(THOUGHT)) == THOUGHT + "<|im_end|>"
 
 
-@pytest.mark.parametrize("family", ["qwen2.5", "text calls"])
+@pytest.mark.parametrize("family", ["qwen2.5", "text calls", "printed calls"])
 def test_arguments_are_written_once_as_json_whatever_form_the_template_takes(family: str) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
     messages = [*conversation("?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
