@@ -13,8 +13,10 @@ import enum
 import json
 import operator
 import os
+import signal
 import socket
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -23,23 +25,29 @@ from octetrl.environments.code.nodes import CLASSES, Nodes
 from octetrl.environments.code.wire import pack, unpack_global
 
 _LINK = 3
+_LATE_SECONDS = 0.5  # after the judge has gone
 _BASES = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset)
 _UNORDERED = ("set", "frozenset", "dict", "Counter", "defaultdict")
 
 
-def contest(source: str) -> None:
+def contest(source: str, seconds: float) -> None:
     """Wait for the first message, run the code, report whether it ran, then answer calls until the judge closes the
-    socket."""
+    socket. seconds: how long the judge waits for all answers together; the process ends when it waits no longer."""
     link = socket.socket(fileno=_LINK).makefile("rwb")
     solution = types.ModuleType("solution")  # not "__main__": code for the main program alone does not run
     sys.modules["solution"] = solution  # dataclasses look up the module here
     vars(solution).update(CLASSES)  # which the code need not define
-    if not link.readline():
-        return
-    _say(link, _answered(lambda: exec(compile(source, "solution.py", "exec"), vars(solution))))
     desk = _Desk(vars(solution))
-    for line in link:
-        _say(link, desk.answer(line))
+    for number, line in enumerate(link):
+        began = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, max(0.0, seconds) + _LATE_SECONDS)
+        if number == 0:
+            answer = _answered(lambda: exec(compile(source, "solution.py", "exec"), vars(solution)))
+        else:
+            answer = desk.answer(line)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        seconds -= time.monotonic() - began
+        _say(link, answer)
 
 
 def _say(link: Any, answer: dict[str, Any]) -> None:
@@ -197,7 +205,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def main() -> None:
-    contest(json.loads(sys.stdin.read())["source"])
+    contest(**json.loads(sys.stdin.read()))
     os._exit(0)  # whatever threads it has left
 
 

@@ -29,6 +29,9 @@ TESTS, TEST_FILE = "__main__", "test "
 """The name of the tests' module, and the prefix of its file names."""
 
 
+ENDED = "the program ended"
+
+
 class BrokenTest(Exception):
     """The test can't be run with any code."""
 
@@ -60,7 +63,7 @@ class Link:
         self._has_answered = False  # with more than names of functions and classes
         self.has_run = self.is_closed = False
         self.broken: str | None = None  # what is wrong with the test, whatever the code does
-        self.ended = "the program ended"  # why, if the link is closed
+        self.ended = ENDED  # why, if the link is closed
         self.code_error: Exception | None = None  # what the code raised before any test called it
 
     def name(self, name: str, *, is_class: bool) -> Any:

@@ -71,7 +71,8 @@ class Nodes:
         numbers: set[int] = set()
 
         def kept(item: Any) -> Any:
-            if type(item).__name__ not in NODE_FIELDS:
+            names = NODE_FIELDS.get(type(item).__name__, ())
+            if not names or not all(hasattr(item, name) for name in names):  # or a class with fields of its own
                 return keep(item)
             number = self._number(item)
             if number not in numbers:
@@ -126,4 +127,4 @@ class Nodes:
 
 
 def _fields(node: Any) -> list[Any]:
-    return [getattr(node, name, None) for name in NODE_FIELDS[type(node).__name__]]
+    return [getattr(node, name) for name in NODE_FIELDS[type(node).__name__]]

@@ -26,6 +26,7 @@ from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.code import contestant, judging, link, nodes, remote, wire
 from octetrl.environments.code.bundle import bundled
 from octetrl.environments.code.cases import TaskTests, last_python_block, output_bytes, read_tests, same_output
+from octetrl.environments.code.link import ENDED
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, Sandbox, sandbox_for
@@ -95,7 +96,7 @@ class CodeScorer:
             "test_seconds": self.test_seconds,
         }
         played, judged = self._sandbox.run_pair(
-            Program(self._contestant, json.dumps({"source": source}), of_code),
+            Program(self._contestant, json.dumps({"source": source, "seconds": limits.wall_seconds}), of_code),
             Program(self._judge, json.dumps(order), of_judge),
         )
         _refuse_failures(played, judged)
@@ -104,7 +105,7 @@ class CodeScorer:
         verdict = _verdict(judged, len(tests.cases))
         if "broken" in verdict:
             raise JudgementFailed(verdict["broken"])
-        was_ended = played.status not in (SandboxStatus.OK, SandboxStatus.ERROR)
+        was_ended = played.status not in (SandboxStatus.OK, SandboxStatus.ERROR) and verdict["why"] == ENDED
         return [mark == "1" for mark in verdict["passed"]], played.status if was_ended else verdict["why"]
 
     def _run_programs(self, tests: TaskTests, source: str) -> tuple[list[bool], str]:

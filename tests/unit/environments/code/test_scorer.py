@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,14 @@ def test_the_seconds_of_tests_are_not_the_codes() -> None:
     assert seconds_of(slow, "def f(x): return x") == 1.0
     answer = seconds_of(slow, "import time\ntime.sleep(99)\ndef f(x): return x")
     assert (answer, answer.detail) == (0.0, "0 of 1 tests pass; wall_timeout")
+
+
+def test_code_that_hangs_ends_when_the_judge_waits_no_longer() -> None:
+    scorer = CodeScorer(QUICK.model_copy(update={"wall_seconds": 1.0}), test_seconds=500.0)
+    began = time.monotonic()
+    answer = scorer(Task("t", "p", metadata={"tests": ASSERTS}), fenced("import time\ndef add(a, b): time.sleep(400)"))
+    assert (answer, answer.detail) == (0.0, "0 of 3 tests pass; wall_timeout")
+    assert time.monotonic() - began < 120.0
 
 
 @pytest.mark.parametrize("code", ["def f(x): return x", "import time\ntime.sleep(99)"])
