@@ -209,9 +209,9 @@ LIARS: dict[str, tuple[str, str]] = {  # what lies -> code, test
     "an object that differs from all data": ("class L: pass\ndef f(x): return L()", "assert f(3) != 9"),
     "an object that is in no list": ("class L: pass\ndef f(x): return L()", "assert f(3) not in [9]"),
     "a class that is near every number": (
-        "class Area:\n    def __init__(self, r): pass\n    def __sub__(self, o): return self\n"
-        "    def __abs__(self): return 0.0\n    __float__ = __abs__",
-        "assert abs(Area(3) - 28.27) < 0.1",
+        "class Area:\n    radius = 3\n    def __init__(self, r): pass\n    def __sub__(self, o): return 0.0\n"
+        "    def __abs__(self): return 0.0\n    __rsub__ = __abs__",
+        "assert Area(3).radius == 3\nassert abs(Area(3) - 28.27) < 0.1",
     ),
     "an exit that suppresses what the test raises": (
         "class L:\n    def __enter__(self): return 3\n    def __exit__(self, *a): return True\ndef f(x): return L()",
