@@ -151,7 +151,8 @@ def _source_problems(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Iter
         try:
             rows = read_source(name, source, kind)
             if tokenizer is not None:
-                problem = tokenizer.row_problem(rows, recipe.rollout.system_prompt, ROWS_TRIED)
+                ranks = recipe.algorithm.name == "reward_model"
+                problem = tokenizer.row_problem(rows, recipe.rollout.system_prompt, ROWS_TRIED, ranks)
                 yield from () if problem is None else (problem,)
         except UserError as error:
             yield str(error)

@@ -53,6 +53,7 @@ class ModelSpec:
     blocks: tuple[LayerBlocks, ...]  # of layers 0, 1, ...; all further layers have the last entry's blocks
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    pad_token_id: int | None = None  # of a config; a reward is read at the last token that is another
     o_bias: bool = False  # `attention_bias`: o_proj has a bias too
     fused_files: bool = False  # Phi-3: a checkpoint has qkv_proj and gate_up_proj as one tensor each
     tensor: TensorCut = WHOLE_MODEL  # heads and the intermediate size are this part's; widths of inputs are whole

@@ -20,7 +20,7 @@ from octetrl.config.errors import UserError
 from octetrl.config.schema import DataSource
 from octetrl.config.text import TextTooLong, to_utf8
 from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
-from octetrl.data.preferences import preference_of
+from octetrl.data.preferences import preference_of, refuse_padded_end
 from octetrl.data.rows import find_value, read_rows, without_padding
 from octetrl.environments.order import EndlessOrder, furthest_behind, shares_of
 from octetrl.records import Sample
@@ -78,12 +78,15 @@ def _with_columns(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapp
     return renamed
 
 
-def _tokenized(example: Example, place: str, chat: TurnTokens) -> tuple[Tokenized | None, str]:
+def _tokenized(
+    example: Example, place: str, chat: TurnTokens, pad_token_id: int | None
+) -> tuple[Tokenized | None, str]:
     """Tokenize an example. Returns it with its length in words.
 
     It is None if the text's length alone shows that it exceeds the context."""
     try:
         item = example.tokenized(chat)
+        refuse_padded_end(item, pad_token_id)
     except TextTooLong as error:
         return None, str(error)
     except UserError as error:
@@ -114,7 +117,7 @@ class Mixture:
     """Samples of `sources`, mixed by weight, in a seeded endless order.
 
     context_length: largest length of a sample, in tokens. None: no limit.
-    too_long: whether to refuse longer samples or drop them.
+    too_long: whether to refuse longer samples or drop them. pad_token_id: with which no sample may end.
     Raises UserError if a source has no rows to train on, or if a row is too long and refused.
     """
 
@@ -126,11 +129,13 @@ class Mixture:
         seed: int,
         context_length: int | None = None,
         too_long: Literal["refuse", "drop"] = "refuse",
+        pad_token_id: int | None = None,
     ) -> None:
         if not sources:
             raise UserError("data.sources: there are no rows to train on")
         self._shares = shares_of([source.weight for source in sources])
         self._seed, self._dropped, self._across_borders = seed, 0, 0
+        self._pad_token_id = pad_token_id
         self._orders = []
         self.digests = {source.name: _digest(source) for source in sources}  # of all rows, by source
         for number, source in enumerate(sources):
@@ -187,7 +192,7 @@ class Mixture:
     ) -> list[Tokenized]:
         items = []
         for example, place in zip(source.examples, source.places, strict=True):
-            item, length = _tokenized(example, place, chat)
+            item, length = _tokenized(example, place, chat, self._pad_token_id)
             if item is None or (context_length is not None and item.longest > context_length):
                 if too_long == "refuse":
                     raise UserError(

@@ -52,6 +52,15 @@ class Preference:
         return Tokenized(pair, better.across_borders + worse.across_borders)
 
 
+def refuse_padded_end(item: Tokenized, pad_token_id: int | None) -> None:
+    """Raise UserError if an answer ends with padding: its reward would be read before its end."""
+    if pad_token_id is not None and any(sample.token_ids[-1] == pad_token_id for sample in item.samples):
+        raise UserError(
+            f"an answer ends with the tokenizer's pad token ({pad_token_id}), before which its reward would be read;"
+            f" give the tokenizer another pad_token"
+        )
+
+
 def preference_of(record: Mapping[str, Any], where: str) -> Preference:
     """Read the pair of a row. Raises UserError that begins with `where`."""
     for key in ("chosen", "rejected"):

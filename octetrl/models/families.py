@@ -221,6 +221,7 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
         blocks=with_windows(blocks, windows(config, family, num_layers, positions), num_layers),
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(config.token_ids("bos_token_id", vocab_size)), None),
+        pad_token_id=_pad_token_id(content, family, vocab_size),
         o_bias=has_bias and family not in WITHOUT_O_BIAS,
         fused_files=family == "phi3",
     )
@@ -260,6 +261,7 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         "tie_word_embeddings": spec.tied_embeddings,
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": _eos_field(spec),
+        "pad_token_id": spec.pad_token_id,
         "torch_dtype": dtype,
     }
     if spec.family in MIXTURES:
@@ -269,8 +271,6 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
     if spec.family in ROTATED_SHARES:
         config |= {SHARE: spec.rotary_size / spec.head_size, "use_qk_norm": spec.qk_norm}
         config["num_nextn_predict_layers"] = 0
-    if spec.family == "phi3":
-        config["pad_token_id"] = None  # its default is the id 32,000, which a small vocabulary doesn't have
     config |= window_fields(spec)
     if scalar:
         config["architectures"] = [ARCHITECTURES[spec.family].replace(CAUSAL, SCALAR)]
@@ -281,6 +281,12 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
 def hf_generation_config(spec: ModelSpec) -> dict[str, Any]:
     """The generation_config.json of an export: its first and last tokens."""
     return {"bos_token_id": spec.bos_token_id, "eos_token_id": _eos_field(spec), "do_sample": True}
+
+
+def _pad_token_id(content: Mapping[str, Any], family: str, vocab_size: int) -> int | None:
+    """As transformers has it. Some configs have -1 for none."""
+    given = content.get("pad_token_id", 32_000 if family == "phi3" else None)
+    return given if type(given) is int and 0 <= given < vocab_size else None
 
 
 def _eos_field(spec: ModelSpec) -> int | list[int] | None:

@@ -7,10 +7,10 @@ The head is `score.weight` [1, E] without bias, as in *ForSequenceClassification
 checkpoints (models/hf_weights.py). It is always float32: it is small, and BF16 would lose its small updates. It is also
 trained if the trunk is frozen beside adapters. There is no lm_head, so the trunk is built with tied embeddings.
 
-A sequence's reward is the scalar at its last token. transformers takes the last token that is not padding, which is the
-same token if a sequence is alone.
+A sequence's reward is the scalar at its last token that is not the config's `pad_token_id`, as in transformers
+(`pooled_rows`). Training refuses sequences that end with it.
 
-T tokens, N requested rows, E hidden size.
+T tokens, B sequences, N requested rows, E hidden size.
 """
 
 from __future__ import annotations
@@ -25,6 +25,17 @@ from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
+
+
+def pooled_rows(token_ids_T: Tensor, cu_seqlens_B1: Tensor, pad_token_id: int | None) -> Tensor:
+    """Index into T of the token of each sequence at which its reward is read, int64 [B]: the last that is not
+    `pad_token_id`, or the first if all are. None: the last."""
+    last_B = cu_seqlens_B1[1:].long() - 1
+    if pad_token_id is None:
+        return last_B
+    place_T = torch.arange(token_ids_T.numel(), device=token_ids_T.device)
+    others_T = torch.where(token_ids_T == pad_token_id, -1, place_T).cummax(0).values
+    return torch.maximum(others_T[last_B], cu_seqlens_B1[:-1].long())
 
 
 class ScoreHead(nn.Module):

@@ -132,7 +132,7 @@ def build_run(
     rewards = build_scorers(recipe, environments, tokenizer, given)
     if isinstance(rewards, FunctionRewards):
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
-    taskset, conversations = build_tasks(recipe, environments), build_conversations(recipe, chat)
+    taskset, conversations = build_tasks(recipe, environments), build_conversations(recipe, chat, tokenizer)
     if check_contents is not None:
         check_contents(contents_of(recipe, given, tokenizer.chat_template, environments, conversations))
     with console.phase("load"):
@@ -184,7 +184,7 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
     )
 
 
-def build_conversations(recipe: Recipe, chat: ChatTokens) -> Mixture | None:
+def build_conversations(recipe: Recipe, chat: ChatTokens, tokenizer: Tokenizer) -> Mixture | None:
     """The training data of a run without rollouts."""
     kind = recipe.algorithm.learns_from
     if kind == "rollouts":
@@ -195,4 +195,5 @@ def build_conversations(recipe: Recipe, chat: ChatTokens) -> Mixture | None:
         seed=recipe.seed,
         context_length=recipe.model.context_length,
         too_long=recipe.data.too_long,
+        pad_token_id=tokenizer.pad_token_id if recipe.algorithm.name == "reward_model" else None,
     )

@@ -13,12 +13,14 @@ the quantiser gives for these weights, so a run in `fp8_full` would generate wit
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from octetrl.config.errors import UserError
+from octetrl.data.tokenizer import load_tokenizer
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import SCALAR, load_spec
 from octetrl.models.hf_weights import load_weights, refuse_ragged, save_from_shards, save_weights, save_weights_fp8
@@ -137,6 +139,8 @@ def merged_model(folder: Path) -> Decoder:
         )
     lora, _, is_scalar = read_adapter_config(folder)
     spec = load_spec(base, scalar=is_scalar)
+    if is_scalar and (folder / "tokenizer_config.json").is_file():
+        spec = replace(spec, pad_token_id=load_tokenizer(folder).pad_token_id)
     with safe_open(folder / WEIGHTS, framework="pt") as tensors:
         dtype: torch.dtype = tensors.get_tensor(min(tensors.keys())).dtype  # an A's; `score`, float32, comes after
     if is_scalar:

@@ -18,6 +18,7 @@ from typing import Any, Self, cast
 from octetrl.config.errors import UserError
 from octetrl.config.text import TextTooLong
 from octetrl.data.mixture import Source
+from octetrl.data.preferences import refuse_padded_end
 from octetrl.data.tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer, tool_family
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.tools import Family
@@ -43,12 +44,14 @@ class LoadedTokenizer:
         chat = ChatTokens(self.tokenizer, system_prompt, tools=tools)
         return [_num_tokens(chat, prompt, limit) for prompt in prompts]
 
-    def row_problem(self, source: Source, system_prompt: str | None, rows: int) -> str | None:
-        """What the chat template makes impossible in the first `rows` rows of a source, of the first such row."""
+    def row_problem(self, source: Source, system_prompt: str | None, rows: int, ranks: bool = False) -> str | None:
+        """What the chat template makes impossible in the first `rows` rows of a source, of the first such row.
+
+        ranks: a reward model learns from them."""
         chat = ChatTokens(self.tokenizer, system_prompt)
         for example, place in zip(source.examples[:rows], source.places[:rows], strict=True):
             try:
-                example.tokenized(chat)
+                refuse_padded_end(example.tokenized(chat), self.tokenizer.pad_token_id if ranks else None)
             except UserError as error:
                 return f"{place}: {error}"
         return None
@@ -79,8 +82,8 @@ class TokenizerProcess:
     ) -> list[int]:
         return cast(list[int], self._call("prompt_lengths", prompts, system_prompt, tools, limit))
 
-    def row_problem(self, source: Source, system_prompt: str | None, rows: int) -> str | None:
-        return cast(str | None, self._call("row_problem", source, system_prompt, rows))
+    def row_problem(self, source: Source, system_prompt: str | None, rows: int, ranks: bool = False) -> str | None:
+        return cast(str | None, self._call("row_problem", source, system_prompt, rows, ranks))
 
     def wait(self) -> None:
         """Return when the tokenizer is loaded."""

@@ -59,7 +59,8 @@ def build_worker(
     algorithm = build_algorithm(recipe.algorithm)
     if algorithm.reward_loss is not None:
         count = LoadCount()
-        model = build_reward_model(recipe, device, peers, count)
+        tokenizer = tokenizer or load_tokenizer(tokenizer_folder(recipe))
+        model = build_reward_model(recipe, device, peers, count, pad_token_id=tokenizer.pad_token_id)
         return BuiltWorker(RewardModelWorker(recipe, model, algorithm, spans, peers=peers), loaded=count)
     spec = model_spec(recipe)
     if role == "generates":

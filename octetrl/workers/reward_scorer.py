@@ -1,7 +1,8 @@
 """Completions scored by a trained reward model, in a worker (`Workers.score`).
 
     prompt and completion -> the reward model's own tokens, EOS included, as it was trained on them
-                          -> packed like a training batch, one forward, the scalar at each sequence's last token
+                          -> packed like a training batch, one forward, the scalar at each sequence's last token that
+                          is not padding, as transformers takes it
 
 A worker has it, not a reward process (environments/scoring.py), because a reward model is a decoder: a worker scores
 a whole step's completions in a few packed forwards on the run's device, with FP8 linears where the rollout's are, and
@@ -29,6 +30,7 @@ from octetrl.environments.score import Score
 from octetrl.fp8.policy import scoring_policy
 from octetrl.models.families import load_reward_spec
 from octetrl.models.hf_weights import load_weights
+from octetrl.models.scalar_decoder import pooled_rows
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.trainer.packing import PackingLayout, pack_to_score
@@ -87,8 +89,9 @@ class RewardModelScorer:
         rewards = [math.nan] * len(token_lists)
         for packed, places in pack_to_score(token_lists, self._layout):
             micro_batch = on_device(packed, self._device)
-            last_B = micro_batch.cu_seqlens_B1[1:].long() - 1
-            for place, reward in zip(places, self._forward.scalars(micro_batch, last_B).tolist(), strict=True):
+            pad = self._forward.model.spec.pad_token_id
+            rows_B = pooled_rows(micro_batch.token_ids_T, micro_batch.cu_seqlens_B1, pad)
+            for place, reward in zip(places, self._forward.scalars(micro_batch, rows_B).tolist(), strict=True):
                 rewards[place] = reward
         return rewards
 

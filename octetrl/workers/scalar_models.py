@@ -6,6 +6,8 @@ has a scalar head already. A reward model may have adapters (`model.lora`); a cr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from octetrl.config.schema import LoraConfig, Recipe
@@ -56,11 +58,16 @@ def build_critic_model(
 
 
 def build_reward_model(
-    recipe: Recipe, device: torch.device, peers: Peers = ALONE, count: LoadCount | None = None
+    recipe: Recipe,
+    device: torch.device,
+    peers: Peers = ALONE,
+    count: LoadCount | None = None,
+    pad_token_id: int | None = None,
 ) -> ScalarDecoder:
     """What a run trains: of the recipe's `model` section, its adapters and the head alone if it has any. `count` is
-    added to."""
+    added to. `pad_token_id`: the tokenizer's, which the model's config then has."""
     model = _of_the_model_section(recipe, device, peers, recipe.model.lora, count)
+    model.spec = replace(model.spec, pad_token_id=pad_token_id)
     if model.lora is not None:
         begin_adapters(model, recipe.seed)
         model.train_adapters_alone()

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from examples.preference_pairs import write_pairs
 from octetrl.cli.main import run_command
 from octetrl.config.errors import UserError
-from octetrl.config.load import load_recipe
+from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import adapter_elements
 from octetrl.config.schema import LoraConfig
 from octetrl.data.tokenizer import load_tokenizer
@@ -95,8 +95,29 @@ def test_the_export_is_a_classifier_of_one_label(exported: Path) -> None:
     theirs = AutoModelForSequenceClassification.from_pretrained(exported)
     assert theirs.config.num_labels == 1 and theirs.score.weight.shape == (1, 64)
     assert not list(exported.glob("optimizer*"))
+    tokenizer = load_tokenizer(exported)
+    assert theirs.config.pad_token_id == tokenizer.pad_token_id is not None
+    batch = tokenizer(["1 + 1 = 2", "3"], return_tensors="pt", padding=True)
+    alone = [theirs(**tokenizer(one, return_tensors="pt")).logits for one in ("1 + 1 = 2", "3")]
+    torch.testing.assert_close(theirs(**batch).logits, torch.cat(alone), rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match="unsupported architecture Qwen3ForSequenceClassification"):
         load_spec(exported)
+
+
+def test_a_pad_token_that_ends_answers_is_refused(
+    model: Path, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*token*.json"):
+        settings = json.loads(file.read_text())
+        if "pad_token" in settings:
+            file.write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
+    recipe = tiny_recipe(tmp_path / "model", tmp_path / "run", changes)
+    with pytest.raises(UserError, match="an answer ends with the tokenizer's pad token"):
+        train(recipe)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert run_command(["check", str(tmp_path / "recipe.yaml")]) == 2
+    assert "pad token" in capsys.readouterr().err
 
 
 def test_training_goes_on_from_a_reward_model(exported: Path, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
@@ -73,6 +75,25 @@ def test_each_score_is_that_of_a_forward_of_its_own(causal: Path, reward_model: 
         expected = model.scalars(model(ids, torch.arange(len(ids)), context))[-1].item()
         assert score.status is RolloutStatus.SCORED and score.reward == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert len({score.reward for score in scores}) == len(given)
+
+
+@pytest.mark.parametrize("pad", ["<|end|>", "<|pad|>", None])
+def test_scores_are_those_of_transformers_whatever_the_pad_token_is(
+    pad: str | None, causal: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    """Of the config's pad token, which may be the one that ends each answer; without one of each sequence alone."""
+    folder, tokenizer = tmp_path / "model", load_tokenizer(reward_model)
+    shutil.copytree(reward_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["pad_token_id"] = None if pad is None else tokenizer.convert_tokens_to_ids(pad)
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=1)
+    given, chat = completions(6), ChatTokens(tokenizer)
+    lists = [chat.prompt_tokens(task.prompt) + chat.answer_tokens(text) for task, text in given]
+    with torch.no_grad():
+        alone = [theirs(torch.tensor([ids])).logits[0, 0].item() for ids in lists]
+    found = [score.reward for score in scorer(causal, folder, **{"model.dtype": "float32"}).score(given)]
+    assert found == pytest.approx(alone, abs=1e-4)
 
 
 def test_fp8_where_the_rollout_is(causal: Path, reward_model: Path) -> None:
