@@ -163,6 +163,8 @@ def _run_steps(
                 with run.console.phase("checkpoint"):
                     stopped_for = checkpoints.stage(run, step, metrics, is_last=is_last)
                 metrics = StepMetrics.merge(metrics, stopped_for)
+                if recipe.engine.prefix_cache == "keep" and run.conversations is None and run.ahead is None:
+                    run.rollout_workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
             metrics = StepMetrics.merge(metrics, checkpoints.figures())
             sinks.write(step, metrics)
             is_due = step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps)

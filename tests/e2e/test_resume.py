@@ -67,6 +67,19 @@ def assert_equal_runs(folder: Path, whole: Path) -> None:
     assert not list((folder / "checkpoints").glob(".*"))
 
 
+def test_kept_prefixes_resume_equal(model: Path, tmp_path: Path) -> None:
+    """A checkpoint has no pages, so the run that goes on has none after it either."""
+    changes = {"steps": 4, "checkpoint.every": 2, "precision": "bf16", "engine.prefix_cache": "keep"}
+    changes |= {"trainer.optimizer.lr": 0.01, "rollout.system_prompt": "Say a number. " * 4}
+    changes |= {"model.context_length": 256, "rollout.max_prompt_tokens": 200, "engine.kv_cache_tokens": 4096}
+    lines = run(model, tmp_path / "whole", changes)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_000004")
+    train(tiny_recipe(model, tmp_path / "cut", changes), resume=True)
+    assert timeless(read_lines(tmp_path / "cut" / "metrics.jsonl")) == timeless(lines)
+    assert lines[1]["mismatch/max_abs_diff"] > 0, "step 2 read pages of step 1"
+
+
 # --- kill -9 ------------------------------------------------------------------------------------------------
 
 
