@@ -56,8 +56,8 @@ def train(
     model: a Hugging Face folder, or the fields of the recipe's section `model`.
     tasks: a JSONL file of {"prompt", "answer"}; a list of `Task` or of such dictionaries; or an environment, an object
         with `tasks` and `score(task, text)`. Without a reward, an answer is right when it equals the task's.
-    reward: a function of (task, completion text) that returns a number, one of TRL's form (prompts, completions,
-        **columns) that returns a list, or "module:name". A function at the top level
+    reward: a function of (task, completion text) that returns a number, one of TRL's form
+        `(prompts, completions, **columns)` that returns a list, or "module:name". A function at the top level
         of a module runs in a process that can be ended. A notebook's own function, a lambda or a closure runs in a
         thread of this process: a call that hangs gets the status `reward_timeout`, but can't be ended.
     precision: "bf16", "fp8_rollout", "fp8" or "fp8_full".

@@ -10,13 +10,14 @@ from pathlib import Path
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[bool]:
+def folder_lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     """Hold the lock of a folder that exists. Yields False if another process, or this one elsewhere, holds it. Raises
-    OSError if the folder can't be opened; where the file system has no locks, all may have it."""
+    OSError if the folder can't be opened; where the file system has no locks, all may have it. shared: for a process
+    that only asks whether another one holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return

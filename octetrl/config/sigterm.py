@@ -1,5 +1,5 @@
-"""SIGTERM ends a command with one line. Where there is something to clean up, it raises `Terminated`, as Ctrl-C raises
-KeyboardInterrupt; before, as while modules are imported, it ends the process at once."""
+"""SIGTERM, SIGUSR1 and SIGQUIT end a command with one line. Where there is something to clean up, they raise
+`Terminated`, as Ctrl-C raises KeyboardInterrupt; before, as while modules are imported, they end the process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from octetrl.config.errors import TERMINATED, Terminated
 
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT)  # a scheduler's warnings, and Ctrl-\\
 _raised: list[int] = []  # the process in which a signal raised Terminated
 
 
@@ -23,9 +24,9 @@ class Handler:
         self._process = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
         if os.getpid() != self._process:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         self.act()
 
     def act(self) -> NoReturn:
@@ -42,8 +43,9 @@ class EndAtOnce(Handler):
 
     @classmethod
     def install(cls) -> None:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, cls())
+        for number in ENDING:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, cls())
 
     def act(self) -> NoReturn:
         os.write(2, b"octetrl: stopped by SIGTERM\n")
@@ -64,14 +66,15 @@ def is_of_sigterm(error: BaseException) -> bool:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """In the main thread, SIGTERM raises Terminated meanwhile, unless the process has another handler of its own."""
+    """In the main thread, these signals raise Terminated meanwhile, unless the process has handlers of its own."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may set a handler
-    before = signal.getsignal(signal.SIGTERM)
-    is_free = before in (signal.SIG_DFL, None) or isinstance(before, EndAtOnce)
-    if not in_main_thread or not is_free:
+    before = {number: signal.getsignal(number) for number in ENDING}
+    free = [number for number, one in before.items() if one in (signal.SIG_DFL, None) or isinstance(one, EndAtOnce)]
+    if not in_main_thread or not free:
         yield
         return
-    signal.signal(signal.SIGTERM, RaiseTerminated())
+    for number in free:
+        signal.signal(number, RaiseTerminated())
     _raised.clear()
     try:
         yield
@@ -80,5 +83,6 @@ def terminable() -> Iterator[None]:
             raise
         raise Terminated from error
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number in free:
+            signal.signal(number, before[number] or signal.SIG_DFL)
         _raised.clear()

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from octetrl.config.errors import RunFailed, UserError
@@ -149,25 +150,34 @@ class Checkpoints:
         return f"{at}: saved step {before.step}; continue with --resume"
 
     @contextmanager
-    def saved_if_failed(self, run: Run, step: int) -> Iterator[None]:
-        """Saves the step if the run fails by a limit of its recipe: its weights are sound, and can be evaluated."""
+    def saved_if_failed(self, run: Run, step: int, metrics: Mapping[str, float]) -> Iterator[None]:
+        """Saves the step if the run fails by a limit of its recipe, or because a file can't be written: its weights are
+        sound, and can be evaluated."""
         try:
             yield
-        except RunFailed:
+        except (RunFailed, UserError):
+            with suppress(OSError, UserError, RunFailed):  # of a save that was begun; the next lines try again
+                self.write()
             last = self.latest()
             if run.workers.policy_version > 0 and (last is None or checkpoint.step_of(last) < step):
                 batches = self._batches_after(run, step, waits=True)
-                failure = self._save_beside_error(run, Cursor.of(run, step), batches)
+                failure = self._save_beside_error(run, Cursor.of(run, step), batches, metrics)
                 if failure is None:
                     run.console.note(f"step {step} is saved")
                 else:
                     run.console.warn(f"saving step {step} failed as well: {failure}")
             raise
 
-    def _save_beside_error(self, run: Run, cursor: Cursor, batches: Sequence[BufferedBatch]) -> Exception | None:
+    def _save_beside_error(
+        self,
+        run: Run,
+        cursor: Cursor,
+        batches: Sequence[BufferedBatch],
+        metrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> Exception | None:
         """Saves while an error ends the run, and stays its error. Returns why it could not."""
         try:
-            self._commit(self._stager(run, cursor, {}, batches, copied=False)())
+            self._commit(self._stager(run, cursor, metrics, batches, copied=False)())
         except (OSError, UserError, RunFailed) as failure:
             return failure
         return None

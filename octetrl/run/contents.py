@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib.machinery import PathFinder
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
@@ -97,11 +96,11 @@ def _source(path: str, given: Given) -> dict[str, str]:
 def source_files(module: str) -> dict[str, Path]:
     """The source of a module, and of what it imports from its own package or from beside it, by the modules' names."""
     root = module.partition(".")[0]
-    first = _file_of(root) or _file_of(module)
+    first = _file_of(module)
     if first is None:
         return {}
-    folder = first.parent.parent if first.name == "__init__.py" else first.parent
-    is_users = not _INSTALLED & set(folder.parts) and folder != Path(os.__file__).resolve().parent
+    folder = first.parents[module.count(".") + (first.name == "__init__.py")]
+    is_users = not _INSTALLED & set(folder.parts) and folder != Path(os.__file__).parent
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:
@@ -118,16 +117,16 @@ def source_files(module: str) -> dict[str, Path]:
 
 
 def _file_of(module: str) -> Path | None:
-    """The source file of a module, found as an import would find it."""
-    places: Any = [*sys.path, os.getcwd()]
-    parts, spec = module.split("."), None
-    for end in range(1, len(parts) + 1):
-        spec = None if places is None else PathFinder.find_spec(".".join(parts[:end]), places)
-        if spec is None:
-            return None
-        places = spec.submodule_search_locations
-    origin = None if spec is None else spec.origin
-    return Path(origin).resolve() if origin is not None and origin.endswith(".py") else None
+    """The source file of a module, where an import would look for it; None also for a folder without `__init__.py`."""
+    places, found = [Path(place or os.getcwd()) for place in (*sys.path, "")], None
+    for part in module.split("."):
+        files = (file for place in places for file in (place / part / "__init__.py", place / f"{part}.py"))
+        found = next(filter(Path.is_file, files), None)
+        if found is None:
+            places = [place / part for place in places if (place / part).is_dir()]
+        else:
+            places = [found.parent] if found.name == "__init__.py" else []
+    return None if found is None else found.absolute()
 
 
 def _imported(module: str, path: Path) -> Iterator[str]:

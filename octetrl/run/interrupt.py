@@ -1,10 +1,10 @@
 """Ctrl-C and SIGTERM: the first stops the run after the current step; the second stops it at once and saves what is
-possible.
+possible. SIGUSR1 and SIGQUIT are like SIGTERM.
 
 The previous handler receives the second Ctrl-C, so a third one also ends the saving (cli/ctrl_c.py). A third SIGTERM
-ends the process. Schedulers send SIGTERM before they take a machine back. Processes that the run forks inherit the
-handler, and die of it as they did before. Before the first step and after the last one, the first SIGTERM ends the run
-(config/sigterm.py).
+ends the process. Schedulers send SIGTERM or SIGUSR1 before they take a machine back. Processes that the run forks
+inherit the handler, and die of it as they did before. Before the first step and after the last one, the first SIGTERM
+ends the run (config/sigterm.py).
 
 The message of the first is printed by a separate thread. The signal may arrive while the console is printing or being
 imported, and one thread must not enter the console twice.
@@ -17,9 +17,10 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 from octetrl.config.errors import Terminated
-from octetrl.config.sigterm import RaiseTerminated, raise_terminated
+from octetrl.config.sigterm import ENDING, RaiseTerminated, raise_terminated
 from octetrl.telemetry.console import Console
 
 Handler = Callable[[int, FrameType | None], object]
@@ -37,6 +38,7 @@ class StopRequest:
         self.error: BaseException = KeyboardInterrupt()
         self._console, self._has_said = console, False
         self._answers: list[threading.Thread] = []
+        self._earlier: dict[signal.Signals, Any] = {}  # handlers
 
     def __enter__(self) -> StopRequest:
         before = signal.getsignal(signal.SIGINT)  # ignored in a shell's background job, and then it stays so
@@ -45,11 +47,12 @@ class StopRequest:
         if callable(before) and self._listens:
             self._before: Handler = before
             signal.signal(signal.SIGINT, self._on_signal)
-        self._process, self._before_sigterm = os.getpid(), signal.getsignal(signal.SIGTERM)
-        is_ours = self._before_sigterm is signal.SIG_DFL or isinstance(self._before_sigterm, RaiseTerminated)
-        self._hears_sigterm = in_main_thread and is_ours
-        if self._hears_sigterm:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._process = os.getpid()
+        for number in ENDING if in_main_thread else ():
+            earlier = signal.getsignal(number)
+            if earlier is signal.SIG_DFL or isinstance(earlier, RaiseTerminated):
+                self._earlier[number] = earlier
+                signal.signal(number, self._on_ending)
         return self
 
     def __exit__(
@@ -57,8 +60,8 @@ class StopRequest:
     ) -> None:
         if self._listens:
             signal.signal(signal.SIGINT, self._before)
-        if self._hears_sigterm:
-            signal.signal(signal.SIGTERM, self._before_sigterm)
+        for number, earlier in self._earlier.items():
+            signal.signal(number, earlier)
         for answer in self._answers:
             answer.join()
 
@@ -67,12 +70,12 @@ class StopRequest:
             self._before(number, frame)
             raise KeyboardInterrupt
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _on_ending(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif not self._waits(Terminated(), "SIGTERM: send it again"):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self._waits(Terminated(), f"{signal.Signals(number).name}: send it again"):
+            signal.signal(number, signal.SIG_DFL)
             raise_terminated()
 
     def _waits(self, error: BaseException, again: str) -> bool:

@@ -42,10 +42,11 @@ from octetrl.run.step import supervised_step, train_step
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.ending import ending_of, reopen, write_ending
 from octetrl.telemetry.fp8_health import kv_saturation_warning
+from octetrl.telemetry.lost_terminal import keeps_writing
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.sample_texts import sample_texts
-from octetrl.telemetry.sinks import METRICS_FILE, Sinks, open_sinks, steps_until
+from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, steps_until
 from octetrl.trainer.checkpoint import check_complete, latest_of, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.many.deadlines import WorkerLost
@@ -68,7 +69,7 @@ def train(
     weights and optimizer.
     """
     recipe = with_found_model(recipe)
-    with terminable(), OutputFolder(recipe, resume=resume, allowed=allowed) as folder:
+    with terminable(), OutputFolder(recipe, resume=resume, allowed=allowed) as folder, keeps_writing(folder.path):
         restarts = recipe.cluster.max_restarts
         while True:
             try:
@@ -106,7 +107,8 @@ def _train(
     if start > recipe.steps:
         raise UserError(f"steps: {recipe.steps}, but the run has {start} steps already; give a larger number")
     if last is not None:
-        check_complete(last)  # refused before anything is built
+        manifest = check_complete(last)  # refused before anything is built
+        complete_line(folder.path / METRICS_FILE, start, manifest["metrics"])
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
     run = build_run(recipe, given=given, check_contents=folder.check_contents)
     run.ahead, run.beside_tail = ahead_of(run), beside_tail_of(run)
@@ -126,7 +128,7 @@ def _train(
         run.console.rows(*banner(run))
         if recipe.logging.rollouts:
             run.journal = Journal.of(recipe, folder.path, start)
-        sinks = open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start)
+        sinks = open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start, run.console.warn)
         with sinks, run.console.steps(start, past):
             _run_steps(run, start, sinks, checkpoints, past)
         _leave_ending(folder.path, None)
@@ -166,7 +168,8 @@ def _run_steps(
                 if recipe.engine.prefix_cache == "keep" and run.conversations is None and run.ahead is None:
                     run.rollout_workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
             metrics = StepMetrics.merge(metrics, checkpoints.figures())
-            sinks.write(step, metrics)
+            with checkpoints.saved_if_failed(run, step, metrics):
+                sinks.write(step, metrics)
             is_due = step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps)
             _write_samples(run, step, sinks)
             run.console.step(step, metrics, is_due=is_due)
@@ -186,8 +189,8 @@ def _run_steps(
             for warning in health:
                 if warning is not None:
                     run.console.warn(warning)
-            sinks.write_warnings(step, run.console.take_warnings())
-            with checkpoints.saved_if_failed(run, step):
+            with checkpoints.saved_if_failed(run, step, metrics):
+                sinks.write_warnings(step, run.console.take_warnings())
                 run.journal.check_failures(recipe)
                 empty.check(step, metrics)
             if is_last and step < recipe.steps:

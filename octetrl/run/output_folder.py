@@ -3,7 +3,8 @@
     config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  evaluations/  checkpoints/  put_back.jsonl  lock
     warnings.jsonl  report.html  logs/  events.out.tfevents.*
 
-A lock of the operating system prevents two live runs in one folder; it ends with the process. The resolved recipe in
+Locks of the operating system prevent two live runs in one folder: one of the folder itself, and one of `lock`, which
+names the process and may be deleted. They end with the process. The resolved recipe in
 `config.yaml` and the run's id (`run_identity.py`) prevent a mix of two different runs. A new run starts only in a
 folder without files of another run.
 
@@ -20,12 +21,13 @@ import fcntl
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from octetrl.config.errors import UserError
+from octetrl.config.folder_lock import folder_lock
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import targets_of
 from octetrl.config.replaced_file import replaced_file
@@ -46,6 +48,7 @@ from octetrl.run.run_files import (
     foreign_file,
     is_lock,
     live_run,
+    process_of,
     records_in,
     refuse_held,
 )
@@ -78,6 +81,7 @@ class OutputFolder:
         self._made: list[Path] = []  # folders, the outermost first
         self._made_lock = False
         self._lock: IO[str] | None = None
+        self._held = ExitStack()  # the folder's own lock
         try:
             with self._writing():
                 self._lock = self._take_lock()
@@ -140,7 +144,10 @@ class OutputFolder:
             raise foreign_file(self.path / LOCK)
         for _ in range(ATTEMPTS):
             self._make_folders()
+            self._held.close()
             try:
+                if not self._held.enter_context(folder_lock(self.path)):
+                    raise live_run(self.path, process_of(self.path))
                 lock = self._open_lock()
             except FileNotFoundError:
                 continue  # a refused run took the folder away in between
@@ -248,6 +255,10 @@ class OutputFolder:
             (self.path / LOCK).unlink(missing_ok=True)
         for folder in reversed(self._made):
             _remove_if_empty(folder)
+        self._close_locks()
+
+    def _close_locks(self) -> None:
+        self._held.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -259,8 +270,8 @@ class OutputFolder:
     ) -> None:
         if not self._is_kept:
             self._clean_up()
-        elif self._lock is not None:
-            self._lock.close()
+        else:
+            self._close_locks()
 
 
 def _lock_now(lock: IO[str]) -> None:

@@ -14,11 +14,13 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO
 
 from octetrl.config.errors import UserError
+from octetrl.config.folder_lock import folder_lock
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.run_changes import HISTORY_FILE
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
@@ -77,13 +79,14 @@ def process_of(folder: Path) -> str:
 
 def is_held(folder: Path) -> bool:
     """Whether a live process of this machine holds the run's lock. Its id alone is no proof: a notebook lives on."""
-    try:
-        with open_file(folder / LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock file, or a file system without locks
-        return False
+    with suppress(OSError):  # no lock file, or a file system without locks
+        try:
+            with open_file(folder / LOCK) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    with suppress(OSError), folder_lock(folder, shared=True) as is_free:  # which stays when the file is deleted
+        return not is_free
     return False
 
 

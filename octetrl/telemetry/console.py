@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal, TextIO
+from typing import Literal, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -27,6 +27,7 @@ from rich.text import Text
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.text import escaped, printable
 from octetrl.telemetry.glossary import own_metrics
+from octetrl.telemetry.lost_terminal import Screen
 from octetrl.telemetry.metrics import BETWEEN_STEPS
 from octetrl.telemetry.progress import Phase, StepTimes, bar_line, heartbeat
 from octetrl.telemetry.step_line import (
@@ -82,8 +83,9 @@ class Console:
         *,
         mismatch_limit: float = MISMATCH_LIMIT,
     ) -> None:
-        self._out = RichConsole(file=out, highlight=False, soft_wrap=True)
-        self._err = RichConsole(file=err, stderr=err is None, highlight=False, soft_wrap=True)
+        screens = cast(TextIO, Screen("stdout")), cast(TextIO, Screen("stderr"))
+        self._out = RichConsole(file=out or screens[0], highlight=False, soft_wrap=True)
+        self._err = RichConsole(file=err or screens[1], highlight=False, soft_wrap=True)
         self._is_live = mode == "auto" and self._out.is_terminal and not self._out.is_dumb_terminal
         self._is_ascii = not self._out.encoding.lower().startswith("utf")
         self._quiet = mode == "quiet"

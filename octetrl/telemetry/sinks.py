@@ -18,13 +18,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octetrl.config.errors import UserError
-from octetrl.config.text import escaped
+from octetrl.config.text import counted, escaped
 from octetrl.telemetry.rollouts import not_written
 from octetrl.telemetry.step_lines import WARNINGS, StepLines
 
@@ -64,7 +67,16 @@ class MetricsFile:
             raise not_written(self.path, error) from error
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a line that could not be written, of which `write` told
+            self._file.close()
+
+
+def complete_line(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Add the line of a checkpoint's step where it is missing because the disk was full when it was to be written."""
+    if metrics and path.exists() and last_step(path) == step - 1:
+        file = MetricsFile(path, step - 1)
+        file.write(step, metrics)
+        file.close()
 
 
 def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
@@ -176,20 +188,38 @@ class Wandb:
 
 
 class Sinks:
-    """All sinks of a run, written and closed together. Use it as a context manager."""
+    """All sinks of a run, written and closed together. Use it as a context manager.
 
-    def __init__(self, warnings: StepLines, *sinks: Sink) -> None:
-        self._warnings, self._sinks = warnings, sinks
+    `metrics.jsonl` is the run's record: without it the run ends. Other sinks that fail are a warning, the first time
+    and at the end with their number. warn: shows one."""
+
+    def __init__(self, warnings: StepLines, *sinks: Sink, warn: Callable[[str], None] = print) -> None:
+        self._warnings, self._sinks, self._warn = warnings, sinks, warn
+        self._failures: Counter[str] = Counter()  # by the sink's name
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises UserError if `metrics.jsonl` can't be written."""
         for sink in self._sinks:
-            sink.write(step, metrics)
+            if isinstance(sink, MetricsFile):
+                sink.write(step, metrics)
+            else:
+                self._try(sink, partial(sink.write, step, metrics))
 
     def write_text(self, step: int, name: str, markdown: str) -> None:
         """Only TensorBoard shows texts."""
         for sink in self._sinks:
             if isinstance(sink, TensorBoard) and markdown:
-                sink.write_text(step, name, markdown)
+                self._try(sink, partial(sink.write_text, step, name, markdown))
+
+    def _try(self, sink: Sink, call: Callable[[], None]) -> None:
+        name = type(sink).__name__
+        try:
+            call()
+        except Exception as error:  # a library's, of a disk or a network
+            if not self._failures[name]:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                self._warn(f"{name} can't be written ({reason}); the run goes on without, and tries again each step")
+            self._failures[name] += 1
 
     def write_warnings(self, step: int, texts: Iterable[str]) -> None:
         """What the console warned of until the end of this step, for the report."""
@@ -198,7 +228,9 @@ class Sinks:
 
     def close(self) -> None:
         for sink in self._sinks:
-            sink.close()
+            self._try(sink, sink.close)
+        for name, count in self._failures.items():
+            self._warn(f"{name}: {counted(count, 'write')} failed; metrics.jsonl has all steps")
 
     def __enter__(self) -> Sinks:
         return self
@@ -220,7 +252,13 @@ def _has_wandb() -> bool:
     return sys.modules["wandb"] is not None if "wandb" in sys.modules else find_spec("wandb") is not None
 
 
-def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], resumed_step: int = 0) -> Sinks:
+def open_sinks(
+    folder: Path,
+    config: LoggingConfig,
+    recipe: Mapping[str, Any],
+    resumed_step: int = 0,
+    warn: Callable[[str], None] = print,
+) -> Sinks:
     """Open the sinks that `logging` asks for, in the run's folder. `recipe` is the resolved recipe as a dict.
 
     Raises UserError before anything is written if wandb is needed and not installed; `refuse_early` says it before."""
@@ -231,4 +269,4 @@ def open_sinks(folder: Path, config: LoggingConfig, recipe: Mapping[str, Any], r
     sinks: list[Sink] = [MetricsFile(folder / METRICS_FILE, resumed_step)]
     if config.tensorboard:
         sinks.append(TensorBoard(folder, resumed_step, recipe))
-    return Sinks(StepLines(folder / WARNINGS, resumed_step), *sinks, *([wandb] if wandb else []))
+    return Sinks(StepLines(folder / WARNINGS, resumed_step), *sinks, *([wandb] if wandb else []), warn=warn)

@@ -17,6 +17,8 @@ FILES = {
     "top_47/deep.py": "from .inner import rewards\nfrom .... import beyond\n",
     "top_47/unused.py": "",
     "beside_47.py": "this is no Python\n",
+    "space_47/of/rewards.py": "import beside_47, space_47.of.more\n",  # folders without __init__.py
+    "space_47/of/more.py": "",
 }
 
 
@@ -34,6 +36,7 @@ def test_a_module_is_its_file_and_what_it_imports_from_its_package_and_beside_it
     written(tmp_path / folder, monkeypatch)
     of_package = {"top_47", "top_47.shared_47", "top_47.inner", "top_47.inner.rewards", "top_47.deep"}
     assert source_files("top_47.inner.rewards").keys() == of_package | beside
+    assert source_files("space_47.of.rewards").keys() == {"space_47.of.rewards", "space_47.of.more"} | beside
 
 
 @pytest.mark.parametrize("module", ["math", "json", "no_such_module_47", "octetrl.records", ""])

@@ -80,22 +80,23 @@ def test_a_background_job_that_ignores_ctrl_c_still_ignores_it() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_sigterm_waits_for_the_step_and_a_forked_process_dies_of_it() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT])
+def test_sigterm_waits_for_the_step_and_a_forked_process_dies_of_it(number: signal.Signals) -> None:
     """Schedulers send it before they take a machine back."""
     console, err = quiet_console()
     with StopRequest(console) as stop:
         child = os.fork()
         if child == 0:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        signal.raise_signal(signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
+        signal.raise_signal(number)
         assert stop.asked and isinstance(stop.error, Terminated) and stop.error.code == 143
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert "stopping after this step; SIGTERM: send it again to stop at once" in err.getvalue()
+    assert signal.getsignal(number) is signal.SIG_DFL
+    assert f"stopping after this step; {number.name}: send it again to stop at once" in err.getvalue()
     with pytest.raises(Terminated), StopRequest(console):
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+        signal.raise_signal(number)
 
 
 def test_sigterm_stays_sigterm_where_a_library_makes_another_exit_of_it() -> None:

@@ -1,0 +1,90 @@
+"""A run that loses the file of its metrics, its curves, its lock or its terminal loses no finished step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from octetrl.cli.main import run_command
+from octetrl.config.errors import UserError
+from octetrl.run.output_folder import OutputFolder
+from octetrl.run.run_files import LOCK, is_held
+from octetrl.telemetry.sinks import MetricsFile, TensorBoard
+from octetrl.trainer import checkpoint
+from tests.e2e.tiny_run import read_lines, recipe_tree, tiny_recipe
+
+
+def recipe_file(model: Path, folder: Path, changes: dict[str, Any]) -> str:
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe_tree(model, folder / "run", changes)))
+    return str(folder / "r.yaml")
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_step_whose_metrics_cannot_be_written_is_saved_and_resumed(
+    every: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, write = recipe_file(model, tmp_path, {"checkpoint.every": every}), MetricsFile.write
+    run = tmp_path / "run"
+
+    def fails_at_2(self: MetricsFile, step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            self._file = open("/dev/full", "ab")  # noqa: SIM115
+        write(self, step, metrics)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsFile, "write", fails_at_2)
+        assert run_command(["train", recipe]) == 2
+    assert "no space left to write" in capsys.readouterr().err.splitlines()[-1]
+    last = checkpoint.latest(run / "checkpoints")
+    assert last is not None and checkpoint.step_of(last) == 2 and len(read_lines(run / "metrics.jsonl")) == 1
+    assert run_command(["train", recipe, "--resume"]) == 0
+    assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_curves_that_cannot_be_drawn_are_a_warning(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: TensorBoard, step: int, metrics: dict[str, float]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorBoard, "write", fails)
+    assert run_command(["train", recipe_file(model, tmp_path, {"logging.tensorboard": True})]) == 0
+    first, last = capsys.readouterr().err.splitlines()
+    assert "TensorBoard" in first and "3 writes failed" in last
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert [row["step"] for row in read_lines(tmp_path / "run" / "warnings.jsonl")] == [1]
+
+
+def test_a_lock_that_was_deleted_still_holds(model: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(model, tmp_path / "run")
+    with OutputFolder(recipe, resume=False) as folder:
+        folder.keep()
+        (tmp_path / "run" / LOCK).unlink()
+        assert is_held(tmp_path / "run")
+        for resume in (True, False):
+            with pytest.raises(UserError, match="in use by a live run"):
+                OutputFolder(recipe, resume=resume)
+    assert not is_held(tmp_path / "run")
+    with OutputFolder(recipe, resume=True):
+        assert is_held(tmp_path / "run")
+
+
+def test_a_lost_terminal_is_no_reason_to_stop(model: Path, tmp_path: Path) -> None:
+    """Nobody reads the output after the run's first line, and SIGHUP says that the terminal is gone."""
+    changes = {"logging.console": "plain", "steps": 30}
+    command = [sys.executable, "-m", "octetrl", "train", recipe_file(model, tmp_path, changes)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ))
+    assert process.stdout is not None and any(line.startswith(b"grpo: ") for line in process.stdout)
+    process.send_signal(signal.SIGHUP)
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 30
+    said = (tmp_path / "run" / "console.log").read_text()
+    assert "step 30/30" in said and "Traceback" not in said
