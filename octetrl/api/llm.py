@@ -16,7 +16,7 @@ from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Precision
 from octetrl.config.text import TextTooLong
 from octetrl.records import Completion, FinishReason, GenerationRequest
-from octetrl.rollout.converse import seed_of
+from octetrl.rollout.converse import seed_in_call
 from octetrl.run.standing_model import load_standing_model
 
 Prompt = str | Sequence[int]
@@ -114,7 +114,7 @@ class LLM:
                 self._token_ids(place, prompt, sampling.max_tokens),
                 sampling.for_engine(),
                 num_siblings=sampling.n,
-                seed=seed_of(sampling.seed, place),
+                seed=seed_in_call(sampling.seed, place),
             )
             for place, prompt in enumerate(listed)
         ]

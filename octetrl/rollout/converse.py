@@ -77,6 +77,12 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(digest[:8]) >> 1
 
 
+def seed_in_call(seed: int, place: int) -> int:
+    """The seed of the prompt at `place` of a call with `seed`. The first has the call's own, so that an answer can be
+    asked for alone, also from a server behind a backend; the others have hashes."""
+    return seed_of(seed, place) if place else seed
+
+
 def converse(
     dialogue: Dialogue,
     task: Task,

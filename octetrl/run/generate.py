@@ -17,7 +17,7 @@ from octetrl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.converse import seed_of
+from octetrl.rollout.converse import seed_in_call
 from octetrl.run.device import resolve_device
 from octetrl.run.model_source import precision_of
 from octetrl.run.resume import read_model, refuse_pruned, trained_model
@@ -71,7 +71,7 @@ def generate_text(
     workers, token_lists = read_model(model, load)
     counts = [n] * len(token_lists) if isinstance(n, int) else n
     requests = [
-        GenerationRequest(f"prompt {index}", tokens, sampling, num_siblings=siblings, seed=seed_of(seed, index))
+        GenerationRequest(f"prompt {index}", tokens, sampling, num_siblings=siblings, seed=seed_in_call(seed, index))
         for index, (tokens, siblings) in enumerate(zip(token_lists, counts, strict=True))
     ]
     with closing(workers), console.phase("generate"):

@@ -15,7 +15,7 @@ from octetrl.backends.openai.text import CharacterTokenizer
 from octetrl.config.openai import OpenaiConfig
 from octetrl.records import Completion, GenerationProgress, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.converse import seed_of
+from octetrl.rollout.converse import seed_in_call
 from octetrl.telemetry.console import Console
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -44,7 +44,7 @@ def generate_by_server(
         with backend.session(on_progress) as session:
             for place, (prompt, siblings) in enumerate(zip(prompts, n, strict=True)):
                 tokens = chat.tokens_of(prompt, plain=plain)
-                request = GenerationRequest(f"prompt {place}", tokens, sampling, siblings, seed_of(seed, place))
+                request = GenerationRequest(f"prompt {place}", tokens, sampling, siblings, seed_in_call(seed, place))
                 session.accept(session.checked(request))
             for place, siblings in enumerate(n):
                 while len(found[place]) < siblings:

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from octetrl.engine.stopping import TextDecoder, TextStream
 from octetrl.records import GenerationRequest, SessionEvent
-from octetrl.rollout.converse import seed_of
+from octetrl.rollout.converse import seed_in_call
 from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Usage, event
 from octetrl.server.choices import Choice, ChoicePiece
 from octetrl.server.errors import ApiError
@@ -181,7 +181,7 @@ def _call(form: Form, asked: GenerationBody, served: Served, limit: int | None) 
     for place, tokens in enumerate(form.prompts):
         room = served.prompts.room(tokens)
         sampling = asked.sampling(max(1, room if limit is None else min(limit, room)), grammar)
-        name, prompt_seed = f"{form.id}/{place}", seed_of(seed, place)
+        name, prompt_seed = f"{form.id}/{place}", seed_in_call(seed, place)
         request = GenerationRequest(name, tokens, sampling, num_siblings=asked.n, seed=prompt_seed)
         requests.append(request)
         for sibling in range(asked.n):

@@ -11,7 +11,6 @@ import pytest
 
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.records import GenerationRequest, SamplingParams
-from octetrl.rollout.converse import seed_of
 from tests.e2e import tiny_run
 from tests.e2e.live_server import CONTEXT_LENGTH, Live, live_server, saying
 from tests.e2e.official_client import openai
@@ -57,7 +56,7 @@ def test_a_chat_answers_with_the_engines_own_tokens(live: Live, model: Path) -> 
     prompt = tuple(body["prompt_token_ids"])
     tokenizer = load_tokenizer(model)
     assert tokenizer.decode(prompt) == "<|user|>1 + 2 =<|assistant|>"
-    request = GenerationRequest("alone", prompt, SamplingParams(20, temperature=0.8), 3, seed_of(7, 0))
+    request = GenerationRequest("alone", prompt, SamplingParams(20, temperature=0.8), num_siblings=3, seed=7)
     live.until_idle()
     (expected,) = alone(model, [request])
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
