@@ -78,7 +78,7 @@ def rows(reports: dict[str, EvalReport]) -> dict[str, list[str]]:
 
 def test_a_report_shows_accuracy_and_every_status() -> None:
     cells = rows({"runs/x": report(1.0, 0.0, 1.0, None)})
-    assert cells["accuracy"] == ["0.6667 [0.138, 0.931]"]
+    assert cells["accuracy"] == ["0.6667 [0.017, 0.992]"]
     assert cells["pass@2"] == ["1.0000 [0.207, 1.000]"]
     assert (cells["scored"], cells["reward_error"], cells["tokens/s"]) == (["3"], ["1"], ["1,234"])
     assert (cells["mean length"], cells["truncated"]) == (["2"], ["0 (0.0%)"])
@@ -103,11 +103,11 @@ def test_reports_stand_side_by_side_with_their_difference() -> None:
     cells = rows({"runs/a": report(1.0, 0.0), "runs/b[bold]": report(1.0, 1.0, length=4), "c": report(0.0, 1.0)})
     assert cells["a"] == ["b[bold]", "less the first", "c", "less the first"]
     assert cells["accuracy"] == [
-        "0.5000 [0.103, 0.897]",
+        "0.5000 [0.012, 0.988]",
         "1.0000 [0.207, 1.000]",
-        "+0.5000 [-0.690, +0.897]",
-        "0.5000 [0.103, 0.897]",
-        "+0.0000 [-0.793, +0.793]",
+        "+0.5000 [-0.963, +0.988]",
+        "0.5000 [0.012, 0.988]",
+        "+0.0000 [-0.924, +0.924]",
     ]
     assert cells["mean length"] == ["2", "4", "2"]
     named_alike = {"runs/a": report(1.0), "old/a/": report(1.0), "/": report(1.0), "http://host/b": report(1.0)}

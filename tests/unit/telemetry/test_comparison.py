@@ -31,7 +31,7 @@ def test_rewards_of_the_same_tasks_are_compared() -> None:
     assert "reward, step by step, two − one: +0.25, the same in all 6 pairs" in lines, "no interval of width 0"
     two.rows[-1]["reward/mean"] = 1.5
     (varied,) = (line for line in terminal_report([one, two]) if line.startswith("reward, step by step"))
-    assert ", 95% interval +0.25 to +" in varied
+    assert ", 95% interval +0.2689 to +0.605" in varied, "Wilson's, of one pair in six"
     assert OF_PAIRS in " ".join(" ".join(lines).split()) and OF_PAIRS in page, "which pairs, in both"
     assert "bootstrap" not in " ".join(terminal_report([one]))
     assert not any(SAYS in line for line in lines) and SAYS not in page
