@@ -2,20 +2,23 @@
 
 Its attributes may be properties and its tasks may have any class, so each access may raise an exception or end the
 process. The checks cover what the run reads later. All tasks of a list are checked. In other sequences only some tasks
-are checked, because tasks may be created on access.
+are checked, because tasks may be created on access. Whatever this code changes for the whole process is put back.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from operator import getitem
 from typing import Any, TypeVar
 
-from octetrl.config.errors import UserError, type_of
+from octetrl.config.errors import Terminated, UserError, type_of
 from octetrl.records import Task
 
 T = TypeVar("T")
@@ -28,8 +31,9 @@ def result_of(action: Callable[[], T], what: str) -> T:
     """Call `action`, which runs the user's code, and return its result. Raises UserError if it raises any exception,
     including SystemExit."""
     try:
-        return action()
-    except UserError:
+        with unchanged_process():
+            return action()
+    except (UserError, Terminated):
         raise
     except SystemExit as error:
         raise UserError(f"environment.dataset: {what} ends its process (sys.exit({error.code}))") from error
@@ -40,6 +44,43 @@ def result_of(action: Callable[[], T], what: str) -> T:
     except Exception as error:  # the user's code may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"environment.dataset: {what} fails ({reason}); fix the environment") from error
+
+
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Put back the working directory, and this thread's default dtype and gradient mode of torch."""
+    folder, before = os.getcwd(), _torch_modes()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        if _torch_modes() != before:
+            torch = sys.modules["torch"]
+            dtype, computes_gradients = before or (torch.float32, True)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(computes_gradients)
+
+
+def _torch_modes() -> tuple[Any, bool] | None:
+    """None before torch is imported."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else (torch.get_default_dtype(), torch.is_grad_enabled())
+
+
+class ForeignTasks(Sequence[Task]):
+    """Tasks of the user's environment, whose code runs at each access. `path`: the environment's name in the recipe."""
+
+    def __init__(self, tasks: Sequence[Task], path: str) -> None:
+        self._tasks, self._path = tasks, path
+
+    def __len__(self) -> int:
+        return result_of(lambda: len(self._tasks), f"'{self._path}': len(tasks)")
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, place: Any) -> Any:
+        return result_of(partial(getitem, self._tasks, place), f"'{self._path}': tasks[{place}]")
 
 
 def _may_be_ctrl_c(error: KeyboardInterrupt) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from octetrl.config.errors import UserError, nearest
 from octetrl.environments.base import Environment
-from octetrl.environments.foreign import OPTIONAL, check_tasks, result_of
+from octetrl.environments.foreign import OPTIONAL, check_tasks, result_of, unchanged_process
 from octetrl.environments.given import refuse_given
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.score_signature import check_call_with_conversation, check_signature
@@ -35,7 +35,8 @@ def load_object(field: str, path: str, seconds: float = LOAD_SECONDS) -> Any:
     if module_name not in sys.modules:
         _try_import(field, path, seconds)
     try:
-        return import_object(field, path)
+        with unchanged_process():
+            return import_object(field, path)
     except SystemExit as error:
         raise UserError(
             f"{field}: module '{module_name}' ends its process when imported (sys.exit({error.code}))"

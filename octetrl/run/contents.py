@@ -43,6 +43,7 @@ def contents_of(
         section = section_name(name)
         found[f"{section}.dataset"] = _tasks(config, environments[name], given)
         found[f"{section}.reward"] = {} if config.reward is None else _source(config.reward, given)
+        found[f"{section}.corpus"] = {} if config.corpus is None else {"files": _files_digest(Path(config.corpus))}
         found[f"{section}.tools"] = {file: one for tool in config.tools for file, one in _source(tool, given).items()}
     for name, digest in ({} if data is None else data.digests).items():
         found[f"data.sources.{name}" if recipe.data.sources else "algorithm.conversations"] = {"rows": digest}
@@ -144,6 +145,15 @@ def _imported(module: str, path: Path) -> Iterator[str]:
             with suppress(ImportError):  # beyond the top package
                 base = resolve_name(relative, package) if package else relative.lstrip(".")
                 yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+
+
+def _files_digest(path: Path) -> str:
+    """Of a file, or of all files in a folder and below it, with their names."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            digest.update(to_utf8(str(file.relative_to(path))) + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _type_name(value: object) -> str:

@@ -13,6 +13,7 @@ from octetrl.config.several_environments import errors_named
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
 from octetrl.environments.code.scorer import code_environment
+from octetrl.environments.foreign import ForeignTasks, unchanged_process
 from octetrl.environments.games import game_environment
 from octetrl.environments.given import Given
 from octetrl.environments.jsonl import ExactScorer
@@ -32,6 +33,7 @@ NOTHING_GIVEN: Given = MappingProxyType({})
 Environments = Mapping[str, Environment]  # by name; a single one has the empty name
 
 
+@unchanged_process()
 def build_environment(config: EnvironmentConfig, given: Given = NOTHING_GIVEN) -> Environment:
     """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer.
 
@@ -88,6 +90,7 @@ def _environment_of_kind(config: EnvironmentConfig, dataset: str) -> Environment
     return made
 
 
+@unchanged_process()
 def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:
     """The training tasks in their order, and the held-out ones, of `eval_split` if the recipe names one."""
     if config.dataset is None:
@@ -98,7 +101,10 @@ def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskse
         eval_tasks = [replace(task, id=f"{config.eval_split}/{task.id}") for task in read]  # rows count from 1 in each
         if config.kind == "code":
             eval_tasks = list(code_environment(eval_tasks, config).tasks)
-    return Taskset(environment.tasks, eval_size=config.eval_size, seed=config.seed, eval_tasks=eval_tasks)
+    tasks = environment.tasks
+    if config.kind == "python" and not isinstance(tasks, list | tuple):
+        tasks = ForeignTasks(tasks, config.dataset)
+    return Taskset(tasks, eval_size=config.eval_size, seed=config.seed, eval_tasks=eval_tasks)
 
 
 def _math_scorer(config: EnvironmentConfig) -> MathScorer:

@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from octetrl.config.errors import UserError
+from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.errors import Terminated, UserError
 from octetrl.environments.base import Taskset
 from octetrl.environments.foreign import result_of
 from octetrl.environments.python_object import load_environment, load_object
 from octetrl.environments.scoring import RewardWorkers
+from octetrl.run.environment import build_environment, build_taskset
 
 
 def test_the_example_environment_is_found_and_scores_in_a_worker() -> None:
@@ -113,6 +116,51 @@ def test_tasks_that_no_run_can_draw_from(body: str, said: str, tmp_path: Path, m
     with pytest.raises(UserError) as refusal:
         load_environment("wrong_tasks:E")
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+HOSTILE = """
+import os, torch
+from octetrl.records import Task
+def act():
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.chdir("/")
+act()
+class Tasks:
+    def __len__(self): return 8
+    def __getitem__(self, place):
+        act()
+        if drawn is not None and place != drawn: raise ValueError("no such task")
+        return Task(str(place), f"p{place}")
+class E:
+    def __init__(self): act()
+    tasks = property(lambda self: act() or Tasks())
+    def score(self, task, text): return 0.0
+drawn = None
+"""
+
+
+def test_what_an_environment_changes_for_the_whole_process_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile_tasks.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = EnvironmentConfig(kind="python", dataset="hostile_tasks:E", eval_size=2)
+    taskset = build_taskset(build_environment(config), config)
+    assert len({task.id for task in (*taskset.next_batch(6), *taskset.held_out())}) == 8
+    sys.modules["hostile_tasks"].drawn = 99  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"'hostile_tasks:E': tasks\[\d\] fails \(ValueError: no such task\)"):
+        taskset.next_batch(1)
+    assert Path.cwd() == tmp_path and torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+def test_a_signal_that_ends_the_run_is_no_fault_of_the_environment() -> None:
+    def stop() -> None:
+        raise Terminated
+
+    with pytest.raises(Terminated):
+        result_of(stop, "making it")
 
 
 def test_an_environments_own_keyboard_interrupt_is_no_ctrl_c() -> None:

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from octetrl.config.load import recipe_from_mapping
+from octetrl.environments.base import TaskEnvironment
+from octetrl.environments.jsonl import ExactScorer
 from octetrl.records import Task
-from octetrl.run.contents import changed_contents, rows_digest, source_files
+from octetrl.run.allowed_changes import CONTENT
+from octetrl.run.contents import Contents, changed_contents, contents_of, rows_digest, source_files
 
 FILES = {
     "top_47/__init__.py": "from . import shared_47\n",
@@ -54,6 +58,25 @@ def test_rows_differ_by_any_field_and_by_order() -> None:
     ]
     assert rows_digest(tasks) == rows_digest([tasks[0], Task("2", "a", None, {"x": object()})])
     assert len({rows_digest(tasks), *map(rows_digest, others)}) == 5
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_the_corpus_of_the_search_is_a_content(in_folder: bool, tmp_path: Path) -> None:
+    file = tmp_path / "texts" / "more" / "a.txt"
+    file.parent.mkdir(parents=True)
+    corpus = str(tmp_path / "texts" if in_folder else file)
+    environment = {"dataset": "chain_sum", "tools": ["search"], "corpus": corpus}
+    recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": environment})
+
+    def contents() -> Contents:
+        return contents_of(recipe, {}, None, {"": TaskEnvironment([], ExactScorer())}, None)
+
+    file.write_text("Bern")
+    before = contents()
+    assert contents() == before
+    file.write_text("Basel")
+    assert changed_contents(before, contents()) == {"environment.corpus": ["files"]}
+    assert CONTENT.fullmatch("environment.corpus")
 
 
 def test_what_only_one_side_knows_is_no_change() -> None:

@@ -116,6 +116,12 @@ def test_what_makes_tasks_hard_cancels_in_a_difference() -> None:
     assert difference.high - difference.low < 0.6 * (of_model.high - of_model.low)
 
 
+def test_equal_models_differ_as_little_in_reward_as_in_accuracy() -> None:
+    model = EvalReport([group(f"t{n}", (float(n < 10), None)) for n in range(16)], Scoring())
+    found = differences(model, model)
+    assert found["reward_mean"] == found["accuracy"] and -found["accuracy"].low == found["accuracy"].high > 0.1
+
+
 def test_json_has_every_tasks_outcome() -> None:
     content = json.loads(json.dumps(REPORT.as_json(), allow_nan=False))
     assert [task["right"] for task in content["by_task"]] == [2, 1, 0]
