@@ -17,7 +17,7 @@ from octetrl.config.errors import UserError, dangling
 from octetrl.config.json_file import read_json
 from octetrl.config.schema import Recipe
 from octetrl.config.spec import MOST_LAYERS
-from octetrl.data.limited import taken_too_much
+from octetrl.data.trial import find_excess
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import Family, family_of
 
@@ -101,7 +101,7 @@ def check_template(tokenizer: Tokenizer) -> None:
     """Refuse a chat template that fails, does not end, or leaves out the user's message. Raises UserError."""
     if tokenizer.chat_template is None:
         return
-    if too_much := taken_too_much(lambda: _render_all(tokenizer)):
+    if too_much := find_excess(lambda: _render_all(tokenizer)):
         raise UserError(
             f"tokenizer: its chat template takes more than {too_much} for a conversation of a few words; {_CORRECT}"
         )

@@ -9,22 +9,9 @@ import pytest
 from tests.house.tree import python_files, syntax
 
 CHANGES = {  # methods that change what they are called on
-    *("add", "append", "appendleft", "clear", "close", "discard", "extend", "insert", "move_to_end", "pop", "popitem"),
-    *(
-        "popleft",
-        "put",
-        "read",
-        "readline",
-        "recv",
-        "remove",
-        "restore",
-        "send",
-        "setdefault",
-        "take",
-        "update",
-        "write",
-    ),
-}
+    "add", "append", "appendleft", "clear", "close", "discard", "extend", "insert", "move_to_end", "pop", "popitem",
+    "popleft", "put", "read", "readline", "recv", "remove", "restore", "send", "setdefault", "take", "update", "write",
+}  # fmt: skip
 FUNCTIONS = {"next", "setattr", "delattr", "print", "exec", "eval"}
 
 

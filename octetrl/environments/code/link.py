@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from octetrl.environments.code.nodes import Nodes
-from octetrl.environments.code.remote import Built, Function, Origin, Record, Remote, origin_of
+from octetrl.environments.code.remote import BuiltObject, Function, Origin, Record, Remote, origin_of
 from octetrl.environments.code.wire import KEPT, LONGEST_LINE, RUN, Malformed, pack_global
 
 _LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
@@ -72,7 +72,7 @@ class Link:
         if "missing" in answer or "module" in answer:
             raise KeyError(name)
         value = self._unpacked(answer.get("value"), is_built=is_class)
-        if isinstance(value, Built):
+        if isinstance(value, BuiltObject):
             origin_of(value).is_class = True
         self._has_answered |= not isinstance(value, Remote)
         return value
@@ -205,7 +205,7 @@ class Link:
             raise Malformed
         if (number, is_built) not in self._stand_ins:
             origin = Origin(self, number, class_name[:100])
-            self._stand_ins[number, is_built] = Built(origin) if is_built else self._made(kind, origin, given[2:])
+            self._stand_ins[number, is_built] = BuiltObject(origin) if is_built else self._made(kind, origin, given[2:])
         return self._stand_ins[number, is_built]
 
     def _made(self, kind: str, origin: Origin, rest: list[Any]) -> Any:

@@ -1,6 +1,6 @@
 """Stand-ins for objects that stay with the contestant (the model's code). The judge creates them; its tests use them.
 
-    Built        an object that the tests built themselves by calling a class of the code, or such a class. Its class is
+    BuiltObject  an object that the tests built themselves by calling a class of the code, or such a class. Its class is
                  under test: it has methods, items, length, order, operators
     Remote       any other object of the code's, above all what a call returned. A test may take it for plain data, so
                  it answers nothing that plain data answers: no such method, no item, no length, no order. Comparing it
@@ -119,13 +119,13 @@ class Remote:
         """Whether both are one object, or have the same fields. The code's `__eq__` is called only between two objects
         that the tests built themselves."""
         if not isinstance(other, Remote):
-            if other is None or isinstance(self, Built):
+            if other is None or isinstance(self, BuiltObject):
                 return False
             raise TypeError(f"the code's {origin_of(self).class_name} object is compared with plain data")
         if same(self, other):
             return True
         link = origin_of(self).link
-        if isinstance(self, Built) and isinstance(other, Built):
+        if isinstance(self, BuiltObject) and isinstance(other, BuiltObject):
             return link.ask("eq", self, other) is True
         mine = link.fields(self)
         return _has_fields(mine) and bool(mine == link.fields(other))
@@ -152,7 +152,7 @@ class Function(Remote):
         return _ask(self, "call", list(args), kwargs)
 
 
-class Built(Function):
+class BuiltObject(Function):
     """An object that the tests built, or the class that they call for it."""
 
     __slots__ = ()
@@ -189,7 +189,7 @@ class Built(Function):
 def _operator(name: str, *, is_reflected: bool) -> Callable[[Any, Any], Any]:
     """Between an object and plain data the result must be an object: `Area(3) - 28.3` would be near any number."""
 
-    def applied(self: Built, other: Any) -> Any:
+    def applied(self: BuiltObject, other: Any) -> Any:
         left, right = (other, self) if is_reflected else (self, other)
         result = origin_of(self).link.ask(name, left, right)
         if not isinstance(other, Remote) and not isinstance(result, Remote):
@@ -200,19 +200,19 @@ def _operator(name: str, *, is_reflected: bool) -> Callable[[Any, Any], Any]:
 
 
 def _order(name: str) -> Callable[[Any, Any], Any]:
-    def applied(self: Built, other: Any) -> Any:
+    def applied(self: BuiltObject, other: Any) -> Any:
         return _ask(self, name, other) is True if isinstance(other, Remote) else NotImplemented
 
     return applied
 
 
 for _name in _BINARY:
-    setattr(Built, f"__{_name}__", _operator(_name, is_reflected=False))
-    setattr(Built, f"__r{_name}__", _operator(_name, is_reflected=True))
+    setattr(BuiltObject, f"__{_name}__", _operator(_name, is_reflected=False))
+    setattr(BuiltObject, f"__r{_name}__", _operator(_name, is_reflected=True))
 for _name in _ORDERS:
-    setattr(Built, f"__{_name}__", _order(_name))
+    setattr(BuiltObject, f"__{_name}__", _order(_name))
 for _name in _UNARY:
-    setattr(Built, f"__{_name}__", lambda self, _name=_name: _ask(self, _name))
+    setattr(BuiltObject, f"__{_name}__", lambda self, _name=_name: _ask(self, _name))
 
 
 def same(one: object, other: object) -> bool:
@@ -236,7 +236,7 @@ def _attribute(owner: Remote | Record, name: str) -> Any:
     if name.startswith("__") and name not in _SPECIAL_DATA:  # such as numpy's, which takes addresses
         raise AttributeError(f"'{origin.class_name}' object has no attribute '{name}'")
     value = origin.link.ask("get", owner, name)
-    is_of_data = name in PLAIN_NAMES - CHANGES and not isinstance(owner, Built)
+    is_of_data = name in PLAIN_NAMES - CHANGES and not isinstance(owner, BuiltObject)
     if is_of_data and isinstance(value, Remote | types.GeneratorType):
         raise AttributeError(f"'{origin.class_name}' object is no plain data, which alone may have '{name}' here")
     return value

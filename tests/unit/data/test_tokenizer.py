@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.errors import UserError
-from octetrl.data import limited
+from octetrl.data import trial
 from octetrl.data.tokenizer import check_tokenizer_files, load_tokenizer, save_tokenizer_files
 from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
 
@@ -114,7 +114,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 def test_a_chat_template_that_does_not_end(
     folder: Path, template: str, too_much: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limited, "SECONDS", 1)
+    monkeypatch.setattr(trial, "SECONDS", 1)
     (folder / "chat_template.jinja").write_text(template)
     assert too_much in refusal(folder)
 

@@ -129,7 +129,7 @@ BYTES = st.integers(FIRST_BYTE, FIRST_BYTE + 255) | st.sampled_from(
 FALLBACK = st.lists(st.integers(0, SIZE - 1) | BYTES, max_size=30)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(FALLBACK)
 def test_with_byte_fallback_the_stream_is_a_beginning_of_the_whole_text(tokens: list[int]) -> None:
     decode = decoder_of(byte_fallback())
@@ -141,7 +141,7 @@ def test_with_byte_fallback_the_stream_is_a_beginning_of_the_whole_text(tokens: 
     assert stream.finish() == whole
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(FALLBACK, st.lists(st.text("ab \n#é中.", min_size=1, max_size=3), min_size=1, max_size=2))
 def test_with_byte_fallback_a_completion_ends_with_the_first_token_that_completes_a_stop_string(
     tokens: list[int], stops: list[str]

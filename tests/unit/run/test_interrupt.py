@@ -20,11 +20,12 @@ from tests.e2e.tiny_run import tiny_recipe
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_is_heard() -> Iterator[None]:
-    """A shell starts its background jobs with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_are_heard() -> Iterator[None]:
+    """A shell starts its background jobs with SIGINT and SIGQUIT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip((signal.SIGINT, signal.SIGQUIT), before, strict=True):
+        signal.signal(number, handler)
 
 
 def quiet_console() -> tuple[Console, io.StringIO]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -28,11 +31,16 @@ def test_byte_fallback_has_bytes_and_keeps_the_space_of_a_word() -> None:
     assert spell((id_of("▁the"),)) == "the"
 
 
+@cache
+def bytes_and_merges() -> Any:
+    return train_tokenizer(["grüße 你好 1 + 1"], vocab_size=300)
+
+
 @settings(max_examples=100)
 @given(st.text())
 @example("中\x00\u00ad 🦊")
 def test_joined_bytes_are_the_text(text: str) -> None:
-    tokenizer = train_tokenizer(["grüße 你好 1 + 1"], vocab_size=300)
+    tokenizer = bytes_and_merges()
     spell = Speller(tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert bytes(byte for token in tokens for byte in spell.bytes_of(token)).decode() == text

@@ -18,7 +18,7 @@ _FULL = 3  # exit code
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
-def taken_too_much(call: Callable[[], object]) -> str | None:
+def find_excess(call: Callable[[], object]) -> str | None:
     """What `call` takes too much of. None: it ends, with or without an error, or could not be tried.
 
     The call may use no threads and no GPU: the copy has neither."""
