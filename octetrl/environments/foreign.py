@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from operator import getitem
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from octetrl.config.errors import Terminated, UserError, type_of
 from octetrl.records import Task
@@ -46,25 +46,36 @@ def result_of(action: Callable[[], T], what: str) -> T:
         raise UserError(f"environment.dataset: {what} fails ({reason}); fix the environment") from error
 
 
+class ProcessState(NamedTuple):
+    """What the user's code may change for the whole process. dtype: torch's default, None before its import."""
+
+    folder: str
+    dtype: Any
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        torch = sys.modules.get("torch")
+        return cls(os.getcwd(), torch and torch.get_default_dtype())
+
+    def put_back(self) -> None:
+        if (found := self.now()) != self:
+            os.chdir(self.folder)
+            if found.dtype is not None:
+                torch = sys.modules["torch"]
+                torch.set_default_dtype(self.dtype or torch.float32)
+
+
 @contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Put back the working directory, and this thread's default dtype and gradient mode of torch."""
-    folder, before = os.getcwd(), _torch_modes()
+    """Put back what was changed for the whole process, and whether this thread computes gradients."""
+    before, torch = ProcessState.now(), sys.modules.get("torch")
+    computes_gradients = torch is None or torch.is_grad_enabled()
     try:
         yield
     finally:
-        os.chdir(folder)
-        if _torch_modes() != before:
-            torch = sys.modules["torch"]
-            dtype, computes_gradients = before or (torch.float32, True)
-            torch.set_default_dtype(dtype)
+        before.put_back()
+        if torch := sys.modules.get("torch"):
             torch.set_grad_enabled(computes_gradients)
-
-
-def _torch_modes() -> tuple[Any, bool] | None:
-    """None before torch is imported."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else (torch.get_default_dtype(), torch.is_grad_enabled())
 
 
 class ForeignTasks(Sequence[Task]):
