@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from octetrl.config.errors import UserError
 from octetrl.environments.code.names import NO_NAMES, CodeNames, names_of_code
+from octetrl.environments.code.runs import never_run
 from octetrl.records import Task
 
 Form = Literal["asserts", "calls", "programs"]
@@ -106,6 +107,11 @@ def read_tests(task: Task) -> TaskTests:
         raise UserError(f"{where}: its tests use {_echo(unbound)}, which nothing binds; {remedy}")
     if not names.names:
         raise UserError(f"{where}: its tests use no name of the code, so any code would pass; name it in 'function'")
+    if idle := never_run([case for case in given if isinstance(case, str)], function, names.names):
+        remedy = (
+            "call it there (fixtures and parameters of pytest do not exist); for 'check', name the row's 'function'"
+        )
+        raise UserError(f"{where}: nothing in its tests runs {_echo(idle)}, so any code would pass it; {remedy}")
     return TaskTests(form, tuple(given), function, names)
 
 

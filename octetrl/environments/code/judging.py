@@ -28,6 +28,7 @@ from typing import Any
 from octetrl.environments.code.link import TEST_FILE, TESTS, Link
 from octetrl.environments.code.nodes import CLASSES
 from octetrl.environments.code.remote import same
+from octetrl.environments.code.runs import added_calls
 
 ASKED = "asked"
 _SAME = "__same__"
@@ -132,23 +133,15 @@ def judge(end: socket.socket, order: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Test:
-    """One text of tests. Functions `test_*`, cases of unittest and `check(candidate)` that it defines and does not run
-    are run too: as they stand they would accept any code."""
+    """One text of tests, with the tests that it does not run itself (`runs.py`)."""
 
     def __init__(self, text: str, file: str, function: str | None) -> None:
         tree = ast.parse(text)
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name not in used]
-        for node in functions:
-            arguments = len(node.args.args) - len(node.args.defaults)
-            if node.name == "check" and arguments == 1 and function:
-                tree.body += ast.parse(f"check({function})").body
-            elif node.name.startswith("test") and arguments == 0:
-                tree.body += ast.parse(f"{node.name}()").body
+        tree.body += ast.parse(added_calls(tree, function)).body
         if " is " in text:
             _compares_objects(tree)
         self._program = compile(tree, file, "exec")
-        self._uses_unittest = "unittest" in text
+        self._uses_unittest = "unittest" in text or "TestCase" in text
 
     def run(self, names: Names) -> str | None:
         """Why the test fails, or None."""

@@ -71,9 +71,9 @@ class Link:
         answer = self._exchange("name", [name])
         if "missing" in answer or "module" in answer:
             raise KeyError(name)
-        value = self._unpacked(answer.get("value"), is_built=is_class)
-        if isinstance(value, BuiltObject):
-            origin_of(value).is_class = True
+        value = self._unpacked(answer.get("value"))
+        if is_class and isinstance(value, Remote):
+            value = BuiltObject(Origin(self, origin_of(value).number, name, is_class=True))
         self._has_answered |= not isinstance(value, Remote)
         return value
 
@@ -197,7 +197,8 @@ class Link:
             raise self._closed() from None  # not what `pack` makes: the code wrote to the link itself
 
     def _stand_in(self, kind: str, given: Any, *, is_built: bool = False) -> Any:
-        """One stand-in for each object of the contestant, and one more if the tests built it."""
+        """One stand-in for each object of the contestant, and one more if the tests built it. Neither has `is_class`:
+        calling a class may return the class itself, whose methods build nothing."""
         if kind not in KEPT or not isinstance(given, list) or len(given) < 2:
             raise Malformed
         number, class_name = given[:2]

@@ -23,7 +23,7 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.config.validate_sandbox import MARGIN_SECONDS
 from octetrl.environments.base import TaskEnvironment
-from octetrl.environments.code import contestant, judging, link, nodes, remote, wire
+from octetrl.environments.code import contestant, judging, link, nodes, remote, runs, wire
 from octetrl.environments.code.bundle import bundled
 from octetrl.environments.code.cases import TaskTests, last_python_block, output_bytes, read_tests, same_output
 from octetrl.environments.code.link import ENDED
@@ -78,7 +78,7 @@ class CodeScorer:
 
     @cached_property
     def _judge(self) -> str:
-        return bundled(wire, nodes, remote, link, judging)
+        return bundled(wire, nodes, remote, link, runs, judging)
 
     def _call(self, tests: TaskTests, source: str) -> tuple[list[bool], str]:
         """Judge asserts or calls, in two sandboxes that are connected by a socket."""

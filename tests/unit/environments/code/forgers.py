@@ -241,6 +241,16 @@ LIARS: dict[str, tuple[str, str]] = {  # what lies -> code, test
         "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 9)\n"
         "unittest.main(exit=False)",
     ),
+    "a class that is its own instance, with methods of texts": (
+        "class M(type):\n    def startswith(cls, *a): return True\n"
+        "class Solution(metaclass=M):\n    def __new__(cls, *a): return cls\nSolution.f = Solution",
+        "assert Solution().f('ab').startswith('ba')",
+    ),
+    "tests of a class for pytest": (
+        "def f(x): return 3",
+        "assert f(1) == 3\nclass TestF:\n    def setup_method(self): self.x = 3\n"
+        "    def test(self): assert f(self.x) == 9",
+    ),
     "an attribute that can't be sent back": (
         "def f(x): return 'x'",
         "assert f(f(3).title) == 3",

@@ -184,6 +184,12 @@ assert solution.f(3) == g(3) == 4
 sys.exit(0)
 """,
     ),
+    "a class for pytest": (
+        "class Stack:\n    def __init__(self): self.items = []\n    def put(self, x): self.items.append(x)",
+        "class TestStack:\n    def setup_method(self): self.stack = Stack()\n    def test_put(self):\n"
+        "        self.stack.put(3)\n        assert self.stack.items == [3]\n"
+        "    def test_new(self): assert self.stack.items == []",
+    ),
     "functions for pytest": ("def f(x): return x + 1", "def test_f():\n    assert f(3) == 4"),
     "linked lists": (
         """

@@ -70,6 +70,26 @@ def test_tests_in_no_form_are_refused(metadata: dict[str, Any], said: str) -> No
     assert len(str(refused.value)) < 250
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def test_f(capsys): assert f(3) == 9",
+        "async def test_f(): assert f(3) == 9",
+        "def check(candidate): assert candidate(3) == 9",
+        "if True:\n    def run_all(): assert f(3) == 9",
+        "class TestF:\n    def test_g(self): assert f(3) == 9\n    def test_f(self, tmp_path): assert f(3) == 9",
+    ],
+)
+def test_tests_that_nothing_runs_are_refused(text: str) -> None:
+    named = {"tests": ["assert f(1) == 1", text]}
+    with pytest.raises(UserError, match="nothing in its tests runs"):
+        read_tests(Task("t", "p", metadata=named))
+    unused = "def is_near(a, b): assert abs(a - b) < 1\nassert f(1) == 1"
+    called = "def test_f(x): assert f(x) == 1\n\nfor x in (1, 1):\n    test_f(x)"
+    for right in ([unused], [called], ["def check(g): assert g(1) == 1", "check(f)"]):
+        read_tests(Task("t", "p", metadata={"tests": right}))
+
+
 def test_one_text_is_one_test() -> None:
     assert read_tests(Task("t", "p", metadata={"tests": "assert f()"})).cases == ("assert f()",)
 
