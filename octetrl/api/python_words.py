@@ -11,7 +11,7 @@ from octetrl.config.errors import RunFailed, UserError
 _QUOTED = re.compile(r"(`[^`]*`)")  # a command to type stays as it is
 _ALLOWED = re.compile(r"--allow ([\w.]+)")
 _FORMS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    (r"--(?:allow )([\w.]+)(?=:)", r"allow \1"),
+    (r"--allow ([\w.]+)(?=:)", r"allow \1"),
     (r"--allow [\w.]+(?:=\S+)?(?: --allow [\w.]+(?:=\S+)?)*", lambda found: f"allow={_ALLOWED.findall(found[0])}"),
     (r"--from (\S+?)(?=,? |,?$)", r"model='\1'"),
     (r"--device (\w+)", r"device='\1'"),

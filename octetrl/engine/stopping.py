@@ -40,10 +40,10 @@ class Tokenizer(Protocol):
 
 
 class TextDecoder:
-    """Tokens -> text. `bytes`: the tokens of a byte-fallback vocabulary that stand for one byte."""
+    """Tokens -> text. `byte_tokens`: the tokens of a byte-fallback vocabulary that stand for one byte."""
 
-    def __init__(self, decode: Decode, bytes: frozenset[int] = frozenset()) -> None:
-        self._decode, self.bytes = decode, bytes
+    def __init__(self, decode: Decode, byte_tokens: frozenset[int] = frozenset()) -> None:
+        self._decode, self.byte_tokens = decode, byte_tokens
 
     def __call__(self, token_ids: tuple[int, ...]) -> str:
         return self._decode(token_ids)
@@ -66,7 +66,7 @@ def byte_of(piece: Any) -> int | None:
 
 def memoised(decoder: TextDecoder) -> TextDecoder:
     """Memoises a decoder for the short windows of `TextStream`; whole completions hardly repeat."""
-    return TextDecoder(lru_cache(maxsize=DECODE_CACHE_SIZE)(decoder), decoder.bytes)
+    return TextDecoder(lru_cache(maxsize=DECODE_CACHE_SIZE)(decoder), decoder.byte_tokens)
 
 
 class TextStream:
@@ -101,7 +101,7 @@ class TextStream:
 
     def _ends_run(self, token: int) -> bool:
         """Whether no run of bytes goes on after `token`. Special tokens, which have no text, do not end one."""
-        return not self._decode.bytes or (token not in self._decode.bytes and self._decode((token,)) != "")
+        return not self._decode.byte_tokens or (token not in self._decode.byte_tokens and self._decode((token,)) != "")
 
 
 class StopStrings:

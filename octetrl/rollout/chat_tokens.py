@@ -179,15 +179,8 @@ class ChatTokens:
         if self._tokenizer.chat_template is None:
             return ""
         try:
-            return opened_thoughts(
-                lambda messages, opens: str(
-                    self._tokenizer.apply_chat_template(
-                        [dict(message) for message in messages], tokenize=False, add_generation_prompt=opens
-                    )
-                ),
-                [{"role": "user", "content": "-"}],
-            )
-        except (*TEMPLATE_ERRORS, UserError):  # it takes no given answers, which only rows of messages need
+            return opened_thoughts(Template(self._tokenizer, None).render, [{"role": "user", "content": "-"}])
+        except UserError:  # it takes no given answers, which only rows of messages need
             return ""
 
     def _prompt_text(self, prompt: str) -> tuple[str, bool]:

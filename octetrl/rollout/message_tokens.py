@@ -142,10 +142,7 @@ class Template:
             begin = len(opened)
         elif not (text.startswith(before) and before.endswith(self._opening(messages[:index], opened))):
             return None
-        if end < begin or not (
-            not _left_out(text[begin:end], messages[index])
-            or not _left_out(self._opening(messages[:index], opened) + text[begin:end], messages[index])
-        ):
+        if end < begin or _left_out(self._opening(messages[:index], opened) + text[begin:end], messages[index]):
             return None
         return begin, end + self._turn_end(after)
 
