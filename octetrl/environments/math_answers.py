@@ -1,8 +1,9 @@
 """Scores answers of mathematics by their value: 1/2, 0.5 and \\frac{1}{2} are one answer (docs/environment_tools.md).
 
 The answer is found in the completion (`math_text.py`), read (`math_values.py`, with math-verify below it) and compared
-(`math_equal.py`). A completion without an answer that can be read is wrong and scores 0. A reference that can't be
-read is an error in the data: the file is refused when it is read, and the scorer raises an exception.
+(`math_equal.py`; with sympy in `math_trees.py`). A completion without an answer that can be read is wrong and scores 0.
+A reference that can't be read is an error in the data: the file is refused when it is read, and the scorer raises an
+exception.
 
 A policy may write an answer whose evaluation takes hours or terabytes, such as 9!!!!. It is an answer, and wrong: the
 scorer gives up after `cpu_seconds` of computing or `_MEMORY` bytes. It counts processor time, because a right answer
@@ -18,11 +19,13 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -37,6 +40,7 @@ from octetrl.records import Task
 Result = TypeVar("Result")
 _FORMULAS_PER_PROCESS = 300
 _MEMORY = 2 << 30  # bytes that an answer may take
+_EMPTY_CELLS = ("", "nan", "null", "<na>")
 _OPTION = re.compile(
     r"(?:option|choice|answer)?\s*\(?([A-J]|[a-j])\)?(?:[).:]\s+(?!or\b|and\b|\([A-J]\)|[B-J]\b).*|\s+is\b.*)?",
     re.DOTALL,
@@ -61,36 +65,35 @@ class MathScorer:
         found = final_answer(completion_text, self.answer_marker)
         if found is None or len(found) > LONGEST:
             return 0.0
-        result = self._compared(reference, task.answer, found)
-        if isinstance(result, _GivenUp):
+        try:
+            return float(self._is_right(reference, task.answer, found))
+        except _TooHardError as error:
             _too_hard.append(found)
-            return Explained(0.0, f"the answer is too hard to evaluate ({result.reason})")
-        return float(result)
+            return Explained(0.0, f"the answer is too hard to evaluate ({error})")
 
     def answered(self, task: Task, completion_text: str) -> str | None:
         """The answer: the same text for equal ones, such as 5.4 and 27/5."""
         found = final_answer(completion_text, self.answer_marker)
         if found is None or len(found) > LONGEST or found in _too_hard:
             return None if found is None else found[:LONGEST]
-        result = _bounded(lambda: None if (value := _read(found)) is None else vote(value), self.cpu_seconds)
-        return result if isinstance(result, str) else found
+        try:
+            return _bounded(lambda: found if (value := _read(found)) is None else vote(value), self.cpu_seconds)
+        except _TooHardError:
+            return found
 
-    def _compared(self, reference: Value, written: str, found: str) -> bool | _GivenUp:
+    def _is_right(self, reference: Value, written: str, found: str) -> bool:
         if isinstance(reference, Words) and len(reference.words) == 1 and (option := _OPTION.fullmatch(tidied(found))):
             return option[1].lower() == reference.words
         if tidied(found) == tidied(last_box(written) or written):
             return True
         tolerance = Fraction(self.tolerance).limit_denominator(10**15)
-
-        def is_right() -> bool:
-            value = _read(found)
-            return value is not None and equal(reference, value, tolerance)
-
-        return _bounded(is_right, self.cpu_seconds)
+        return _bounded(
+            lambda: (value := _read(found)) is not None and equal(reference, value, tolerance), self.cpu_seconds
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _read("$\\frac{x}{2}+1$")  # in the reward worker: imports before the first call, whose time is limited
+        vote(read_value("$\\frac{x}{2}+1$") or Words(""))  # in the reward worker: imports before the limited calls
 
 
 def reference_problems(answers: Sequence[str | None]) -> list[str | None]:
@@ -109,12 +112,7 @@ def reference_problems(answers: Sequence[str | None]) -> list[str | None]:
 
 
 def _problem(answer: str | None, unread: Collection[str]) -> str | None:
-    if answer is None or answer.strip().lower() in (
-        "",
-        "nan",
-        "null",
-        "<na>",
-    ):  # also as texts of a table's empty cells
+    if answer is None or answer.strip().lower() in _EMPTY_CELLS:
         return "there is no 'answer' to compare with; give one, or leave the row out"
     if answer not in unread:
         return None
@@ -151,54 +149,48 @@ def _read(found: str) -> Value | None:
     return read_value(found)
 
 
-class _TooMuch(BaseException):
-    """Out of processor time. No `Exception`, because math-verify catches those."""
+class _OutOfTime(BaseException):
+    """No `Exception`, because math-verify catches those."""
 
 
-@dataclass(frozen=True, slots=True)
-class _GivenUp:
-    reason: str
+class _TooHardError(Exception):
+    """An answer whose evaluation was given up, and why."""
 
 
-def _bounded(act: Callable[[], Result], cpu_seconds: float) -> Result | _GivenUp:
-    """The result of `act`, unless it takes `cpu_seconds` of processor time or `_MEMORY` bytes, or sympy raises.
-
-    Time and memory have limits only in a process's main thread, where reward workers score.
-    """
-    has_limits = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGVTALRM, _stop) if has_limits else None
-    memory = _allow() if has_limits else None
+def _bounded(act: Callable[[], Result], cpu_seconds: float) -> Result:
+    """The result of `act`. Raises `_TooHardError` if it takes `cpu_seconds` of processor time or `_MEMORY` bytes, or if
+    sympy raises."""
     try:
-        if has_limits:
-            signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
-        try:
+        with _limits(cpu_seconds):
             return act()
-        finally:
-            if has_limits:
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-    except _TooMuch:
-        return _GivenUp(f"it takes more than {cpu_seconds:g} s of processor time")
+    except _OutOfTime:
+        raise _TooHardError(f"it takes more than {cpu_seconds:g} s of processor time") from None
     except Exception as error:  # sympy raises many kinds, MemoryError and RecursionError among them
-        return _GivenUp(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
-    finally:
-        if memory is not None:
-            resource.setrlimit(resource.RLIMIT_AS, memory)
-        if has_limits:
-            signal.signal(signal.SIGVTALRM, before)
+        raise _TooHardError(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}") from error
 
 
-def _allow() -> tuple[int, int] | None:
-    """Limit the process to `_MEMORY` bytes more than it has. Returns the limits that it had; None: nothing changed."""
-    if sys.platform != "linux":
-        return None
-    with open("/proc/self/statm") as pages:
-        limit = int(pages.read().split()[0]) * resource.getpagesize() + _MEMORY
+@contextmanager
+def _limits(cpu_seconds: float) -> Iterator[None]:
+    """Limits of time and memory. They work only in a process's main thread, where reward workers score."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGVTALRM, _stop)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if any(one != resource.RLIM_INFINITY and one <= limit for one in (soft, hard)):
-        return None
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    return soft, hard
+    if sys.platform == "linux":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        finite = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([used + _MEMORY, *finite]), hard))
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGVTALRM, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise _TooMuch
+    raise _OutOfTime

@@ -17,37 +17,31 @@ import unicodedata
 from octetrl.environments.answers import extract_answer
 
 _TAIL = 4000  # characters at the end that are searched if there is neither box nor marker
-_BRACES = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?P<brace>\{?)|\\.|[{}]", re.DOTALL)
-_BETWEEN = re.compile(r"[\s$.]*(?:[,;&]|\\q?quad|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})[\s$,;]*(?:and|or)?[\s$]*")
-_NAMED = re.compile(r"[A-Za-z](?:_\{?\w\}?)?\s*=\s*$")
-_FORMULA = r"\$\$[^$]+\$\$|(?<!\\)\$(?:\\.|[^$\\\n])+\$|\\\((?:(?!\\\)).){1,400}\\\)|\\\[(?:(?!\\\]).){1,400}\\\]"
-_NUMBER = r"(?<![\w.])[-−+]?(?:[$€£¥]\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?"
-_FRACTION = r"[-−]?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}"
-_FOUND = re.compile(rf"{_FORMULA}|{_FRACTION}|{_NUMBER}", re.DOTALL)
-_PHRASE = re.compile(
-    r"\b(?:answer|result)(?:\s+(?:is|equals|would be)\b|\**\s*[:=]|\**\s*\n)"
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ is no brace
+_BETWEEN_BOXES = re.compile(
+    r"[\s$.]*(?:[,;&]|\\q?quad|\\text\{|\b(?:and|or)\b)[\s$,;]*(?:and|or)?[\s$}]*(?:[A-Za-z]\s*=\s*)?"
+)
+
+_FORMULA = r"\$\$[^$]+\$\$|(?<!\\)\$[^$\n]+\$|\\\((?:(?!\\\)).){1,400}\\\)|\\\[(?:(?!\\\]).){1,400}\\\]"
+_FRACTION = r"[-−]?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}"
+_NUMBER = r"(?<![\w.])[-−+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?"
+_FORMULA_OR_NUMBER = re.compile(rf"{_FORMULA}|{_FRACTION}|{_NUMBER}", re.DOTALL)
+
+_ANSWER_IS = re.compile(
+    r"\b(?:answer|result)(?:\s+(?:is|equals|would be)\b|\**\s*[:=\n])"
     r"|答案\s*(?:是|为|為|:)|答え\s*(?:は|:)|답\s*(?:은|:)|ответ\b\s*(?::|-|—|равен)|\bantwort\s*(?:ist|lautet|:)"
     r"|\b(?:respuesta|réponse|risposta|resposta)(?:\s+final[ea]?)?\s*(?:es\b|est\b|è|é|:)|đáp án\s*(?:là|:)",
     re.IGNORECASE,
 )
-_SENTENCE = re.compile(r"[!?](?=\s|$)|\.(?=\s|$)|;\s")
-_CLAUSE = re.compile(r",\s+(?!and\b|or\b)(?=[^\W\d_]{2,})")
-_CHARACTERS = str.maketrans(
-    {
-        "。": ".",
-        "、": ",",
-        "−": "-",
-        "–": "-",
-        "\u2061": "",
-        "\u200b": "",
-        "\ufeff": "",
-        "²": "^2",
-        "³": "^3",
-        "½": " 1/2",
-    }
-    | {"¼": " 1/4", "¾": " 3/4", "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "÷": "/", "≤": "\\le ", "≥": "\\ge "}
-    | {"≠": "\\ne ", "∞": "\\infty ", "∪": "\\cup ", "∈": "\\in ", "±": "\\pm ", "≈": "\\approx ", "√": "\\sqrt "}
-)
+_END = re.compile(r"[.!?](?=\s|$)|;\s|,\s+(?!and\b|or\b)(?=[^\W\d_]{2})")  # of a sentence or clause
+
+_NAMES = {"π": "pi", "×": "times", "·": "cdot", "≤": "le", "≥": "ge", "≠": "ne", "∞": "infty", "∪": "cup"}
+_NAMES |= {"∩": "cap", "∈": "in", "±": "pm", "≈": "approx", "√": "sqrt", "°": "degree", "∅": "emptyset"}
+_SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
+_PUNCTUATION = str.maketrans("。、−–÷⁄", ".,--//", "\u2061\u200b\ufeff")
+_RAISED = re.compile("[⁻⁰¹²³⁴-⁹]+")
 
 
 def final_answer(completion_text: str, marker: str | None) -> str | None:
@@ -64,71 +58,68 @@ def final_answer(completion_text: str, marker: str | None) -> str | None:
     if marker is not None:
         return _first_statement(plain_characters(found[:_TAIL]))
     tail = plain_characters(found[-_TAIL:]).strip()
-    phrases = list(_PHRASE.finditer(tail))
-    if phrases and (stated := _first_statement(tail[phrases[-1].end() :])):
-        return stated
-    if len(tail.split()) == 1 or not re.search(r"[^\W\d_]{2}", re.sub(r"\\[A-Za-z]+|\$", "", tail)):
+    *_, stated = ["", *(match.end() for match in _ANSWER_IS.finditer(tail))]
+    if isinstance(stated, int) and (statement := _first_statement(tail[stated:])):
+        return statement
+    if len(tail.split()) == 1 or not re.search(r"[^\W\d_]{2}", re.sub(r"\\[A-Za-z]+", "", tail)):
         return tail  # nothing but an answer
-    matches = [match[0] for match in _FOUND.finditer(tail)]
-    return matches[-1] if matches else tail if len(tail) <= 100 else None
+    *_, last = ["", *_FORMULA_OR_NUMBER.findall(tail)]
+    return last or (tail if len(tail) <= 100 else None)
 
 
 def plain_characters(text: str) -> str:
     """`text` with the ASCII forms of wide characters and other scripts' digits, and LaTeX for symbols."""
     if text.isascii():
         return text
-    text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
+    text = _RAISED.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
+    text = unicodedata.normalize("NFKC", text).translate(_PUNCTUATION).translate(_SYMBOLS)
     return re.sub(r"(?![0-9])\d", lambda match: str(unicodedata.digit(match[0])), text)
 
 
 def last_box(text: str) -> str | None:
     """The content of the last box, or of several that form a list; None without a box. Of nested boxes, the outer one.
     A box that is not closed ends with its line."""
-    closed: list[tuple[int, int, str]] = []  # start and end of each box, and its content
-    opened: list[tuple[int, int] | None] = []  # of each open brace: start and content's start, None if it is no box
-    for match in _BRACES.finditer(text):
-        if match["brace"] == "{":
-            opened.append((match.start(), match.end()))
-        elif match["brace"] == "":  # \\boxed 7
-            word = text[match.end() : match.end() + 40].split(maxsplit=1)[:1]
-            closed += [(match.start(), match.end() + len(one), one.rstrip(".,$")) for one in word]
-        elif match[0] == "{":
-            opened.append(None)
-        elif match[0] == "}" and opened and (start := opened.pop()) is not None:
-            while closed and closed[-1][0] > start[0]:
-                closed.pop()
-            closed.append((start[0], match.end(), text[start[1] : match.start()]))
-    unclosed = [box for box in opened if box is not None and (not closed or box[0] >= closed[-1][1])]
-    if unclosed:
-        rest = text[unclosed[0][1] :].strip().partition("\n")[0]
-        return re.sub(r"[\s.$]+$|\\[\])]\s*$", "", rest) or None
-    if not closed:
-        return None
-    parts = [closed[-1]]
-    for box in reversed(closed[:-1]):
-        between = _NAMED.sub("", text[box[1] : parts[0][0]][-60:])
-        if len(text[box[1] : parts[0][0]]) > 60 or not _BETWEEN.fullmatch(between):
-            break
-        parts.insert(0, box)
-    contents = list(dict.fromkeys(re.sub(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", "", box[2]).strip() for box in parts))
-    return ", ".join(contents) or None
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closing[opened.pop()] = brace.start()
+    contents: list[str] = []
+    end = 0
+    for box in _BOX.finditer(text):
+        if box.start() < end:
+            continue  # it is inside of the last one
+        if box.start() - end > 60 or not _BETWEEN_BOXES.fullmatch(text, end, box.start()):
+            contents.clear()  # not in one list with this one
+        start = box.end()
+        if text[start : start + 1] != "{":  # \boxed 7
+            content = text[start : start + 40].partition(" ")[0].partition("\n")[0].rstrip(".,$")
+            end = start + len(content)
+        elif start in closing:
+            content, end = text[start + 1 : closing[start]], closing[start] + 1
+        else:
+            content = re.sub(r"[\s.$]+$|\\[\])]\s*$", "", text[start + 1 :].lstrip().partition("\n")[0])
+            end = len(text)
+        contents.append(_BOX.sub("", content).strip())
+    return ", ".join(dict.fromkeys(contents)) or None
 
 
 def _first_statement(text: str) -> str | None:
     """The first line of `text` that says something, up to the end of its sentence. A formula may have several lines."""
-    text = re.sub(r"^[\s*:=_]+", "", text)
-    for opening, closing in (("$$", "$$"), ("\\[", "\\]"), ("\\begin{", "\\end{")):
-        if text.startswith(opening) and (end := text.find(closing, len(opening))) > 0:
-            return text[: text.find("\n", end)] if "\n" in text[end:] else text
-    line = text.partition("\n")[0].strip()
-    if line.endswith((":", " is")) and "\n" in text and not re.search(r"\d", line):
-        return _first_statement(text.partition("\n")[2])
-    for ends in (_SENTENCE, _CLAUSE):
-        for match in ends.finditer(line):
-            said = line[: match.start()]
-            if (re.search(r"\d|\$", said) and said.count("$") % 2 == 0) or (
-                ends is _SENTENCE and match.end() == len(line)
-            ):
-                line = said
-                break
-    return line.strip() or None
+    rest = text
+    while rest := re.sub(r"^[\s*:=_]+", "", rest):
+        for opening, closing in (("$$", "$$"), ("\\[", "\\]"), ("\\begin{", "\\end{")):
+            if rest.startswith(opening) and (end := rest.find(closing, len(opening))) > 0:
+                return rest[:end] + rest[end:].partition("\n")[0]
+        line, _, rest = rest.partition("\n")
+        if rest and line.rstrip().endswith((":", " is")) and not re.search(r"\d", line):
+            continue  # the answer stands on the next line
+        for clause in _END.finditer(line):
+            statement = line[: clause.start()]
+            if re.search(r"[\d$]", statement) and statement.count("$") % 2 == 0:
+                return statement
+        return line
+    return None

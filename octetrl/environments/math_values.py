@@ -4,6 +4,7 @@ r"""Reads the text of an answer: a number, a number in a base, words, or an expr
     2516_8                                                                                  Based
     Tuesday,  \text{(B)}                                                                    Words
     2\sqrt{3},  x^2+1,  (1,2],  \{1,2\},  x \ge 3,  \begin{pmatrix}...                      math-verify's expression
+    x = 5,  f(x) = x^2                                                                      Named, one of these
 
 A decimal with digits after its point is inexact; all else is exact. Units are removed, and compared if both sides have
 a known one. Nothing is evaluated here: 10^{10^{10}} is read in milliseconds.
@@ -22,70 +23,6 @@ from octetrl.environments.math_text import plain_characters
 
 LONGEST = 1000  # characters of an answer; a longer one is not read
 _LARGEST_EXPONENT = 5000
-_INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?![\d,]*\d,\d)"
-_DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
-_POWER = r"(?:[eE][-+]?\d+|\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*(?:\{\s*[-+]?\d+\s*\}|[-+]?\d+))"
-_REPEATING = r"\d*\.\d*\\(?:overline|bar|dot)\s*\{\d+\}"
-_RATIO = rf"\\frac\s*\{{\s*[-+]?{_DECIMAL}\s*\}}\s*\{{\s*[-+]?{_DECIMAL}\s*\}}|{_DECIMAL}\s*/\s*{_DECIMAL}"
-_MIXED = r"\d+\s*\\frac\s*\{\d+\}\s*\{\d+\}|\d+(?: +| and |-)\d+\s*/\s*\d+"
-_NUMBER = rf"(?:{_MIXED}|{_RATIO}|{_REPEATING}|{_DECIMAL}{_POWER}?)"
-_SIGNED = rf"(?P<sign>[-+]?)\s*(?P<number>{_NUMBER}|10\s*\^\s*(?:\{{\s*[-+]?\d+\s*\}}|\d))"
-_WHOLE = re.compile(rf"{_SIGNED}(?P<percent>\s*%)?(?P<unit>.*)", re.DOTALL)
-_IN_PROSE = re.compile(rf"(?<![\w.,/^*\\{{}}(-]){_SIGNED}(?P<percent>\s*%)?(?![\w]*[\d^])")
-_NAME = re.compile(
-    r"(?P<name>(?:[A-Za-z]|\\[a-z]{2,7})(?:_(?:\w|\{\w+\}))?(?:\([a-z]\))?'?)\s*(?:=|\\approx|:)\s*(?P<rest>[^=]+)"
-)
-_BASED = re.compile(r"(?P<digits>[0-9A-Za-z]+)_\s*(?:\{\s*)?(?P<base>\d{1,2}|[a-z]+)\s*\}?")
-_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-_FUNCTION = re.compile(
-    r"sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|mod|max|min|sinh|cosh|tanh|arcsin|arccos|arctan|inf|gcd|lcm|det|infinity"
-    r"|theta|alpha|beta"
-)
-_NO_UNIT = frozenset(("not", "wrong", "incorrect", "no"))
-_LETTER_UNITS = frozenset("mgshlLNJWVKCFAP")
-_SHORT_WORD = re.compile(
-    r"sq|cu|cm|mm|km|nm|kg|mg|ml|mL|ft|in|mi|oz|lb|hr|yd|am|pm|AM|PM|Hz|of|to|is|an|by|at|on|so|it|as"
-)
-_SAME_UNITS = (
-    ("m", "meter", "metre"), ("cm", "centimeter", "centimetre"), ("mm", "millimeter", "millimetre"),
-    ("km", "kilometer", "kilometre"), ("g", "gram"), ("kg", "kilogram"), ("mg", "milligram"), ("s", "sec", "second"),
-    ("min", "minute"), ("h", "hr", "hour"), ("day",), ("week",), ("month",), ("year",), ("cent",),
-    ("dollar", "usd", "$"), ("in", "inch", "inche"), ("ft", "foot", "feet"), ("yd", "yard"), ("mi", "mile"),
-)  # fmt: skip
-_UNITS = {name: names[0] for names in _SAME_UNITS for name in names}
-_REPLACED = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![A-Za-z])\s*\.?(?<!\.)", ""),
-        (
-            r"(?:US|USD|CA|AU|NZ|HK|A|C|S)?\s?\\\$|(?:\b(?:US|CA|AU|NZ|HK)\$)|\\(?:textdollar|pounds|euro|yen)(?![a-z])",
-            "$",
-        ),
-        (r"[€£¥₹₽₩]|\b(?:USD|EUR|GBP|CNY|INR|RMB|Rs\.?)(?=\s*[-\d])", "$"),
-        (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\\!\s*|~|\\thinspace ?|\u2009|\u202f|\u00a0)+(?=\d{3}(?!\d))", ""),
-        (r"(?<!\\)\\[,!;:> ]|\\q?quad|~|\\thinspace|\\phantom\{[^{}]*\}", " "),
-        (r"\\([dtc])frac", r"\\frac"),
-        (r"\\frac\s*(\d)", r"\\frac{\1}"),
-        (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|°|\\degrees?(?![a-z])|\\textdegree", " degrees "),
-        (r"\\%|\bper ?cent\b|\bpercentage points?\b|\bpct\b", "%"),
-        (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|rm|bf|operatorname)\s*(?:\{\s*\}|(?=\s))", " "),
-        (r"\\(leq|geq|neq)slant(?![a-z])", r"\\\1"),
-        (r"\\(?:oslash|varnothing)(?![a-z])", r"\\emptyset"),
-        (r"(?<=\d)\s+x\s+(?=\d)", r" \\times "),
-        (r"¢", " cents "),
-        (r"[\u2190-\u21ff\u2600-\u27bf\U0001f000-\U0001faff]|^\s*[-=]>", " "),  # arrows, check marks, emoji
-        (r"\\textcircled\s*\{(\w)\}", r"\1"),
-        (r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}", ", "),
-        (r"\\not\s*=", r"\\neq "),
-        (r"\*\*|__|`|^[*_]+|[*_]+$", ""),
-    )
-)
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_LAST_TEXT = re.compile(r"\s*\\(?:text|textrm|textbf|textnormal|mathrm|mbox)\s*\{([^{}]*)\}\s*(?:\^\s*\{?-?\d\}?)?\s*$")
-_PLAIN_UNIT = re.compile(
-    r"(?<=[}\w)])\s+(?:square |cubic |sq\.? )?(?:cm|mm|km|kg|ft|inches|units?|feet|meters|miles)(?:\^\{?\d\}?)?$"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +33,6 @@ class Number:
     exact: bool = True
     percent: bool = False
     unit: str = ""  # a known one
-    name: str = ""  # x of x = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +58,15 @@ class Expression:
     is_list: bool = False
 
 
-Value = Number | Based | Words | Expression
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The value of a variable or function."""
+
+    name: str
+    value: Number | Expression
+
+
+Value = Number | Based | Words | Expression | Named
 
 
 def read_value(text: str) -> Value | None:
@@ -130,9 +74,12 @@ def read_value(text: str) -> Value | None:
     if len(text) > LONGEST:
         return None
     text = tidied(text)
-    if not text:
-        return None
-    return _plain(text) or _expression(text)
+    if (plain := _plain(text)) is not None:
+        return plain
+    if (named := _NAMES.match(text)) and set(_NAMES.findall(text)) == {named["name"]}:
+        value = read_value(_NAMES.sub("", text))  # also x = 1 or x = 2
+        return Named(named["name"], value) if isinstance(value, Number | Expression) else value
+    return _expression(text)
 
 
 def is_plain(text: str) -> bool:
@@ -141,167 +88,181 @@ def is_plain(text: str) -> bool:
 
 
 def _plain(text: str) -> Number | Based | Words | None:
-    return _number(text) or _based(text) or _words(text)
+    plain, in_text = _TEXT.subn(r" \1 ", text)
+    return _number(plain) or _based(plain) or _words(plain, in_text > 0)
+
+
+_MONEY = re.compile(
+    r"(?:\b(?:USD?|CA|AU|NZ|HK|A|C|S)\s?)?\\\$|\b(?:US|CA|AU|NZ|HK)\$|[€£¥₹₽₩¢]|\\(?:textdollar|pounds|euro|yen)\b"
+    r"|\b(?:USD|EUR|GBP|CNY|INR|RMB|Rs\.?)(?=\s*\d)"
+)
+_DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]|\$\$?")
+_SENTENCE = re.compile(r"(?P<before>[^$\d\\]*)\$(?P<formula>[^$]+)\$(?P<after>[^$\d\\]*)")
+_TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname|rm|bf)(?![a-z])\s*"
+
+_TIDYINGS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # characters that mean nothing
+        (r"\*\*|__|`|^[*_]+|[*_]+$|[\u2190-\u21ff\u2600-\u27bf\U0001f000-\U0001faff]|^\s*[-=]>", ""),
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![A-Za-z])\s*\.?", ""),
+        (r"\\phantom\{[^{}]*\}|\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))|\\degrees?(?![a-z])", " "),
+        # one spelling of each command
+        (_TEXT_COMMAND + r"(?=\{)", r"\\text"),
+        (_TEXT_COMMAND + r"(?!\{)|\\text\{\s*\}|\\textcircled\s*", " "),
+        (r"\\[dtc]frac", r"\\frac"),
+        (r"\\not\s*=", r"\\neq "),
+        (r"\\(?:approx|simeq)(?![a-z])", "="),
+        (r"\\(?:oslash|varnothing)(?![a-z])", r"\\emptyset"),
+        (r"\\%|\bper ?cent\b|\bpercentage points?\b|\bpct\b", "%"),
+        # numbers
+        (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\\!\s*|~|\\thinspace ?)+(?=\d{3}(?!\d))", ""),
+        (r"(?<!\\)\\[,!;:> ]|\\q?quad(?![a-z])|~|\\thinspace(?![a-z])", " "),
+        (r"\^\s*(-?\d+)", r"^{\1}"),
+        (r"(?<=\d)\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{\s*([-+]?\d+)\s*\}", r"e\1"),
+        (r"(?<=\d)\s+x\s+(?=\d)", r" \\times "),
+        (r"\s+", " "),
+    )
+)
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_WORD = re.compile(r"[^\W\d_]+")
 
 
 def tidied(text: str) -> str:
-    """`text` without delimiters of formulas, spacing, Markdown and the dot at its end."""
-    text = plain_characters(text).strip()
-    formulas = re.findall(r"(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", text, re.DOTALL)
-    outside = re.sub(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]", "", text, flags=re.DOTALL)
-    if len(formulas) == 1 and re.search(r"[^\W\d_]{2}", outside) and not re.search(r"\d", outside):
-        (inside,) = formulas
-        rest = re.sub(r"[*\s.]", "", outside.rpartition("\n")[0] or "")
-        text = "".join(inside) + ("" if rest else " " + _unit_after(text))
-    for pattern, replacement in _REPLACED:
+    """`text` without delimiters of formulas, currencies, spacing, Markdown and the dot at its end."""
+    text = _DELIMITER.sub("$", _MONEY.sub("", plain_characters(text)))
+    if (sentence := _SENTENCE.fullmatch(text)) and re.search(r"[^\W\d_]{2}", sentence["before"]):
+        text = f"{sentence['formula']} {sentence['after']}"
+    text = text.replace("$", " ")
+    for pattern, replacement in _TIDYINGS:
         text = pattern.sub(replacement, text)
-    text = re.sub(r"\\[()\[\]](?!\w*frac)", " ", text).replace("$", "") if "\\\\" not in text else text.replace("$", "")
-    return re.sub(r"\s+", " ", text).strip().rstrip(".,;:").strip()
+    return text.strip().rstrip(" .,;:")
 
 
-def _unit_after(text: str) -> str:
-    """The words after the only formula of a sentence, if they may be a unit."""
-    tail = re.split(r"\$|\\\)|\\\]", text)[-1]
-    words = re.match(r"\s*((?:[A-Za-z/^\d-]+\s?){0,4})\W*$", tail)
-    return words[1] if words else ""
+_INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?!\d)"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = re.compile(
+    r"(?<![\w.\\^{(/*+-])(?P<sign>[-+]?) ?"
+    rf"(?:(?:(?P<whole>\d+)(?: +| and ))?(?P<fraction>\d+ ?/ ?\d+)|(?P<decimal>{_DECIMAL}))(?P<percent> ?%)?"
+)
+_PLAIN_FRACTION = re.compile(r"\\frac ?(?:\{ ?([-+]?\d+) ?\}|(\d)) ?(?:\{ ?(\d+) ?\}|(\d))")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{(\d+)\}")
+_REMARK = re.compile(r" \([^()]*[^\W\d_]{3}[^()]*\)")  # 12 (twelve)
+_OPERATOR = re.compile(r"[\\<>^_+*|{}\[\]]")
+_SEVERAL = re.compile(r"[,;\\]|\b(?:or|and)\b|(?<![^\W\d_])[^\W\d_](?![^\W\d_])")  # equations, or one in variables
+
+_UNIT_NAMES = (
+    *("m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "km kilometer kilometre"),
+    *("g gram", "kg kilogram", "mg milligram", "s sec second", "min minute", "h hr hour", "day", "week", "month"),
+    *("year", "cent", "dollar usd", "in inch inche", "ft foot feet", "yd yard", "mi mile"),
+)
+_UNITS = {name: names.split()[0] for names in _UNIT_NAMES for name in names.split()}
+_SHORT_UNIT = re.compile(r"[lLNJWVKCFAP]|m[lL]|nm|oz|lb|sq|cu|Hz|mph|[ap]m|[AP]M|of|to|is|an|by|at|on|so|it|as")
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z]) ?\^ ?(?:\{-?\d\}|-?\d)")
+_FUNCTION = re.compile(
+    r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)h?|cot|csc|log|ln|exp|sqrt|gcd|lcm|pi|infty|theta|alpha|beta)(?![A-Za-z])"
+)
+_NO_ANSWER = re.compile(r"\b(?:not|no|wrong|incorrect)\b", re.IGNORECASE)
 
 
 def _number(text: str) -> Number | None:
-    name = ""
-    if named := _NAME.fullmatch(text):
-        name, text = named["name"], named["rest"].strip()
-    plain = _TEXT.sub(r" \1 ", text)
-    plain = re.sub(r"^(?:\\approx|=|~)\s*", "", re.sub(r"\s+", " ", plain).strip())
-    while (bare := re.fullmatch(r"\{([^{}]*)\}", plain)) is not None:
-        plain = bare[1].strip()
-    match = _WHOLE.fullmatch(plain.strip())
-    glued = match is not None and not re.match(r"[\s\-]|$", match["unit"])
-    if match is None or not _is_unit(match["unit"], glued=glued):
-        match = _only_number(plain)
-        if match is None:
-            return None
-    value = _fraction(match["number"])
-    if value is None:
-        return None
-    value = -value if match["sign"] == "-" else value
-    is_decimal = re.search(r"\.|\d[eE]|10\s*[\^*]", match["number"]) and not re.fullmatch(_REPEATING, match["number"])
-    exact = value.denominator == 1 or not is_decimal
-    unit = _known_unit(plain[match.end("number") :])
-    return Number(value, exact, match["percent"] is not None, unit, name)
-
-
-def _only_number(plain: str) -> re.Match[str] | None:
-    """The only number of a sentence; after the last equals sign, if it has one."""
-    plain = re.sub(r"\s\((?=[^()]*[^\W\d_]{3})[^()]*\)", "", plain)
-    if "\\" in plain or re.search(r"[<>^_]|!(?=[\s=]|$)", plain):
-        return None
-    left, equals, last = plain.rpartition("=")
-    if equals and re.search(r"[,;]|\b(?:or|and)\b|(?<![^\W\d_])[^\W\d_](?![^\W\d_])", left):
-        return None  # several equations, or one in variables
-    found = list(_IN_PROSE.finditer(last))
-    if len(found) != 1 or re.search(r"\d", last[: found[0].start()] + last[found[0].end() :]):
+    """The only number of the text, with words that say no more than its unit; after the last equals sign."""
+    text = _PLAIN_FRACTION.sub(r" \1\2/\3\4", _REPEATING.sub(_repeating, text))
+    left, _, text = _REMARK.sub("", text).rpartition("=")
+    found = list(_NUMBER.finditer(text))
+    if len(found) != 1 or _SEVERAL.search(left):
         return None
     (match,) = found
-    before, after = last[: match.start()].strip(), last[match.end() :]
-    says = not before or re.search(r"[^\W\d_]{2}[^\w+*/^-]*$|[:,]$", before)
-    if (
-        not says
-        or re.search(r"\b(?:not|no)\b", before.lower())
-        or not _is_unit(after, glued=not re.match(r"[\s-]|$", after))
-    ):
+    before, after = text[: match.start()].strip(), _UNIT_POWER.sub("", text[match.end() :])
+    if re.search(r"\d", before + after) or _FUNCTION.search(text) or _NO_ANSWER.search(text):
         return None
-    offset = len(plain) - len(last)
-    return _IN_PROSE.search(plain, match.start() + offset)
+    if not _introduces(before) or not _is_unit(after) or (value := _fraction(match)) is None:
+        return None
+    exact = value.denominator == 1 or match["fraction"] is not None
+    return Number(value, exact, match["percent"] is not None, _known_unit(after))
 
 
-def _is_unit(tail: str, *, glued: bool) -> bool:
-    """Whether a number that is followed by `tail` is still this number."""
-    tail = re.sub(r"^\s*\((?:[^()]*[^\W\d_]{3}[^()]*)\)", "", tail.strip().lstrip("-")).strip()
-    if not tail:
-        return True
-    if re.search(r"[=<>+*\\{}\[\]|_]|(?<![A-Za-z])\d", re.sub(r"\\cdot|\^\s*(?:\{-?\d\}|-?\d)", "", tail)):
+def _repeating(match: re.Match[str]) -> str:
+    """0.1\\overline{6} as 1/6."""
+    whole, fixed, again = match.groups()
+    shift = 10 ** len(fixed)
+    value = Fraction(int(whole + fixed or "0"), shift) + Fraction(int(again), shift * (10 ** len(again) - 1))
+    return f"{value.numerator}/{value.denominator}"
+
+
+def _introduces(before: str) -> bool:
+    """Whether a number may follow: "She has", "Total:", and nothing of mathematics."""
+    return not before or (not _OPERATOR.search(before) and re.search(r"[^\W\d_]{2}[^\w-]*$|[:,]$", before) is not None)
+
+
+def _is_unit(after: str) -> bool:
+    """Whether a number that is followed by `after` is still this number."""
+    words = _WORD.findall(after)
+    if not words or _OPERATOR.search(after) or after[0] == "!":
+        return not after.strip()
+    word, is_separate = words[0], after[0] in " -"
+    if word in ("or", "and"):
         return False
-    words = re.findall(r"[^\W\d_]+", tail)
-    if (
-        not words
-        or any(_FUNCTION.fullmatch(word) for word in words)
-        or _NO_UNIT & set(words)
-        or words[0] in ("or", "and")
-    ):
-        return False
-    first = words[0]
-    if len(first) == 1:
-        return (first in _LETTER_UNITS and not glued and len(words) <= 3) or (first == "a" and len(words) > 1)
-    return len(first) >= 3 or _SHORT_WORD.fullmatch(first) is not None or first.lower() in _UNITS or not first.isascii()
+    if word in _UNITS or _SHORT_UNIT.fullmatch(word):
+        return is_separate or len(word) > 1
+    return len(word) >= (3 if is_separate else 5) or not word.isascii() or (word == "a" and len(words) > 1)
 
 
-def _known_unit(tail: str) -> str:
-    words = re.findall(r"[^\W\d_]+", tail)
-    if not words or "/" in tail or "per" in words:
+def _known_unit(after: str) -> str:
+    words = _WORD.findall(after)
+    if not words or "/" in after or "per" in words:
         return ""
     word = words[0] if len(words[0]) == 1 else words[0].lower()
     return _UNITS.get(word) or _UNITS.get(word.rstrip("s")) or ""
 
 
-def _fraction(number: str) -> Fraction | None:
-    """The value of a text that matches `_NUMBER`; None for a denominator of 0 or a huge exponent."""
-    number = re.sub(r"(?<=\d)[, ](?=\d{3})", "", number)
-    if (
-        mixed := re.fullmatch(r"(\d+)(?: +| and |-|\s*(?=\\frac))(\\frac\s*\{\d+\}\s*\{\d+\}|\d+\s*/\s*\d+)", number)
-    ) is not None:
-        part = _fraction(mixed[2])
-        return None if part is None else int(mixed[1]) + part
-    if (repeating := re.fullmatch(r"(\d*)\.(\d*)\\\w+\s*\{(\d+)\}", number)) is not None:
-        whole, fixed, again = repeating.groups()
-        shift = 10 ** len(fixed)
-        return Fraction(int((whole or "0") + fixed), shift) + Fraction(int(again), shift * (10 ** len(again) - 1))
-    parts = re.findall(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", number)
-    if power := re.fullmatch(r"(.*?)\s*(?:\\times|\\cdot|\*|x)?\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d+)\s*\}?", number):
-        parts = [f"{power[1].strip() or 1}e{power[2]}"]
-    if len(parts) != (2 if "/" in number or "frac" in number else 1):
+def _fraction(match: re.Match[str]) -> Fraction | None:
+    """The value of a match of `_NUMBER`; None for a denominator of 0 or a huge exponent."""
+    written = re.sub("[, ]", "", match["fraction"] or match["decimal"])
+    if abs(int(written.lower().partition("e")[2] or 0)) > _LARGEST_EXPONENT or re.search("/0+$", written):
         return None
-    exponents = [int(part.lower().partition("e")[2] or 0) for part in parts if len(part) <= LONGEST]
-    if any(abs(exponent) > _LARGEST_EXPONENT for exponent in exponents):
-        return None
-    values = [Fraction(part) for part in parts]
-    if len(values) == 1:
-        return values[0]
-    return values[0] / values[1] if values[1] else None
+    value = Fraction(written) + int(match["whole"] or 0)
+    return -value if match["sign"] == "-" else value
+
+
+_BASED = re.compile(r"(?P<digits>[0-9A-Za-z]*\d[0-9A-Za-z]*)_\{?(?P<base>\d{1,2}|[a-z]+)\}?")
+_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 def _based(text: str) -> Based | None:
-    match = _BASED.fullmatch(_TEXT.sub(r"\1", text).replace(" ", ""))
-    if match is None or not re.search(r"\d", match["digits"]):
+    match = _BASED.fullmatch(text.replace(" ", ""))
+    if match is None:
         return None
-    name = match["base"]
+    digits, name = match["digits"].upper(), match["base"]
     base = int(name) if name.isdigit() else _BASES.index(name) + 2 if name in _BASES else 0
-    digits = match["digits"].upper()
     if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
         return None
     return Based(digits.lstrip("0") or "0", base)
 
 
-def _words(text: str) -> Words | None:
-    """Words, or one letter; not two letters, which are a product."""
-    plain, in_text = _TEXT.subn(r" \1 ", text)
-    plain = re.sub(r"\s+", " ", plain).strip()
-    if re.fullmatch(r"\d{1,2}:\d\d ?[ap]\.?m\.?", plain.lower()):  # a time of day
-        return Words(plain.lower().replace(".", "").replace(" ", ""))
-    if re.search(r"[\\^_{}=<>+*|]", plain) or not re.search(r"[^\W\d_]", plain):
+def _words(text: str, in_text: bool) -> Words | None:
+    """Words, one letter, or a time of day; not two letters, which are a product. in_text: it was in \\text{}."""
+    words = [word for word in _WORD.findall(text) if word not in ("and", "or")]
+    if not words or _OPERATOR.search(text) or (not in_text and _FUNCTION.search(text)):
         return None
-    longest = max(len(word) for word in re.findall(r"[^\W\d_]+", plain))
-    letters = sum(character.isalpha() for character in plain)
-    alone = re.fullmatch(r"\W*([^\W\d_])\W*", plain) is not None and not re.search(r"[-/!]", plain)
-    if (
-        not in_text
-        and not alone
-        and (longest < 3 or any(map(_FUNCTION.fullmatch, re.findall(r"[a-z]+", plain.lower()))))
-    ):
+    is_letter = len("".join(words)) == 1 and not re.search(r"[-\d/!]", text)
+    is_time = re.search(r"\d:\d\d *[ap]\.?m\b", text, re.IGNORECASE)
+    is_product = re.search(r"\d[^\W\d_]", text) or max(map(len, words)) < (2 if in_text else 3)
+    if is_product and not is_letter and not is_time:
         return None
-    if letters < 0.3 * len(plain.replace(" ", "")) and not in_text and not alone:
-        return None
-    words = re.sub(r"[^\w\s/:+-]", " ", plain.casefold())
-    return Words(re.sub(r"^(?:the|an) ", "", re.sub(r"\s+", " ", words).strip()))
+    text = re.sub(r"^\W*(?:the|an) ", "", text.casefold())
+    return Words(re.sub(r"[^\w./:+-]|\.(?!\d)", "", text))
+
+
+_NAME = r"(?:[A-Za-z]|\\[a-z]{2,7})(?:_(?:\w|\{\w+\}))?(?:\(\w+\))?'?|\([a-z](?:, ?[a-z])+\)"  # x, a_1, f(x), (x, y)
+_NAMES = re.compile(rf"(?<![\w\\{{(^+*/-])(?P<name>{_NAME}) ?(?:=|\\in(?![a-z])) ?")
+_RELATION = re.compile(r"\\(?:neq?|geq?|leq?|gt|lt)(?![A-Za-z])|[<>]")
+_LONG_UNITS = "|".join(name for name in _UNITS if len(name) > 1)
+_LAST_UNIT = re.compile(
+    rf"(?<=[\w)}}])(?: ?\\text ?\{{[^{{}}]*\}}| (?:square |cubic |sq\.? )?(?:{_LONG_UNITS}|inches|units?)s?)"
+    r"(?: ?\^ ?(?:\{-?\d\}|-?\d))?$"
+)
+_SIDE_BY_SIDE = re.compile(r"(?<![\d_^.])\d+(?:\.\d+)? +\d")  # 12 12 is no number
 
 
 @cache
@@ -323,20 +284,15 @@ def _config() -> Any:
 
 
 def _expression(text: str) -> Expression | None:
-    if re.match(r"\\(?:neq?|geq?|leq?|gt|lt)(?![A-Za-z])|[<>]|\\not\s*=", text):
-        text = f"x {text}"  # a relation whose left side is not written
-    text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"\1 \\cdot 10^{\2}", text)
-    for unit in (True, False):
-        bare = _LAST_TEXT.sub("", text) if unit else text
-        bare = re.sub(r"\bdegrees\b\s*(?:[CF]\b)?", "", bare).strip()
-        bare = _PLAIN_UNIT.sub("", bare)
-        bare = re.sub(r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|log|ln|pi|infty)(?![A-Za-z])", r"\\\1", bare)
-        if not bare or "$" in bare or re.search(r"(?<![\d_^.])\d+(?:\.\d+)?\s+\d", bare):  # 12 12 is no number
-            continue
-        found = math_verify().parse(f"${bare}$", [_config()], fallback_mode="no_fallback", parsing_timeout=None)
-        if found and not isinstance(found[0], str):
-            return Expression(
-                found[0],
-                is_list=type(found[0]).__name__ == "FiniteSet" and not re.match(r"\s*\\?\{|.*=\s*\\\{|.*\\in\b", bare),
-            )
-    return None
+    if _RELATION.match(text):
+        text = f"x {text}"  # its left side is not written
+    text = _TEXT.sub(r" \1 ", _LAST_UNIT.sub("", text))
+    text = re.sub(r"(\d)[eE]([-+]?\d+)", r"\1 \\cdot 10^{\2}", text)
+    text = re.sub(r"(?<!\w)\(([A-Z])\)", r"\1", text)  # (A), (C)
+    text = _FUNCTION.sub(r"\\\1", text).replace(r"\sqrt(", "sqrt(").replace("*", r" \cdot ").strip()
+    if not text or _SIDE_BY_SIDE.search(text):
+        return None
+    found = math_verify().parse(f"${text}$", [_config()], fallback_mode="no_fallback", parsing_timeout=None)
+    if not found or isinstance(found[0], str):
+        return None
+    return Expression(found[0], is_list=type(found[0]).__name__ == "FiniteSet" and "\\{" not in text)
