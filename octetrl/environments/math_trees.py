@@ -64,10 +64,8 @@ def equal_trees(left: Any, right: Any, tolerance: Fraction, is_list: bool = Fals
         return _all_equal(parts, other_parts, tolerance)
     if {brackets, other_brackets} in ({"{}"}, {"{}", ""}) and _same_sets(parts, other_parts, tolerance):
         return True  # also 5 and {5}
-    if left == right:
-        return True
     are_sets = isinstance(left, sympy.Set) and isinstance(right, sympy.Set)
-    return are_sets and bool(left.symmetric_difference(right).is_empty)
+    return bool(left == right or (are_sets and left.symmetric_difference(right).is_empty))
 
 
 def _is_relation(tree: Any) -> bool:
@@ -192,6 +190,7 @@ def _near(one: Any, other: Any, limit: Any) -> bool:
 
 
 def text(tree: Any) -> str:
+    """The same text for equal trees: decimals and roots of 15 digits, fractions where the value is one."""
     brackets, parts = _parts(tree)
     if brackets:
         texts = [text(part) for part in parts]
@@ -200,7 +199,10 @@ def text(tree: Any) -> str:
         return str(tree)
     if tree.free_symbols:
         return str(sympy.expand(tree))
-    ((value, *_),) = _values(tree) if _values(tree)[0] else ([tree],)
+    (values,) = _values(tree)
+    if not values:
+        return str(tree)
+    (value,) = values
     if value.is_real and value.is_finite and -300 < sympy.log(abs(value) + sympy.Float("1e-300"), 10).n(5) < 300:
         exact = Fraction(str(value))
         near = exact.limit_denominator(10**6)

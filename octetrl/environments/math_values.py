@@ -111,6 +111,7 @@ _TIDYINGS = tuple(
         (_TEXT_COMMAND + r"(?=\{)", r"\\text"),
         (_TEXT_COMMAND + r"(?!\{)|\\text\{\s*\}|\\textcircled\s*", " "),
         (r"\\[dtc]frac", r"\\frac"),
+        (r"\\?sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\not\s*=", r"\\neq "),
         (r"\\(?:approx|simeq)(?![a-z])", "="),
         (r"\\(?:oslash|varnothing)(?![a-z])", r"\\emptyset"),
@@ -289,7 +290,7 @@ def _expression(text: str) -> Expression | None:
     text = _TEXT.sub(r" \1 ", _LAST_UNIT.sub("", text))
     text = re.sub(r"(\d)[eE]([-+]?\d+)", r"\1 \\cdot 10^{\2}", text)
     text = re.sub(r"(?<!\w)\(([A-Z])\)", r"\1", text)  # (A), (C)
-    text = _FUNCTION.sub(r"\\\1", text).replace(r"\sqrt(", "sqrt(").replace("*", r" \cdot ").strip()
+    text = _FUNCTION.sub(r"\\\1", text).replace("*", r" \cdot ").strip()
     if not text or _SIDE_BY_SIDE.search(text):
         return None
     found = math_verify().parse(f"${text}$", [_config()], fallback_mode="no_fallback", parsing_timeout=None)
