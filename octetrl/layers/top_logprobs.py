@@ -47,7 +47,7 @@ def top_logprobs(
         z_CV = lm_head_logits(hidden_NE[rows], weight_VE, fast, cut).div_(temperature)
         ids_NK[rows] = z_CV[:, :below].topk(k, dim=1).indices
         z_CK1 = _with_rest(z_CV, ids_NK[rows])
-        logprobs_NK1[rows] = z_CK1 - z_CK1.logsumexp(1, keepdim=True)
+        logprobs_NK1[rows] = z_CK1.log_softmax(1)
     return ids_NK, logprobs_NK1
 
 
@@ -86,7 +86,7 @@ class _LogprobsAt(torch.autograd.Function):
             z_CV = lm_head_logits(hidden_NE[rows], weight_VE, fast, cut).div_(temperature)
             z_CK1 = _with_rest(z_CV, ids_NK[rows])
             rest_N[rows] = z_CK1[:, -1]
-            logprobs_NK1[rows] = z_CK1 - z_CK1.logsumexp(1, keepdim=True)
+            logprobs_NK1[rows] = z_CK1.log_softmax(1)
         ctx.save_for_backward(hidden_NE, weight_VE, ids_NK, rest_N, logprobs_NK1)
         ctx.temperature, ctx.chunk, ctx.fast, ctx.cut = temperature, chunk, fast, cut
         return logprobs_NK1

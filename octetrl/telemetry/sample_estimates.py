@@ -33,6 +33,7 @@ import numpy
 from octetrl.telemetry.intervals import Interval, has_spread, shifts, studentised, wilson, with_unseen
 
 SUBSETS = 2_000
+DECIMALS = 12  # of a value of an interval: 2/3 - 1/3 and 1 - 2/3 are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ def estimate_mean(values: Sequence[float], seed: int, within: Interval | None = 
     if not values:
         return None
     mean = math.fsum(values) / len(values)
-    low, high = _interval(numpy.asarray(values, dtype=numpy.float64), seed, within)
+    ends = _interval(numpy.round(values, DECIMALS), seed, within)
+    low, high = (mean if math.isclose(end, mean, rel_tol=0, abs_tol=10**-DECIMALS) else end for end in ends)
     return Estimate(mean, min(low, mean), max(high, mean), len(values))
 
 
@@ -104,7 +106,7 @@ def reward_range(*rewards: Iterable[float]) -> Interval:
 
 
 def _interval(values: numpy.ndarray, seed: int, within: Interval | None) -> Interval:
-    low, high = within or (float(values.min()), float(values.max()))
+    low, high = numpy.round(within or (values.min(), values.max()), DECIMALS).tolist()
     at_low, at_high, count = int((values == low).sum()), int((values == high).sum()), len(values)
     if low == high:
         return low, high

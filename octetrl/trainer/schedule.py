@@ -6,6 +6,7 @@
 
 The end is the last step: its rate is lr * min_lr_fraction. If min_lr_fraction is 0, the end is one step later, because
 an update with the rate 0 would change nothing. Steps without an update count too. `constant` ignores min_lr_fraction.
+The only step of a run has the rate lr.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     if config.decay == "constant":
         return config.lr
     end = total_steps - 1 if config.min_lr_fraction > 0 else total_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    rest = end - config.warmup_steps  # 0: the last step is the only one after the warm-up
+    progress = min(1.0, (step - config.warmup_steps) / rest) if rest > 0 else float(rest == 0 < step)
     fraction = 1.0 - progress if config.decay == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
     return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * fraction)
 

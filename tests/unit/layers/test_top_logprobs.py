@@ -65,6 +65,16 @@ def test_given_tokens_and_their_gradient(dtype: torch.dtype, chunk: int, peaked:
         torch.testing.assert_close(gradient.double(), reference, rtol=rounding, atol=rounding)
 
 
+def test_the_log_prob_of_a_nearly_certain_token_does_not_have_the_rounding_of_its_logit() -> None:
+    """Logits of 123 have steps of 7.6e-6 in float32, and a KL adds up such log-probs."""
+    weight_VE = torch.tensor([[123.456], [110.0], [3.0]])
+    ids_N1 = torch.tensor([[0]])
+    made_N2 = logprobs_at(torch.ones(1, 1), weight_VE, ids_N1, temperature=1.0, chunk=4)
+    found_N2 = top_logprobs(torch.ones(1, 1), weight_VE, 1, below=3, temperature=1.0, chunk=4)[1]
+    assert torch.equal(made_N2, found_N2)
+    assert made_N2[0, 0].item() == pytest.approx(-1.433e-6, abs=6e-8)
+
+
 def test_of_all_tokens_none_is_another() -> None:
     hidden_NE, weight_VE = (tensor.requires_grad_() for tensor in operands())
     ids_NV, logprobs_NV1 = top_logprobs(hidden_NE, weight_VE, V, below=V, temperature=TEMPERATURE, chunk=4)

@@ -49,7 +49,7 @@ def test_rollouts_are_written_shown_and_read_back(tmp_path: Path) -> None:
     line = json.loads(path.read_text(encoding="utf-8"))
     for key in ("task_id", "prompt", "answer", "detail", "trace", "answered"):
         assert line[key] == HALF, key
-    assert line["text"] == HALF * 2 and line["turns"][0]["replies"][0]["text"] == HALF
+    assert line["text"] == HALF and line["turns"][0]["replies"][0]["text"] == HALF
 
     selection = select(tmp_path, Filter(), None)
     shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")

@@ -32,6 +32,8 @@ def test_the_last_step_has_the_minimum_and_later_ones_too() -> None:
     assert rates("linear", min_lr_fraction=0.1) == pytest.approx([0.5, 1, 1, 0.7, 0.4, 0.1, 0.1, 0.1])
     cosine = [0.5, 1, 1, 0.775, 0.325, 0.1, 0.1, 0.1]  # 0.1 + 0.9 (1 + cos(pi k / 3)) / 2
     assert rates("cosine", min_lr_fraction=0.1) == pytest.approx(cosine)
+    config = OptimizerConfig(lr=1.0, warmup_steps=2, decay="cosine", min_lr_fraction=0.1)
+    assert [learning_rate(step, config, total_steps=3) for step in range(3)] == [0.5, 1, pytest.approx(0.1)]
 
 
 def test_without_a_minimum_the_step_after_the_last_would_have_rate_0() -> None:
