@@ -37,7 +37,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octetrl.environments.foreign import ProcessState
 from octetrl.environments.tracebacks import error_line, error_trace
 from octetrl.environments.turns.conversation import Conversation, current
 
@@ -72,7 +71,6 @@ class Calls:
         self._loop: _Loop | None = None
         self._given_up: list[_Loop] = []
         self.abandoned = 0  # calls whose time was over
-        self._process = ProcessState.now()
 
     def __len__(self) -> int:
         """Number of calls in flight."""
@@ -103,12 +101,10 @@ class Calls:
         return ticket
 
     def poll(self, wait: float) -> list[tuple[int, CallResult]]:
-        """Tickets and results of finished calls, in that order. Waits up to `wait` seconds for the first. Puts back
-        what calls have changed for the whole process."""
+        """Tickets and results of finished calls, in that order. Waits up to `wait` seconds for the first."""
         now = time.monotonic()
         due = min((pending.ends for pending in self._pending.values()), default=now + wait)
         found = self._take(max(0.0, min(wait, due - now)))
-        self._process.put_back()
         now = time.monotonic()
         late = [ticket for ticket, pending in self._pending.items() if pending.ends <= now]
         found += self._take(0.0) if late else []  # what arrived in time but was not read yet

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import re
 import subprocess
@@ -11,12 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from octetrl.config.errors import UserError
 from octetrl.environments import turns
@@ -48,18 +44,6 @@ def all_of(calls: Calls, *functions: Callable[..., Any], seconds: float = 60.0) 
 calls_ended: dict[int, CallResult] = {}
 released = threading.Event()  # ends what waits for longer than it should
 gate = threading.Lock()
-
-
-def change_the_process() -> None:
-    os.chdir("/")
-    torch.set_default_dtype(torch.float64)
-
-
-def test_what_a_call_changes_for_the_whole_process_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with closing(Calls()) as calls:
-        assert all_of(calls, change_the_process)[0].error is None
-    assert Path.cwd() == tmp_path and torch.get_default_dtype() == torch.float32
 
 
 def sync_seven() -> int:
