@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,21 +60,6 @@ def test_train_prints_a_line_a_step(model: Path, tmp_path: Path, capsys: Capture
     assert commands == [f"rollouts {folder}", f"eval {folder}", f"serve {folder}"]
     (events,) = folder.glob("events.out.tfevents.*")
     assert b"rollouts/text_summary" in events.read_bytes() and b"recipe/text_summary" in events.read_bytes()
-
-
-def test_a_run_without_asserts_is_the_same_run(finished: Finished, model: Path, tmp_path: Path) -> None:
-    """As with `python -O`, which leaves asserts out."""
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_tree(model, tmp_path / "run", {"precision": "fp8_full"})))
-    command = [sys.executable, "-m", "octetrl", "train", str(recipe), "steps=1"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONOPTIMIZE": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-    def learnt(folder: Path) -> list[tuple[float, ...]]:
-        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        return [(row["loss"], row["reward/mean"], row["grad_norm"]) for row in rows]
-
-    assert learnt(tmp_path / "run") == learnt(finished("fp8_full"))[:1]
 
 
 def test_a_gate_that_closes_is_exit_code_1(model: Path, tmp_path: Path, capsys: Capture) -> None:
