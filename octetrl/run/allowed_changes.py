@@ -12,8 +12,10 @@ with the old value.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +127,15 @@ def _differences(old: Any, new: Any, name: str) -> Iterator[Change]:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys((*old, *new)):
             yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-    elif old != new:
+    elif old != new and not _is_same_path(old, new):
         yield Change(name, old, new)
+
+
+def _is_same_path(old: Any, new: Any) -> bool:
+    """Whether both lead to one file or folder, as a relative and an absolute path do."""
+    with suppress(OSError, TypeError, ValueError):  # no paths, or none that exist
+        return not isinstance(old, int) and not isinstance(new, int) and os.path.samefile(old, new)
+    return False
 
 
 def _in_general(field: str) -> str:

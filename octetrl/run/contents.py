@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -89,9 +90,19 @@ def rows_digest(tasks: Iterable[Task]) -> str:
 def _source(path: str, given: Given) -> dict[str, str]:
     """The digest of each source file of the object that a recipe names as `module:name`."""
     name = path if path not in given else importable_name(given[path]) or importable_name(type(given[path]))
-    module, colon, _ = (name or "").partition(":")
+    if name is None:
+        return _own_source(given[path])
+    module, colon, _ = name.partition(":")
     files = source_files(module) if colon else {}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items()}
+
+
+def _own_source(thing: Any) -> dict[str, str]:
+    """Of a function or class of a script or a notebook: of its own lines, as other lines of a script may change."""
+    thing = getattr(thing, "func", thing)  # of a partial
+    with suppress(OSError, TypeError, SyntaxError):  # typed in, or made by a program
+        return {"source": _digest(inspect.getsource(thing if hasattr(thing, "__name__") else type(thing)))}
+    return {}
 
 
 def source_files(module: str) -> dict[str, Path]:

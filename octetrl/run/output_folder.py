@@ -147,7 +147,9 @@ class OutputFolder:
             self._held.close()
             try:
                 if not self._held.enter_context(folder_lock(self.path)):
-                    raise live_run(self.path, process_of(self.path))
+                    time.sleep(PROBED)
+                    if not self._held.enter_context(folder_lock(self.path)):
+                        raise live_run(self.path, process_of(self.path))
                 lock = self._open_lock()
             except FileNotFoundError:
                 continue  # a refused run took the folder away in between

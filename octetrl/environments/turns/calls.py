@@ -25,6 +25,7 @@ import asyncio
 import contextvars
 import inspect
 import itertools
+import os
 import queue
 import sys
 import threading
@@ -37,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from octetrl.config.errors import UserError
 from octetrl.environments.tracebacks import error_line, error_trace
 from octetrl.environments.turns.conversation import Conversation, current
 
@@ -70,6 +72,7 @@ class Calls:
         self._tickets = itertools.count()
         self._loop: _Loop | None = None
         self._given_up: list[_Loop] = []
+        self._process = _process_state()
         self.abandoned = 0  # calls whose time was over
 
     def __len__(self) -> int:
@@ -101,14 +104,30 @@ class Calls:
         return ticket
 
     def poll(self, wait: float) -> list[tuple[int, CallResult]]:
-        """Tickets and results of finished calls, in that order. Waits up to `wait` seconds for the first."""
+        """Tickets and results of finished calls, in that order. Waits up to `wait` seconds for the first.
+
+        Raises UserError if a call changed what the whole process has (`_process_state`), which is put back."""
         now = time.monotonic()
         due = min((pending.ends for pending in self._pending.values()), default=now + wait)
         found = self._take(max(0.0, min(wait, due - now)))
+        self._refuse_changes()
         now = time.monotonic()
         late = [ticket for ticket, pending in self._pending.items() if pending.ends <= now]
         found += self._take(0.0) if late else []  # what arrived in time but was not read yet
         return found + [(ticket, self._abandon(ticket)) for ticket in late if ticket in self._pending]
+
+    def _refuse_changes(self) -> None:
+        """Put back what a call changed for the whole process, and raise UserError of it."""
+        (folder, dtype), (new_folder, new_dtype) = self._process, _process_state()
+        changes = []
+        if new_folder != folder:
+            os.chdir(folder)
+            changes.append(f"the working directory is '{new_folder}', was '{folder}' (os.chdir): use absolute paths")
+        if new_dtype != dtype is not None:
+            sys.modules["torch"].set_default_dtype(dtype)
+            changes.append(f"torch's default dtype is {new_dtype}, was {dtype}: give each tensor its dtype")
+        if changes:
+            raise UserError(f"the code of environment or reward changed the run's process: {'; '.join(changes)}")
 
     def forget(self) -> None:
         """Drop all calls in flight: their results will not be returned."""
@@ -226,6 +245,16 @@ class _ThreadEach(ThreadPoolExecutor):
 
         threading.Thread(target=run, name="environment thread", daemon=True).start()
         return future
+
+
+def _process_state() -> tuple[str, Any]:
+    """What code of an environment must leave as it is: the working directory, and torch's default dtype (None: torch is
+    not loaded)."""
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:  # somebody removed it
+        folder = "."
+    return folder, sys.modules["torch"].get_default_dtype() if "torch" in sys.modules else None
 
 
 def _failed(error: BaseException) -> CallResult:

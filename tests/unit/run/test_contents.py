@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.records import Task
 from octetrl.run.allowed_changes import CONTENT
-from octetrl.run.contents import Contents, changed_contents, contents_of, rows_digest, source_files
+from octetrl.run.contents import Contents, _source, changed_contents, contents_of, rows_digest, source_files
 
 FILES = {
     "top_47/__init__.py": "from . import shared_47\n",
@@ -50,6 +52,23 @@ def test_modules_without_a_source_and_of_this_package_have_no_digest(module: str
 
 def test_a_package_of_python_is_its_own_files() -> None:
     assert source_files("json").keys() == {"json", "json.decoder", "json.encoder", "json.scanner"}
+
+
+def test_a_function_of_a_script_or_notebook_is_its_own_lines() -> None:
+    def digest(body: str, before: str = "") -> dict[str, str]:
+        """Of a function that a notebook's cell defines; linecache has the cell's lines, as IPython puts them there."""
+        text = f"{before}def score(task, text):\n    {body}\n"
+        linecache.cache["<cell 47>"] = (len(text), None, text.splitlines(keepends=True), "<cell 47>")
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(text, "<cell 47>", "exec"), names)
+        return _source("given:score", {"given:score": names["score"]})
+
+    assert digest("return 1.0").keys() == {"source"}
+    assert digest("return 1.0") == digest("return 1.0", before="steps = 5\n") != digest("return 2.0")
+    del linecache.cache["<cell 47>"]
+    typed_in: dict[str, Any] = {"__name__": "__main__"}
+    exec("def score(task, text): return 1.0", typed_in)
+    assert _source("given:score", {"given:score": typed_in["score"]}) == {}
 
 
 def test_rows_differ_by_any_field_and_by_order() -> None:

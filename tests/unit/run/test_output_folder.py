@@ -110,6 +110,17 @@ def test_resume_with_another_recipe_is_refused_by_the_section(changed: dict[str,
     assert Path("runs/one/config.yaml").read_bytes() == before
 
 
+def test_resume_takes_another_path_to_the_same_folder(here: Path) -> None:
+    Path("m").mkdir()
+    Path("link").symlink_to("m")
+    begin(recipe())
+    for path in (here / "m", "./m", "link"):
+        begin(recipe(model={"path": str(path)}), resume=True)
+    Path("link").unlink()
+    with pytest.raises(UserError, match=r"model\.path"):
+        begin(recipe(model={"path": "n"}), resume=True)
+
+
 def test_resume_may_prolong_a_run_and_log_it_otherwise() -> None:
     begin(recipe())
     changed = {"steps": 500, "logging": {"console": "plain"}, "checkpoint": {"every": 3}, "evaluation": {"every": 2}}
@@ -180,14 +191,16 @@ def test_a_refused_run_leaves_an_empty_folder_as_it_was() -> None:
     assert list(Path("runs/one").iterdir()) == []
 
 
-def test_a_run_starts_although_status_looks_at_its_lock() -> None:
+@pytest.mark.parametrize("looked_at", ["runs/one/lock", "runs/one"])
+def test_a_run_starts_although_status_looks_at_its_lock(looked_at: str) -> None:
     begin(recipe())
-    with Path("runs/one/lock").open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # as `octetrl status`, which holds it for an instant
-        looked = threading.Timer(output_folder.PROBED / 5, fcntl.flock, (lock.fileno(), fcntl.LOCK_UN))
-        looked.start()
-        begin(recipe(), resume=True)
-        looked.join()
+    lock = os.open(looked_at, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # as `octetrl status`, which holds it for an instant
+    looked = threading.Timer(output_folder.PROBED / 5, fcntl.flock, (lock, fcntl.LOCK_UN))
+    looked.start()
+    begin(recipe(), resume=True)
+    looked.join()
+    os.close(lock)
 
 
 def _open_and_refuse(folder: str, until: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import subprocess
@@ -10,9 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octetrl.config.errors import UserError
 from octetrl.environments import turns
@@ -209,3 +212,20 @@ def test_a_hanging_call_does_not_keep_the_interpreter_from_ending() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (run.stdout, run.stderr, run.returncode) == ("2\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(lambda: os.chdir("/"), "was '"), (lambda: torch.set_default_dtype(torch.float64), "float64")]
+)
+def test_what_the_whole_process_has_is_put_back_and_refused(
+    change: Callable[[], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = Calls()
+    calls.start(change, (), seconds=60.0)
+    with pytest.raises(UserError, match=said):
+        calls.poll(60.0)
+    assert (Path.cwd(), torch.get_default_dtype()) == (tmp_path, torch.float32)
+    calls.start(int, (), seconds=60.0)
+    assert [called.value for _, called in calls.poll(60.0)] == [0]
+    calls.close()
