@@ -55,7 +55,11 @@ class ProcessState(NamedTuple):
     @classmethod
     def now(cls) -> ProcessState:
         torch = sys.modules.get("torch")
-        return cls(os.getcwd(), torch and torch.get_default_dtype())
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:  # somebody removed it
+            folder = "."
+        return cls(folder, torch and torch.get_default_dtype())
 
     def put_back(self) -> None:
         if (found := self.now()) != self:

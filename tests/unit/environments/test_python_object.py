@@ -155,6 +155,14 @@ def test_what_an_environment_changes_for_the_whole_process_is_put_back(
     assert Path.cwd() == tmp_path and torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
+def test_a_working_directory_that_was_removed_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert result_of(lambda: torch.set_default_dtype(torch.float64) or 7, "making it") == 7
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_a_signal_that_ends_the_run_is_no_fault_of_the_environment() -> None:
     def stop() -> None:
         raise Terminated
