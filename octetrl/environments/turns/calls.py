@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.errors import UserError
+from octetrl.environments.foreign import ProcessState
 from octetrl.environments.tracebacks import error_line, error_trace
 from octetrl.environments.turns.conversation import Conversation, current
 
@@ -72,7 +73,7 @@ class Calls:
         self._tickets = itertools.count()
         self._loop: _Loop | None = None
         self._given_up: list[_Loop] = []
-        self._process = _process_state()
+        self._process = ProcessState.now()
         self.abandoned = 0  # calls whose time was over
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class Calls:
     def poll(self, wait: float) -> list[tuple[int, CallResult]]:
         """Tickets and results of finished calls, in that order. Waits up to `wait` seconds for the first.
 
-        Raises UserError if a call changed what the whole process has (`_process_state`), which is put back."""
+        Raises UserError if a call changed what the whole process has (`ProcessState`), which is put back."""
         now = time.monotonic()
         due = min((pending.ends for pending in self._pending.values()), default=now + wait)
         found = self._take(max(0.0, min(wait, due - now)))
@@ -118,7 +119,7 @@ class Calls:
 
     def _refuse_changes(self) -> None:
         """Put back what a call changed for the whole process, and raise UserError of it."""
-        (folder, dtype), (new_folder, new_dtype) = self._process, _process_state()
+        (folder, dtype), (new_folder, new_dtype) = self._process, ProcessState.now()
         changes = []
         if new_folder != folder:
             os.chdir(folder)
@@ -245,16 +246,6 @@ class _ThreadEach(ThreadPoolExecutor):
 
         threading.Thread(target=run, name="environment thread", daemon=True).start()
         return future
-
-
-def _process_state() -> tuple[str, Any]:
-    """What code of an environment must leave as it is: the working directory, and torch's default dtype (None: torch is
-    not loaded)."""
-    try:
-        folder = os.getcwd()
-    except FileNotFoundError:  # somebody removed it
-        folder = "."
-    return folder, sys.modules["torch"].get_default_dtype() if "torch" in sys.modules else None
 
 
 def _failed(error: BaseException) -> CallResult:
