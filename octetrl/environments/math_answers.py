@@ -42,7 +42,8 @@ _FORMULAS_PER_PROCESS = 300
 _MEMORY = 2 << 30  # bytes that an answer may take
 _EMPTY_CELLS = ("", "nan", "null", "<na>")
 _OPTION = re.compile(
-    r"(?:option|choice|answer)?\s*\(?([A-J]|[a-j])\)?(?:[).:]\s+(?!or\b|and\b|\([A-J]\)|[B-J]\b).*|\s+is\b.*)?",
+    r"(?i:(?:the )?(?:correct |right )?(?:option|choice|answer)(?: is)?:?)?\s*\(?([A-J]|[a-j])\)?"
+    r"(?:[).:]\s+(?!or\b|and\b|\([A-J]\)|[B-J]\b).*|\s+is\b(?!.*\b(?:wrong|incorrect|false|not)\b).*)?",
     re.DOTALL,
 )
 _too_hard: deque[str] = deque(maxlen=16)  # answers that took too long, so that none does so twice

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from octetrl.environments.math_values import Based, Expression, Named, Number, Value, Words
+from octetrl.environments.math_values import SCALES, Based, Expression, Named, Number, Value, Words
 
 
 def equal(reference: Value, answer: Value, tolerance: Fraction) -> bool:
@@ -53,13 +53,18 @@ def vote(value: Value) -> str:
 
 
 def _equal_numbers(reference: Number, answer: Number, tolerance: Fraction) -> bool:
-    if reference.unit and answer.unit and reference.unit != answer.unit:
+    of_words = [SCALES.get(side.unit, 1) for side in (reference, answer)]
+    if reference.unit and answer.unit and reference.unit != answer.unit and of_words == [1, 1]:
         return False
     if reference.exact and answer.exact:
         tolerance = Fraction(0)
     scales = [Fraction(1)]
     if reference.percent != answer.percent:  # 50% is 0.5, and 50 where the question asks for percent
         scales.append(Fraction(1, 100) if answer.percent else Fraction(100))
+    if 1 not in of_words:
+        scales = [Fraction(of_words[1], of_words[0])]
+    elif of_words != [1, 1]:  # 2 million is 2000000, and 2 where the question asks for millions
+        scales.append(Fraction(of_words[1], of_words[0]))
     values = [answer.value * scale for scale in scales]
     return any(abs(value - reference.value) <= tolerance * max(abs(value), abs(reference.value)) for value in values)
 

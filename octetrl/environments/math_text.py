@@ -42,6 +42,7 @@ _NAMES |= {"∩": "cap", "∈": "in", "±": "pm", "≈": "approx", "√": "sqrt"
 _SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
 _PUNCTUATION = str.maketrans("。、−–÷⁄", ".,--//", "\u2061\u200b\ufeff")
 _RAISED = re.compile("[⁻⁰¹²³⁴-⁹]+")
+_LOWERED = re.compile("[₀-₉]+")
 
 
 def final_answer(completion_text: str, marker: str | None) -> str | None:
@@ -72,6 +73,7 @@ def plain_characters(text: str) -> str:
     if text.isascii():
         return text
     text = _RAISED.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = _LOWERED.sub(lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
     text = unicodedata.normalize("NFKC", text).translate(_PUNCTUATION).translate(_SYMBOLS)
     return re.sub(r"(?![0-9])\d", lambda match: str(unicodedata.digit(match[0])), text)

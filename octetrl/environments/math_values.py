@@ -78,7 +78,12 @@ def read_value(text: str) -> Value | None:
         return plain
     if (named := _NAMES.match(text)) and set(_NAMES.findall(text)) == {named["name"]}:
         value = read_value(_NAMES.sub("", text))  # also x = 1 or x = 2
-        return Named(named["name"], value) if isinstance(value, Number | Expression) else value
+        return Named(re.sub("[() ]", "", named["name"]), value) if isinstance(value, Number | Expression) else value
+    parts = sorted(part.strip() for part in re.split(r",| and ", text))
+    names = [name["name"] for part in parts if (name := _NAMES.match(part))]
+    if 1 < len(parts) == len(names) == len({*names}):  # y = 2, x = 1 is the point (1, 2)
+        point = _expression(f"({', '.join(_NAMES.sub('', part, count=1) for part in parts)})")
+        return point and Named(",".join(names), point)
     return _expression(text)
 
 
@@ -113,6 +118,13 @@ _TIDYINGS = tuple(
         (r"\\[dtc]frac", r"\\frac"),
         (r"\\?sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\not\s*=", r"\\neq "),
+        (r"\\(?:lor|vee)(?![a-z])", ", "),
+        (r"(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
+        (
+            r"^((?:\s*[A-Za-z]\s*=)?(?:\\(?:frac|sqrt|pi|cdot|times|ln|log)(?![a-z])|[^A-Za-z=\\])*(?:[\d})]|\\pi)\s*)"
+            r"\\(?:approx|simeq)\s*-?\d*\.\d+[\s.]*$",  # 1/3 \approx 0.333
+            r"\1",
+        ),
         (r"\\(?:approx|simeq)(?![a-z])", "="),
         (r"\\(?:oslash|varnothing)(?![a-z])", r"\\emptyset"),
         (r"\\%|\bper ?cent\b|\bpercentage points?\b|\bpct\b", "%"),
@@ -148,15 +160,32 @@ _NUMBER = re.compile(
 )
 _PLAIN_FRACTION = re.compile(r"\\frac ?(?:\{ ?([-+]?\d+) ?\}|(\d)) ?(?:\{ ?(\d+) ?\}|(\d))")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{(\d+)\}")
-_REMARK = re.compile(r" \([^()]*[^\W\d_]{3}[^()]*\)")  # 12 (twelve)
+_REMARK = re.compile(
+    r" \((?![^()]*(?:sqrt|sin|cos|tan|log)(?![a-z]))[^()\\]*[^\W\d_]{3}[^()\\]*\)"
+)  # 12 (twelve), not 2 (3+\sqrt{5})
+_ORDINAL = re.compile(r"(?<=\d)(?: ?\^ ?\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)(?![a-z]))")
 _OPERATOR = re.compile(r"[\\<>^_+*|{}\[\]]")
 _SEVERAL = re.compile(r"[,;\\]|\b(?:or|and)\b|(?<![^\W\d_])[^\W\d_](?![^\W\d_])")  # equations, or one in variables
 
 _UNIT_NAMES = (
     *("m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "km kilometer kilometre"),
     *("g gram", "kg kilogram", "mg milligram", "s sec second", "min minute", "h hr hour", "day", "week", "month"),
-    *("year", "cent", "dollar usd", "in inch inche", "ft foot feet", "yd yard", "mi mile"),
+    *(
+        "hundred",
+        "thousand",
+        "million",
+        "billion",
+        "trillion",
+        "year",
+        "cent",
+        "dollar usd",
+        "in inch inche",
+        "ft foot feet",
+        "yd yard",
+        "mi mile",
+    ),
 )
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _UNITS = {name: names.split()[0] for names in _UNIT_NAMES for name in names.split()}
 _SHORT_UNIT = re.compile(r"[lLNJWVKCFAP]|m[lL]|nm|oz|lb|sq|cu|Hz|mph|[ap]m|[AP]M|of|to|is|an|by|at|on|so|it|as")
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z]) ?\^ ?(?:\{-?\d\}|-?\d)")
@@ -168,6 +197,7 @@ _NO_ANSWER = re.compile(r"\b(?:not|no|wrong|incorrect)\b", re.IGNORECASE)
 
 def _number(text: str) -> Number | None:
     """The only number of the text, with words that say no more than its unit; after the last equals sign."""
+    text = _ORDINAL.sub("", text)
     text = _PLAIN_FRACTION.sub(r" \1\2/\3\4", _REPEATING.sub(_repeating, text))
     left, _, text = _REMARK.sub("", text).rpartition("=")
     found = list(_NUMBER.finditer(text))
@@ -291,6 +321,7 @@ def _expression(text: str) -> Expression | None:
     text = re.sub(r"(\d)[eE]([-+]?\d+)", r"\1 \\cdot 10^{\2}", text)
     text = re.sub(r"(?<!\w)\(([A-Z])\)", r"\1", text)  # (A), (C)
     text = _FUNCTION.sub(r"\\\1", text).replace("*", r" \cdot ").strip()
+    text = re.sub(r"((?<![\w^.}])\d+|\)) ?(?=\( ?-?\d+ ?\))", r"\1 \\cdot ", text)  # 2(6) is a product
     if not text or _SIDE_BY_SIDE.search(text):
         return None
     found = math_verify().parse(f"${text}$", [_config()], fallback_mode="no_fallback", parsing_timeout=None)
