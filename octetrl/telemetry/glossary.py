@@ -31,7 +31,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Learning": (
         Metric("reward/mean", "", "Mean reward of the step's rollouts.", "It should rise. Look at evaluation as well."),
         Metric("reward/std", "", "Standard deviation of the rewards.", "0: nothing to learn from."),
-        Metric("reward/mean_error", "", "Standard error of the mean reward, with prompts as independent."),
+        Metric("reward/mean_error", "", "Standard error of the mean reward. Prompts count as independent, siblings do not."),
         Metric("reward/count", "rollouts", "Rollouts with a reward."),
         Metric("reward/penalty", "", "Mean of what was added to the rewards for their length, 0 or less."),
         Metric(
@@ -213,7 +213,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/step", SECONDS, "The whole step, without evaluation and checkpoint."),
         Metric("time/rollout", SECONDS, "Generation and environments."),
         Metric("time/rollout_tail_share", SHARE,
-               "Part of the time of decoding with less than half of the largest batch running."),
+               "Share of the decoding time in which less than half of the largest batch ran."),
         Metric("time/tail", SECONDS, "Of `time/rollout`: the last answers ran on one worker, and the others trained."),
         Metric("time/reward", SECONDS, "Rewards that the step waited for after generation."),
         Metric("time/reward_slowest", SECONDS, "The slowest call of the reward."),

@@ -59,7 +59,7 @@ TITLES = {name: title for title, name in CURVES} | {"time/step": "seconds of a s
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?%?")
 _SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it."
 _BANDS = {
-    "reward/mean": " The band is one standard error of the mean on each side, with prompts as independent.",
+    "reward/mean": " The band is one standard error of the mean on each side; prompts count as independent.",
     "eval/accuracy": " The band is the 95% interval.",
 }
 _SAME = " The mean held-out reward is the same number."
