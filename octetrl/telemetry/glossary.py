@@ -31,7 +31,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Learning": (
         Metric("reward/mean", "", "Mean reward of the step's rollouts.", "It should rise. Look at evaluation as well."),
         Metric("reward/std", "", "Standard deviation of the rewards.", "0: nothing to learn from."),
-        Metric("reward/mean_error", "", "Standard error of the mean reward. Prompts count as independent, siblings do not."),
+        Metric("reward/mean_error", "", "Standard error of the mean reward. Siblings do not count as independent."),
         Metric("reward/count", "rollouts", "Rollouts with a reward."),
         Metric("reward/penalty", "", "Mean of what was added to the rewards for their length, 0 or less."),
         Metric(
