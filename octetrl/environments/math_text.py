@@ -24,7 +24,7 @@ _BETWEEN_BOXES = re.compile(
     r"[\s$.]*(?:[,;&]|\\q?quad|\\text\{|\b(?:and|or)\b)[\s$,;]*(?:and|or)?[\s$}]*(?:[A-Za-z]\s*=\s*)?"
 )
 
-_FORMULA = r"\$\$[^$]+\$\$|(?<!\\)\$[^$\n]+\$|\\\((?:(?!\\\)).){1,400}\\\)|\\\[(?:(?!\\\]).){1,400}\\\]"
+_FORMULA = r"\$\$[^$]+\$\$|(?<!\\)\$[^$\n]+\$|\\\(.{1,400}?\\\)|\\\[.{1,400}?\\\]"
 _FRACTION = r"[-−]?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}"
 _NUMBER = r"(?<![\w.])[-−+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?"
 _FORMULA_OR_NUMBER = re.compile(rf"{_FORMULA}|{_FRACTION}|{_NUMBER}", re.DOTALL)
@@ -37,8 +37,8 @@ _ANSWER_IS = re.compile(
 )
 _END = re.compile(r"[.!?](?=\s|$)|;\s|,\s+(?!and\b|or\b)(?=[^\W\d_]{2})")  # of a sentence or clause
 
-_NAMES = {"π": "pi", "×": "times", "·": "cdot", "≤": "le", "≥": "ge", "≠": "ne", "∞": "infty", "∪": "cup"}
-_NAMES |= {"∩": "cap", "∈": "in", "±": "pm", "≈": "approx", "√": "sqrt", "°": "degree", "∅": "emptyset"}
+_NAMES = {"×": "times", "·": "cdot", "≤": "le", "≥": "ge", "≠": "ne", "∈": "in", "∩": "cap"}  # math-verify reads others
+_NAMES |= {"∞": "infty", "√": "sqrt", "°": "degree"}
 _SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
 _PUNCTUATION = str.maketrans("。、−–÷⁄", ".,--//", "\u2061\u200b\ufeff")
 _RAISED = re.compile("[⁻⁰¹²³⁴-⁹]+")
@@ -98,15 +98,14 @@ def last_box(text: str) -> str | None:
             contents.clear()  # not in one list with this one
         start = box.end()
         if text[start : start + 1] != "{":  # \boxed 7
-            content = text[start : start + 40].partition(" ")[0].partition("\n")[0].rstrip(".,$")
+            content = re.split(r"\s", text[start : start + 40])[0].rstrip(".,$")
             end = start + len(content)
         elif start in closing:
             content, end = text[start + 1 : closing[start]], closing[start] + 1
         else:
-            content = re.sub(r"[\s.$]+$|\\[\])]\s*$", "", text[start + 1 :].lstrip().partition("\n")[0])
-            end = len(text)
-        contents.append(_BOX.sub("", content).strip())
-    return ", ".join(dict.fromkeys(contents)) or None
+            content, end = text[start + 1 : start + _TAIL].lstrip().partition("\n")[0], start + 1
+        contents.append(content)
+    return ", ".join(dict.fromkeys(_BOX.sub("", content).strip() for content in contents)) or None
 
 
 def _first_statement(text: str) -> str | None:

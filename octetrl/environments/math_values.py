@@ -98,8 +98,7 @@ def _plain(text: str) -> Number | Based | Words | None:
 
 
 _MONEY = re.compile(
-    r"(?:\b(?:USD?|CA|AU|NZ|HK|A|C|S)\s?)?\\\$|\b(?:US|CA|AU|NZ|HK)\$|[€£¥₹₽₩¢]|\\(?:textdollar|pounds|euro|yen)\b"
-    r"|\b(?:USD|EUR|GBP|CNY|INR|RMB|Rs\.?)(?=\s*\d)"
+    r"(?:\b[A-Z]{1,3}\s?)?\\\$|\b[A-Z]{2}\$(?=\d)|[€£¥₹₽₩¢]|\b(?:USD|EUR|GBP|CNY|INR|RMB|Rs\.?)(?=\s*\d)"
 )
 _DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]|\$\$?")
 _SENTENCE = re.compile(r"(?P<before>[^$\d\\]*)\$(?P<formula>[^$]+)\$(?P<after>[^$\d\\]*)")
