@@ -209,7 +209,7 @@ class OptimizerConfig(Section):
     """Number of steps in which the learning rate rises linearly to `lr`."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, until the last step. It follows the steps, also those without an
-    update."""
+    update. A run resumed with other `steps` continues on the curve that ends at the new last step."""
     min_lr_fraction: Fraction = 0.0
     """Learning rate of the last step of a linear or cosine decay, as a share of `lr`. 0: the rate would be 0 at the
     step after the last."""

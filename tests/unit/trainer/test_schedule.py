@@ -41,6 +41,12 @@ def test_without_a_minimum_the_step_after_the_last_would_have_rate_0() -> None:
     assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)
 
 
+def test_other_steps_change_the_curve_from_where_a_run_resumes() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=1, decay="linear", min_lr_fraction=0.25)
+    found = [learning_rate(step, config, total_steps=3 if step < 3 else 6) for step in range(6)]
+    assert found == pytest.approx([1, 1, 0.25, 0.625, 0.4375, 0.25])
+
+
 def test_warm_up_longer_than_the_run() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=10, decay="cosine")
     assert learning_rate(4, config, total_steps=5) == 0.5 and learning_rate(10, config, total_steps=5) == 1.0
