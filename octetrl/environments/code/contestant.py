@@ -25,6 +25,7 @@ from octetrl.environments.code.nodes import CLASSES, Nodes
 from octetrl.environments.code.wire import pack, unpack_global
 
 _LINK = 3
+_LONGEST_FIELDS = 1 << 12  # of an exception
 _LATE_SECONDS = 0.5  # after the judge has gone
 _BASES = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset)
 _UNORDERED = ("set", "frozenset", "dict", "Counter", "defaultdict")
@@ -59,7 +60,7 @@ def _answered(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": action()}
     except BaseException as error:  # its sys.exit too
-        return {"raised": _described(error)}
+        return {"raised": _described(error), "fields": _plain_fields(error)}
 
 
 def _described(error: BaseException) -> list[str]:
@@ -69,6 +70,21 @@ def _described(error: BaseException) -> list[str]:
         text = str(error)[:500]
     known = next(kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind)
     return [type(error).__name__, known, text, *(kind.__name__ for kind in type(error).__mro__[1:])]
+
+
+def _plain_fields(error: BaseException) -> list[Any]:
+    """The exception's arguments and attributes, as far as they are plain data."""
+
+    def refuse(value: Any) -> Any:
+        raise TypeError(type(value).__name__)
+
+    fields: list[Any] = [None, {}]
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        fields[0] = pack(error.args, refuse)
+    for name, value in getattr(error, "__dict__", {}).items():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            fields[1][name] = pack(value, refuse)
+    return fields if len(json.dumps(fields)) < _LONGEST_FIELDS else [None, {}]
 
 
 class _Desk:
@@ -134,7 +150,9 @@ class _Desk:
                 items.append(next(iterator) if sent is None else iterator.send(sent))
 
         ended = _answered(take)
-        return {"value": self._packed(items)} | ({"end": ended["raised"]} if "raised" in ended else {})
+        return {"value": self._packed(items)} | (
+            {"end": ended["raised"], "fields": ended["fields"]} if "raised" in ended else {}
+        )
 
     def _find(self, kind: str, given: Any) -> Any:
         return unpack_global(given) if kind == "global" else self._kept[given]

@@ -21,7 +21,7 @@ from typing import Any
 
 from octetrl.environments.code.nodes import Nodes
 from octetrl.environments.code.remote import BuiltObject, Function, Origin, Record, Remote, origin_of
-from octetrl.environments.code.wire import KEPT, LONGEST_LINE, RUN, Malformed, pack_global
+from octetrl.environments.code.wire import KEPT, LONGEST_LINE, RUN, Malformed, pack_global, unpack
 
 _LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
 _ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
@@ -99,7 +99,7 @@ class Link:
         given = [Remote(origin), count, sent]
         answer = self._exchange("next", self._nodes.pack(given, self._packed_stand_in))
         items = self._unpacked(answer.get("value"))
-        ended = self._exception(answer["end"]) if "end" in answer else None
+        ended = self._exception(answer["end"], answer.get("fields")) if "end" in answer else None
         if not isinstance(items, list) or not (items or ended):
             raise self._closed()
         return items, ended
@@ -126,7 +126,7 @@ class Link:
         self._has_answered |= operation != "name"
         answer = self._answered([operation, packed], LONGEST_LINE)
         if "raised" in answer:
-            error = self._exception(answer["raised"])
+            error = self._exception(answer["raised"], answer.get("fields"))
             if isinstance(error, StopIteration | StopAsyncIteration):  # would end a loop of the test's as a success
                 error = RuntimeError(f"the code raised {type(error).__name__}")
             raise error
@@ -139,7 +139,7 @@ class Link:
         self.has_run = True
         answer = self._answered(RUN, _LONGEST_START)
         if "raised" in answer:
-            self.code_error = self._exception(answer["raised"])
+            self.code_error = self._exception(answer["raised"], answer.get("fields"))
             raise self._closed()
 
     def _answered(self, question: Any, longest: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Link:
         self.broken = fault
         return BrokenTest(fault)
 
-    def _exception(self, description: Any) -> Exception:
+    def _exception(self, description: Any, fields: Any) -> Exception:
         is_text = isinstance(description, list) and all(isinstance(text, str) for text in description)
         if not is_text or len(description) < 3:
             raise self._closed()
@@ -178,13 +178,32 @@ class Link:
         if not isinstance(known, type) or not issubclass(known, Exception) or known is Exception:
             known = None
         caught = dict.fromkeys(self._exceptions[one] for one in (name, *above) if one in self._exceptions)
-        with contextlib.suppress(TypeError):  # some want more than a text; some can't be bases together
-            if caught:
-                made: Exception = type(name, (*caught, *([known] if known else [])), {})(text)
-                return made
-            if known:
-                return known(text)
+        given, attributes = self._plain_fields(fields)
+        kind: Any = known
+        if caught:
+            with contextlib.suppress(TypeError, ValueError):  # some can't be bases together
+                kind = type(name, (*caught, *([known] if known else [])), {})
+        for args in (given, (text,)) if kind else ():
+            with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError):  # some want more than a text
+                made: Exception = kind(*args)
+                if str(made) == text or args is not given:
+                    vars(made).update(attributes)
+                    return made
         return RemoteError(f"{name}: {text}")
+
+    def _plain_fields(self, fields: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An exception's arguments and attributes, of plain data alone."""
+
+        def refuse(kind: str, given: Any) -> Any:
+            raise Malformed
+
+        try:
+            args, attributes = fields
+            found = {name: unpack(value, refuse) for name, value in attributes.items() if not name.startswith("__")}
+            given = unpack(args, refuse)
+        except (ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+            return (), {}
+        return (given if type(given) is tuple else ()), found
 
     def _unpacked(self, packed: Any, *, is_built: bool = False) -> Any:
         """is_built: whether `packed` itself, if it is an object, is one that the tests built."""

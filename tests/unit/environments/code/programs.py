@@ -184,6 +184,13 @@ assert solution.f(3) == g(3) == 4
 sys.exit(0)
 """,
     ),
+    "arguments and attributes of exceptions": (
+        "class Denied(Exception):\n    def __init__(self, code): super().__init__('denied', code); self.code = code\n"
+        "def f(x): raise Denied(x)\ndef g(x): return {}[x]\ndef h(x): return open('/no/such')",
+        "try: f(5)\nexcept Denied as e: assert e.code == 5 and e.args == ('denied', 5)\nelse: assert False\n"
+        "try: g('k')\nexcept KeyError as e: assert str(e) == \"'k'\" and e.args[0] == 'k'\nelse: assert False\n"
+        "try: h(1)\nexcept FileNotFoundError as e: assert str(e) and '/no/such' in str(e)\nelse: assert False",
+    ),
     "a class for pytest": (
         "class Stack:\n    def __init__(self): self.items = []\n    def put(self, x): self.items.append(x)",
         "class TestStack:\n    def setup_method(self): self.stack = Stack()\n    def test_put(self):\n"
