@@ -35,7 +35,7 @@ _MODULES = [importlib.import_module(name) for name in _IMPORTED]
 _HELPERS = {name for module in _MODULES for name in getattr(module, "__all__", dir(module))}
 _HELPERS |= {"approx", "raises", "pytest", "np", "pd", "numpy", "pandas", "assert_allclose", "assert_array_equal"}
 _NOT_EVIDENCE = PLAIN_NAMES - CHANGES
-_DEFINITION = re.compile(r"\b(def|class)\s+[`'\"*]*([A-Za-z_]\w*)")
+_DEFINITION = re.compile(r"\b(def|class)\s+(?:named\s+|called\s+)?[`'\"*]*([A-Za-z_]\w*)")
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*) *=(?!=)", re.MULTILINE)
 
 

@@ -57,6 +57,11 @@ def test_a_name_that_nothing_binds_is_the_tasks_fault(test: str, row: dict[str, 
         names([test], **row)
 
 
+def test_a_prompt_may_call_a_class_by_its_name() -> None:
+    for prompt in ("Write a class named `Vec` with +.", "Write a class called Vec.", "class Vec:"):
+        assert names(["assert Vec(1) + Vec(2) == Vec(3)"], prompt).classes == {"Vec"}
+
+
 def test_the_row_may_say_which_names_are_the_codes() -> None:
     test = "assert decode(encode(LIMIT)) == LIMIT"
     row = {"function": "encode", "solution": "LIMIT = 3\ndef encode(x): return x\ndef decode(x): return x"}
