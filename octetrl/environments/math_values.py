@@ -79,7 +79,7 @@ def read_value(text: str) -> Value | None:
     if (named := _NAMES.match(text)) and set(_NAMES.findall(text)) == {named["name"]}:
         value = read_value(_NAMES.sub("", text))  # also x = 1 or x = 2
         return Named(re.sub("[() ]", "", named["name"]), value) if isinstance(value, Number | Expression) else value
-    parts = sorted(part.strip() for part in re.split(r",| and ", text))
+    parts = sorted(part.strip() for part in re.split(r",| and |\\text ?\{ ?and ?\}", text))
     names = [name["name"] for part in parts if (name := _NAMES.match(part))]
     if 1 < len(parts) == len(names) == len({*names}):  # y = 2, x = 1 is the point (1, 2)
         point = _expression(f"({', '.join(_NAMES.sub('', part, count=1) for part in parts)})")
