@@ -25,13 +25,18 @@ def find_excess(call: Callable[[], object]) -> str | None:
     before = os.environ.get(_PARALLEL)
     os.environ[_PARALLEL] = "false"  # the tokenizers library then says nothing of the copy
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which the copy lacks
-        copy = os.fork()
-    if copy == 0:
-        _try(call)
-    os.close(writer)
-    os.environ.pop(_PARALLEL) if before is None else os.environ.update({_PARALLEL: before})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which the copy lacks
+            copy = os.fork()
+        if copy == 0:
+            _try(call)
+    except RuntimeError:  # another thread holds a lock file, and its library lets nobody copy the process
+        os.close(reader)
+        return None
+    finally:
+        os.close(writer)
+        os.environ.pop(_PARALLEL) if before is None else os.environ.update({_PARALLEL: before})
     try:
         if not select.select([reader], [], [], _WAITED)[0]:
             os.kill(copy, signal.SIGKILL)

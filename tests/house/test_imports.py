@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+import networkx
 import pytest
 
 from tests.house.tree import REPO, python_files, syntax
 
+CIRCLES = 10  # between files; it may only fall
 BASE = {"config", "records"}  # every room with an entry below may import these
 ARROWS: dict[str, set[str]] = {
     "records": set(),
@@ -94,6 +96,22 @@ def imports(path: str) -> Iterator[tuple[str, int]]:
             yield from ((f"{node.module}{name}", node.lineno) for name in names)
 
 
+def files_imported(path: str, files: Collection[str]) -> Iterator[str]:
+    """The package's files that a file imports: at its top, for types alone, or inside a function."""
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:  # of a module, of a name in a module, or of a package
+            parts = name.split(".")
+            candidates = ("/".join(parts), "/".join(parts[:-1]))
+            found = (f"{place}{end}" for place in candidates for end in (".py", "/__init__.py"))
+            yield from [file for file in found if file in files][:1]
+
+
 def room_of(path: str) -> str:
     return path.removeprefix("octetrl/").split("/")[0].removesuffix(".py")
 
@@ -113,6 +131,13 @@ def test_imports_point_down(room: str) -> None:
         if name.startswith("octetrl.") and (imported := name.split(".")[1]) not in {room, *ARROWS[room]}
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_files_do_not_import_in_circles() -> None:
+    files = python_files("octetrl")
+    graph = networkx.DiGraph((path, imported) for path in files for imported in files_imported(path, set(files)))
+    circles = [sorted(circle) for circle in networkx.strongly_connected_components(graph) if len(circle) > 1]
+    assert len(circles) <= CIRCLES, "\n".join(", ".join(circle) for circle in circles)
 
 
 def test_heavy_packages_stay_in_their_files() -> None:

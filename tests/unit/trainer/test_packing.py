@@ -45,12 +45,13 @@ def test_fields_by_hand() -> None:
 
 
 def test_dtypes_of_all_fields() -> None:
-    pair = [sample(5, pair=0, chosen=place == 0, group=1, policy_version=place) for place in range(2)]
+    changes = {"pair": 0, "group": 1}
+    pair = [sample(5, chosen=one == 0, cut_off=one == 0, policy_version=one, **changes) for one in range(2)]
     (micro_batch,) = micro_batches(pack(pair, PackingLayout(16), "token"))
     found = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
     assert type(found.pop("max_seqlen")) is int
     float32s, others = ("weights_N", "advantages_N", "generator_logprobs_N"), {"cu_seqlens_B1": torch.int32}
-    expected = others | dict.fromkeys(float32s, torch.float32) | {"chosen_N": torch.bool}
+    expected = others | dict.fromkeys(float32s, torch.float32) | dict.fromkeys(("chosen_N", "cut_off_N"), torch.bool)
     assert {name: one.dtype for name, one in found.items()} == {name: expected.get(name, torch.int64) for name in found}
 
 
