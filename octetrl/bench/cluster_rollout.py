@@ -154,7 +154,7 @@ def _row(plan: ClusterRollout, rounds: Sequence[RolloutTurn]) -> Row:
         "rollout/max_length": max(lengths),
         "rollout/max_batch": plan.bench.rows_of(first.workload),
         "rollout/digest": first.digest,
-        "time/rollout_tail_share": statistics.median(turn.tail_share for turn in rounds),
+        "rollout/tail_share": statistics.median(turn.tail_share for turn in rounds),
         "rollout/idle_share": statistics.median(turn.idle_share for turn in rounds),
         "rollout/preemptions": max(turn.preemptions for turn in rounds),
         "time/rollout": statistics.median(turn.seconds for turn in rounds),

@@ -121,7 +121,7 @@ def source_files(module: str) -> dict[str, Path]:
         if name in found or not name or not (top == root or (is_users and top != "octetrl")):
             continue
         path = _file_of(name)
-        if path is not None and path.is_relative_to(folder):
+        if path is not None and path.is_relative_to(folder) and not (is_users and _INSTALLED & set(path.parts)):
             found[name] = path
             waiting += _imported(name, path)
         waiting.append(name.rpartition(".")[0])  # a package is imported before its modules

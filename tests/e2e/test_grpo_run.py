@@ -169,7 +169,7 @@ def test_the_gate_stops_a_run_and_its_line_is_written(model: Path, tmp_path: Pat
 def test_a_finished_run_stays_finished(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes after its last step, also in a resumed run without a step left."""
 
-    def interrupted(*_: object) -> NoReturn:
+    def interrupted(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
     folder, resumed = tmp_path / "run", tiny_recipe(model, tmp_path / "run", {"steps": 1})

@@ -168,7 +168,7 @@ def test_what_a_run_would_refuse_is_refused() -> None:
 
 def test_an_arm_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octetrl.bench.roles_memory.available_host_bytes", lambda: 1000)
-    with pytest.raises(UserError, match=r"^--roles: both in fp8_full takes about 0 GB, and there are 0; give more"):
+    with pytest.raises(UserError, match=r"^--roles: both in fp8_full takes about 1 GB, and there are 0; give more"):
         check_memory(bench(BOTH))
     monkeypatch.setattr("octetrl.bench.roles_memory.available_host_bytes", lambda: None)
     check_memory(bench(BOTH))

@@ -140,7 +140,7 @@ def test_a_resumed_run_draws_again_what_was_not_learnt(model: Path, tmp_path: Pa
         assert run.taskset.state() != run.ahead.place.taskset
         cursor = Cursor.of(run, 2)
     with run_on(1, model, tmp_path, engines=1, ahead=2, steps=5) as resumed:
-        cursor.put_into(resumed)
+        cursor.put_into(resumed, has_changed=False)
         drawn: list[tuple[RolloutGroup, ...]] = []
         resumed.journal.record = lambda groups, counts=None: drawn.append(tuple(groups))  # type: ignore[method-assign]
         for step in (3, 4, 5):

@@ -218,13 +218,13 @@ def test_half_updated_weights_are_not_saved_as_the_step_before(run: Any, saves: 
 
 def test_a_run_that_fails_by_a_limit_saves_what_it_learnt(run: Any, saves: Checkpoints) -> None:
     with saves.open(run, 0):
-        with pytest.raises(RunFailed, match=r"^nothing learnt$"), saves.saved_if_failed(run, 1):
+        with pytest.raises(RunFailed, match=r"^nothing learnt$"), saves.saved_if_failed(run, 1, {}):
             raise RunFailed("nothing learnt")
         assert saved(saves) == {}
         for _ in range(2):
             run.workers.step()
         for step in (2, 2):  # the second time it is saved already
-            with pytest.raises(RunFailed, match=r"^three empty steps$"), saves.saved_if_failed(run, step):
+            with pytest.raises(RunFailed, match=r"^three empty steps$"), saves.saved_if_failed(run, step, {}):
                 raise RunFailed("three empty steps")
     assert saved(saves) == {"step_000002": 2.0} and run.console.texts == ["step 2 is saved"]
 
@@ -234,7 +234,7 @@ def test_a_disk_that_fails_too_does_not_hide_why_the_run_failed(run: Any, saves:
         run.workers.step()
         run.workers.step()
         run.workers.disk_fails = True
-        with pytest.raises(RunFailed, match=r"^the reward fails$"), saves.saved_if_failed(run, 2):
+        with pytest.raises(RunFailed, match=r"^the reward fails$"), saves.saved_if_failed(run, 2, {}):
             raise RunFailed("the reward fails")
         said = saves.save_interrupted(run, Cursor.of(run, 2))
     assert said.startswith("cut off in step 3: saving step 2 failed as well (checkpoint ") and "Errno 5" in said

@@ -50,6 +50,18 @@ def test_modules_without_a_source_and_of_this_package_have_no_digest(module: str
     assert source_files(module) == {}
 
 
+def test_installed_packages_below_the_own_folder_have_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / ".venv" / "lib" / "site-packages"
+    for file, text in ((tmp_path / "mine_47.py", "import theirs_47\n"), (installed / "theirs_47.py", "")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert set(source_files("mine_47")) == {"mine_47"}
+
+
 def test_a_package_of_python_is_its_own_files() -> None:
     assert source_files("json").keys() == {"json", "json.decoder", "json.encoder", "json.scanner"}
 
