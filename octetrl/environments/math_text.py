@@ -3,7 +3,7 @@
     the last \\boxed{...}                       also nested, or not closed at the end
     the line after `environment.answer_marker`   if the recipe has one and there is no box after it
     the text after "the answer is"              in several languages
-    the last formula or number                  if there is nothing else
+    the last formula or number                  otherwise
 
 Boxes that only a comma, "and" or "or" separates are one list. Every search takes time linear in the text, so a
 policy can't slow the scorer down by a long answer.

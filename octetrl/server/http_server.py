@@ -9,7 +9,7 @@ A new connection always gets a place: if there is none, the one that has waited 
 being answered keep theirs, and their number is limited so that places for others remain (`Intake.most_answers`).
 
 asyncio accepts all connections that wait, up to the backlog, before it handles one, and logs a traceback for each that
-finds no descriptor. It is told to accept a few at a time, and descriptors for these stay in reserve.
+finds no descriptor. Here it accepts a few at a time, and descriptors for these stay in reserve.
 """
 
 from __future__ import annotations

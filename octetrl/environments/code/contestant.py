@@ -26,7 +26,7 @@ from octetrl.environments.code.wire import pack, unpack_global
 
 _LINK = 3
 _LONGEST_FIELDS = 1 << 12  # of an exception
-_LATE_SECONDS = 0.5  # after the judge has gone
+_LATE_SECONDS = 0.5  # that the code may still run after the judge stopped waiting
 _BASES = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset)
 _UNORDERED = ("set", "frozenset", "dict", "Counter", "defaultdict")
 
