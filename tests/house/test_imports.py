@@ -148,6 +148,16 @@ def test_heavy_packages_stay_in_their_files() -> None:
             assert package != "triton" or room_of(path) == "kernels", f"{path}:{line}: triton belongs in kernels/"
 
 
+def test_tests_of_ray_are_skipped_where_it_is_not_installed() -> None:
+    """They import it from tests/e2e/installed_ray.py before the files that need it."""
+    need = {path.removesuffix(".py").replace("/", ".") for path in ONLY_IN["ray"]}
+    for path in (path for path in python_files("tests") if "/test_" in path):
+        tops = [node for node in syntax(path).body if isinstance(node, ast.ImportFrom)]
+        names = [part for node in tops for one in node.names for part in (f"{node.module}.{one.name}", node.module)]
+        first = next((place for place, name in enumerate(names) if name in need), 0)
+        assert not first or "tests.e2e.installed_ray" in names[:first], path
+
+
 def test_light_rooms_import_without_torch() -> None:
     light = [path for path in python_files("octetrl") if room_of(path) in TORCH_FREE]
     modules = [path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in light]

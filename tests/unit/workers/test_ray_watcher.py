@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.installed_ray import ray  # noqa: F401  # isort: skip: the imports of octetrl.workers.ray* need it
+
 from octetrl.workers import ray_cluster, ray_watcher
 from octetrl.workers.ray import RayTeam
 
@@ -50,10 +52,10 @@ def test_of_a_run_that_did_not_begin_only_its_own_files_go(mine: Sequence[str], 
 
 
 def test_the_watcher_takes_the_logs_of_its_beginning_for_somebody_elses(tmp_path: Path) -> None:
-    run, ray = tmp_path / "run", tmp_path / "ray"
-    ray.mkdir()
+    run, other = tmp_path / "run", tmp_path / "ray"
+    other.mkdir()
     write_files(run, (*MINE, "lock", "workers.json"))
-    script = [sys.executable, "-I", "-S", ray_watcher.__file__, str(ray), str(run)]
+    script = [sys.executable, "-I", "-S", ray_watcher.__file__, str(other), str(run)]
     subprocess.run(script, input=b"", capture_output=True, timeout=120, check=True)
     assert files_in(run) == sorted(MINE)
 
