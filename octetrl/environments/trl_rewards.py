@@ -1,4 +1,5 @@
-"""Reward functions of TRL's form as rewards here: `(prompts, completions, **columns) -> list[float]`.
+"""Reward functions of TRL's form as rewards here: `(prompts, completions, **columns) -> list[float]`, or with fewer
+parameters, as `(completions, answer)`.
 
     environment: {kind: jsonl, dataset: sums.jsonl, reward: "my_rewards:accuracy"}     one function, as it is
 
@@ -53,8 +54,8 @@ class TrlRewards:
         for function in self._functions:
             if not has_trl_form(function):
                 raise UserError(
-                    f"TrlRewards: {place_of(function)} has no parameters named prompts and completions, or **columns;"
-                    " write (prompts, completions, **columns)"
+                    f"TrlRewards: {place_of(function)} has no parameter named completions; write (prompts, completions,"
+                    " **columns)"
                 )
 
     def __call__(self, task: Task, completion_text: str) -> float:
@@ -91,14 +92,15 @@ def trl_reward(function: TrlReward, weight: float = 1.0, *, messages: bool = Fal
 
 
 def has_trl_form(function: Any) -> bool:
-    """Whether a function takes prompts and completions by name."""
+    """Whether a function takes completions by name. A first parameter `task` is that of (task, text), unless prompts or
+    all columns are taken too."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     named = {"prompts", "completions"} & parameters.keys()
-    return "completions" in named and (len(named) == 2 or takes_all)
+    return "completions" in named and (len(named) == 2 or takes_all or next(iter(parameters)) != "task")
 
 
 def call_trl(function: TrlReward, task: Task, completion_text: str, *, messages: bool = False) -> Any:

@@ -21,10 +21,12 @@ HERE = "tests.unit.environments.trl_functions"
 TASK = Task("sum/1", "3 + 4 =", answer="7", metadata={"level": 2})
 
 
-@pytest.mark.parametrize(("name", "rewards"), [("accuracy", [1.0, 0.0]), ("both", [1.0, 0.25])])
+@pytest.mark.parametrize(
+    ("name", "rewards"), [("accuracy", [1.0, 0.0]), ("both", [1.0, 0.25]), ("by_column", [1.0, 0.0])]
+)
 def test_one_or_several_functions_score_in_a_reward_process(name: str, rewards: list[float]) -> None:
     with RewardWorkers(PythonReward(f"{HERE}:{name}"), timeout_seconds=60.0) as workers:
-        scores = workers.score([(TASK, "7 "), (TASK, "8 please")])
+        scores = workers.score([(TASK, "7"), (TASK, "8 please")])
     assert [score.reward for score in scores] == rewards
 
 
@@ -72,11 +74,11 @@ def test_other_forms_are_refused() -> None:
     def ours(task: Task, text: str) -> float:
         return 1.0
 
-    assert has_trl_form(of.polite) and not has_trl_form(ours) and not has_trl_form(of.by_level)
+    assert has_trl_form(of.polite) and not has_trl_form(ours) and not has_trl_form(of.of_task)
     for functions, weights, line in (
         ([], None, "there is no reward function"),
         ([of.accuracy], [1.0, 2.0], "2 weights for 1 functions"),
-        ([ours], None, "has no parameters named prompts and completions"),
+        ([ours], None, "has no parameter named completions"),
     ):
         with pytest.raises(UserError, match=line):
             TrlRewards(functions, weights)

@@ -12,8 +12,12 @@ def accuracy(prompts, completions, answer, **columns):  # type: ignore[no-untype
     return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
 
 
-def by_level(completions, level):  # type: ignore[no-untyped-def]
-    raise AssertionError("it does not take prompts, and not all columns")
+def by_column(completions, answer):  # type: ignore[no-untyped-def]
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def of_task(task, completions):  # type: ignore[no-untyped-def]
+    raise AssertionError("it has the form (task, text)")
 
 
 def levels(prompts, completions, level):  # type: ignore[no-untyped-def]
