@@ -191,6 +191,8 @@ class Ahead:
             for step in range(first, self._run.config.steps + 1):
                 waited = self._wait_for(step)
                 self._workers.adopt()
+                if self._is_first_after_checkpoint(step):
+                    self._workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
                 self._hand_over(finished)
                 finished = step, self._draw(step, waited)
                 with self._changed:
@@ -218,6 +220,12 @@ class Ahead:
                 raise RunEnds
             self._draws = True
         return time.perf_counter() - began
+
+    def _is_first_after_checkpoint(self, step: int) -> bool:
+        """Whether a run that is resumed with saved batches begins by drawing the batch of `step`."""
+        config = self._run.config.checkpoint
+        is_due = bool(config.every) and (step - 1 - self._lead.most) % config.every == 0
+        return is_due and config.batches_ahead == "saved"
 
     def _draw(self, step: int, waited: float) -> BufferedBatch:
         run = self._run

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from octetrl.config.errors import UserError
 from octetrl.environments.mixed.named_task import named
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.run.ahead import Ahead
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace, batches_from_json, batches_to_bytes
 from octetrl.run.plain_tasks import with_plain_tasks
 
@@ -60,3 +63,21 @@ def test_metadata_that_json_cannot_hold_is_refused_in_one_line() -> None:
     ) as no:
         batches_to_bytes([batch(Task("t", "p", metadata={"names": {"a"}}))])
     assert "\n" not in str(no.value)
+
+
+@pytest.mark.parametrize(("how", "forgets_before"), [("saved", [2, 4, 6]), ("drawn_again", [])])
+def test_pages_are_forgotten_before_the_first_batch_that_a_checkpoint_lacks(
+    how: str, forgets_before: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one version ahead the checkpoint after step 2 has the batch of step 3, and a resumed run draws that of 4."""
+    drawn: list[int] = []
+    forgotten: list[int] = []
+    checkpoint = SimpleNamespace(every=2, batches_ahead=how)
+    config = SimpleNamespace(cluster=SimpleNamespace(max_staleness=1), checkpoint=checkpoint, steps=6)
+    workers = SimpleNamespace(adopt=lambda: None, forget_prefixes=lambda: forgotten.append(len(drawn) + 1))
+    run: Any = SimpleNamespace(config=config)
+    ahead = Ahead(run, workers)  # type: ignore[arg-type]
+    ahead._learnt = config.steps
+    monkeypatch.setattr(ahead, "_draw", lambda step, waited: drawn.append(step) or batch(Task("t", "p")))
+    ahead._produce(1)
+    assert (drawn, forgotten, ahead._error) == ([1, 2, 3, 4, 5, 6], forgets_before, None)
