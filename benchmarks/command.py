@@ -24,8 +24,8 @@ def run_command(name: str, main: Callable[[], None]) -> None:
         code, said = WRONG_INPUT, str(error)
     except KeyboardInterrupt:
         code, said = INTERRUPTED, "stopped by Ctrl-C"
-    except Terminated:
-        code, said = TERMINATED, "stopped by SIGTERM"
+    except Terminated as error:
+        code, said = TERMINATED, f"stopped by {error.by}"
     else:
         return
     print(f"benchmarks.{name}: {said}", file=sys.stderr)

@@ -83,8 +83,8 @@ def run_command(arguments: Sequence[str]) -> int:
         return _run_verb(arguments)
     except KeyboardInterrupt:
         return _stopped()
-    except Terminated:
-        print("octetrl: stopped by SIGTERM", file=sys.stderr)
+    except Terminated as error:
+        print(f"octetrl: stopped by {error.by}", file=sys.stderr)
         return TERMINATED
     except Stopped as stopped:
         return _stopped(str(stopped))

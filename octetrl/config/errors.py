@@ -49,10 +49,13 @@ def refuse_empty(name: object, what: str, give: str) -> None:
 
 
 class Terminated(SystemExit):
-    """SIGTERM ended the command where it had something to clean up or to save. Exit code 143, as a shell shows it."""
+    """A signal ended the command where it had something to clean up or to save. Exit code 143, a shell's for SIGTERM.
 
-    def __init__(self) -> None:
+    by: the signal's name; SIGUSR1 and SIGQUIT end a command in the same way."""
+
+    def __init__(self, by: str = "SIGTERM") -> None:
         super().__init__(TERMINATED)
+        self.by = by
 
 
 def type_of(value: object) -> str:

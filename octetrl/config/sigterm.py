@@ -14,7 +14,7 @@ from typing import NoReturn
 from octetrl.config.errors import TERMINATED, Terminated
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT)  # a scheduler's warnings, and Ctrl-\\
-_raised: list[int] = []  # the process in which a signal raised Terminated
+_raised: dict[int, str] = {}  # the process in which a signal raised Terminated, and the signal's name
 
 
 class Handler:
@@ -27,15 +27,15 @@ class Handler:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != self._process:
             os.kill(os.getpid(), number)
-        self.act()
+        self.act(signal.Signals(number).name)
 
-    def act(self) -> NoReturn:
+    def act(self, by: str) -> NoReturn:
         raise NotImplementedError
 
 
 class RaiseTerminated(Handler):
-    def act(self) -> NoReturn:
-        raise_terminated()
+    def act(self, by: str) -> NoReturn:
+        raise_terminated(by)
 
 
 class EndAtOnce(Handler):
@@ -47,21 +47,23 @@ class EndAtOnce(Handler):
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, cls())
 
-    def act(self) -> NoReturn:
-        os.write(2, b"octetrl: stopped by SIGTERM\n")
+    def act(self, by: str) -> NoReturn:
+        os.write(2, f"octetrl: stopped by {by}\n".encode())
         os._exit(TERMINATED)
 
 
-def raise_terminated() -> NoReturn:
-    """Raise Terminated in a handler of SIGTERM."""
-    _raised[:] = [os.getpid()]
-    raise Terminated
+def raise_terminated(by: str) -> NoReturn:
+    """Raise Terminated in a handler of the signal of that name."""
+    _raised[os.getpid()] = by
+    raise Terminated(by)
 
 
-def is_of_sigterm(error: BaseException) -> bool:
-    """Whether it is Terminated, or what became of it: Ray makes a plain SystemExit of one that is raised within a call
-    of its own."""
-    return isinstance(error, SystemExit) and (isinstance(error, Terminated) or _raised == [os.getpid()])
+def ending_signal(error: BaseException) -> str | None:
+    """The name of the signal, if the error is Terminated or what became of it: Ray makes a plain SystemExit of one that
+    is raised within a call of its own."""
+    if isinstance(error, Terminated):
+        return error.by
+    return _raised.get(os.getpid()) if isinstance(error, SystemExit) else None
 
 
 @contextmanager
@@ -79,9 +81,10 @@ def terminable() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        if isinstance(error, Terminated) or not is_of_sigterm(error):
+        by = ending_signal(error)
+        if isinstance(error, Terminated) or by is None:
             raise
-        raise Terminated from error
+        raise Terminated(by) from error
     finally:
         for number in free:
             signal.signal(number, before[number] or signal.SIG_DFL)

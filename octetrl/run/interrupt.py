@@ -71,12 +71,13 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _on_ending(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif not self._waits(Terminated(), f"{signal.Signals(number).name}: send it again"):
+        elif not self._waits(Terminated(name), f"{name}: send it again"):
             signal.signal(number, signal.SIG_DFL)
-            raise_terminated()
+            raise_terminated(name)
 
     def _waits(self, error: BaseException, again: str) -> bool:
         """Whether the run goes on to the end of the step, or of the save, after this signal."""

@@ -2,7 +2,7 @@
 
     finished   all steps are done
     failed     an error ended it; `why` is its message
-    stopped    Ctrl-C, SIGTERM or a closed pipe
+    stopped    Ctrl-C, SIGTERM, SIGUSR1, SIGQUIT or a closed pipe
 
 A run that starts or is resumed writes run.json again, with `"ended": null`. It stays null while the run is live, and
 if its process was killed. Older runs have no such field until they end.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.replaced_file import replaced_file
-from octetrl.config.sigterm import is_of_sigterm
+from octetrl.config.sigterm import ending_signal
 from octetrl.config.text import ESCAPE, printable
 from octetrl.telemetry.sinks import RUN_FILE
 
@@ -44,8 +44,8 @@ def ending_of(error: BaseException | None) -> Ending:
         return Ending(FINISHED)
     if isinstance(error, KeyboardInterrupt):
         return Ending(STOPPED, "by Ctrl-C")
-    if is_of_sigterm(error):
-        return Ending(STOPPED, "by SIGTERM")
+    if by := ending_signal(error):
+        return Ending(STOPPED, f"by {by}")
     if isinstance(error, SystemExit) and _is_of_closed_pipe(error):
         return Ending(STOPPED, "its output was closed, as by `| head`")
     said = str(error)

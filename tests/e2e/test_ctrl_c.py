@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -62,13 +63,14 @@ def test_while_a_verb_is_imported(verb: str, times: int, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_sigterm_while_a_verb_is_imported(verb: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("verb", "number"), [*zip(VERBS, cycle([signal.SIGTERM, signal.SIGUSR1]), strict=False)])
+def test_sigterm_while_a_verb_is_imported(verb: str, number: signal.Signals, tmp_path: Path) -> None:
     process = _start([sys.executable, "-c", SLOW, *VERBS[verb]], tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "importing\n"
-    process.terminate()
+    process.send_signal(number)
     _, err = process.communicate(timeout=240)
-    assert (process.returncode, err) == (143, "octetrl: stopped by SIGTERM\n") and list(tmp_path.iterdir()) == []
+    said = f"octetrl: stopped by {number.name}\n"
+    assert (process.returncode, err) == (143, said) and list(tmp_path.iterdir()) == []
 
 
 def test_while_a_verb_imports_a_library(tmp_path: Path) -> None:

@@ -60,13 +60,13 @@ def test_sigterm_is_one_line_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def terminated(*_: object) -> None:
-        assert out.is_dir() and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the test's process would end"
-        signal.raise_signal(signal.SIGTERM)
+        assert out.is_dir() and signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "the test's process would end"
+        signal.raise_signal(signal.SIGUSR1)
 
     out, model = tmp_path / "out", tmp_path / "model"
     model.mkdir()
     (model / "config.json").touch()
     monkeypatch.setattr("octetrl.cli.eval._evaluated", terminated)
     assert run_command(["eval", str(model), "--recipe", "demo_grpo", "--out", str(out)]) == 143
-    assert capsys.readouterr().err == "octetrl: stopped by SIGTERM\n"
-    assert not out.exists() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert capsys.readouterr().err == "octetrl: stopped by SIGUSR1\n"
+    assert not out.exists() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

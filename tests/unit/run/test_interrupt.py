@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.errors import Terminated
-from octetrl.config.sigterm import is_of_sigterm, terminable
+from octetrl.config.sigterm import ending_signal, terminable
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.loop import train
 from octetrl.telemetry.console import Console
+from octetrl.telemetry.ending import ending_of
 from tests.e2e.tiny_run import tiny_recipe
 
 
@@ -95,9 +96,13 @@ def test_sigterm_waits_for_the_step_and_a_forked_process_dies_of_it(number: sign
         assert stop.asked and isinstance(stop.error, Terminated) and stop.error.code == 143
     assert signal.getsignal(number) is signal.SIG_DFL
     assert f"stopping after this step; {number.name}: send it again to stop at once" in err.getvalue()
-    with pytest.raises(Terminated), StopRequest(console):
+    with pytest.raises(Terminated) as at_once, StopRequest(console):
         signal.raise_signal(number)
         signal.raise_signal(number)
+    with pytest.raises(Terminated) as before_the_steps, terminable():
+        signal.raise_signal(number)
+    for error in (stop.error, at_once.value, before_the_steps.value):
+        assert ending_of(error).why == f"by {number.name}"
 
 
 def test_sigterm_stays_sigterm_where_a_library_makes_another_exit_of_it() -> None:
@@ -107,17 +112,17 @@ def test_sigterm_stays_sigterm_where_a_library_makes_another_exit_of_it() -> Non
         with terminable():
             try:
                 if with_signal:
-                    signal.raise_signal(signal.SIGTERM)
+                    signal.raise_signal(signal.SIGUSR1)
             except SystemExit:
                 pass
             raise SystemExit(1)
 
     with pytest.raises(Terminated) as caught:
         call(with_signal=True)
-    assert caught.value.code == 143
+    assert (caught.value.code, caught.value.by) == (143, "SIGUSR1")
     with pytest.raises(SystemExit) as other:
         call(with_signal=False)
-    assert other.value.code == 1 and not is_of_sigterm(other.value), "also after a run that SIGTERM ended"
+    assert other.value.code == 1 and ending_signal(other.value) is None, "also after a run that SIGTERM ended"
 
 
 def test_sigterm_before_the_first_step_ends_the_run_and_leaves_nothing(
@@ -147,4 +152,4 @@ def test_an_exit_after_a_command_that_a_signal_ended_is_no_signal() -> None:
     with pytest.raises(Terminated), terminable():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
-    assert not is_of_sigterm(SystemExit(3))
+    assert ending_signal(SystemExit(3)) is None

@@ -93,7 +93,7 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
     for error, text in (
         (None, "finished"),
         (KeyboardInterrupt(), "stopped: by Ctrl-C"),
-        (Terminated(), "stopped: by SIGTERM"),
+        (Terminated("SIGUSR1"), "stopped: by SIGUSR1"),
         (RunFailed("step 3: \x1b[2J\nlost"), "failed: step 3: \\x1b[2J lost"),
         (ZeroDivisionError("by 0"), "failed: ZeroDivisionError: by 0"),
         (UserError("x" * 9000), "failed: " + "x" * 500 + " ... " + "x" * 500),
@@ -117,7 +117,7 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
 
 
 def test_an_error_without_words_is_named_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octetrl.config.sigterm._raised", [])  # no earlier test's signal
+    monkeypatch.setattr("octetrl.config.sigterm._raised", {})  # no earlier test's signal
 
     def ending(act: Callable[[], object]) -> str:
         try:
