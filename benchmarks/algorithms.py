@@ -34,13 +34,13 @@ from benchmarks.curves import Curve, panels
 from benchmarks.record import RESULTS, write_result
 from examples.preference_pairs import NUM_PAIRS, write_pairs
 from octetrl.config.load import load_recipe
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.run.demo import make_model_and_examples
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
+from octetrl.shapes.presets import preset_config
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 PAIRS = "pairs.jsonl"  # in the folder

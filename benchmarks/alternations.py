@@ -24,8 +24,8 @@ from octetrl.bench.model import find_model, give_memory_back
 from octetrl.bench.rollout import Arm, Bench, build_arm, first_token
 from octetrl.bench.workload import Shape, fixed_lengths
 from octetrl.config.load import PRECISIONS
-from octetrl.config.presets import PRESETS
 from octetrl.records import GenerationRequest
+from octetrl.shapes.presets import PRESETS
 
 ANSWERS = Shape(64, 100, 32)
 STAND_IN = 0.5  # of the free memory

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from benchmarks.compiled_layer import milliseconds, own_arm
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
 
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 LONGEST, ROUNDS = 2048, 5

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.record import RESULTS, write_result
-from octetrl.config.host_memory import available_host_bytes
+from octetrl.system.host_memory import available_host_bytes
 from octetrl.trainer import checkpoint
 from octetrl.trainer.file_digests import fastest_algorithm
 from octetrl.trainer.state_files import Content, Files, in_shards

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from octetrl.config.errors import TERMINATED, Terminated, UserError
-from octetrl.config.sigterm import terminable
+from octetrl.system.errors import TERMINATED, Terminated, UserError
+from octetrl.system.sigterm import terminable
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 

@@ -26,15 +26,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.layers.rotary import Rotary
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.training_forward import fused_layer_runner
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
 
 ROUNDS, REPEATS = 5, 4
 

@@ -28,7 +28,6 @@ from rich.table import Table
 
 from benchmarks.record import RESULTS, write_result
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.environments.turns import Conversation, reward
 from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.models.decoder import Decoder
@@ -37,8 +36,10 @@ from octetrl.models.hf_weights import save_weights
 from octetrl.records import RolloutGroup, RolloutStatus, Task
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.drive import Occupancy
-from octetrl.run.build import Run, build_run, full_precision
+from octetrl.run.build import build_run, full_precision
+from octetrl.run.state import Run
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.shapes.presets import preset_config
 
 GROUP, VOCAB_SIZE, MAX_TOKENS = 8, 320, 96
 

@@ -37,15 +37,15 @@ from torch import Tensor
 
 from benchmarks.record import RESULTS, write_result
 from benchmarks.sft_precisions import Variant, parse_variant
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import OptimizerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.layers.rotary import frequencies
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.optimizer import Optimizer
 

@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import RESULTS, write_result
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
+from octetrl.system.errors import UserError
 from octetrl.telemetry.sinks import METRICS_FILE
 
 RECIPE = "grpo_chain-sum_smollm2-135m_1gpu_fp8-full"

@@ -25,14 +25,14 @@ from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.memory import estimate
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.records import Sample
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
 from octetrl.trainer.trainer import Trainer

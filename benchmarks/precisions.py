@@ -24,11 +24,11 @@ from rich.table import Table
 
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.run.demo import make_model_and_examples
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
+from octetrl.shapes.presets import preset_config
 
 PRECISIONS = ("bf16", "fp8_rollout", "fp8", "fp8_full")
 WIDE = {  # Qwen3-0.6B's width in 8 layers: 126 million parameters besides the embedding

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 from octetrl.telemetry import bench_record
 from octetrl.telemetry.source_digest import BENCHMARKS, PACKAGE, SCRIPTS, digest_of_commit
 

@@ -44,18 +44,18 @@ from benchmarks.command import at_least, run_command
 from benchmarks.record import RESULTS, write_result
 from octetrl.cli.bench_options import result_suffix, results_folder
 from octetrl.config.cluster import local_lack
-from octetrl.config.errors import UserError, refuse_empty
 from octetrl.config.load import PRECISIONS, load_recipe
-from octetrl.config.presets import preset_config, refuse_unknown_model
 from octetrl.config.saved_state import saved_state
 from octetrl.config.schema import Fp8Config, Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.run.run_files import CHECKPOINTS
 from octetrl.run.tiny_model import write_tokenizer
+from octetrl.shapes.presets import preset_config, refuse_unknown_model
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError, refuse_empty
 from octetrl.telemetry.sinks import METRICS_FILE
 from octetrl.workers.many.status import STATUS_FILE
 

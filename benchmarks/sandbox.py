@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import RESULTS, write_result
-from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.code.scorer import CodeScorer
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import Program, Sandbox, find_sandbox
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 PROGRAM = "print(6 * 7)"
 CODE = "```python\ndef add(a, b): return a + b\nif __name__ == '__main__': print(add(*map(int, input().split())))\n```"

@@ -26,8 +26,8 @@ from xml.sax.saxutils import escape
 from benchmarks.command import run_command
 from benchmarks.picture import STYLE, apart, line, text
 from benchmarks.record import is_dirty, model_of
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import parse_json, read_text
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import parse_json, read_text
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "scale.md"

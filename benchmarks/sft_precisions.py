@@ -42,7 +42,6 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.config.algorithm import SftConfig
 from octetrl.config.load import PRECISIONS, recipe_from_mapping
 from octetrl.config.schema import Fp8Config, Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.fp8.backends import choose_backend
@@ -52,6 +51,7 @@ from octetrl.models.families import load_spec
 from octetrl.records import PackedBatch
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run import demo
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.trainer import Trainer

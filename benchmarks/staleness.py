@@ -49,12 +49,12 @@ from benchmarks.command import at_least, held_signals, listed, run_command, seco
 from benchmarks.curves import panels
 from benchmarks.record import RESULTS, refuse_name, write_result
 from benchmarks.study.refusals import made_folder
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import parse_json, shown
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
-from octetrl.run.model_source import with_found_model
+from octetrl.run.trained_model import with_found_model
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import parse_json, shown
 from octetrl.telemetry.sinks import METRICS_FILE
 from octetrl.telemetry.sound_values import is_number
 

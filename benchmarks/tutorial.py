@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.picture import STYLE
 from benchmarks.record import RESULTS, write_result
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
+from octetrl.system.errors import UserError
 
 STEP_FIELDS = (
     "reward/mean", "reward/zero_variance_fraction", "rollout/mean_length", "rollout/truncated_share",

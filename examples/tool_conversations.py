@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from examples.tool_agent import Shop, price
-from octetrl.config.presets import preset_config
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import Task
 from octetrl.run.build import full_precision
 from octetrl.run.tiny_model import TOOL_TEMPLATE, save_tokenizer
+from octetrl.shapes.presets import preset_config
 
 NUM_CONVERSATIONS, ASKING = 6000, 0.5
 VOCAB_SIZE = 512

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.run.build import full_precision
+from octetrl.system.errors import UserError
 
 EXPERTS, CHOSEN, NOISE = 8, 2, 0.02  # noise: of a weight's standard deviation
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")

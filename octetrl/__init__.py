@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from octetrl.api.llm import LLM, RequestOutput
     from octetrl.api.sampling import SamplingParams
     from octetrl.api.train import train
-    from octetrl.config.errors import RunFailed, UserError
     from octetrl.environments.tools import ToolError, tool
     from octetrl.environments.turns import Conversation, metric, reward
     from octetrl.records import Task
+    from octetrl.system.errors import RunFailed, UserError
 
-from octetrl.config.threads import short_waits
+from octetrl.system.threads import short_waits
+from octetrl.version import __version__
 
 os.environ.update(short_waits(os.environ))  # before torch is loaded, which reads it then
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Conversation",
@@ -56,11 +56,11 @@ _HOMES = {
     "FinishedRun": "octetrl.api.finished_run",
     "LLM": "octetrl.api.llm",
     "RequestOutput": "octetrl.api.llm",
-    "RunFailed": "octetrl.config.errors",
+    "RunFailed": "octetrl.system.errors",
     "SamplingParams": "octetrl.api.sampling",
     "Task": "octetrl.records",
     "ToolError": "octetrl.environments.tools",
-    "UserError": "octetrl.config.errors",
+    "UserError": "octetrl.system.errors",
     "metric": "octetrl.environments.turns",
     "reward": "octetrl.environments.turns",
     "tool": "octetrl.environments.tools",

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octetrl.engine.logit_options import EventDetails, LogitOptions
     from octetrl.fp8.kv_scales import KVScales
 
 
@@ -34,6 +33,35 @@ class Task:
     answer: str | None = None  # the reference answer; None when the scorer needs none
     metadata: Mapping[str, Any] = field(default_factory=dict)  # data for the scorer
     environment: str = field(default="", kw_only=True)  # its name, in a run of several
+
+
+@dataclass(frozen=True, slots=True)
+class LogitOptions:
+    """Options of one request; the defaults change and report nothing.
+
+    Example: LogitOptions(frequency_penalty=0.5, num_top=5)
+    """
+
+    min_new_tokens: int = 0  # no stop token is sampled before
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, added to its logit
+    grammar: str | None = None  # that the answer must match (engine/grammars.py)
+    num_top: int = 0  # number of likeliest tokens reported with each token
+    prompt_logprobs: bool = False  # log-probs of the prompt's tokens; the prompt is prefilled even if pages have it
+
+    @property
+    def edits(self) -> bool:
+        """Whether it changes what is sampled."""
+        return bool(
+            self.min_new_tokens > 0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.grammar is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +137,29 @@ class Completion:
     precision_digest: str  # which tensors were FP8 (fp8/policy.py); must equal the trainer's
     updates: tuple[tuple[int, int], ...] = ()  # (n, version): sampled by that version from token n on, not by the first
     detail: str | None = None  # why it FAILED; then it has neither tokens nor text
+
+
+Top = tuple[tuple[int, float], ...]  # token id and log-prob of the likeliest tokens, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probs of a prompt's tokens without the first, which has none."""
+
+    logprobs: tuple[float, ...]
+    tops: tuple[Top, ...]  # empty if not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class EventDetails:
+    """What an event has beside its tokens, for a request with options.
+
+    Example: EventDetails(tops=(((31, -0.2), (7, -1.9)),))
+    """
+
+    tops: tuple[Top, ...] = ()  # of each of the event's tokens
+    prompt: PromptLogprobs | None = None  # with the first event
+    failure: str | None = None  # why the grammar could no longer be followed
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from octetrl.config.spec import ModelSpec
-from octetrl.config.tensor_cut import why_not_cut
+from octetrl.shapes.spec import ModelSpec, why_not_cut
 from octetrl.trainer.peers import Peers, PeersLost, join_store, serve_store
 from octetrl.trainer.shards import GradientMode, Share
 from octetrl.trainer.tensor_peers import connect_grid

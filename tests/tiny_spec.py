@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octetrl.config.spec import ModelSpec
 from octetrl.models.families import DENSE
+from octetrl.shapes.spec import ModelSpec
 
 TINY_SPEC = ModelSpec(
     family="qwen3",

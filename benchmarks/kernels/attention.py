@@ -37,7 +37,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.fp8.format import E4M3, is_code
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_decode import attention_decode_triton
@@ -48,6 +47,7 @@ from octetrl.kernels.attention.attention_rows import attention_rows
 from octetrl.kernels.attention.decode_layout import DecodeTile
 from octetrl.kernels.attention.kv_store import by_key, kv_replay, kv_store, v_pages_shape
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.shapes.blocks import KVMode, KVTensors
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE = 32, 8, 128, 128
 SCALE = HEAD_SIZE**-0.5

@@ -31,7 +31,6 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from benchmarks.record import RESULTS, need_hopper, write_result
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile, backward_tiles
 from octetrl.kernels.attention.attention_packed import attention_packed_forward_triton
 from octetrl.kernels.attention.attention_packed_backward import (
@@ -41,6 +40,7 @@ from octetrl.kernels.attention.attention_packed_backward import (
     operands_of,
 )
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
+from octetrl.shapes.blocks import KVMode, KVTensors
 
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
 CACHES: dict[str, tuple[KVMode, KVTensors]] = {  # kv_mode, and what is quantised

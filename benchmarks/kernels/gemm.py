@@ -36,7 +36,6 @@ from benchmarks.kernels.clock import quick_median_us
 from benchmarks.kernels.few_rows import variants
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.config.presets import PRESETS, preset_config
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.early import MOST_ROWS
@@ -56,6 +55,7 @@ from octetrl.kernels.gemm.fp8_gemm import (
 )
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.shapes.presets import PRESETS, preset_config
 
 MODELS = [name for name in PRESETS if name != "tiny"]
 SIZES = "1,8,16,32,64,128,192,256"

@@ -26,7 +26,6 @@ from torch import Tensor
 from benchmarks.kernels.clock import median_us
 from benchmarks.record import RESULTS, need_hopper, write_result
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention import qkv_rotate as rotate_module
 from octetrl.kernels.attention import qkv_rotate_backward as rotate_back_module
 from octetrl.kernels.attention.kv_store import kv_replay
@@ -39,6 +38,7 @@ from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward, rms_norm_b
 from octetrl.kernels.rows.rope import rope, rope_triton
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.models.blocks.attention.module import observe_amax
+from octetrl.shapes.blocks import KVMode, KVTensors
 
 EPS, NEVER, TOKENS = 1e-6, -1.0, 16384
 WEIGHT = (24576, 4096)  # gate and up of Qwen3-8B

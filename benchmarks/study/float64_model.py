@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.config.spec import ModelSpec
 from octetrl.layers.rotary import frequencies
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights
 from octetrl.run.build import full_precision
+from octetrl.shapes.spec import ModelSpec
 
 Linear = Callable[[str, Tensor, Tensor], Tensor]
 Cached = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]

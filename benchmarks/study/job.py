@@ -37,16 +37,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.arms import ARMS, TABLES
-from octetrl.config.errors import RunFailed, UserError
-from octetrl.config.json_file import read_json, shown
 from octetrl.config.load import load_recipe
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.run.demo import make_model_and_examples
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import RunFailed, UserError
+from octetrl.system.json_file import read_json, shown
 from octetrl.telemetry.bench_record import provenance
 from octetrl.telemetry.sinks import METRICS_FILE
 

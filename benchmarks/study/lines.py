@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks import record
 from benchmarks.study.arms import ARMS
 from benchmarks.study.job import key, read_made_with, read_seconds_of
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import parse_json, read_json, read_text, shown
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import parse_json, read_json, read_text, shown
 from octetrl.telemetry.sound_values import is_number
 
 Row = dict[str, Any]

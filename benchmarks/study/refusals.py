@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import read_json
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import read_json
 from octetrl.telemetry.sound_values import is_number
 
 LEAST_PIECE_MB = 0.001

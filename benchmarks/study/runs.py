@@ -59,7 +59,7 @@ from benchmarks.study.job import (
 from benchmarks.study.lines import refuse_other_settings
 from benchmarks.study.refusals import made_folder, read_seconds, refuse_numbers
 from benchmarks.study.travel import pack, unpack
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 from octetrl.telemetry.bench_record import provenance
 
 WARNING_SECONDS = 25.0

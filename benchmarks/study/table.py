@@ -47,8 +47,8 @@ from benchmarks.study.lines import (
 )
 from benchmarks.study.pairs import Difference, mean_of, paired
 from benchmarks.study.refusals import made_folder
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import read_text
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import read_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = "bf16"

@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.study.job import write_line
 from benchmarks.study.refusals import made_folder
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 PIECE = "state.tar.gz."
 PLACE = "place.json"  # the packed state's path, which its runs name

@@ -30,8 +30,8 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.config.algorithm import OwnObjectiveConfig
-from octetrl.config.errors import UserError, nearest, type_of
 from octetrl.config.problems import value_problem
+from octetrl.system.errors import UserError, nearest, type_of
 
 SIGNATURE = "(inputs: LossInputs, fields: YourDataclass, shared: OwnObjectiveConfig) -> TokenLoss"
 

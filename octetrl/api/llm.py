@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from octetrl.api.python_words import python_words
 from octetrl.api.sampling import SamplingParams
-from octetrl.config.errors import UserError, type_of
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Precision
-from octetrl.config.text import TextTooLong
 from octetrl.records import Completion, FinishReason, GenerationRequest
 from octetrl.rollout.converse import seed_in_call
 from octetrl.run.standing_model import load_standing_model
+from octetrl.system.errors import UserError, type_of
+from octetrl.system.text import TextTooLong
 
 Prompt = str | Sequence[int]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from octetrl.config.errors import RunFailed, UserError
+from octetrl.system.errors import RunFailed, UserError
 
 _QUOTED = re.compile(r"(`[^`]*`)")  # a command to type stays as it is
 _ALLOWED = re.compile(r"--allow ([\w.]+)")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from octetrl import records
-from octetrl.config.errors import UserError, nearest
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.schema import LEAST_TEMPERATURE, MOST_TEMPERATURE
-from octetrl.config.spec import MOST_TOKENS
+from octetrl.shapes.spec import MOST_TOKENS
+from octetrl.system.errors import UserError, nearest
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octetrl.api.python_words import python_words
-from octetrl.config.errors import UserError, type_of
 from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
 from octetrl.config.schema import Precision, Recipe
 from octetrl.config.several_environments import alone, errors_named
@@ -24,6 +23,7 @@ from octetrl.environments.given import MODULE, can_run_elsewhere, given_name, im
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.trl_rewards import TrlReward, has_trl_form
 from octetrl.records import Task
+from octetrl.system.errors import UserError, type_of
 
 if TYPE_CHECKING:
     from octetrl.api.finished_run import FinishedRun

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from octetrl.backends.session_metrics import SessionMetrics
-from octetrl.config.errors import UserError
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.records import GenerationRequest
+from octetrl.system.errors import UserError
 
 Key = TypeVar("Key", bound=Hashable)  # by which the other engine knows a sibling
 Metrics = TypeVar("Metrics", bound=SessionMetrics)

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from octetrl.bench.expert_shares import expert_shares
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.config.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.shapes.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
+from octetrl.shapes.spec import ModelSpec
 
 VALUE = 2  # bytes of BF16
 

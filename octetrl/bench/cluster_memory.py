@@ -6,11 +6,11 @@ import torch
 
 from octetrl.bench.memory import estimate
 from octetrl.bench.on_workers import EMBEDDED, WorkersBench
-from octetrl.config.errors import UserError
-from octetrl.config.host_memory import available_host_bytes
-from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.worker_memory import on_each_worker
 from octetrl.fp8.policy import precision_policy
+from octetrl.shapes.spec import largest_cut
+from octetrl.system.errors import UserError
+from octetrl.system.host_memory import available_host_bytes
 
 
 def estimated_bytes(bench: WorkersBench, precision: str, workers: int) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from octetrl.config.errors import UserError
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 
 @cache

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from octetrl.config.errors import UserError
-from octetrl.config.host_memory import available_host_bytes
 from octetrl.config.memory import MemoryEstimate, estimate_memory
 from octetrl.config.schema import Recipe, TrainerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
+from octetrl.system.host_memory import available_host_bytes
 
 
 def estimate(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, *, on_gpu: bool, engine: bool) -> MemoryEstimate:

@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass
 
 from octetrl.bench.workload import LengthRange
-from octetrl.config.spec import ModelSpec
 from octetrl.records import PackedBatch, Sample
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.packing import PackingLayout, pack
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from octetrl.config.presets import PRESETS, preset_config, refuse_unknown_model
-from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
 from octetrl.engine.stopping import Tokenizer
 from octetrl.layers.weight_memory import Loading, filling
@@ -21,7 +19,9 @@ from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.random_weights import EMBEDDING_STD
 from octetrl.models.tensor_rows import cut_rows_of
-from octetrl.run.resume import weights_folder
+from octetrl.run.trained_model import weights_folder
+from octetrl.shapes.presets import PRESETS, preset_config, refuse_unknown_model
+from octetrl.shapes.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ from octetrl.bench.model import BenchModel, give_memory_back, tokenizer_of
 from octetrl.bench.turns import Row
 from octetrl.bench.worker import bench_worker, hosted_bench_worker
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Numerics, Recipe
-from octetrl.config.tensor_cut import allowed_sizes, why_not_cut
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import decoder_of
 from octetrl.records import Completion
 from octetrl.rollout.backend import GenerationMetrics
+from octetrl.shapes.spec import allowed_sizes, why_not_cut
+from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.local import LocalWorkers

@@ -31,9 +31,9 @@ from octetrl.bench.turns import take_in_turn
 from octetrl.bench.workload_run import workload_run
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.schema import Numerics, Recipe
-from octetrl.run.build import Run
 from octetrl.run.journal import STEP
 from octetrl.run.loop import one_step
+from octetrl.run.state import Run
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.many.build import start_team
 from octetrl.workers.many.separate import SeparateWorkers

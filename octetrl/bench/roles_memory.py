@@ -6,10 +6,10 @@ import torch
 
 from octetrl.bench.memory import estimate
 from octetrl.bench.roles import RolesArm, RolesBench
-from octetrl.config.errors import UserError
-from octetrl.config.host_memory import available_host_bytes
 from octetrl.config.worker_memory import on_each_worker
 from octetrl.fp8.policy import precision_policy
+from octetrl.system.errors import UserError
+from octetrl.system.host_memory import available_host_bytes
 
 
 def estimated_bytes(bench: RolesBench, precision: str, arm: RolesArm) -> int:

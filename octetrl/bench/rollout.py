@@ -42,7 +42,6 @@ from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import EngineConfig, Fp8Config, Numerics, TrainerConfig
-from octetrl.config.spec import PREFILL_CHUNK
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import cache_format
@@ -52,6 +51,7 @@ from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import GenerationRequest
+from octetrl.shapes.spec import PREFILL_CHUNK
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
 

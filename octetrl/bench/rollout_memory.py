@@ -11,11 +11,11 @@ import torch
 
 from octetrl.bench.cluster_rollout import ClusterRollout
 from octetrl.bench.on_workers import EMBEDDED
-from octetrl.config.errors import UserError
-from octetrl.config.host_memory import available_host_bytes
-from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.weight_buffer import held_bytes
 from octetrl.fp8.policy import precision_policy
+from octetrl.shapes.spec import largest_cut
+from octetrl.system.errors import UserError
+from octetrl.system.host_memory import available_host_bytes
 
 
 def estimated_bytes(plan: ClusterRollout, precision: str, workers: int) -> int:

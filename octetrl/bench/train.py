@@ -48,13 +48,13 @@ from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
 from octetrl.config.model_work import pair_products, token_weights
 from octetrl.config.schema import Fp8Config, ModelConfig, Numerics, Recipe, TrainerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.kernels.parts import part
 from octetrl.models.decoder import Decoder
 from octetrl.records import PackedBatch
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import accumulate_gradients, observe_kv

@@ -33,11 +33,11 @@ from octetrl.backends.vllm.start import write_model
 from octetrl.bench.rollout import Bench, Turn, take_turn
 from octetrl.bench.turns import Row, take_in_turn
 from octetrl.bench.workload import Workload
-from octetrl.config.errors import RunFailed
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.records import GenerationRequest
+from octetrl.system.errors import RunFailed
 
 
 @dataclass(frozen=True, slots=True)

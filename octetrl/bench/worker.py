@@ -7,8 +7,8 @@ import torch
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.model import BenchModel, fill_weights, tokenizer_of
 from octetrl.config.schema import Recipe
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
+from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.build import BuiltWorker, Role, keep_codes

@@ -25,8 +25,8 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
-from octetrl.config.errors import UserError
 from octetrl.records import GenerationRequest, SamplingParams
+from octetrl.system.errors import UserError
 
 CALIBRATION_TOKENS = 4096
 LONGEST_SHOWN = 60  # characters of what was given, in an error

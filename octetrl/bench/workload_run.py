@@ -26,8 +26,8 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.run.ahead import ahead_of
 from octetrl.run.beside_tail import beside_tail_of
-from octetrl.run.build import Run
 from octetrl.run.journal import Journal
+from octetrl.run.state import Run
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.protocol import Workers

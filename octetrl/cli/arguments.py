@@ -8,9 +8,9 @@ import typer
 
 from octetrl.cli.check_cluster import worker_problems
 from octetrl.config.cluster import ClusterConfig, cluster_problems
-from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_GPUS
 from octetrl.config.schema import Precision
+from octetrl.system.errors import UserError
 
 RecipePath = Annotated[
     str,

@@ -8,7 +8,7 @@ from octetrl.cli.bench_rollout import rollout
 from octetrl.cli.bench_step import step
 from octetrl.cli.bench_train import train
 from octetrl.cli.usage import Command
-from octetrl.config.sigterm import terminable
+from octetrl.system.sigterm import terminable
 
 bench = typer.Typer()
 

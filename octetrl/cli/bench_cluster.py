@@ -22,10 +22,10 @@ from octetrl.cli.bench_options import (
 )
 from octetrl.cli.bench_table import print_table
 from octetrl.config.cluster import ClusterConfig, cluster_problems
-from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_CPUS, MOST_GPUS
-from octetrl.config.tensor_cut import MOST_WORKERS
 from octetrl.config.validate_tail import tail_problems
+from octetrl.shapes.spec import MOST_WORKERS
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.bench.cluster import ClusterBench, ClusterTurn

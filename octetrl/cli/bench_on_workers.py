@@ -11,7 +11,7 @@ from octetrl.cli.bench_cluster import check_codes, counts_of, noise_warnings
 from octetrl.cli.bench_options import check_checkpointing, make_folder
 from octetrl.cli.bench_table import print_table
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.bench.cluster_rollout import RolloutTurn

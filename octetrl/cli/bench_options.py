@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from octetrl.config.errors import UserError, nearest
 from octetrl.config.load import PRECISIONS
-from octetrl.config.presets import refuse_unknown_model
 from octetrl.config.schema import EngineConfig, Numerics, TrainerConfig
 from octetrl.config.section import Section
+from octetrl.shapes.presets import refuse_unknown_model
+from octetrl.system.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ from octetrl.cli.bench_cluster import check_codes
 from octetrl.cli.bench_options import check_checkpointing, choices, legend_of, make_folder, shown
 from octetrl.cli.bench_table import print_table
 from octetrl.config.cluster import ClusterConfig, cluster_problems
-from octetrl.config.errors import UserError
 from octetrl.config.kept_cache import cannot_keep
 from octetrl.config.validate_tail import tail_problems
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.bench.roles import RolesArm, RolesBench, RolesTurn

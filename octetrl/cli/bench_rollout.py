@@ -47,8 +47,8 @@ from octetrl.cli.bench_options import (
 from octetrl.cli.bench_rollout_columns import COLUMNS, DRAFT_COLUMNS, DRAFT_LEGEND, LEGEND
 from octetrl.cli.bench_table import WIDTH, filled, print_table
 from octetrl.cli.bench_vllm import OURS, WARMUP_TOKENS, Backend, Warmup, backends_of, measure_backends
-from octetrl.config.errors import UserError
 from octetrl.config.speculation import SpeculationConfig
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.bench.model import BenchModel

@@ -71,11 +71,11 @@ from octetrl.cli.bench_roles import MaxStaleness, Roles, WeightsInFlight, arms_o
 from octetrl.cli.bench_table import print_table
 from octetrl.cli.bench_train import Tokens, trainer_config
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.schema import LoraConfig, RolloutConfig
 from octetrl.config.validate_experts import expert_problems
 from octetrl.config.validate_training_memory import training_memory_problems
+from octetrl.system.errors import UserError
 from octetrl.telemetry.metrics import MISMATCH
 
 if TYPE_CHECKING:

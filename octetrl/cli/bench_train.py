@@ -49,8 +49,8 @@ from octetrl.cli.bench_options import (
     results_folder,
 )
 from octetrl.cli.bench_table import print_table
-from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, TrainerConfig
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.bench.train import TrainBench, TrainTurn

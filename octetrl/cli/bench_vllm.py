@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.cli.bench_table import print_table
-from octetrl.config.errors import UserError
 from octetrl.config.vllm import why_no_vllm
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.bench.rollout import Bench, Turn

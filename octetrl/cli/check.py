@@ -29,14 +29,9 @@ from octetrl.cli.check_server import check_server
 from octetrl.cli.check_workers import role_sections, worker_memory_lines
 from octetrl.cli.fitting import Change
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.blocks import StackedLinearLayout
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
-from octetrl.config.tensor_cut import largest_cut
 from octetrl.config.validate import spec_problems
 from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.config.validate_overdraw import describe_overdraw
@@ -47,10 +42,14 @@ from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import spec_from_config
 from octetrl.models.published_codes import describe_published_codes
-from octetrl.run.model_source import is_of_hub, with_found_model
+from octetrl.run.model_source import is_of_hub
 from octetrl.run.own_objective import try_objective
 from octetrl.run.run_files import RECIPE_FILE
 from octetrl.run.tokenizer_process import TokenizerProcess
+from octetrl.shapes.blocks import StackedLinearLayout
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec, largest_cut
+from octetrl.system.errors import UserError
 from octetrl.workers.model_shape import model_spec, preset_of_missing
 
 MANY_TOKENS = 1 << 17  # of a micro-batch; more are no advice
@@ -179,6 +178,8 @@ def _own_objective(recipe: Recipe) -> list[str]:
 def _with_model(recipe: Recipe) -> tuple[Recipe, str | None]:
     """The recipe with the folder of its model, and what is wrong with the model's name. Of a model of the hub only the
     settings are fetched, so its weights are not checked."""
+    from octetrl.run.trained_model import with_found_model  # imports torch
+
     try:
         found = with_found_model(recipe, weights=False)
     except UserError as error:

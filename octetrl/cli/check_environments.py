@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octetrl.cli.check_turns import turns_line
-from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, never_drawn
+from octetrl.system.errors import UserError
 
 
 def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, str]]:

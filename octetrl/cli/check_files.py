@@ -12,11 +12,8 @@ from pathlib import Path
 from octetrl.cli.check_turns import check_turns
 from octetrl.cli.out_file import refuse_unmakeable
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.errors import UserError, dangling
-from octetrl.config.hub_name import hub_dataset
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import FILES
 from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
@@ -24,6 +21,9 @@ from octetrl.models.weight_files import checked_headers
 from octetrl.run.early import missing_files, unknown_metric
 from octetrl.run.run_files import RECIPE_FILE, refuse_records
 from octetrl.run.tokenizer_process import TokenizerProcess
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError, dangling
+from octetrl.system.hub_name import hub_dataset
 from octetrl.telemetry.sinks import missing_wandb
 
 ROWS_TRIED = 64  # of each source of conversations: whether the chat template can write them

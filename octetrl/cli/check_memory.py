@@ -17,8 +17,6 @@ from octetrl.cli.fitting import (
     smallest_changes,
 )
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.errors import UserError
-from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
 from octetrl.config.memory import (
     MemoryEstimate,
     Precisions,
@@ -29,11 +27,13 @@ from octetrl.config.role_memory import of_engine, of_trainer
 from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
 from octetrl.config.smallest_cache import describe_smallest
-from octetrl.config.spec import ModelSpec
-from octetrl.config.text import binary_size as size
 from octetrl.config.worker_memory import on_each_worker
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy, scoring_policy
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
+from octetrl.system.host_memory import USABLE_HOST, available_host_bytes
+from octetrl.system.text import binary_size as size
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from octetrl.cli.check_files import content_problems
 from octetrl.cli.check_lines import print_lines
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.run.rehearsal import rehearse
 from octetrl.run.tokenizer_process import TokenizerProcess
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 
 def rehearsal_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> list[str]:

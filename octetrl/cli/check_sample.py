@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from octetrl.config.errors import UserError
-from octetrl.config.text import counted, escaped
+from octetrl.system.errors import UserError
+from octetrl.system.text import counted, escaped
 from octetrl.telemetry.sample_texts import said_in
 
 if TYPE_CHECKING:

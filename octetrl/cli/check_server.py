@@ -11,7 +11,6 @@ from octetrl.cli.check_environments import environment_lines
 from octetrl.cli.check_files import file_problems, start_tokenizer
 from octetrl.cli.check_lines import print_lines
 from octetrl.cli.check_rehearsal import refuse_problems, rehearsal_problems
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.openai import OpenaiConfig
 from octetrl.config.schema import Recipe
@@ -19,7 +18,7 @@ from octetrl.config.validate_backend import without_effect
 from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
 from octetrl.models.families import load_spec
-from octetrl.run.model_source import with_found_model
+from octetrl.system.errors import UserError
 
 
 def check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
@@ -37,6 +36,8 @@ def check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
     problems = list(lacking(server, "engine.openai"))
     spec, named = None, recipe
     if server.answers == "tokens":
+        from octetrl.run.trained_model import with_found_model  # imports torch
+
         try:
             named = with_found_model(recipe, weights=False)
             spec = load_spec(str(named.model.path)) if named.model.preset is None else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.validate_environment import FILES, refuse_for_turns
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe

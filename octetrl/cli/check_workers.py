@@ -11,9 +11,9 @@ from octetrl.cli.check_memory import MemoryPlan, estimate_lines, training_lines
 from octetrl.config.kept_cache import CACHE_OF_ANSWERS, cannot_keep, in_flight
 from octetrl.config.role_memory import buffer_choice
 from octetrl.config.schema import Recipe
-from octetrl.config.tensor_cut import largest_cut, why_not_cut
-from octetrl.config.text import binary_size
 from octetrl.config.weight_buffer import batch_cache_bytes, sent_bytes
+from octetrl.shapes.spec import largest_cut, why_not_cut
+from octetrl.system.text import binary_size
 
 USUAL_GPUS = (1, 2, 4, 8)
 MOST_GPUS = 65_536  # the most that a recipe may ask for

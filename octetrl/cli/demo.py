@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.train import last_saved_step
-from octetrl.config.errors import Terminated
-from octetrl.config.freed_memory import keep_freed_memory
+from octetrl.system.errors import Terminated
+from octetrl.system.freed_memory import keep_freed_memory
 
 
 def demo(

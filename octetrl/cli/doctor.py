@@ -11,10 +11,10 @@ from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.check_backend import backend_problems_here
 from octetrl.cli.check_device import find_device
 from octetrl.config.cluster import one_worker
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.doctor.examine import Examination

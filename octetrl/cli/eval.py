@@ -22,13 +22,12 @@ from octetrl.cli.eval_folder import is_json, refuse_folder, reserved, write_fold
 from octetrl.cli.loading import loading_pytorch
 from octetrl.cli.out_file import refuse_file, whole_file
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError, nearest_file, refuse_empty, runs_in
 from octetrl.config.load import load_recipe
 from octetrl.config.made_first import way_to_make
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.environments.python_object import search_beside
-from octetrl.run.early import refuse_no_model
-from octetrl.run.model_source import recipe_of_run
+from octetrl.run.model_source import recipe_of_run, refuse_no_model
+from octetrl.system.errors import UserError, nearest_file, refuse_empty, runs_in
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octetrl.cli.out_file import refuse_unmakeable, writes
-from octetrl.config.errors import UserError
-from octetrl.config.folder_lock import folder_lock
+from octetrl.system.errors import UserError
+from octetrl.system.folder_lock import folder_lock
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe

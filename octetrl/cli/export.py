@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from octetrl.config.errors import UserError
-from octetrl.run.early import refuse_no_model
+from octetrl.run.model_source import refuse_no_model
+from octetrl.system.errors import UserError
 
 
 def export(

@@ -21,12 +21,12 @@ from octetrl.cli.generate_server import (
     spelled_as_options,
 )
 from octetrl.cli.loading import loading_pytorch
-from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.schema import MOST_TEMPERATURE
-from octetrl.config.spec import MOST_TOKENS
 from octetrl.records import Completion, SamplingParams
-from octetrl.run.early import refuse_no_model
+from octetrl.run.model_source import refuse_no_model
+from octetrl.shapes.spec import MOST_TOKENS
+from octetrl.system.errors import UserError
 
 Input = Annotated[
     str | None,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import typer
 
 from octetrl.cli.generate_rows import Row, conversation_lines, is_empty, result_lines
-from octetrl.config.errors import UserError
-from octetrl.config.text import counted
 from octetrl.records import Completion, FinishReason
+from octetrl.system.errors import UserError
+from octetrl.system.text import counted
 
 
 def show_answers(

@@ -18,11 +18,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import kind_of, parse_json
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.data.rows import read_jsonl
 from octetrl.records import Completion, FinishReason
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import kind_of, parse_json
 
 STDIN = "-"
 REMEDY = 'a line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig, openai_problems
 from octetrl.records import Completion
+from octetrl.system.errors import UserError
 
 BaseUrl = Annotated[
     str | None,

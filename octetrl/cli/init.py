@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 RECIPE = """\
 # Trains a tiny model with random weights on the tasks of environment.py, with FP8 emulated on a CPU, in about a minute.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from octetrl.config.imports import uncollected
+from octetrl.system.imports import uncollected
 
 LOADING = "  loading PyTorch"
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, clear_screen, is_of_ctrl_c
-from octetrl.config.errors import TERMINATED, Terminated
-from octetrl.config.sigterm import EndAtOnce
-from octetrl.config.text import ESCAPE
+from octetrl.system.errors import TERMINATED, Terminated
+from octetrl.system.sigterm import EndAtOnce
+from octetrl.system.text import ESCAPE
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
@@ -106,7 +106,7 @@ def _run_verb(arguments: Sequence[str]) -> int:
 
     from octetrl.cli.usage import usage_text
     from octetrl.cli.verbs import command_line, named_verb
-    from octetrl.config.errors import RunFailed, UserError
+    from octetrl.system.errors import RunFailed, UserError
 
     usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]  # click's, wherever typer keeps its click
     try:

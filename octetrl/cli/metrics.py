@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.cli.check_lines import LEAST_WIDTH
-from octetrl.config.errors import UserError, nearest
+from octetrl.system.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from octetrl.telemetry.glossary import Metric

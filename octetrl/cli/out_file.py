@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 
 def refuse_file(option: str, path: Path, example: str) -> None:

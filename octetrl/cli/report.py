@@ -10,9 +10,9 @@ import typer
 
 from octetrl.cli.check_lines import terminal_columns
 from octetrl.cli.out_file import refuse_file, whole_file
-from octetrl.config.errors import UserError, refuse_empty
-from octetrl.config.text import ESCAPE
 from octetrl.run.run_files import REPORT
+from octetrl.system.errors import UserError, refuse_empty
+from octetrl.system.text import ESCAPE
 
 SUFFIXES = (".html", ".htm")
 # A folder with two of these is a run's. One alone may be of anything, such as a home folder with a config.yaml.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.cli.out_file import refuse_file, whole_file
-from octetrl.config.errors import UserError, nearest, refuse_empty
 from octetrl.records import RolloutStatus
+from octetrl.system.errors import UserError, nearest, refuse_empty
 from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, select
 from octetrl.telemetry.rollouts import EVALUATIONS
 

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from octetrl.config.text import counted, escaped
+from octetrl.system.text import counted, escaped
 from octetrl.telemetry.rollout_page import Pieces
 from octetrl.telemetry.rollout_reader import MODEL, Filter, SampledGroup, SampledRow, Selection, Utterance
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY

@@ -12,8 +12,8 @@ import typer
 
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.loading import loading_pytorch
-from octetrl.config.errors import UserError
-from octetrl.run.early import refuse_no_model
+from octetrl.run.model_source import refuse_no_model
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from octetrl.run.serve import ServeOptions

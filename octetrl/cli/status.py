@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.check_lines import terminal_columns, wrapped
-from octetrl.config.errors import refuse_empty
-from octetrl.config.text import counted
 from octetrl.run.run_files import LOCK, is_held, process_of
+from octetrl.system.errors import refuse_empty
+from octetrl.system.text import counted
 from octetrl.workers.many.status import STATUS_FILE, status_lines
 
 

@@ -12,12 +12,12 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.ctrl_c import Stopped
 from octetrl.cli.loading import loading_pytorch
-from octetrl.config.errors import RunFailed, Terminated, UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.run.allowed_changes import CONTENT
 from octetrl.run.early import refuse_early
+from octetrl.system.errors import RunFailed, Terminated, UserError
 
 
 def train(
@@ -103,7 +103,7 @@ def _weights_of(source: str, overrides: list[str]) -> list[str]:
     given = [one for one in overrides if one.partition("=")[0].strip() in ("model.path", "model.preset", "model.init")]
     if given:
         raise UserError(f"--from: '{given[0]}' names other weights; leave one of them out")
-    from octetrl.run.resume import trained_model, weights_folder
+    from octetrl.run.trained_model import trained_model, weights_folder
 
     trained = trained_model(weights_folder(Path(source)))
     fields = [f"model.path={json.dumps(source)}", "model.preset=null", "model.init=pretrained"]

@@ -16,7 +16,7 @@ from rich.text import Text
 from typer import rich_utils
 from typer.core import TyperCommand
 
-from octetrl.config.errors import nearest
+from octetrl.system.errors import nearest
 
 LONGEST_RANGE = 9  # characters: x>=1, 0<=x<=64
 SHORT = {"generate --prompts": "; write -p TEXT (--prompt) for each prompt, or --input FILE for many"}

@@ -8,9 +8,9 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-import octetrl
 from octetrl.cli.usage import Command
-from octetrl.config.sigterm import terminable
+from octetrl.system.sigterm import terminable
+from octetrl.version import __version__
 
 
 class Verb(NamedTuple):
@@ -88,7 +88,7 @@ def _is_not_imported() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"octetrl {octetrl.__version__}")
+        typer.echo(f"octetrl {__version__}")
         raise typer.Exit
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from octetrl.config.spec import ModelSpec
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
+from octetrl.shapes.spec import ModelSpec
 
 
 @dataclass(frozen=True)

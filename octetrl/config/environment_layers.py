@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import nearest
 from octetrl.config.section import Problem
+from octetrl.system.errors import nearest
 
 Tree = dict[str, Any]
 _OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split")

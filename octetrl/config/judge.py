@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from octetrl.config.address import HOW, is_address
 from octetrl.config.section import Section
+from octetrl.system.address import HOW, is_address
 
 TEMPLATE = """You grade an answer to a question. Be strict: what is not shown is not known.
 

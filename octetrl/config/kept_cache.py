@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from octetrl.config.blocks import KVMode
 from octetrl.config.cluster import ClusterConfig
+from octetrl.shapes.blocks import KVMode
 
 CACHE_OF_ANSWERS = {"off": None, "recompute_cache": "recomputed with the new weights", "keep_cache": "kept"}
 

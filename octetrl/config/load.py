@@ -35,8 +35,6 @@ from typing import Any
 import yaml
 
 from octetrl.config.environment_layers import below_file, below_overrides, unknown_names
-from octetrl.config.errors import UserError, type_of
-from octetrl.config.json_file import read_text
 from octetrl.config.model_layers import below_model, below_model_overrides
 from octetrl.config.objective_keys import drop_defaults_of_others
 from octetrl.config.problems import for_command_line, for_python, is_field, may_be_null, section_of
@@ -45,6 +43,8 @@ from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
 from octetrl.config.shipped import find_recipe, shipped_path
 from octetrl.config.validate import build_recipe
+from octetrl.system.errors import UserError, type_of
+from octetrl.system.json_file import read_text
 
 Tree = dict[str, Any]
 

@@ -7,7 +7,7 @@ used 2.20 GiB at its peak; the estimate is 2.10 GiB.
 
 from __future__ import annotations
 
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.spec import ModelSpec
 
 GATHERED_CHUNKS = 4  # chunks whose logits' gradients share one GEMM (kernels/gemm/linear_logprobs_backward.py)
 

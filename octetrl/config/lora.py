@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from octetrl.config.blocks import PLACES, LinearLayout, StackedLinearLayout
-from octetrl.config.errors import nearest
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.blocks import PLACES, LinearLayout, StackedLinearLayout
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import nearest
 
 
 class LoraPart(NamedTuple):

@@ -57,7 +57,7 @@ cache use the same memory in turn. The total is then the part that is always all
 
 The estimate excludes the cuBLAS workspace, fragmentation and the CUDA graphs of decoding. Keep a tenth of the device
 free for them. The formulas above are for attention and a gated MLP; other blocks define their memory in their layout
-(config/blocks.py).
+(shapes/blocks.py).
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ from typing import Literal
 
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.backends import TRAITS
-from octetrl.config.blocks import SCALE_PER_TOKEN, BlockMemory, CachedTensor, TrainedAs
 from octetrl.config.logits_memory import logits_bytes
 from octetrl.config.lora import adapter_elements
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.smallest_cache import generates
-from octetrl.config.spec import ModelSpec
-from octetrl.config.text import binary_size
+from octetrl.shapes.blocks import SCALE_PER_TOKEN, BlockMemory, CachedTensor, TrainedAs
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.text import binary_size
 
 Format = Literal["bf16", "fp8"]
 When = Literal["always", "training", "generating"]

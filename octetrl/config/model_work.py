@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octetrl.config.blocks import BlockLayout, LinearLayout, MatrixLayout, PairProducts
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.blocks import BlockLayout, LinearLayout, MatrixLayout, PairProducts
+from octetrl.shapes.spec import ModelSpec
 
 
 def token_weights(spec: ModelSpec) -> int:

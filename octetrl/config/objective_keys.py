@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from octetrl.config.algorithm import OBJECTIVES, GrpoConfig
-from octetrl.config.errors import nearest
 from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.other_names import OURS
 from octetrl.config.section import Problem
+from octetrl.system.errors import nearest
 
 SECTION = "algorithm"
 _FLAT = {"clip_low", "batch_size"}  # no objective has both; the section of older versions did

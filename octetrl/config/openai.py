@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from octetrl.config.address import HOW, is_address
 from octetrl.config.section import Problem, Section
+from octetrl.system.address import HOW, is_address
 
 MOST_STOPS = 4  # stop strings that OpenAI's API takes
 _URL = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?")

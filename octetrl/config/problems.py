@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from octetrl.config.algorithm import OBJECTIVES, SHIPPED
 from octetrl.config.data import DataSource
 from octetrl.config.environment import EnvironmentConfig, MixedEnvironmentConfig
-from octetrl.config.errors import nearest
 from octetrl.config.objective_keys import DEFAULT_NAME, SECTION, misplaced_fields, owners, unknown_field
 from octetrl.config.other_names import OURS
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
+from octetrl.system.errors import nearest
 
 SECTION_BY_NAME = "environments"  # a mapping from names to sections
 _LINES = "write `key: value` lines under it"

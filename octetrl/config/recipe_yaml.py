@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 
 def parse_yaml(text: str, source: str) -> Any:

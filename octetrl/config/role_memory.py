@@ -14,9 +14,9 @@ from dataclasses import replace
 from octetrl.config.backends import TRAITS
 from octetrl.config.memory import MemoryEstimate, MemoryPart, Precisions, kv_cache_capacity
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.config.weight_buffer import BufferChoice, batch_cache_bytes, choose_buffer, held_bytes, sent_bytes
 from octetrl.config.worker_memory import on_each_worker
+from octetrl.shapes.spec import ModelSpec
 
 OF_GENERATING = {"KV cache", "vLLM", "reward model"}
 KEPT = {"CUDA context", "process", "reward model", "vLLM"}  # a worker that only generates has them too

@@ -18,7 +18,7 @@ from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import STATE_BYTES, ScalarModel
 from octetrl.config.objective_settings import KlSettings
 from octetrl.config.schema import OptimizerConfig, Recipe
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

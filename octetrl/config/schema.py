@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
@@ -21,6 +20,7 @@ from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.openai import OpenaiConfig
 from octetrl.config.section import Fraction, Section
 from octetrl.config.speculation import SpeculationConfig
+from octetrl.shapes.blocks import KVMode, KVTensors
 
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
 Numerics = Literal["parity", "fast"]

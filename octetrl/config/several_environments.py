@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError
 from octetrl.config.objective_settings import refills_of
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
+from octetrl.system.errors import UserError
 
 SECTIONS = "environments"
 _SECTION = re.compile(r"\benvironment(?=\.[a-z]|:)")

@@ -15,8 +15,8 @@ import os
 import re
 from pathlib import Path
 
-from octetrl.config.errors import UserError, nearest, refuse_empty
 from octetrl.config.recipe_yaml import parse_yaml
+from octetrl.system.errors import UserError, nearest, refuse_empty
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 SCHEMA = "recipe.schema.json"

@@ -22,7 +22,6 @@ from pydantic import ValidationError
 
 from octetrl.config.algorithm import RftConfig
 from octetrl.config.cluster import cluster_problems
-from octetrl.config.errors import UserError
 from octetrl.config.lora import adapter_elements, projections, targets_of, unknown_target
 from octetrl.config.objective_keys import name_objective
 from octetrl.config.objective_settings import DatasetSettings
@@ -31,7 +30,6 @@ from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, OptimizerConf
 from octetrl.config.section import Problem
 from octetrl.config.several_environments import mixture_problems, problems_of_each
 from octetrl.config.smallest_cache import cache_problems
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_backend import backend_problems, backend_spec_problems
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_experts import expert_problems
@@ -43,6 +41,8 @@ from octetrl.config.validate_tail import tail_problems
 from octetrl.config.validate_tensor import tensor_problems
 from octetrl.config.validate_training_memory import training_memory_problems
 from octetrl.config.validate_without_effect import decay_without_effect, settings_without_effect
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
 _ROWS = {

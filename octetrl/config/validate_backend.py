@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octetrl.config.blocks import SCALE_PER_TOKEN
 from octetrl.config.openai import MOST_STOPS, openai_problems
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_speculation import changed_speculation
 from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE, padded_vocabulary
+from octetrl.shapes.blocks import SCALE_PER_TOKEN
+from octetrl.shapes.spec import ModelSpec
 
 FIELD = "engine.backend"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose parameters have the same rows here and in vLLM

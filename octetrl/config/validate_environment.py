@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError, nearest
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
+from octetrl.system.errors import UserError, nearest
 
 FILES = ("math", "jsonl", "code")
 READY_TOOLS = ("calculator", "python", "search")

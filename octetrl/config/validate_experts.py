@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from octetrl.config.blocks import StackedLinearLayout
 from octetrl.config.memory import Precisions
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.blocks import StackedLinearLayout
+from octetrl.shapes.spec import ModelSpec
 
 BLOCK = 128  # of fp8/format.py, which needs torch
 ALIGNED = 8  # BF16 values of 16 bytes: TMA reads rows that begin at multiples of them

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from octetrl.config.objective_settings import KlSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
-from octetrl.config.spec import ModelSpec
-from octetrl.config.tensor_cut import allowed_sizes, why_not_cut
+from octetrl.shapes.spec import ModelSpec, allowed_sizes, why_not_cut
 
 FIELD = "cluster.tensor_parallel"
 

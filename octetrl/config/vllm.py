@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.spec import ModelSpec
 
 VLLM_VERSION = "0.25.1"  # the one whose calls and layouts were read
 LEAST_TEMPERATURE = 0.01  # it raises smaller ones to it, with nothing but a log line

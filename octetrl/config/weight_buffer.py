@@ -16,8 +16,8 @@ from octetrl.config.backends import TRAITS
 from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import Precisions, kv_bytes_per_token
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
-from octetrl.config.text import binary_size
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.text import binary_size
 
 SMALL_SHARE = 0.1  # of the memory for the KV cache
 

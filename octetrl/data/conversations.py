@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from octetrl.config.errors import UserError, nearest
-from octetrl.config.json_file import kind_of
 from octetrl.data.rows import required_text
 from octetrl.environments.tools import with_read_calls
 from octetrl.records import Sample
+from octetrl.system.errors import UserError, nearest
+from octetrl.system.json_file import kind_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import DataSource
-from octetrl.config.text import TextTooLong, to_utf8
 from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
 from octetrl.data.preferences import preference_of, refuse_padded_end
 from octetrl.data.rows import find_value, read_rows, without_padding
 from octetrl.environments.order import EndlessOrder, furthest_behind, shares_of
 from octetrl.records import Sample
+from octetrl.system.errors import UserError
+from octetrl.system.text import TextTooLong, to_utf8
 
 SHOWN = 10  # largest number of invalid rows in one message
 Kind = Literal["conversations", "preferences"]

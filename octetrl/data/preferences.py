@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest
 from octetrl.data.conversations import (
     Conversation,
     Dialogue,
@@ -27,6 +26,7 @@ from octetrl.data.conversations import (
     tools_of,
 )
 from octetrl.data.rows import required_text
+from octetrl.system.errors import UserError, nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octetrl.config.errors import UserError
-from octetrl.config.hub_name import DATASET_PREFIX, HubName, hub_dataset
-from octetrl.config.json_file import kind_of, parse_json, read_text
+from octetrl.system.errors import UserError
+from octetrl.system.hub_name import DATASET_PREFIX, HubName, hub_dataset
+from octetrl.system.json_file import kind_of, parse_json, read_text
 
 
 class Row(NamedTuple):

@@ -23,11 +23,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from octetrl.config.errors import UserError, nearest
-from octetrl.config.json_file import kind_of
 from octetrl.data.rows import Row, find_value, read_rows, required_text
 from octetrl.environments.answers import extract_answer
 from octetrl.records import Task
+from octetrl.system.errors import UserError, nearest
+from octetrl.system.json_file import kind_of
 
 AnswerProblems = Callable[[Sequence[str | None]], Sequence[str | None]]
 

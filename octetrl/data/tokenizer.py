@@ -13,13 +13,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, dangling
-from octetrl.config.json_file import read_json
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import MOST_LAYERS
 from octetrl.data.trial import find_excess
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import Family, family_of
+from octetrl.shapes.spec import MOST_LAYERS
+from octetrl.system.errors import UserError, dangling
+from octetrl.system.json_file import read_json
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TEMPLATE = "chat_template.jinja"

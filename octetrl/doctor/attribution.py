@@ -33,7 +33,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode
 from octetrl.doctor.findings import Examined, forward_logprobs
 from octetrl.doctor.taps import shadow
 from octetrl.fp8.quantize import dequantize_activation, dequantize_weight
@@ -47,6 +46,7 @@ from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.layers.unquantized_linear import Linear
 from octetrl.models.blocks.block import Block
 from octetrl.models.decoder import Decoder
+from octetrl.shapes.blocks import KVMode
 from octetrl.telemetry.mismatch import kl_terms
 from octetrl.workers.own_engine import own_engine
 

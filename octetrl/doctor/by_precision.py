@@ -19,11 +19,11 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
-from octetrl.config.errors import RunFailed
 from octetrl.config.schema import Recipe
 from octetrl.doctor.examine import Examination
 from octetrl.doctor.other_engine import Measured, Summary, summary_of
 from octetrl.environments.python_object import search_beside
+from octetrl.system.errors import RunFailed
 
 REST, LINEARS, CACHE = "nothing in FP8", "+ linears", "+ KV cache"
 Examine = Callable[[Recipe], Summary]

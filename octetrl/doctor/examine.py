@@ -25,9 +25,7 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.doctor.passes import DrawnSequences, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
@@ -41,6 +39,8 @@ from octetrl.rollout.converse import seed_of
 from octetrl.run.device import resolve_device, seed_everything
 from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.activation_checkpoint import KEPT
 from octetrl.trainer.forward import KVReplay

@@ -30,14 +30,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octetrl.config.blocks import PLACES, LayerBlocks
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.quantize import Quantized, dequantize_activation
 from octetrl.layers.context import Context, PagedContext
 from octetrl.models.blocks.block import Block
 from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder, DecoderLayer, RunLayer
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
 from octetrl.models.training_forward import Keep, fused_layer_runner
+from octetrl.shapes.blocks import PLACES, LayerBlocks
+from octetrl.shapes.spec import ModelSpec
 
 BEHIND = (FINAL_NORM_SITE, "logits", "log-prob")
 QUANTISED = ", quantised"  # ends the name of a site whose values are codes

@@ -9,15 +9,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import LEAST_TEMPERATURE
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.grammars import Grammars
-from octetrl.engine.logit_options import LogitOptions, SequenceLogits
+from octetrl.engine.logit_options import SequenceLogits
 from octetrl.engine.prompt_scores import PromptScores
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Stopping, TextDecoder
-from octetrl.records import GenerationRequest, SamplingParams
+from octetrl.records import GenerationRequest, LogitOptions, SamplingParams
+from octetrl.system.errors import UserError
 
 MOST_TOP = 20  # likeliest tokens reported with each token, as in OpenAI's API
 MOST_TOP_K = 1 << 40

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.shapes.spec import ModelSpec
 
 
 class CacheScales:

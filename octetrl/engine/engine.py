@@ -16,9 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.admission import Admission, pages_wanted
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.cache_scales import CacheScales
@@ -42,6 +40,8 @@ from octetrl.fp8.kv_scales import KVScales, same_bits
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, EarlierAnswer, GenerationRequest, OnCompletions, OnProgress, WeightSet
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 LAG = 2  # forwards launched beyond the one whose results are read, on a GPU
 OPEN_CACHE_BYTES = 1 << 28  # size of a session's cache on a CPU if neither recipe nor requests set it

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 WHITE_SPACE = r"[ \n]{0,64}"
 KEPT = 256  # compiled grammars

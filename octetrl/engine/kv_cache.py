@@ -25,9 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import SCALE_PER_TOKEN, CachedTensor
 from octetrl.config.schema import EngineConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.pinned import to_device
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.kv_scales import split_scales
@@ -36,6 +34,8 @@ from octetrl.kernels.attention.kv_store import is_transposed, v_page
 from octetrl.kernels.rows.count_kept_rows import count_kept_rows
 from octetrl.layers.context import CachedPages, LayerCache
 from octetrl.layers.tensor_group import TensorGroup
+from octetrl.shapes.blocks import SCALE_PER_TOKEN, CachedTensor
+from octetrl.shapes.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

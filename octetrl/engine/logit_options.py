@@ -22,56 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-Top = tuple[tuple[int, float], ...]  # token id and log-prob of the likeliest tokens, likeliest first
-
-
-@dataclass(frozen=True, slots=True)
-class LogitOptions:
-    """Options of one request; the defaults change and report nothing.
-
-    Example: LogitOptions(frequency_penalty=0.5, num_top=5)
-    """
-
-    min_new_tokens: int = 0  # no stop token is sampled before
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, added to its logit
-    grammar: str | None = None  # that the answer must match (grammars.py)
-    num_top: int = 0  # number of likeliest tokens reported with each token
-    prompt_logprobs: bool = False  # log-probs of the prompt's tokens; the prompt is prefilled even if pages have it
-
-    @property
-    def edits(self) -> bool:
-        """Whether it changes what is sampled."""
-        return bool(
-            self.min_new_tokens > 0
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-            or self.grammar is not None
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probs of a prompt's tokens without the first, which has none."""
-
-    logprobs: tuple[float, ...]
-    tops: tuple[Top, ...]  # empty if not asked for
-
-
-@dataclass(frozen=True, slots=True)
-class EventDetails:
-    """What an event has beside its tokens, for a request with options.
-
-    Example: EventDetails(tops=(((31, -0.2), (7, -1.9)),))
-    """
-
-    tops: tuple[Top, ...] = ()  # of each of the event's tokens
-    prompt: PromptLogprobs | None = None  # with the first event
-    failure: str | None = None  # why the grammar could no longer be followed
+from octetrl.records import LogitOptions, Top
 
 
 class Guide(Protocol):

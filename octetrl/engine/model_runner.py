@@ -17,13 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import RunFailed
 from octetrl.engine.batch_rows import BatchRows
 from octetrl.engine.cuda_graphs import DecodeGraphs, can_capture, padded_batch, padded_drafts
 from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.pinned import to_device
-from octetrl.engine.prompt_scores import score_prompts
 from octetrl.engine.request import Chunk, Step
 from octetrl.engine.row_edits import RowEdits
 from octetrl.engine.sampler import SamplingRows, sample
@@ -33,6 +31,7 @@ from octetrl.kernels.quantize.count_poisoned import count_poisoned
 from octetrl.layers.context import PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
+from octetrl.system.errors import RunFailed
 
 
 class Sampled(NamedTuple):
@@ -206,7 +205,7 @@ class ModelRunner:
             max_query_len=int(lengths_C.max()),
             max_context_len=int(context_C.max()),
         )
-        score_prompts(self.model, chunks, self._forward(token_T, position_T, context))
+        _score_prompts(self.model, chunks, self._forward(token_T, position_T, context))
 
     def _forward(self, token_T: Tensor, position_T: Tensor, context: PagedContext, *, counts: bool = True) -> Tensor:
         """The last hidden states. `counts`: tokens that are not finite; those of drafts are decoded again."""
@@ -234,3 +233,13 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)
+
+
+def _score_prompts(model: Decoder, chunks: Sequence[Chunk], hidden_TE: Tensor) -> None:
+    """Adds a prefill's hidden states to the scores of the prompts that want them."""
+    begin = 0
+    for chunk in chunks:
+        end = begin + chunk.stop - chunk.start
+        if chunk.owner.prompt_scores is not None:
+            chunk.owner.prompt_scores.add(model, hidden_TE[begin:end], chunk.start)
+        begin = end

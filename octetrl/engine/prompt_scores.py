@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octetrl.engine.logit_options import PromptLogprobs, Top
-from octetrl.engine.request import Chunk
-from octetrl.engine.row_edits import likeliest, tops_of
+from octetrl.engine.likeliest import likeliest, tops_of
 from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
 from octetrl.models.decoder import Decoder
+from octetrl.records import PromptLogprobs, Top
 
 ROWS = 64  # of logits at a time: 39 MB at a vocabulary of 152,000
 
@@ -54,13 +53,3 @@ class PromptScores:
         for begin, (ids_NK, logprobs_NK) in self._tops.items():
             tops[begin : begin + len(ids_NK)] = tops_of(ids_NK, logprobs_NK)
         return PromptLogprobs(tuple(logprobs), tuple(tops))
-
-
-def score_prompts(model: Decoder, chunks: Sequence[Chunk], hidden_TE: Tensor) -> None:
-    """Adds a prefill's hidden states to the scores of the prompts that want them."""
-    begin = 0
-    for chunk in chunks:
-        end = begin + chunk.stop - chunk.start
-        if chunk.owner.prompt_scores is not None:
-            chunk.owner.prompt_scores.add(model, hidden_TE[begin:end], chunk.start)
-        begin = end

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octetrl.engine.logit_options import EventDetails, SequenceLogits, Top
+from octetrl.engine.likeliest import likeliest, tops_of
+from octetrl.engine.logit_options import SequenceLogits
 from octetrl.engine.pinned import to_device
-from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
-from octetrl.records import Completion, SessionEvent
+from octetrl.records import Completion, EventDetails, SessionEvent
 
 if TYPE_CHECKING:
     from octetrl.engine.request import RunningSequence
@@ -111,21 +111,6 @@ class RowEdits:
 
     def _to_device(self, rows: list[int]) -> Tensor:
         return to_device(np.array(rows, dtype=np.int64), self._device)
-
-
-def likeliest(logits_nV: Tensor, divisor_n: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Ids, int64, and log-probs, float32, of the k likeliest tokens, [n, k]. A token's log-prob has the bits that it
-    has when it is sampled."""
-    ids_nK = logits_nV.topk(min(k, logits_nV.shape[1]), dim=1).indices
-    each = [logprobs_alone(logits_nV, ids_n.contiguous(), divisor_n) for ids_n in ids_nK.unbind(1)]
-    return ids_nK, torch.stack(each, dim=1)
-
-
-def tops_of(ids_nK: Tensor, logprobs_nK: Tensor) -> list[Top]:
-    return [
-        tuple(zip(ids, logprobs, strict=True))
-        for ids, logprobs in zip(ids_nK.tolist(), logprobs_nK.tolist(), strict=True)
-    ]
 
 
 def event_of(

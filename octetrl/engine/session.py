@@ -29,7 +29,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
 from octetrl.engine.admission import Admission, check_fits
 from octetrl.engine.block_manager import BlockManager
@@ -44,6 +43,7 @@ from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import Completion, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
+from octetrl.system.errors import UserError
 
 Ended = tuple[RunningSequence, Completion]
 

@@ -22,11 +22,11 @@ from functools import cached_property
 from numbers import Real
 from typing import Any, Protocol
 
-from octetrl.config.errors import UserError
-from octetrl.config.text import to_utf8
 from octetrl.environments.made_tasks import expect_tasks
 from octetrl.environments.order import EndlessOrder
 from octetrl.records import Task
+from octetrl.system.errors import UserError
+from octetrl.system.text import to_utf8
 
 Scorer = Callable[[Task, str], float]
 LARGEST_REWARD = 1e18  # its square is still a finite float32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jinja2 import TemplateError
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 TEMPLATE_ERRORS = (
     TemplateError,

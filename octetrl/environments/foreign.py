@@ -18,8 +18,8 @@ from itertools import islice
 from operator import getitem
 from typing import Any, NamedTuple, TypeVar
 
-from octetrl.config.errors import Terminated, UserError, type_of
 from octetrl.records import Task
+from octetrl.system.errors import Terminated, UserError, type_of
 
 T = TypeVar("T")
 OPTIONAL = ("score", "answered", "start", "reply", "finish", "tools", "system_prompt")

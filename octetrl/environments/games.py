@@ -14,10 +14,10 @@ from dataclasses import dataclass, fields
 from random import Random
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest
 from octetrl.environments.made_tasks import MadeTasks
 from octetrl.environments.turns import Conversation, metric, reward
 from octetrl.records import Task
+from octetrl.system.errors import UserError, nearest
 
 _NUMBER = re.compile(r"-?\d+")
 

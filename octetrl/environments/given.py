@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 MODULE = "given"
 Given = Mapping[str, Any]  # by the name in the recipe: {"given:right_number": <function>}

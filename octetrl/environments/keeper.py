@@ -30,9 +30,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from octetrl.config.imports import uncollected
 from octetrl.environments.sandbox.linux import adopt_orphans, die_with_parent
 from octetrl.environments.sandbox.watch import lists_children, memory_bytes, processes
+from octetrl.system.imports import uncollected
 
 LOST_SOCKET = 113
 """Exit code of a worker whose data socket was closed, or replaced by another file, by the callable."""
@@ -253,8 +253,8 @@ def _serve(descriptor: int) -> None:
 
 
 def _failure(call: int, error: BaseException) -> dict[str, Any]:
-    from octetrl.config.errors import UserError
     from octetrl.environments.tracebacks import error_line, error_trace
+    from octetrl.system.errors import UserError
 
     if isinstance(error, UserError):
         return {"call": call, "error": " ".join(str(error).split()), "cause": "user"}

@@ -29,13 +29,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from octetrl.config.threads import num_cores
 from octetrl.environments.math_equal import equal, vote
 from octetrl.environments.math_text import final_answer, last_box
 from octetrl.environments.math_values import LONGEST, Value, Words, is_plain, read_value, tidied
 from octetrl.environments.process import CallableProcess
 from octetrl.environments.score import Explained
 from octetrl.records import Task
+from octetrl.system.threads import num_cores
 
 Result = TypeVar("Result")
 _FORMULAS_PER_PROCESS = 300

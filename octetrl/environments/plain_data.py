@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from octetrl.config.errors import type_of
+from octetrl.system.errors import type_of
 
 _MARK = "~"
 

@@ -33,9 +33,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from octetrl.config.errors import UserError
 from octetrl.environments.keeper import LONGEST_ANSWER, LOST_SOCKET
 from octetrl.environments.plain_data import from_text
+from octetrl.system.errors import UserError
 
 Cause = Literal["raised", "memory", "user"]
 _CREDENTIALS = struct.Struct("iII")  # of the sender: process, user, group

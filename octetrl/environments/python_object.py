@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest
 from octetrl.environments.base import Environment
 from octetrl.environments.foreign import OPTIONAL, check_tasks, result_of, unchanged_process
 from octetrl.environments.given import refuse_given
@@ -23,6 +22,7 @@ from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, 
 from octetrl.environments.score_signature import check_call_with_conversation, check_signature
 from octetrl.environments.tracebacks import error_line
 from octetrl.environments.turns.components import components_of
+from octetrl.system.errors import UserError, nearest
 
 LOAD_SECONDS = 120.0
 

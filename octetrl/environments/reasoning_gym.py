@@ -20,12 +20,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest
 from octetrl.environments.answers import extract_answer
 from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.made_tasks import MadeTasks
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.records import Task
+from octetrl.system.errors import UserError, nearest
 
 _logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # number of processes that may fail on one task

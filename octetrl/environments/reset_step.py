@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest
 from octetrl.environments.answers import extract_answer
 from octetrl.environments.made_tasks import MadeTasks
 from octetrl.environments.python_object import LOAD_SECONDS, load_object
 from octetrl.environments.turns import Conversation, metric, reward
 from octetrl.records import Task
+from octetrl.system.errors import UserError, nearest
 
 _COLOURED = re.compile(r"\x1b\[[1-9][0-9;]*m([^\x1b]*)\x1b\[0?m")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

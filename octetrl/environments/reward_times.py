@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from octetrl.config.threads import num_cores
+from octetrl.system.threads import num_cores
 
 GROW_SECONDS = 0.5  # that calls wait for a free process before the number of processes doubles
 LEAST_TRIED = 4  # time-outs in a row, from the first call of a step on, before the others are given up

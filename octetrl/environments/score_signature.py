@@ -7,8 +7,8 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 
 def check_signature(score: Any, what: str) -> None:

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from octetrl.config.errors import UserError
 from octetrl.environments.base import LARGEST_REWARD, Scorer
 from octetrl.environments.process import Answer, CallableProcess, ProcessDied
 from octetrl.environments.reward_times import Growth, Patience, RewardTimes
 from octetrl.environments.score import CheckedScorer, Score
 from octetrl.environments.scoring_round import Key, score_all
 from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError
 
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # the exceptions of `pickle.dumps`
 _LOAD_ATTEMPTS = 3  # replacements in a row of a worker that was killed while it loaded

@@ -21,11 +21,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from octetrl.config.errors import UserError, type_of
 from octetrl.environments.base import finite_number
 from octetrl.environments.score_signature import place_of
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import Task
+from octetrl.system.errors import UserError, type_of
 
 TrlReward = Callable[..., Any]  # (prompts, completions, **columns) -> list[float | None], or async
 

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from octetrl.config.errors import UserError, type_of
 from octetrl.environments.tools import Tool
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import Task
+from octetrl.system.errors import UserError, type_of
 
 _FIELD = "environment.dataset"
 _failures: ContextVar[list[str]] = ContextVar("what a rubric logged as an error")

@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.fp8.emulated_gemm import emulated_dgrad, emulated_nt, emulated_wgrad
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized, is_square
 from octetrl.fp8.scaled_mm import scaled_mm_nt, scaled_mm_wgrad
+from octetrl.system.errors import UserError
 
 BackendName = Literal["scaled_mm", "emulated"]
 

@@ -3,7 +3,7 @@
     scale = min(margin * amax, the largest BF16) / 448        an amax of zero: scale 1
 
 Attention has one scale for each KV head of K, then one for each of V. A block's layout says what it caches and how many
-scales that has (config/blocks.py).
+scales that has (shapes/blocks.py).
 
 The amax is that of the weights about to be published, as the last training forward saw it. The margin leaves room for
 the next rollout. The scales carry the policy version of their weights and are published with them. There is no default:
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import CachedTensor
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import E4M3_MAX
 from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.shapes.blocks import CachedTensor
+from octetrl.shapes.spec import ModelSpec
 
 MARGIN = 1.05
 

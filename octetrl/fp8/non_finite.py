@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octetrl.config.errors import RunFailed
+from octetrl.system.errors import RunFailed
 
 
 class NonFiniteError(RunFailed, ValueError):

@@ -1,6 +1,6 @@
 """The table of what is FP8 (docs/fp8.md §3), for both sides of the run.
 
-Every linear of the layers' blocks (config/blocks.py) has a format for the rollout and a format for training. K and V
+Every linear of the layers' blocks (shapes/blocks.py) has a format for the rollout and a format for training. K and V
 have a format in the cache. Embeddings, norms, the residual stream, RoPE, attention arithmetic and `lm_head` are BF16,
 and log-softmax and loss are float32. These are fixed and therefore not in the table. Every completion carries a digest
 of the table. The trainer refuses samples with another digest, so no layer can be BF16 on one side only without notice.
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from octetrl.config.blocks import KVMode
-from octetrl.config.errors import UserError
 from octetrl.config.memory import Precisions
 from octetrl.config.schema import Fp8Config, Numerics
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.blocks import KVMode
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 Format = Literal["bf16", "fp8"]
 Side = Literal["rollout", "train"]

@@ -37,9 +37,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode
 from octetrl.fp8.format import BLOCK, E4M3, E4M3_MAX, INT8_MAX, decode_e4m3, encode_e4m3, round_to_e4m3
 from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.shapes.blocks import KVMode
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_BITS = 0x7F800000

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode
 from octetrl.layers.router_record import RouterRecord
+from octetrl.shapes.blocks import KVMode
 
 
 class CacheTreatment(NamedTuple):
@@ -43,7 +43,7 @@ class PackedContext:
 
 @dataclass(frozen=True, slots=True)
 class CachedPages:
-    """The pages of one cached tensor in one layer. Shapes: `CachedTensor` in config/blocks.py."""
+    """The pages of one cached tensor in one layer. Shapes: `CachedTensor` in shapes/blocks.py."""
 
     pages: Tensor  # [num_pages, ...] in BF16, float32, E4M3 or int8
     scale: Tensor | None = None  # E4M3, "calibrated": float32, of the layer

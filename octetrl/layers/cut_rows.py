@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.kernels.rows.embedding_gradient import embedding_gradient
 from octetrl.kernels.rows.gather_from_peers import gather_from_peers
 from octetrl.kernels.rows.rms_norm import rms_norm
@@ -23,6 +22,7 @@ from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.layers.embedding import Embedding
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.tensor_group import TensorGroup, direct_memory, sum_of_one, sum_over
+from octetrl.shapes.tensor_cut import TensorCut
 
 
 class VocabularyRows:

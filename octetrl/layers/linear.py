@@ -1,6 +1,6 @@
 """`Float8Linear`: a linear with block-scaled FP8 operands, the same module for trainer and engine.
 
-Its three GEMMs (fp8/backends.py; layers/float8_function.py puts them under autograd):
+Its three GEMMs (fp8/backends.py):
 
     forward   y[M, N]  = q(x)[M, K]    w8[N, K]^T       x quantised 1x128 along K, in each forward
     dgrad     dx[M, K] = q(dy)[M, N]   w8[N, K]         dy quantised 1x128 along N; the forward's codes, transposed
@@ -38,21 +38,33 @@ Legend: M tokens, N out_features, K in_features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from octetrl.fp8.backends import BackendName, transposed
+from octetrl.fp8.backends import BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
 from octetrl.fp8.format import BLOCK, E4M3, decode_e4m3
-from octetrl.fp8.quantize import Quantized
+from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_weight_transposed
 from octetrl.kernels.quantize.quantize_weights import QuantizedWeight
 from octetrl.kernels.quantize.transpose_codes import transpose_codes
-from octetrl.layers.float8_function import Float8LinearFunction
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.own_rows import OwnRows, weight_without_memory
 from octetrl.layers.unquantized_linear import Linear, initial_weight
 
 CODES_ARE_FREED = "the codes are freed during an update; call requantize() to restore them"
+ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
+    "scaled_mm": quantize_activation,
+    "emulated": quantize_activation_values,
+}
+_TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool, bool], Quantized]] = {
+    "scaled_mm": quantize_tokens,
+    "emulated": quantize_tokens_values,
+}
 
 
 class Float8Linear(nn.Module):
@@ -230,6 +242,50 @@ class Float8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, backend={self.backend}"
+
+
+class Float8LinearFunction(torch.autograd.Function):
+    """The three GEMMs under autograd: y [M, N] from x [M, K]. `linear` holds the codes; the weight is an argument only
+    for its gradient.
+
+    The input is saved in BF16, not as codes. The forward's codes have their blocks along K, and wgrad needs blocks
+    along tokens. Codes would mean a second quantisation in the forward, computed again wherever activations are
+    recomputed. The BF16 tensor may also be saved already, by attention as its output. If it is not, BF16 costs one byte
+    more per element.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, weight_NK: Tensor | None, bias_N: Tensor | None, linear: Float8Linear
+    ) -> Tensor:
+        # The weight is saved only so that autograd notices if it changes between forward and backward.
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.linear = linear
+        x8 = ACTIVATION_QUANTIZERS[linear.backend](x_MK, linear.power_of_two)
+        w8 = linear.forward_operand()
+        if linear.backend == "scaled_mm":
+            y_MN = fp8_gemm_nt(x8, w8, "scaled_mm", x_MK.dtype)
+            return y_MN if bias_N is None else y_MN + bias_N
+        y_MN = fp8_gemm_nt(x8, w8, "emulated", torch.float32 if bias_N is not None else x_MK.dtype)
+        return y_MN if bias_N is None else y_MN.add_(bias_N).to(x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, weight_NK = ctx.saved_tensors
+        linear: Float8Linear = ctx.linear
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        dx_MK = dweight_NK = dbias_N = None
+        if need_x:
+            dy8 = ACTIVATION_QUANTIZERS[linear.backend](dy_MN, linear.power_of_two)
+            dx_MK = fp8_gemm_dgrad(dy8, linear.dgrad_operand(), linear.backend, x_MK.dtype)
+        if need_weight:
+            quantize = _TOKEN_QUANTIZERS[linear.backend]
+            dy8_NT = quantize(dy_MN, linear.power_of_two, False)
+            x8_KT = quantize(x_MK, linear.power_of_two, linear.square_wgrad)
+            dweight_NK = fp8_gemm_wgrad(dy8_NT, x8_KT, linear.backend, weight_NK.dtype)
+        if need_bias:
+            dbias_N = dy_MN.float().sum(0)
+        return dx_MK, dweight_NK, dbias_N, None
 
 
 Projection = Linear | Float8Linear

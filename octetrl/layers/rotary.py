@@ -1,7 +1,7 @@
 """The angles of rotary embedding: cos and sin of every position, computed once in float64 and rounded to float32.
 
 Plane r of a head of size D turns by position * theta^(-2r/D). Models for long contexts scale these frequencies
-(`config/rope.py`): some planes turn `factor` times slower, some do not change, and between them the two are blended.
+(`shapes/rope.py`): some planes turn `factor` times slower, some do not change, and between them the two are blended.
 With YaRN, cos and sin are also multiplied by a factor.
 
 A forward gathers its rows of the table once (`Rotary`), and every layer reads them.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octetrl.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from octetrl.shapes.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 class Rotary(NamedTuple):

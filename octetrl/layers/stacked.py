@@ -27,8 +27,7 @@ from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.kernels.rows.sort_and_gather import sort_and_gather
 from octetrl.kernels.rows.sort_by_expert import sort_by_expert
-from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
-from octetrl.layers.linear import Float8Linear
+from octetrl.layers.linear import ACTIVATION_QUANTIZERS, Float8Linear
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.layers.unquantized_linear import Linear

@@ -1,7 +1,7 @@
 """What tensor-parallel workers exchange inside a forward and a backward.
 
 All workers of a group run the same forwards with the same tokens. Each owns whole rows of every linear
-(config/tensor_cut.py). Values are gathered, never added, in the forward, so its bits are those of one worker. In the
+(shapes/tensor_cut.py). Values are gathered, never added, in the forward, so its bits are those of one worker. In the
 backward the products over the split rows are added in float32, in the order of ranks, with equal bits on all workers.
 
 Small tensors of GPUs that reach each other's memory are gathered by one kernel (kernels/rows/gather_from_peers.py),

@@ -1,6 +1,6 @@
 """Builds the blocks of a layer and their linears: each linear in its format on this side, with its adapter.
 
-layout.build -> the block's module -> `BlockBuilder.linear(name)` -> Linear, Float8Linear, or a stack of them
+build_block (forms.py) -> the block's module -> `BlockBuilder.linear(name)` -> Linear, Float8Linear, or a stack of them
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 
-from octetrl.config.blocks import PLACES, BlockLayout, LinearLayout, StackedLinearLayout
-from octetrl.config.errors import UserError
 from octetrl.config.lora import lora_parts
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_experts import ONLY_BFLOAT16, expert_widths_refused
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
@@ -28,6 +25,10 @@ from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.layers.tensor_group import TensorGroup
 from octetrl.layers.unquantized_linear import Linear
 from octetrl.models.blocks.block import Block, BlockBuilder
+from octetrl.models.forms import build_block
+from octetrl.shapes.blocks import PLACES, BlockLayout, LinearLayout, StackedLinearLayout
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,8 @@ class LayerBuilder:
     def _block(self, index: int, place: str, layout: BlockLayout) -> Block:
         linears = {linear.name: linear for linear in layout.adaptable(self.spec)}
         make = partial(self._linear, f"layers.{index}.{place}", linears)
-        block = layout.build(BlockBuilder(self.spec, index, self.policy, self.dtype, self.device, make, self.group))
-        assert isinstance(block, Block)
-        return block
+        builder = BlockBuilder(self.spec, index, self.policy, self.dtype, self.device, make, self.group)
+        return build_block(builder, layout)
 
     def _linear(self, block: str, linears: Mapping[str, LinearLayout], name: str) -> Projection:
         layout = linears[name]

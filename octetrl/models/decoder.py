@@ -22,9 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octetrl.config.blocks import PLACES, Place
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits
@@ -42,6 +40,8 @@ from octetrl.models.blocks.block import Block, Probe
 from octetrl.models.blocks.products import Operand
 from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.random_weights import draw_weights
+from octetrl.shapes.blocks import PLACES, Place
+from octetrl.shapes.spec import ModelSpec
 
 EMBEDDING_SITE, FINAL_NORM_SITE = "embedding", "final norm"  # their names for the probe
 

@@ -22,17 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, dangling
-from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.made_first import way_to_make
-from octetrl.config.spec import (
-    MOST_HEADS,
-    MOST_LAYERS,
-    MOST_TOKENS,
-    MOST_WIDTH,
-    SUPPORTED_HEAD_SIZES,
-    ModelSpec,
-)
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.latent_config import LATENT_FAMILIES, latent_fields, latent_layout
 from octetrl.models.mixture_config import DENSE_LAYER, MIXTURES, mixture_blocks, mixture_fields
@@ -46,6 +36,10 @@ from octetrl.models.rope_config import (
     scaling_field,
 )
 from octetrl.models.window_config import window_fields, windows, with_windows
+from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
+from octetrl.shapes.spec import MOST_HEADS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH, ModelSpec
+from octetrl.system.errors import UserError, dangling
+from octetrl.system.json_file import JsonObject, read_json
 
 DENSE = (DENSE_LAYER,)  # every layer of a model without experts
 FAMILIES = {

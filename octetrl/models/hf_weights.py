@@ -27,8 +27,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octetrl.config.errors import UserError
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
 from octetrl.layers.weight_memory import Loading, filling, scale_row
@@ -49,6 +47,8 @@ from octetrl.models.weight_files import (
     checked_headers,
     pieces,
 )
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 MAX_SHARD_BYTES = 5_000_000_000
 EMBEDDING = "embedding.weight"

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from octetrl.config.blocks import BlockLayout
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import JsonObject
-from octetrl.config.spec import MOST_HEADS, MOST_WIDTH, ModelSpec
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
+from octetrl.shapes.blocks import BlockLayout
+from octetrl.shapes.spec import MOST_HEADS, MOST_WIDTH, ModelSpec
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import JsonObject
 
 LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite")
 DEFAULT_QUERY_LATENT = {"deepseek_v3": 1536, "glm4_moe_lite": 768}  # of a config without the key; null: none

@@ -13,10 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from octetrl.config.blocks import BlockLayout, LayerBlocks
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import JsonObject
-from octetrl.config.spec import MOST_HEADS, MOST_LAYERS, MOST_WIDTH, ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import (
@@ -27,6 +23,10 @@ from octetrl.models.blocks.moe.layout import (
     Scoring,
 )
 from octetrl.models.latent_config import LATENT_FAMILIES
+from octetrl.shapes.blocks import BlockLayout, LayerBlocks
+from octetrl.shapes.spec import MOST_HEADS, MOST_LAYERS, MOST_WIDTH, ModelSpec
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import JsonObject
 
 CORRECTED = ("dots1", "deepseek_v3", "glm4_moe", "glm4_moe_lite")  # with DeepSeek-V3's routing
 SOFTMAX = ("qwen2_moe", "qwen3_moe", "mixtral")

@@ -27,17 +27,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from octetrl.config.blocks import PLACES
-from octetrl.config.errors import UserError, dangling
-from octetrl.config.json_file import JsonObject, read_json
 from octetrl.config.lora import adaptable, targets_of, unknown_target
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.layers.tensor_group import join_rows
 from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import hf_files, load_weights
 from octetrl.models.weight_files import SCORE
+from octetrl.shapes.blocks import PLACES
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError, dangling
+from octetrl.system.json_file import JsonObject, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model"

@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.weight_files import CODES, SCALE_BLOCK, FilePiece, TensorHeader, checked_headers, pieces
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 
 class PublishedCodes(NamedTuple):

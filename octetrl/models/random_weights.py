@@ -11,9 +11,9 @@ import hashlib
 import torch
 from torch import nn
 
-from octetrl.config.spec import ModelSpec
 from octetrl.layers.weight_memory import Loading, filling
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
+from octetrl.shapes.spec import ModelSpec
 
 EMBEDDING_STD = 0.02
 

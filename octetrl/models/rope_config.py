@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import JsonObject, shown
-from octetrl.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from octetrl.config.spec import MOST_TOKENS
+from octetrl.shapes.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from octetrl.shapes.spec import MOST_TOKENS
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import JsonObject, shown
 
 KINDS = ("default", "linear", "llama3", "yarn")
 LEAST, MOST = 1e-3, 1e6  # of YaRN's and Llama 3's numbers; beyond them, angles overflow

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

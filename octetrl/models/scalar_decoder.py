@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
+from octetrl.shapes.spec import ModelSpec
 
 
 def pooled_rows(token_ids_T: Tensor, cu_seqlens_B1: Tensor, pad_token_id: int | None) -> Tensor:

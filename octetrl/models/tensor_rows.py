@@ -1,4 +1,4 @@
-"""Which rows of the whole model's parameters a tensor-parallel worker has (config/tensor_cut.py).
+"""Which rows of the whole model's parameters a tensor-parallel worker has (shapes/tensor_cut.py).
 
 A fused parameter has a range of rows of each of its parts: of q, of k and of v. Its rows on a worker are therefore
 several ranges of the whole parameter. Loading, drawing, adapters and checkpoints use this one table. No torch.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from octetrl.config.lora import lora_parts
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
+from octetrl.shapes.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from octetrl.config.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout, TensorLayout
-from octetrl.config.errors import UserError, dangling
-from octetrl.config.json_file import read_json
-from octetrl.config.spec import ModelSpec
 from octetrl.models.families import prediction_layers, scale_format
 from octetrl.models.row_shards import WEIGHT, RowShards
+from octetrl.shapes.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout, TensorLayout
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError, dangling
+from octetrl.system.json_file import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from octetrl.config.blocks import LayerBlocks
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import JsonObject
-from octetrl.config.spec import MOST_TOKENS, MOST_WIDTH, ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.spec import MOST_TOKENS, MOST_WIDTH, ModelSpec
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import JsonObject
 
 IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "qwen3_moe")
 BY_LAYER = {"qwen2": 28, "qwen3": 28, "dots1": 62}  # with the default of `max_window_layers`

@@ -19,8 +19,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from octetrl.config.errors import UserError
-from octetrl.config.text import escaped
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import with_read_calls
 from octetrl.records import Reply, Rollout, Task
@@ -34,6 +32,8 @@ from octetrl.rollout.message_tokens import (
     tokenize_messages,
     without_opening,
 )
+from octetrl.system.errors import UserError
+from octetrl.system.text import escaped
 
 
 class ChatTokenizer(Protocol):

@@ -21,7 +21,6 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octetrl.config.text import TextTooLong
 from octetrl.environments.score import Score
 from octetrl.environments.turns.conversation import Conversation
 from octetrl.environments.turns.dialogue import Dialogue, Failed, RequestedCall
@@ -36,6 +35,7 @@ from octetrl.records import (
     Turn,
 )
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
+from octetrl.system.text import TextTooLong
 
 Wanted = GenerationRequest | tuple[RequestedCall, ...]
 RolloutSteps = Generator[Wanted, Any, Rollout]  # sent a Completion, or a CallResult for each RequestedCall

@@ -2,7 +2,7 @@
 
 Two problems that would end a run are handled here.
 
-- No tokenizer accepts half of a surrogate pair. It is written out as an escape (config/text.py).
+- No tokenizer accepts half of a surrogate pair. It is written out as an escape (system/text.py).
 - Tokenizing takes time in proportion to the text, or worse: 5 MB can take a minute. A text with too many characters for
   a limit in tokens is refused before it is tokenized. With a byte-level or byte-fallback BPE each character has at
   least one byte. A token covers at most as many bytes as the longest entry of the vocabulary has characters. So
@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from octetrl.config.text import TextTooLong, escaped
+from octetrl.system.text import TextTooLong, escaped
 
 _JOINED = 4  # largest number of code points that NFC and NFKC join into one: the longest canonical decomposition
 _NORMALIZERS = {"NFC": _JOINED, "NFKC": _JOINED, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1}  # that drop nothing

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octetrl.config.text import TextTooLong
 from octetrl.records import GenerationRequest, Rollout, RolloutStatus, Task
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.converse import first_request, seed_of
+from octetrl.system.text import TextTooLong
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from octetrl.config.errors import UserError
-from octetrl.config.text import escaped
 from octetrl.environments.chat_template import TEMPLATE_ERRORS
 from octetrl.environments.tools.messages import arguments_of, function_of, with_written_calls
 from octetrl.rollout.encode import Encoder
+from octetrl.system.errors import UserError
+from octetrl.system.text import escaped
 
 Message = Mapping[str, Any]  # role, content and other keys that the template reads
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template

@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from octetrl.config.errors import UserError
 from octetrl.environments.score import Score
 from octetrl.environments.scoring_round import ScoresAll, begin_round
 from octetrl.records import Completion, GenerationRequest, RolloutGroup, Task
@@ -33,6 +32,7 @@ from octetrl.rollout.collect_answers import rollout_of
 from octetrl.rollout.collected import CollectedBatch
 from octetrl.rollout.collection_settings import CollectionSettings, Generates, Tasks
 from octetrl.rollout.first_requests import TooLong, request_of, without_answers
+from octetrl.system.errors import UserError
 
 WAIT_SECONDS = 0.1  # for events of sessions elsewhere, between two looks at the lengths
 SCORING_SECONDS = 0.005  # the same while answers wait for their scores

@@ -45,7 +45,7 @@ from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.protocol import WorkersAhead
 
 if TYPE_CHECKING:
-    from octetrl.run.build import Run
+    from octetrl.run.state import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Ahead:
     @property
     def place(self) -> DataPlace:
         """The place after the last batch that a step took."""
-        return self._place or DataPlace.of(self._run)
+        return self._place or DataPlace.of(self._run.taskset, self._run.collection.lengths)
 
     # ------------------------------------------------------------ the step
 
@@ -134,13 +134,13 @@ class Ahead:
         """Begins after `step` with these batches, once the run's cursor has been restored. Those that are too old for
         `cluster.max_staleness`, which may be smaller than before, and those after them are drawn again, and counted."""
         run = self._run
-        self._place = DataPlace.of(run)
+        self._place = DataPlace.of(run.taskset, run.collection.lengths)
         for number, drawn in enumerate(batches):
             oldest = drawn.oldest_version
             if oldest is not None and run.workers.policy_version + number - oldest > self._lead.most:
                 break
             self._buffer[step + 1 + number] = drawn
-            drawn.place.put_into(run)
+            drawn.place.put_into(run.taskset, run.collection.lengths)
         self._first = step + 1 + len(self._buffer)
         self._too_old = sum(len(drawn.groups) for drawn in batches[len(self._buffer) :])
         if self._too_old:
@@ -240,7 +240,9 @@ class Ahead:
         groups = tuple(with_plain_tasks(collected.groups))  # the other thread reads no task of the user's
         plain = {id(group): new for group, new in zip(collected.groups, groups, strict=True)}
         kept = tuple(plain[id(group)] for group in collected.kept)
-        return BufferedBatch(groups, kept, collected.metrics, metrics, DataPlace.of(run))
+        return BufferedBatch(
+            groups, kept, collected.metrics, metrics, DataPlace.of(run.taskset, run.collection.lengths)
+        )
 
     def _hand_over(self, finished: tuple[int, BufferedBatch] | None) -> None:
         if finished is not None:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.system.errors import UserError
 from octetrl.telemetry.run_changes import HISTORY_FILE, read_objects
 
 MAY_CHANGE = (

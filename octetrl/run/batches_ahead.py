@@ -14,14 +14,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from octetrl.config.errors import UserError
+from octetrl.environments.base import Taskset
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.device import random_state, restore_random_state
-
-if TYPE_CHECKING:
-    from octetrl.run.build import Run
+from octetrl.system.errors import UserError
 
 BATCHES = "batches_ahead.json"
 
@@ -36,13 +35,13 @@ class DataPlace:
     random: Mapping[str, Any] | None  # None: of an older checkpoint, whose cursor alone has them
 
     @classmethod
-    def of(cls, run: Run) -> DataPlace:
-        return cls(run.taskset.state(), run.collection.lengths.state(), random_state())
+    def of(cls, taskset: Taskset, lengths: ExpectedLengths) -> DataPlace:
+        return cls(taskset.state(), lengths.state(), random_state())
 
-    def put_into(self, run: Run, *, has_changed: bool = False) -> None:
+    def put_into(self, taskset: Taskset, lengths: ExpectedLengths, *, has_changed: bool = False) -> None:
         """has_changed: whether the tasks may differ from those of then."""
-        run.taskset.restore(self.taskset, has_changed=has_changed)
-        run.collection.lengths.restore(self.lengths)
+        taskset.restore(self.taskset, has_changed=has_changed)
+        lengths.restore(self.lengths)
         if self.random is not None:
             restore_random_state(self.random)
 

@@ -23,7 +23,7 @@ from octetrl.workers.many.tail import TailWorkers
 
 if TYPE_CHECKING:
     from octetrl.algorithms.weighting import TokenWeighting
-    from octetrl.run.build import Run
+    from octetrl.run.state import Run
 
 EXPECTED_SHARE = (
     0.25  # of `rollout.max_new_tokens`: an answer's tokens, where the number of groups of a block is chosen

@@ -7,24 +7,21 @@ last.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from octetrl.algorithms.dapo import soft_overlong_penalty
-from octetrl.algorithms.table import Algorithm, build_algorithm
-from octetrl.config.errors import UserError
+from octetrl.algorithms.table import build_algorithm
 from octetrl.config.kept_cache import cannot_keep
 from octetrl.config.objective_settings import LengthPenaltySettings, refills_of
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.several_environments import never_drawn
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
-from octetrl.environments.base import Taskset
 from octetrl.environments.code.scorer import packages_line
 from octetrl.environments.function_rewards import FunctionRewards
 from octetrl.environments.given import Given
@@ -36,9 +33,12 @@ from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.run.contents import Contents, contents_of
 from octetrl.run.device import gpus_beside, resolve_device, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
-from octetrl.run.environment_parts import Rewards, build_chats, build_scorers
+from octetrl.run.environment_parts import build_chats, build_scorers
 from octetrl.run.journal import Journal
 from octetrl.run.own_objective import try_objective
+from octetrl.run.state import Run
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker
@@ -47,47 +47,6 @@ from octetrl.workers.many.build import build_many_workers
 from octetrl.workers.model_shape import model_spec, with_context_length
 from octetrl.workers.protocol import LearningWorkers, Workers
 from octetrl.workers.reward_model_worker import RewardModelWorker
-
-if TYPE_CHECKING:
-    from octetrl.run.ahead import Ahead
-    from octetrl.run.beside_tail import BesideTail
-
-
-@dataclass(slots=True)
-class Run:
-    """All objects that a step needs. `step` is the number of the current step, from 1."""
-
-    config: Recipe
-    tokenizer: Tokenizer
-    taskset: Taskset
-    conversations: Mixture | None  # or preference pairs; None: rollouts
-    rewards: Rewards
-    algorithm: Algorithm
-    workers: LearningWorkers
-    journal: Journal
-    console: Console
-    spans: Spans
-    base_collection: CollectionSettings
-    step: int = field(default=0)
-    ahead: Ahead | None = None  # None: a step generates, then learns
-    beside_tail: BesideTail | None = None  # it learns from complete groups while the last answers are sampled
-
-    @property
-    def rollout_workers(self) -> Workers:
-        """The workers, typed as workers that generate. A reward model's run has none and never calls this."""
-        assert self.algorithm.reward_loss is None, "these workers sample no rollouts"
-        return cast(Workers, self.workers)
-
-    @property
-    def collection(self) -> CollectionSettings:
-        """Settings for collecting this step's groups. The seeds follow from the step."""
-        return self.base_collection.at_step(self.step)
-
-    def close(self) -> None:
-        if self.ahead is not None:
-            self.ahead.close()
-        self.rewards.close()
-        self.workers.close()
 
 
 def build_run(

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import Tokenizer, save_tokenizer_files
 from octetrl.run.batches_ahead import BATCHES, BufferedBatch, batches_to_bytes
-from octetrl.run.build import Run
 from octetrl.run.resume import CURSOR, Cursor
+from octetrl.run.state import Run
+from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint
 from octetrl.trainer.checkpoint import StagedCheckpoint
 from octetrl.workers.many.deadlines import WorkerLost

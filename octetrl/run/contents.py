@@ -21,11 +21,11 @@ from typing import Any
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
-from octetrl.config.text import to_utf8
 from octetrl.data.mixture import Mixture
 from octetrl.environments.base import Environment
 from octetrl.environments.given import Given, importable_name
 from octetrl.records import Task
+from octetrl.system.text import to_utf8
 from octetrl.telemetry.sinks import RUN_FILE
 
 Contents = dict[str, dict[str, str]]  # by field: the digest of each part

@@ -29,14 +29,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from octetrl.config.errors import UserError
-from octetrl.config.folder_lock import folder_lock
 from octetrl.config.load import load_recipe
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
-from octetrl.config.text import counted
-from octetrl.config.threads import free_cores, num_cores
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
@@ -48,6 +43,11 @@ from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.run.run_files import RECIPE_FILE, forget_run, refuse_live
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
+from octetrl.system.folder_lock import folder_lock
+from octetrl.system.text import counted
+from octetrl.system.threads import free_cores, num_cores
 
 WRITTEN = ("model", "worked_examples.jsonl", "sft", "grpo")
 MARKER = "made_by_octetrl_demo"

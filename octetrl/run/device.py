@@ -10,9 +10,9 @@ from typing import Any
 import numpy
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import ClusterConfig
-from octetrl.config.threads import num_cores
+from octetrl.system.errors import UserError
+from octetrl.system.threads import num_cores
 
 NUMPY_SEEDS = 1 << 32  # numpy.random.seed refuses larger ones
 

@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from octetrl.config.errors import UserError
 from octetrl.records import EarlierAnswer
-from octetrl.run.build import Run
+from octetrl.run.state import Run
+from octetrl.system.errors import UserError
 from octetrl.telemetry.rollout_reader import Filter, matching_rows
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.workers.model_shape import model_spec

@@ -10,35 +10,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from octetrl.config.errors import UserError, dangling, nearest, nearest_file, runs_in
-from octetrl.config.hub_name import hub_dataset
 from octetrl.config.made_first import way_to_make
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.config.validate_environment import FILES
-from octetrl.run.model_source import found_model, is_of_hub
+from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
 from octetrl.run.run_files import RECIPE_FILE, refuse_held
+from octetrl.system.errors import UserError, nearest, nearest_file
+from octetrl.system.hub_name import hub_dataset
 from octetrl.telemetry.sinks import missing_wandb
-
-PARTS_OF_A_MODEL = ("checkpoints", "manifest.json", "config.json", "adapter_config.json")
-
-
-def refuse_no_model(name: str | Path) -> Path:
-    """The path of a model, run or checkpoint. Raises UserError if there is none. A model of the hub is fetched."""
-    if not str(name).strip():  # which a path would take for the folder we are in
-        raise UserError(f"'{name}' names no model; give a run folder, a checkpoint, or a Hugging Face model folder")
-    path = found_model(name)
-    if not path.exists():
-        raise UserError(
-            f"'{path}' does not exist; give a run folder, a checkpoint, or a Hugging Face model folder with config.json"
-            f"{nearest_file(path)}"
-        )
-    if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
-        raise UserError(
-            f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
-            f"{runs_in(path)}{dangling(path, *PARTS_OF_A_MODEL)}"
-        )
-    return path
 
 
 def refuse_early(recipe: Recipe, *, resume: bool) -> None:

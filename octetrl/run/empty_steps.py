@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from octetrl.config.errors import RunFailed
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
+from octetrl.system.errors import RunFailed
 
 
 class EmptySteps:

@@ -11,7 +11,6 @@ from collections.abc import Collection
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, errors_named
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.tokenizer import Tokenizer, tool_family
 from octetrl.environments.base import Environment, Scorer
@@ -25,6 +24,7 @@ from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Dialogues, Limits, is_dialogue, toolbox_of
 from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
 from octetrl.run.environment import NOTHING_GIVEN, Environments, reward_processes
+from octetrl.shapes.spec import ModelSpec
 from octetrl.workers.build import model_scores
 from octetrl.workers.protocol import Workers
 

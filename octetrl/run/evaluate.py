@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.records import Task
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.expected_lengths import ExpectedLengths
-from octetrl.run.build import Run, build_run
+from octetrl.run.build import build_run
 from octetrl.run.device import generators_put_back
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.plain_tasks import with_plain_tasks
-from octetrl.run.resume import checkpoint_step, read_model, refuse_pruned, trained_model, weights_folder
+from octetrl.run.state import Run
+from octetrl.run.trained_model import checkpoint_step, read_model, refuse_pruned, trained_model, weights_folder
+from octetrl.system.errors import UserError
 from octetrl.telemetry.eval_report import EvalReport, Scoring
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from octetrl.config.errors import UserError
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import SCALAR, load_spec
@@ -37,7 +36,9 @@ from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.models.weight_files import checked_headers
 from octetrl.run.build import full_precision
 from octetrl.run.new_folder import new_folder
-from octetrl.run.resume import OF_THE_RUN, read_model, refuse_pruned, trained_model
+from octetrl.run.resume import OF_THE_RUN
+from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
+from octetrl.system.errors import UserError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # FP8 codes come from weights that were checked
 FULL_WEIGHTS = ("model.safetensors", "model-")  # what the names of whole weights begin with

@@ -8,10 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
-from octetrl.config.text import TextTooLong
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from octetrl.models.families import load_spec
@@ -20,7 +18,9 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.converse import seed_in_call
 from octetrl.run.device import resolve_device
 from octetrl.run.model_source import precision_of
-from octetrl.run.resume import read_model, refuse_pruned, trained_model
+from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
+from octetrl.system.errors import UserError
+from octetrl.system.text import TextTooLong
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker

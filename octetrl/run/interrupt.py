@@ -4,7 +4,7 @@ possible. SIGUSR1 and SIGQUIT are like SIGTERM.
 The previous handler receives the second Ctrl-C, so a third one also ends the saving (cli/ctrl_c.py). A third SIGTERM
 ends the process. Schedulers send SIGTERM or SIGUSR1 before they take a machine back. Processes that the run forks
 inherit the handler, and die of it as they did before. Before the first step and after the last one, the first SIGTERM
-ends the run (config/sigterm.py).
+ends the run (system/sigterm.py).
 
 The message of the first is printed by a separate thread. The signal may arrive while the console is printing or being
 imported, and one thread must not enter the console twice.
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from octetrl.config.errors import Terminated
-from octetrl.config.sigterm import ENDING, RaiseTerminated, raise_terminated
+from octetrl.system.errors import Terminated
+from octetrl.system.sigterm import ENDING, RaiseTerminated, raise_terminated
 from octetrl.telemetry.console import Console
 
 Handler = Callable[[int, FrameType | None], object]

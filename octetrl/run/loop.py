@@ -15,14 +15,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.config.sigterm import terminable
 from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.ahead import ahead_of
 from octetrl.run.beside_tail import beside_tail_of
-from octetrl.run.build import Run, build_run
+from octetrl.run.build import build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.device import generators_put_back
 from octetrl.run.earlier_answers import remember_answers
@@ -31,14 +29,17 @@ from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import EVALUATION, Journal
-from octetrl.run.model_source import with_found_model
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.run_files import CHECKPOINTS, RECIPE_FILE
 from octetrl.run.slow_rewards import SlowRewards, reward_times
 from octetrl.run.sound_checkpoints import SoundCheckpoints
+from octetrl.run.state import Run
 from octetrl.run.step import supervised_step, train_step
+from octetrl.run.trained_model import with_found_model
+from octetrl.system.errors import UserError
+from octetrl.system.sigterm import terminable
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.ending import ending_of, reopen, write_ending
 from octetrl.telemetry.fp8_health import kv_saturation_warning

@@ -12,18 +12,17 @@ that it returns contains the revision's commit, so the recipe that a run saves n
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest_file
-from octetrl.config.hub_name import HubName, hub_name
 from octetrl.config.load import load_recipe
-from octetrl.config.schema import Recipe
+from octetrl.system.errors import UserError, dangling, nearest_file, runs_in
+from octetrl.system.hub_name import HubName, hub_name
 
 BEST = "best"  # RUN@best
 SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHTS = "*.safetensors"
+PARTS_OF_A_MODEL = ("checkpoints", "manifest.json", "config.json", "adapter_config.json")
 
 
 def found_model(name: str | Path, *, weights: bool = True) -> Path:
@@ -51,39 +50,22 @@ def _hub_name(name: str | Path) -> HubName | None:
     return None if (run / "checkpoints").is_dir() else hub_name(name)
 
 
-def with_found_model(recipe: Recipe, *, weights: bool = True) -> Recipe:
-    """The recipe with the folder of its model in place of a run or a name of the hub, and with the context's length."""
-    given = recipe.model.path
-    if given is None:
-        return _with_context_length(recipe)
-    path = found_model(given, weights=weights)
-    if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
-        changed = {} if str(path) == str(Path(given)) else {"path": str(path)}
-    else:
-        from octetrl.run.resume import trained_model, weights_folder
-
-        changed = trained_model(weights_folder(path))
-        if recipe.model.tokenizer is not None:
-            del changed["tokenizer"]
-        if recipe.model.lora is not None:
-            if changed["lora"] is not None:
-                raise UserError(
-                    f"model.path: '{given}' trained an adapter, and the recipe has model.lora too; give model.lora.path"
-                    " the adapter's folder, or export the run first"
-                )
-            del changed["lora"]
-    if changed:
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=changed)})
-    return _with_context_length(recipe)
-
-
-def _with_context_length(recipe: Recipe) -> Recipe:
-    """As workers/model_shape.py. Of a model that can't be read, which its reader reports, the recipe as it is."""
-    from octetrl.workers.model_shape import with_context_length
-
-    with suppress(UserError):
-        return with_context_length(recipe)
-    return recipe
+def refuse_no_model(name: str | Path) -> Path:
+    """The path of a model, run or checkpoint. Raises UserError if there is none. A model of the hub is fetched."""
+    if not str(name).strip():  # which a path would take for the folder we are in
+        raise UserError(f"'{name}' names no model; give a run folder, a checkpoint, or a Hugging Face model folder")
+    path = found_model(name)
+    if not path.exists():
+        raise UserError(
+            f"'{path}' does not exist; give a run folder, a checkpoint, or a Hugging Face model folder with config.json"
+            f"{nearest_file(path)}"
+        )
+    if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
+        raise UserError(
+            f"'{path}' is neither a run folder, nor a checkpoint, nor a Hugging Face model folder with config.json"
+            f"{runs_in(path)}{dangling(path, *PARTS_OF_A_MODEL)}"
+        )
+    return path
 
 
 def recipe_of_run(name: str | Path) -> Path | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 INSIDE = ".partial"
 LAST = "config.json"  # a folder without it is no model

@@ -26,11 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from octetrl.config.errors import UserError
-from octetrl.config.folder_lock import folder_lock
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import targets_of
-from octetrl.config.replaced_file import replaced_file
 from octetrl.config.schema import Recipe
 from octetrl.run.allowed_changes import (
     Change,
@@ -53,6 +50,9 @@ from octetrl.run.run_files import (
     refuse_held,
 )
 from octetrl.run.run_identity import new_run_id, read_run_id, refuse_foreign_checkpoints, write_run_id
+from octetrl.system.errors import UserError
+from octetrl.system.folder_lock import folder_lock
+from octetrl.system.replaced_file import replaced_file
 from octetrl.telemetry.bench_record import where_it_runs
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, last_step

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.environments.base import Environment
@@ -27,6 +26,7 @@ from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
 from octetrl.records import RolloutStatus, Task
 from octetrl.run.environment import build_environment, build_environments, build_tasks, build_taskset, reward_processes
 from octetrl.run.tokenizer_process import TokenizerProcess
+from octetrl.system.errors import UserError
 
 MOST_TASKS, MOST_SECONDS = 64, 5.0  # of the sample: tasks may take long to make
 REFERENCES = 2  # tasks whose reference answers are scored

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError
 from octetrl.config.kept_cache import in_flight
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
-from octetrl.config.text import ESCAPE, counted
 from octetrl.config.validate_overdraw import describe_overdraw
 from octetrl.config.validate_roles import describe_roles
 from octetrl.config.validate_tail import describe_tail
@@ -25,6 +23,8 @@ from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.run.model_source import BEST
 from octetrl.run.run_files import CHECKPOINTS, REPORT
 from octetrl.run.run_identity import read_run_id
+from octetrl.system.errors import UserError
+from octetrl.system.text import ESCAPE, counted
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.report_data import RunRecord, idle_tail, read_run, results, steps_above
 from octetrl.telemetry.report_page import report_page
@@ -35,7 +35,7 @@ from octetrl.trainer.checkpoint import best_of, latest, step_of
 from octetrl.workers.model_shape import model_spec
 
 if TYPE_CHECKING:
-    from octetrl.run.build import Run
+    from octetrl.run.state import Run
 
 GIB = 2**30
 Screen = tuple[str, list[tuple[str, str]]]  # a title, and rows of a label and a text

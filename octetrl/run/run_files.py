@@ -19,8 +19,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO
 
-from octetrl.config.errors import UserError
-from octetrl.config.folder_lock import folder_lock
+from octetrl.system.errors import UserError
+from octetrl.system.folder_lock import folder_lock
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.run_changes import HISTORY_FILE
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE

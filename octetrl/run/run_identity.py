@@ -13,9 +13,9 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from octetrl.config.errors import UserError
-from octetrl.config.replaced_file import replaced_file
 from octetrl.run.run_files import CHECKPOINTS
+from octetrl.system.errors import UserError
+from octetrl.system.replaced_file import replaced_file
 from octetrl.telemetry.ending import LIVE
 from octetrl.telemetry.sinks import RUN_FILE
 from octetrl.trainer import checkpoint

@@ -20,11 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import ClusterConfig
 from octetrl.engine.stopping import decoder_of
 from octetrl.run.device import gpus_beside
 from octetrl.run.standing_model import CALIBRATION_TEXTS, load_standing_model
+from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

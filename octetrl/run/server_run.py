@@ -15,13 +15,14 @@ from octetrl.backends.openai.text import CharacterTokenizer
 from octetrl.config.schema import Recipe
 from octetrl.config.validate_backend import without_effect
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
-from octetrl.run.build import Run, build_collection
+from octetrl.run.build import build_collection
 from octetrl.run.device import seed_everything
 from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import Rewards, build_chats, build_scorers
 from octetrl.run.evaluate import evaluate
 from octetrl.run.journal import Journal
-from octetrl.run.model_source import with_found_model
+from octetrl.run.state import Run
+from octetrl.run.trained_model import with_found_model
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.spans import Spans

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
@@ -23,7 +22,8 @@ from octetrl.rollout.backend import MeasuredSession
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
 from octetrl.run.model_source import precision_of, recipe_of_run
-from octetrl.run.resume import read_model, refuse_pruned, trained_model
+from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
+from octetrl.system.errors import UserError
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.workers import ManyWorkers

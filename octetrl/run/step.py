@@ -17,7 +17,7 @@ from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.packing import pack
 
 if TYPE_CHECKING:
-    from octetrl.run.build import Run
+    from octetrl.run.state import Run
 
 
 def train_step(run: Run) -> StepMetrics:

@@ -15,14 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from octetrl.config.errors import UserError
-from octetrl.config.text import TextTooLong
 from octetrl.data.mixture import Source
 from octetrl.data.preferences import refuse_padded_end
 from octetrl.data.tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer, tool_family
 from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.tools import Family
 from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.system.errors import UserError
+from octetrl.system.text import TextTooLong
 
 SECONDS = 300.0  # for loading, and for the prompts of a sample: a machine may be busy
 

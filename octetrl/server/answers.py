@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octetrl.engine.logit_options import Top
 from octetrl.environments.tools import ToolCall
+from octetrl.records import Top
 from octetrl.server.choices import ChoicePiece
 from octetrl.server.spelling import Speller
 

@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from octetrl.config.errors import UserError
 from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
 from octetrl.rollout.backend import GenerationMetrics, MeasuredSession
+from octetrl.system.errors import UserError
 
 METRICS_SECONDS = 10.0  # time between two reads of the metrics that are on the device
 WAIT_SECONDS = 0.005  # for events of replicas in other processes; a new request waits as long at most

@@ -27,8 +27,8 @@ from contextlib import contextmanager
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from octetrl.config.errors import UserError
 from octetrl.server.intake import Intake
+from octetrl.system.errors import UserError
 
 AFTER_DRAIN_SECONDS = 5  # for what was told to leave
 QUIET_SECONDS = 30.0

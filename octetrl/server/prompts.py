@@ -13,13 +13,13 @@ from copy import deepcopy
 from inspect import signature
 from typing import Any, TypeVar
 
-from octetrl.config.text import TextTooLong
 from octetrl.environments.chat_template import TEMPLATE_ERRORS
 from octetrl.environments.tools import Family, family_of, json_arguments
 from octetrl.rollout.chat_tokens import ChatTokenizer
 from octetrl.rollout.encode import Encoder
 from octetrl.server.errors import wrong
 from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+from octetrl.system.text import TextTooLong
 
 Result = TypeVar("Result")
 

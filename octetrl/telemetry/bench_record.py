@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from octetrl.config.text import counted
+from octetrl.system.text import counted
 from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, source_digest
 
 ROOT = Path(__file__).parents[2]  # root of the checkout, if there is one

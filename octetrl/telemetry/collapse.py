@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from octetrl.config.errors import RunFailed
+from octetrl.system.errors import RunFailed
 
 WINDOW, PATIENCE = 50, 5  # steps
 ENOUGH = 10  # smallest number of past steps for which spreads are computed

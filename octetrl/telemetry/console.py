@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octetrl.config.limits import MISMATCH_LIMIT
-from octetrl.config.text import escaped, printable
+from octetrl.system.text import escaped, printable
 from octetrl.telemetry.glossary import own_metrics
 from octetrl.telemetry.lost_terminal import Screen
 from octetrl.telemetry.metrics import BETWEEN_STEPS

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octetrl.config.errors import RunFailed, UserError
-from octetrl.config.replaced_file import replaced_file
-from octetrl.config.sigterm import ending_signal
-from octetrl.config.text import ESCAPE, printable
+from octetrl.system.errors import RunFailed, UserError
+from octetrl.system.replaced_file import replaced_file
+from octetrl.system.sigterm import ending_signal
+from octetrl.system.text import ESCAPE, printable
 from octetrl.telemetry.sinks import RUN_FILE
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"

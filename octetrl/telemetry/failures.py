@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octetrl.config.errors import RunFailed
 from octetrl.records import Rollout, RolloutGroup, RolloutStatus
+from octetrl.system.errors import RunFailed
 
 _SHOWN_KINDS = 5
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from octetrl.config.errors import type_of
+from octetrl.system.errors import type_of
 
 MISMATCH = "mismatch/token_mult_prob_error"  # mean over tokens of exp(|log-prob of the engine - of the trainer|)
 BETWEEN_STEPS = ("time/evaluate", "time/wait_to_evaluate", "time/checkpoint")  # not in time/step

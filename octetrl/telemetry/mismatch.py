@@ -29,9 +29,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import RunFailed
 from octetrl.config.schema import MismatchConfig
 from octetrl.records import TokenLogprobs
+from octetrl.system.errors import RunFailed
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.staleness import lower_staleness, stale_share
 

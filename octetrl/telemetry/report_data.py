@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from octetrl.config.cluster import ROLE_FIELDS, ClusterConfig
-from octetrl.config.errors import UserError, nearest_file, runs_in
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.ranking import best_steps
 from octetrl.config.recipe_yaml import parse_yaml
-from octetrl.config.text import counted
+from octetrl.system.errors import UserError, nearest_file, runs_in
+from octetrl.system.text import counted
 from octetrl.telemetry.ending import FAILED, Ending, read_ending
 from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH

@@ -16,9 +16,9 @@ from importlib.resources import files
 from pydantic import ValidationError
 
 from octetrl.config.cluster import ClusterConfig, one_worker
-from octetrl.config.errors import UserError
-from octetrl.config.text import counted
 from octetrl.records import RolloutStatus
+from octetrl.system.errors import UserError
+from octetrl.system.text import counted
 from octetrl.telemetry.charts import Line, escape, line_chart, shown_number, stacked_chart
 from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
 from octetrl.telemetry.ending import FAILED

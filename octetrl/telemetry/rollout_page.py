@@ -14,8 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.text import visible
 from octetrl.records import RolloutStatus
+from octetrl.system.text import visible
 from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, Selection, Utterance
 from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY
 

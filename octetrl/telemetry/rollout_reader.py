@@ -19,9 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest_file, runs_in
-from octetrl.config.json_file import parse_json
 from octetrl.records import EarlierAnswer, RolloutStatus
+from octetrl.system.errors import UserError, nearest_file, runs_in
+from octetrl.system.json_file import parse_json
 
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 MODEL = "model"

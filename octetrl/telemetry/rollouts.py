@@ -15,7 +15,7 @@
 `evaluations/step_NNNNNN.jsonl` has the same lines for the held-out tasks, after the steps that were evaluated.
 
 Any text is read back exactly as it was written. Half of a surrogate pair, which UTF-8 cannot encode, is written as its
-JSON escape (config/text.py). The file is written under another name, synced and renamed, so it is always complete. A
+JSON escape (system/text.py). The file is written under another name, synced and renamed, so it is always complete. A
 resumed run first removes the files after its checkpoint's step and then writes them again. The folder then equals that
 of an uninterrupted run.
 """
@@ -31,10 +31,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
-from octetrl.config.replaced_file import replaced_file
-from octetrl.config.text import ESCAPE
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, differ
+from octetrl.system.errors import UserError
+from octetrl.system.replaced_file import replaced_file
+from octetrl.system.text import ESCAPE
 from octetrl.telemetry.failures import Failures
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders of a run: of its steps, and of the held-out tasks

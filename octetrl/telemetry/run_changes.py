@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.text import printable
+from octetrl.system.text import printable
 
 HISTORY_FILE = "history.jsonl"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octetrl.config.text import counted, escaped
 from octetrl.records import Rollout, RolloutGroup
+from octetrl.system.text import counted, escaped
 
 LETTERS = 2_000  # of a prompt or an answer; the middle of a longer one is left out
 

@@ -26,8 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octetrl.config.errors import UserError
-from octetrl.config.text import counted, escaped
+from octetrl.system.errors import UserError
+from octetrl.system.text import counted, escaped
 from octetrl.telemetry.rollouts import not_written
 from octetrl.telemetry.step_lines import WARNINGS, StepLines
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.ranking import best_steps
-from octetrl.config.text import counted
+from octetrl.system.text import counted
 from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.staleness import stale_share

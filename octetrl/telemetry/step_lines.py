@@ -14,7 +14,7 @@ import math
 import os
 from pathlib import Path
 
-from octetrl.config.text import ESCAPE
+from octetrl.system.text import ESCAPE
 from octetrl.telemetry.rollouts import not_written
 
 PUT_BACK, WARNINGS = "put_back.jsonl", "warnings.jsonl"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from octetrl.config.text import counted, printable
+from octetrl.system.text import counted, printable
 from octetrl.telemetry.charts import shown_number, sparkline
 from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
 from octetrl.telemetry.glossary import own_metrics

@@ -30,8 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.config.ranking import best_steps
+from octetrl.system.errors import UserError
 from octetrl.trainer.file_digests import WrittenFile, altered_files, digest_file, hashing_threads
 from octetrl.trainer.state_files import Content, Files, in_shards, write_files
 

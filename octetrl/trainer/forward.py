@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode
 from octetrl.config.schema import TrainerConfig
 from octetrl.kernels.quantize.count_poisoned import count_poisoned
 from octetrl.layers.context import PackedContext
 from octetrl.layers.router_record import RouterRecord
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch
+from octetrl.shapes.blocks import KVMode
 from octetrl.trainer.activation_checkpoint import layer_runner
 
 NEVER_OBSERVED = -1.0  # below any amax

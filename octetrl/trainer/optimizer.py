@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw as torch_adamw
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import STATE_BLOCK, AdamScalars, Moment, adamw
+from octetrl.system.errors import UserError
 from octetrl.trainer.gradient_rounding import GradientRounding
 from octetrl.trainer.gradients import gradient_sums
 from octetrl.trainer.optimizer_offload import OffloadStream, StatePiece, pieces_of

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.kernels.optimizer.adamw import STATE_BLOCK, Moment
+from octetrl.system.errors import UserError
 
 StateFormat = Literal["float32", "bfloat16", "8bit"]
 

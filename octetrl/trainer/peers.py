@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from octetrl.config.errors import RunFailed
 from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
+from octetrl.system.errors import RunFailed
 from octetrl.trainer.shards import BUCKET_ELEMENTS, Cut, GradientMode, Share, buckets, lots
 
 LONGEST_POLL_SECONDS = 1e-3

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import Algorithm
-from octetrl.config.blocks import SCALE_PER_TOKEN
 from octetrl.fp8.quantize import Quantized
 from octetrl.models.decoder import Decoder
+from octetrl.shapes.blocks import SCALE_PER_TOKEN
 from octetrl.trainer.optimizer import copy_all
 
 KL_SCALE, CODES, SCALE = "kl_scale", ".codes", ".scale"

@@ -20,10 +20,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.kernels.optimizer.adamw import STATE_BLOCK
 from octetrl.models.row_shards import STEM, WEIGHT, RowRange, RowShards, file_stem, index_bytes
 from octetrl.models.tensor_rows import CutRows, RowPiece, pieces_of
+from octetrl.system.errors import UserError
 from octetrl.trainer.shards import Share
 from octetrl.trainer.state_files import FORMATS, Content
 

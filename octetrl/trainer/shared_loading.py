@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from octetrl.config.errors import UserError
 from octetrl.layers.many_linears import adopt_codes
 from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
+from octetrl.system.errors import UserError
 from octetrl.trainer.optimizer import owned_rows
 from octetrl.trainer.peers import Peers, PeersLost
 from octetrl.trainer.shards import Cut, Rows

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
-from octetrl.config.host_memory import USABLE_HOST, available_host_bytes
+from octetrl.system.errors import UserError
+from octetrl.system.host_memory import USABLE_HOST, available_host_bytes
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.optimizer_states import HostMemory, aligned
 from octetrl.trainer.state_files import Content, Files, tensors_of, write_files

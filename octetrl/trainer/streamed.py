@@ -23,7 +23,6 @@ from dataclasses import replace
 import torch
 
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
-from octetrl.trainer.first_passes import first_passes
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.prepared import PreparedMicroBatch
 from octetrl.trainer.schedule import place_of
@@ -54,7 +53,7 @@ class StreamedStep:
         """Add their gradients to the sums."""
         trainer, step, call = self._trainer, self._step, self._call
         for micro_batch in micro_batches:
-            prepared = first_passes(trainer, micro_batch, step.kv, call.kv_amax_LS, updates=1)
+            prepared = trainer.first_passes(micro_batch, step.kv, call.kv_amax_LS, updates=1)
             self._prepared.append(prepared)
             part = trainer.backward(step, prepared, call.means, call.kv_amax_LS)
             trainer.optimizer.gradients.end_micro_batch()

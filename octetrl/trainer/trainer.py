@@ -13,34 +13,40 @@ One `train` call runs `epochs` passes over `minibatches` optimizer steps. It con
 With one optimizer step on samples drawn with the current weights, the ratio is exactly 1 and no second forward is
 needed. The reference may be another model (a teacher). Its forward never uses KV scales of the policy.
 
-N trained tokens of a micro-batch, L layers, S scales of a layer's cache, E hidden size.
+N trained tokens of a micro-batch, L layers, S scales of a layer's cache, E hidden size, K tokens of a teacher.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.corrections import effective_sample_size
 from octetrl.algorithms.finite import count_non_finite, first_non_finite
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.models.decoder import Decoder
-from octetrl.records import PackedBatch, PolicyUpdate
-from octetrl.trainer.call_metrics import call_metrics
+from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.critic import Critic
-from octetrl.trainer.failed_step import describe_failed_step
-from octetrl.trainer.first_passes import first_passes
 from octetrl.trainer.forward import Forward, KVReplay
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.optimizer import copy_all
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.prepared import PreparedMicroBatch, fill_step_means, loss_inputs, shape_advantages, token_logprobs
+from octetrl.trainer.prepared import (
+    PreparedMicroBatch,
+    fill_step_means,
+    loss_inputs,
+    on_device,
+    shape_advantages,
+    token_logprobs,
+)
 from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers
 from octetrl.trainer.schedule import place_of, rate_after
@@ -136,7 +142,7 @@ class Trainer:
         counts = self.peers.gather_records([len(minibatch) for minibatch in batch.minibatches], "micro-batches")
         steps = tuple(
             OptimizerStep(
-                [first_passes(self, one, kv, amax_LS, updates=0 if lr is None else num_updates) for one in minibatch],
+                [self.first_passes(one, kv, amax_LS, updates=0 if lr is None else num_updates) for one in minibatch],
                 kv,
                 on_policy,
                 denominator,
@@ -148,6 +154,31 @@ class Trainer:
             )
         )
         return TrainCall(steps, self.config.epochs, lr, amax_LS, started, place)
+
+    @torch.no_grad()
+    def first_passes(
+        self, micro_batch: MicroBatch, kv: KVReplay, amax_LS: Tensor | None, *, updates: int
+    ) -> PreparedMicroBatch:
+        """The micro-batch on the device, with the log-probs that the algorithm needs before the first update.
+
+        `updates`: optimizer steps of the policy in this call. If there are none, the pass also raises `amax_LS`.
+        """
+        algorithm, reference = self.algorithm, self.reference_forward
+        micro_batch = on_device(micro_batch, self.device)
+        prepared = PreparedMicroBatch(micro_batch)
+        if reference is not None:
+            seen = kv if self.reference.replays(kv.kv_mode) else KVReplay()
+            hidden_NE = reference.predictors(micro_batch, seen)
+            prepared.reference_N, _ = reference.logprobs_of(hidden_NE, micro_batch)
+            k, below = algorithm.teacher_top_k, self.model.spec.vocab_size
+            if k:
+                prepared.teacher_ids_NK, prepared.teacher_top_NK1 = reference.top_logprobs(hidden_NE, k, below)
+        needs_proximal = algorithm.needs_proximal and updates > 1
+        shapes_with_kl = algorithm.shape is not None and reference is not None
+        if needs_proximal or shapes_with_kl or algorithm.step_means or not updates:
+            prepared.first_N, _ = self.forward.logprobs(micro_batch, kv, None if updates else amax_LS)
+            prepared.proximal_N = prepared.first_N if needs_proximal else None
+        return prepared
 
     def shape(self, call: TrainCall) -> None:
         """Fill in what depends on the whole batch or optimizer step: returns, advantages, means."""
@@ -182,7 +213,7 @@ class Trainer:
         totals = torch.stack([*sums, norm.double()]).tolist()
         metrics = dict(zip(("loss", "non_finite", "grad_norm"), totals, strict=True))
         if metrics.pop("non_finite") or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            raise NonFiniteError(describe_failed_step(self, step, metrics))
+            raise NonFiniteError(self._describe_failed_step(step, metrics))
         self._is_stepping = True
         self.optimizer.step(lr)
         self.routers.finish_step()
@@ -199,7 +230,7 @@ class Trainer:
         self._is_stepping = False
         if self.critic is not None:
             self.critic.finish()
-        metrics = call_metrics(self, call)
+        metrics = self._call_metrics(call)
         kl = None if call.lr is None else metrics.get("kl")
         metrics |= self.reference.follow(self.model, self.policy_version, kl)
         logprobs = token_logprobs(list(call.micro_batches), self.peers)
@@ -210,6 +241,24 @@ class Trainer:
         with self.model.codes_released() if self.remakes_codes else nullcontext():
             self.optimizer.zero_grad()
             return self.update(step, self.accumulate(call, step), lr)
+
+    def _call_metrics(self, call: TrainCall) -> dict[str, float]:
+        """Means over the optimizer steps and over the trained tokens, and counts. All workers get the same."""
+        num_updates = len(call.updates)
+        metrics = {name: sum(update[name] for update in call.updates) / num_updates for name in call.updates[0]}
+        metrics |= call.metrics | call.means.read(self.peers) | self.routers.metrics()
+        metrics |= effective_sample_size(metrics)
+        if call.lr is not None:
+            metrics["time/requantize"] *= num_updates
+        if self.optimizer.gradients.rounding is not None:
+            metrics |= self.optimizer.gradients.rounding.take_metrics()
+        metrics["lr"] = call.lr or 0.0
+        metrics["train/updates"] = float(num_updates)
+        own_tokens = sum(one.micro_batch.token_ids_T.numel() for one in call.micro_batches)
+        counts = self.peers.sum(torch.tensor([int(self.poisoned), own_tokens]), "token counts")
+        metrics["train/non_finite_tokens"], tokens = counts.tolist()
+        metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - call.started)
+        return metrics
 
     # ------------------------------------------------------------ state
 
@@ -265,3 +314,38 @@ class Trainer:
         self.routers.add(routers, means)
         means.add({"entropy": entropy_N, **token_loss.metrics})
         return Accumulated(loss.detach(), count_non_finite(inputs, token_loss))
+
+    # ------------------------------------------------------------ a step that was refused
+
+    def _describe_failed_step(self, step: OptimizerStep, metrics: Mapping[str, float]) -> str:
+        """Run the micro-batches of a failed step again, one by one, and name the first bad one and the bad tensor.
+
+        `metrics`: `loss` and `grad_norm` of the failed step. All workers must call it; they get the same text.
+        """
+        (poisoned,) = self.peers.sum(self.poisoned.reshape(1), "non-finite numbers").tolist()
+        summary = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        summary += f", tokens with non-finite activations: {int(poisoned)}"
+        found = self.peers.agree(self._first_bad_micro_batch(step), "non-finite numbers")
+        if found is None:
+            count = step.num_micro_batches
+            return f"{summary}: finite in each of {count} micro-batches, not in their sum; nothing was updated"
+        return f"{summary}: {found}; nothing was updated, the weights are those of version {self.policy_version}"
+
+    def _first_bad_micro_batch(self, step: OptimizerStep) -> str | None:
+        for index, prepared in enumerate(step.micro_batches):
+            number: list[str | None] = []
+            with self.optimizer.gradients.inspect() as bad:
+                loss = float(self.backward(step, prepared, MetricMeans(), None, number).loss)
+            of_gradients = f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else None
+            of_gradients = self.peers.agree_in_group(of_gradients, "non-finite numbers")
+            if of_gradients or number[0] or not math.isfinite(loss):
+                where = f", {number[0]}" if number[0] else ""
+                where += of_gradients or ""
+                share = self.peers.worker
+                at = f" of worker {share.rank}" if share.count > 1 else ""
+                longest = prepared.micro_batch.max_seqlen
+                return (
+                    f"micro-batch {index + 1} of {len(step.micro_batches)}{at} (longest sequence {longest} tokens) has"
+                    f" loss {loss}{where}"
+                )
+        return None

@@ -14,7 +14,6 @@ import torch
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import Recipe
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.weight_memory import LoadCount, Loading
@@ -22,6 +21,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.random_weights import draw_weights
+from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.model_shape import model_spec

@@ -13,10 +13,8 @@ from octetrl.backends.vllm.names import model_config
 from octetrl.backends.vllm.ranks import Ranks, together
 from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, check_room, engine_arguments
 from octetrl.backends.vllm.start import start_vllm, write_model
-from octetrl.config.errors import UserError
 from octetrl.config.memory import estimate_memory
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.config.weight_buffer import sent_bytes
 from octetrl.config.worker_memory import on_each_worker
@@ -25,6 +23,8 @@ from octetrl.engine.engine import Engine
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 from octetrl.rollout.backend import RolloutBackend
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.tensor_peers import GridPeers
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup, join_columns, own_columns
 from octetrl.models.decoder import Decoder
@@ -24,6 +23,7 @@ from octetrl.models.hf_weights import hf_config_files
 from octetrl.models.peft_adapters import load_trained, trained_files
 from octetrl.models.row_shards import RowShards
 from octetrl.models.tensor_rows import cut_rows_of
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
 from octetrl.trainer.scalar_trainer import ScalarState, ScalarTrainer
 from octetrl.trainer.sharded_state import (

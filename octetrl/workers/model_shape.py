@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octetrl.config.presets import PRESETS, preset_config
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.models.families import load_spec, spec_from_config
+from octetrl.shapes.presets import PRESETS, preset_config
+from octetrl.shapes.spec import ModelSpec
 
 
 def model_spec(recipe: Recipe) -> ModelSpec:

@@ -13,7 +13,6 @@ import torch
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.weights import share_weights
 from octetrl.fp8.backends import BackendName, choose_backend
@@ -22,6 +21,7 @@ from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import take_published_codes
 from octetrl.models.published_codes import takes_published_codes
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shared_loading import load_shared

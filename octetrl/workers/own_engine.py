@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octetrl.config.errors import UserError
 from octetrl.engine.engine import Engine
 from octetrl.records import EarlierAnswer
 from octetrl.rollout.backend import RemembersAnswers
+from octetrl.system.errors import UserError
 from octetrl.workers.worker import Worker
 
 

@@ -26,11 +26,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from octetrl.config.imports import uncollected
+from octetrl.system.imports import uncollected
 
 with uncollected():  # a worker's process begins with this module
-    from octetrl.config.errors import UserError
     from octetrl.config.schema import Recipe
+    from octetrl.system.errors import UserError
     from octetrl.trainer.peers import PeersLost
     from octetrl.workers.build import build_worker
     from octetrl.workers.many.deadlines import Deadlines, WorkerLost

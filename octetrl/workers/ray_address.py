@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 FOLDER_PREFIX = "octetrl-"  # of the folder in /tmp of a Ray that a run starts
 CONNECT_SECONDS = 10.0

@@ -32,9 +32,9 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
-from octetrl.config.errors import RunFailed, UserError
-from octetrl.config.sigterm import terminable
-from octetrl.config.threads import short_waits
+from octetrl.system.errors import RunFailed, UserError
+from octetrl.system.sigterm import terminable
+from octetrl.system.threads import short_waits
 from octetrl.workers import ray_watcher
 from octetrl.workers.ray_address import FOLDER_PREFIX, REMEDY, address_to_join
 from octetrl.workers.ray_daemons import Daemons

@@ -21,9 +21,7 @@ from pathlib import Path
 
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.config.text import TextTooLong
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.base import finite_number
 from octetrl.environments.score import Score
@@ -33,6 +31,8 @@ from octetrl.models.hf_weights import load_weights
 from octetrl.models.scalar_decoder import pooled_rows
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.system.errors import UserError
+from octetrl.system.text import TextTooLong
 from octetrl.trainer.packing import PackingLayout, pack_to_score
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.prepared import on_device

@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from octetrl.config.schema import LoraConfig, Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.weight_memory import LoadCount
@@ -19,6 +18,7 @@ from octetrl.models.families import load_critic_spec
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.scalar_decoder import ScalarDecoder
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows

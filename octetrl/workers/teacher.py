@@ -11,9 +11,7 @@ from pathlib import Path
 import torch
 
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config, Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer
 from octetrl.fp8.backends import BackendName
@@ -22,6 +20,8 @@ from octetrl.layers.weight_memory import LoadCount
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shared_loading import load_shared
 

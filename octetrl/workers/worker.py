@@ -23,7 +23,6 @@ from torch import Tensor
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
@@ -39,6 +38,7 @@ from octetrl.records import (
     Published,
 )
 from octetrl.rollout.backend import BackendSession, RolloutBackend
+from octetrl.shapes.spec import ModelSpec
 from octetrl.telemetry.mismatch import mismatch_of
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import RunFailed
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.run.journal import Journal
 from octetrl.run.loop import train
+from octetrl.system.errors import RunFailed
 from octetrl.trainer import checkpoint
 from octetrl.workers.many import build
 from octetrl.workers.many.deadlines import WorkerLost

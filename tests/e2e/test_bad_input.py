@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octetrl.cli.main import run_command
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.shapes.presets import preset_config
 
 RECIPE = """
 precision: fp8_full

@@ -12,11 +12,11 @@ import torch
 import transformers
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.run.build import build_run
 from octetrl.run.loop import one_step, train
+from octetrl.system.errors import UserError
 from tests.e2e.test_objectives import dotted
 from tests.e2e.tiny_run import make_model, read_lines, recipe_tree, run, timeless
 from tests.house.tree import REPO

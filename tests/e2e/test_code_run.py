@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
 from octetrl.run.loop import train
+from octetrl.system.errors import UserError
 from tests.e2e.tiny_run import read_lines, run
 from tests.required import missing
 

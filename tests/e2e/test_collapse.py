@@ -10,7 +10,7 @@ import yaml
 
 from octetrl.cli.main import run_command
 from octetrl.run import loop
-from octetrl.run.build import Run
+from octetrl.run.state import Run
 from octetrl.telemetry.metrics import StepMetrics
 from tests.e2e.tiny_run import recipe_tree, tiny_recipe
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import RunFailed
 from octetrl.config.load import dump_recipe
+from octetrl.system.errors import RunFailed
 from octetrl.telemetry.report_data import raised_warnings, read_run
 from tests.e2e.tiny_rewards import NOTES
 from tests.e2e.tiny_run import read_lines, run, tiny_recipe

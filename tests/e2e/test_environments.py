@@ -13,9 +13,9 @@ import yaml
 
 import octetrl
 from octetrl.cli.main import run_command
-from octetrl.config.errors import RunFailed
 from octetrl.config.schema import Recipe
 from octetrl.run.loop import train
+from octetrl.system.errors import RunFailed
 from octetrl.telemetry.glossary import explained
 from octetrl.trainer import checkpoint
 from tests.e2e.test_turns import UNTIMED

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import train
+from octetrl.system.errors import UserError
 from octetrl.telemetry.failures import FailureShareError
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 

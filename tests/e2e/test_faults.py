@@ -11,9 +11,9 @@ import pytest
 
 from tests.e2e.installed_ray import ray  # noqa: F401  # isort: skip: the imports of octetrl.workers.ray_* need it
 
-from octetrl.config.errors import TERMINATED
 from octetrl.config.load import dump_recipe
 from octetrl.run.loop import train
+from octetrl.system.errors import TERMINATED
 from octetrl.workers.ray_watcher import processes_of
 from tests.e2e.faults import (
     AHEAD,

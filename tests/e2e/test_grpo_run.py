@@ -16,15 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from octetrl.config.errors import RunFailed
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.layers.linear import Float8Linear
 from octetrl.run import loop
-from octetrl.run.build import Run, build_run
+from octetrl.run.build import build_run
 from octetrl.run.loop import train
+from octetrl.run.state import Run
 from octetrl.run.step import train_step
+from octetrl.system.errors import RunFailed
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.mismatch import MismatchError
 from octetrl.trainer import checkpoint

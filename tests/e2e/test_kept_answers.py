@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.records import SamplingParams
 from octetrl.run import evaluate as run_evaluate
 from octetrl.run.generate import generate_text
 from octetrl.run.loop import train
 from octetrl.run.model_source import precision_of, recipe_of_run
+from octetrl.system.errors import UserError
 from tests.e2e.tiny_run import read_lines, run, tiny_recipe
 
 Finished = Callable[[str], Path]

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
@@ -26,6 +25,7 @@ from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.run.step import train_step
+from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 from tests.house.tree import REPO

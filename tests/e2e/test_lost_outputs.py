@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.run_files import LOCK, is_held
+from octetrl.system.errors import UserError
 from octetrl.telemetry.sinks import MetricsFile, TensorBoard
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, recipe_tree, tiny_recipe

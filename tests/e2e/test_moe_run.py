@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from examples.upcycle import upcycle
-from octetrl.config.errors import UserError
 from octetrl.run.loop import train
+from octetrl.system.errors import UserError
 from tests.e2e import tiny_run
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.models.families import load_spec
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
+from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import make_model, read_lines, recipe_tree, run, timeless, tiny_recipe
 from tests.house.tree import REPO

@@ -22,14 +22,15 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 
 from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig, DeadlineConfig
-from octetrl.config.errors import UserError
 from octetrl.environments.scoring import RewardRound
 from octetrl.models.weight_files import SINGLE
 from octetrl.records import Completion
 from octetrl.run import loop
-from octetrl.run.build import Run, build_run
+from octetrl.run.build import build_run
 from octetrl.run.export import export_run
 from octetrl.run.loop import one_step, train
+from octetrl.run.state import Run
+from octetrl.system.errors import UserError
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.status import STATUS_FILE

@@ -24,9 +24,9 @@ import yaml
 from safetensors.torch import load_file
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.run.allowed_changes import changes_between, refuse_changes
 from octetrl.run.loop import train
+from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 from octetrl.workers.worker import Worker
 from tests.e2e import killed_run

@@ -15,7 +15,6 @@ from transformers import AutoModelForSequenceClassification
 
 from examples.preference_pairs import write_pairs
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import adapter_elements
 from octetrl.config.schema import LoraConfig
@@ -29,6 +28,7 @@ from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.run.step import supervised_step
+from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.reward_scorer import RewardModelScorer

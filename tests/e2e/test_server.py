@@ -73,7 +73,7 @@ def test_a_chat_answers_with_the_engines_own_tokens(live: Live, model: Path) -> 
 
 def alone(model: Path, requests: list[GenerationRequest]) -> list[Any]:
     from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
-    from octetrl.run.resume import trained_model
+    from octetrl.run.trained_model import trained_model
 
     trained = trained_model(model)
     recipe = generation_recipe(trained, "bf16", {"device": "cpu"}, CONTEXT_LENGTH)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -25,6 +24,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.run.loop import train
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.shapes.presets import preset_config
 
 VOCAB_SIZE = 320
 SHAPE = {

@@ -26,10 +26,7 @@ from octetrl.cli.check import check
 from octetrl.cli.main import OF_A_PATH, run_command
 from octetrl.cli.rollouts_view import RolloutsView
 from octetrl.config.data import DataSource
-from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
-from octetrl.config.presets import preset_config
-from octetrl.config.text import TextTooLong
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.data.tokenizer import load_tokenizer
@@ -43,6 +40,9 @@ from octetrl.records import Reply, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.run.build import full_precision
 from octetrl.run.tiny_model import save_tokenizer, train_tokenizer
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
+from octetrl.system.text import TextTooLong
 from octetrl.telemetry.rollout_page import rollout_page
 from octetrl.telemetry.rollout_reader import Filter, select
 from tests.fuzz.damage import DEEP, as_json, damaged, damaged_bytes, json_files, odd_values

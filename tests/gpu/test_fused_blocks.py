@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octetrl.config.blocks import LayerBlocks
-from octetrl.config.spec import ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.spec import ModelSpec
 from tests.gpu.test_mla import MODELS
 from tests.gpu.test_moe import SIGMOID, WIDE
 from tests.gpu.test_rollout_forward import ordered_modules

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from octetrl.engine.grammars import Grammars
-from octetrl.engine.logit_options import LogitOptions
-from octetrl.records import GenerationRequest, SamplingParams
+from octetrl.records import GenerationRequest, LogitOptions, SamplingParams
 from tests.gpu.test_engine import ASKED, FP8, SPEC, Bench
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import LayerBlocks
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.attention.latent_backward import (
@@ -39,6 +37,8 @@ from octetrl.models.blocks.mla.absorbed import HeadSizes, absorb, attention_grad
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
 from tests.parity.sides import Sides, random_requests, random_tokens

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from octetrl.config.schema import Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import Side, precision_policy
@@ -17,6 +16,7 @@ from octetrl.kernels.gemm.linear_logprobs import logprobs_of
 from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.spec import ModelSpec
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import LayerBlocks
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.quantize import Quantized
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
@@ -50,6 +48,8 @@ from octetrl.models.blocks.moe.experts import run_experts
 from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
 from octetrl.models.blocks.moe.rows import gather
 from octetrl.models.families import DENSE
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
 from tests.parity.sides import Sides, random_requests, random_tokens

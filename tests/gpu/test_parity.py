@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octetrl.config.spec import ModelSpec
 from octetrl.records import GenerationRequest
+from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import CONTEXT, FULL, TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
 from tests.parity.sides import (

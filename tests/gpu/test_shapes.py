@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octetrl.config.rope import YarnScaling
-from octetrl.config.spec import ModelSpec
 from octetrl.kernels.attention import attention_packed as packed
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.kv_store import kv_store
 from octetrl.kernels.gemm.linear_logprobs import LOGIT_ROWS, lm_head_logits
+from octetrl.shapes.rope import YarnScaling
+from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import TINY
 from tests.parity.sides import Pages, Sides, random_chunks, random_sequences, random_tokens
 from tests.parity.test_shapes import layer

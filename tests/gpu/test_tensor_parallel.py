@@ -18,8 +18,6 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import LoraConfig, TrainerConfig
-from octetrl.config.spec import ModelSpec
-from octetrl.config.tensor_cut import TensorCut, why_not_cut
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import precision_policy
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm, bf16_gemm_straight
@@ -30,6 +28,8 @@ from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.kernels.rows.gather_from_peers import PeerMemory, gather_from_peers
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
+from octetrl.shapes.spec import ModelSpec, why_not_cut
+from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
 from octetrl.trainer.peers import ALONE, Peers, join_store, serve_store

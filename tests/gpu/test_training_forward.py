@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.config.schema import Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.training_forward import Keep, fused_layer_runner
+from octetrl.shapes.blocks import KVMode, KVTensors
+from octetrl.shapes.spec import ModelSpec
 from tests.tiny_spec import TINY_SPEC
 
 pytestmark = pytest.mark.gpu

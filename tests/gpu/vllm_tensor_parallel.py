@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.records import GenerationRequest, SamplingParams
-from octetrl.run.build import Run, build_run
+from octetrl.run.build import build_run
+from octetrl.run.state import Run
 from octetrl.workers.many.worker_log import last_lines
 from octetrl.workers.ray import RayTeam
 from tests.e2e.tiny_run import make_model, tiny_recipe

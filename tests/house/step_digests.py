@@ -48,9 +48,9 @@ def make_models(folder: Path) -> None:
     from examples.preference_pairs import write_pairs
     from examples.upcycle import upcycle
     from octetrl.config.load import load_recipe
-    from octetrl.config.presets import preset_config
     from octetrl.config.shipped import shipped_path
     from octetrl.run.demo import make_model_and_examples
+    from octetrl.shapes.presets import preset_config
 
     examples = f"algorithm.conversations={folder}/examples.jsonl"
     recipe = load_recipe(shipped_path("demo_sft"), [f"model.path={folder}/dense", examples, f"output_dir={folder}/sft"])

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from octetrl.run.build import Run, build_run
+from octetrl.run.build import build_run
 from octetrl.run.loop import _calibrate_first
+from octetrl.run.state import Run
 from octetrl.run.step import learn, produce
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.house.tree import REPO

@@ -1,4 +1,4 @@
-"""One sitting, one idea: a file of at most 400 lines, a function of 60, a Triton kernel of 120, and names that say what
+"""One sitting, one idea: a file of at most 600 lines, a function of 60, a Triton kernel of 120, and names that say what
 a file is about. `budget.toml` holds the exceptions with their reasons."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from tests.house.tree import REPO, functions, is_triton, python_files
 
-FILE, FUNCTION, KERNEL = 400, 60, 120
+FILE, FUNCTION, KERNEL = 600, 60, 120
 EXCEPTIONS = tomllib.loads((REPO / "tests/house/budget.toml").read_text(encoding="utf-8"))
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 

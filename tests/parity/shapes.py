@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octetrl.config.presets import preset_config
-from octetrl.config.rope import Llama3Scaling
-from octetrl.config.spec import ModelSpec
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.rope import Llama3Scaling
+from octetrl.shapes.spec import ModelSpec
 from tests.tiny_spec import TINY_SPEC
 
 CONTEXT = 8192

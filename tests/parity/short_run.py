@@ -22,12 +22,12 @@ from octetrl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from octetrl.config.spec import ModelSpec
 from octetrl.config.speculation import SpeculationConfig
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import GenerationRequest, Sample, SamplingParams
+from octetrl.shapes.spec import ModelSpec
+from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.telemetry.mismatch import MismatchGate
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack

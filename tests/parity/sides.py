@@ -24,7 +24,6 @@ from torch import Tensor
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.config.schema import EngineConfig, Fp8Config, LoraConfig, Numerics, TrainerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.engine.weights import put_weights, share_weights, weight_set
@@ -38,6 +37,7 @@ from octetrl.models.hf_weights import load_weights
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.activation_checkpoint import layer_runner
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack

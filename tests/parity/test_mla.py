@@ -13,14 +13,14 @@ from functools import lru_cache
 import pytest
 import torch
 
-from octetrl.config.blocks import LayerBlocks
-from octetrl.config.rope import YarnScaling
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
 from octetrl.records import GenerationRequest
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.rope import YarnScaling
+from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
 from tests.parity.sides import Answers, Pages, Sides, random_requests, random_sequences

@@ -14,13 +14,13 @@ from functools import lru_cache
 import pytest
 import torch
 
-from octetrl.config.blocks import LayerBlocks
 from octetrl.config.schema import LoraConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
 from octetrl.models.families import DENSE
 from octetrl.records import GenerationRequest
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
 from tests.parity.sides import Answers, Sides, random_requests

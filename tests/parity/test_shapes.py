@@ -13,12 +13,12 @@ from functools import lru_cache
 import pytest
 import torch
 
-from octetrl.config.blocks import LayerBlocks
-from octetrl.config.rope import LinearScaling, YarnScaling
-from octetrl.config.spec import ModelSpec
 from octetrl.kernels.attention import attention_reference
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.rope import LinearScaling, YarnScaling
+from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import TINY
 from tests.parity.sides import Pages, Sides, random_chunks, random_requests, random_sequences
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer

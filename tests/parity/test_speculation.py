@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from octetrl.config.blocks import LayerBlocks
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.engine.request import RunningSequence
@@ -16,6 +15,7 @@ from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
 from octetrl.models.families import DENSE
+from octetrl.shapes.blocks import LayerBlocks
 from tests.parity.drafted import assert_drafts_change_nothing
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_same, short_run

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from octetrl.config.blocks import LayerBlocks
 from octetrl.config.schema import LoraConfig
 from octetrl.engine.model_runner import ModelRunner
 from octetrl.layers.context import PagedContext
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.rollout_forward import rollout_forward
+from octetrl.shapes.blocks import LayerBlocks
 from octetrl.trainer.peers import ALONE, Peers
 from tests.grid import run_grid, smallest_shape
 from tests.parity.short_run import ShortRun, assert_equal_in_every_step, assert_learned, short_run

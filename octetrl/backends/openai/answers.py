@@ -21,12 +21,12 @@ from typing import Any
 
 from octetrl.backends.openai.shapes import Answer, Choice, parsed
 from octetrl.backends.openai.text import UNKNOWN, asked_of
-from octetrl.config.errors import UserError
 from octetrl.config.openai import MOST_STOPS, OpenaiConfig
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.stopping import Decode
 from octetrl.records import Completion, FinishReason, GenerationRequest
+from octetrl.system.errors import UserError
 
 SECTION = "engine.openai"
 STAMP = (0, "of the server")  # policy version and precision digest: nothing is known of its weights

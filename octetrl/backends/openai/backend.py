@@ -19,14 +19,14 @@ from octetrl.backends.openai.metrics import ServerMetrics
 from octetrl.backends.openai.session import OpenaiSession, checked
 from octetrl.backends.openai.shapes import Models, parsed
 from octetrl.backends.openai.text import VOCABULARY, CharacterTokenizer
-from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.whole_answers import whole_answers
 from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 _SHOWN = 400
 NO_LIMIT = 1 << 30  # tokens of a context that only the server knows

@@ -16,13 +16,13 @@ from typing import Any
 from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.openai.answers import STAMP, NoAnswer, ask, check_sampling, read
 from octetrl.backends.openai.metrics import ServerMetrics, Tally
-from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
 from octetrl.endpoint import Endpoint
 from octetrl.engine.admission import Admission
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Decode
 from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
+from octetrl.system.errors import UserError
 
 GIVES_UP = 8  # failed answers before any good one
 _TURN = 0.5  # seconds that `advance` waits at most

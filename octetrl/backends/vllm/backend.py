@@ -28,13 +28,13 @@ from octetrl.backends.vllm.session import VllmSession, checked
 from octetrl.backends.vllm.settings import no_room
 from octetrl.backends.vllm.weights import VllmWeights
 from octetrl.config.schema import EngineConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.whole_answers import whole_answers
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
+from octetrl.shapes.spec import ModelSpec
 
 SLEEP_LEVEL = 2  # frees weights too; level 1 would copy them to the host
 

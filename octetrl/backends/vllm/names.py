@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.families import hf_config
+from octetrl.shapes.spec import ModelSpec
 
 _OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -3,7 +3,7 @@
     q, k, v, gate, up      rows: vLLM's rank and our worker have the same ones, so nothing travels
     o_proj, down_proj      our worker has rows [R / T, C], vLLM's rank columns [R, C / T]: an exchange of blocks
     their biases           whole on vLLM's ranks: gathered
-    embedding, lm_head     rows of equal ranges of the padded vocabulary; ours are whole chunks (config/tensor_cut.py)
+    embedding, lm_head     rows of equal ranges of the padded vocabulary; ours are whole chunks (shapes/tensor_cut.py)
     norms                  whole on both sides
 
 Codes and scales are moved, never made: columns are cut at multiples of 128, whole blocks of a scale (`why_not_cut`).
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from octetrl.backends.vllm.ranks import Ranks
-from octetrl.config.spec import ModelSpec
 from octetrl.config.vllm import padded_vocabulary
+from octetrl.shapes.spec import ModelSpec
 
 BUCKET_BYTES = 1 << 26
 VOCABULARY = ("embedding.weight", "lm_head.weight")

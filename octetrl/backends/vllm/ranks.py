@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from octetrl.backends.vllm.calls import RequestOutput
-from octetrl.config.errors import UserError
 from octetrl.layers.tensor_group import TensorGroup
+from octetrl.system.errors import UserError
 
 STEP = "vLLM's step"
 END = -1  # behind the tokens of a request; the next number says whether it has finished

@@ -15,13 +15,13 @@ from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.vllm.calls import LLMEngine, RequestOutput, Started, block_pool_of, scheduler_of
 from octetrl.backends.vllm.metrics import Tally, VllmMetrics
 from octetrl.backends.vllm.ranks import Ranks, step_together
-from octetrl.config.errors import UserError
 from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from octetrl.engine.admission import Admission
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Decode
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
+from octetrl.system.errors import UserError
 
 Ended = tuple[RunningSequence, Completion]
 

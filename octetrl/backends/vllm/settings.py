@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig
-from octetrl.config.spec import PREFILL_CHUNK, ModelSpec
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.shapes.spec import PREFILL_CHUNK, ModelSpec
+from octetrl.system.errors import UserError
 
 GIB = 2**30
 ON_RANKS: Mapping[str, Any] = {  # of a tensor-parallel vLLM

@@ -28,14 +28,14 @@ from torch import Tensor
 from octetrl.backends.vllm.names import attention_name, vllm_name
 from octetrl.backends.vllm.parts import VOCABULARY, VllmParts
 from octetrl.backends.vllm.ranks import Ranks, together
-from octetrl.config.errors import UserError
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.weight_digest import digest_and_flags
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.kv_scales import KVScales, split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.kernels.quantize.quantize_weight import check_scales, quantize_weight
 from octetrl.records import WeightSet
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 Q_SCALE = 1.0
 LETTERS = "kvq"

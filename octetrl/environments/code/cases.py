@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octetrl.config.errors import UserError
 from octetrl.environments.code.names import NO_NAMES, CodeNames, names_of_code
 from octetrl.environments.code.runs import never_run
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 Form = Literal["asserts", "calls", "programs"]
 _KEYS: dict[Form, tuple[set[str], set[str]]] = {  # required and allowed keys

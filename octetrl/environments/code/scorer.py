@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.config.validate_sandbox import MARGIN_SECONDS
@@ -32,6 +31,7 @@ from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, Sandbox, sandbox_for
 from octetrl.environments.score import Explained
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 _TEST_SECONDS = 2.0  # of the tests themselves, besides the seconds in which they wait for the code
 _ENDING_SECONDS = 2.5  # of a reward's time, for the end of its sandboxes

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.several_environments import errors_named
 from octetrl.environments.base import Taskset
 from octetrl.environments.mixed.named_task import named
 from octetrl.environments.order import furthest_behind, shares_of
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 
 class MixedTaskset(Taskset):

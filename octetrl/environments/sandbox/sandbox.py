@@ -33,9 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.config.threads import num_cores
 from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreters
 from octetrl.environments.sandbox.levels import (
     DEVICES,
@@ -47,6 +45,8 @@ from octetrl.environments.sandbox.levels import (
     protection,
 )
 from octetrl.environments.sandbox.limits import DEFAULTS, MIB, Limits, Outcome, SandboxStatus
+from octetrl.system.errors import UserError
+from octetrl.system.threads import num_cores
 
 _PACKAGE = Path(__file__).parent
 _BOOT = (

@@ -37,7 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError, to_json
 
-from octetrl.config.errors import UserError, nearest
+from octetrl.system.errors import UserError, nearest
 
 _NAME = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*")

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import parse_json
 from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import parse_json
 
 _OTHER_WAYS = ("<function=", "<arg_key>", "<｜tool", "<|tool_call_begin|>")
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError, type_of
 from octetrl.environments.base import Environment, Scorer
 from octetrl.environments.python_object import load_object
 from octetrl.environments.tools.calculator import calculator
@@ -19,6 +18,7 @@ from octetrl.environments.tools.definition import Tool
 from octetrl.environments.tools.python import python_tool
 from octetrl.environments.tools.search import search_tool
 from octetrl.records import Task
+from octetrl.system.errors import UserError, type_of
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from octetrl.config.errors import UserError
-from octetrl.config.json_file import parse_json, read_text
 from octetrl.environments.tools.definition import Tool, ToolError
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import parse_json, read_text
 
 _WORD = re.compile(r"\w+")
 _PASSAGE_WORDS = 150

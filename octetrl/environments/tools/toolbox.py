@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest, type_of
 from octetrl.environments.tools.calls import Call, MalformedCall
 from octetrl.environments.tools.definition import Tool, ToolError, sentence
+from octetrl.system.errors import UserError, nearest, type_of
 
 
 @dataclass(frozen=True, slots=True)

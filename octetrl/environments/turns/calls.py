@@ -38,10 +38,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.environments.foreign import ProcessState
 from octetrl.environments.tracebacks import error_line, error_trace
 from octetrl.environments.turns.conversation import Conversation, current
+from octetrl.system.errors import UserError
 
 _LOOP_ANSWERS_WITHIN = 2.0  # seconds
 

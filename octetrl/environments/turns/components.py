@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar, overload
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "_octetrl_component"

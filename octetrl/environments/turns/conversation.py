@@ -17,8 +17,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.records import Reply, Task
+from octetrl.system.errors import UserError
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 ROLES = ("user", "tool")  # allowed in messages of an environment

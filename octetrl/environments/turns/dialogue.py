@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal, TypeVar
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.base import finite_number
 from octetrl.environments.mixed.named_task import own_task
@@ -35,6 +34,7 @@ from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.environments.turns.components import Component, components_of
 from octetrl.environments.turns.conversation import Conversation, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
+from octetrl.system.errors import UserError
 
 _HOOKS = ("start", "finish", "reply")
 

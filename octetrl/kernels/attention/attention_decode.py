@@ -42,7 +42,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import BLOCK, E4M3, is_code
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_order import (
@@ -77,6 +76,7 @@ from octetrl.kernels.attention.decode_chunks import (
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout, KeySplit
 from octetrl.kernels.attention.kv_store import by_key
 from octetrl.kernels.early import lets_next_start
+from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
 COUNTED = 64  # a program counts the chunks of at least so many sequences, so most batch sizes share one kernel
 

@@ -60,8 +60,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.config.blocks import KVMode
 from octetrl.kernels.instructions import e4m3_to_bf16
+from octetrl.shapes.blocks import KVMode
 
 KV_TILE = 128
 KV_CHUNK = 1024

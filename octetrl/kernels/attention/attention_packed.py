@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention.attention_order import LOG2E
 from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.attention_reference import (
@@ -45,6 +44,7 @@ from octetrl.kernels.attention.attention_reference import (
 )
 from octetrl.kernels.attention.attention_rows import attention_rows
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
+from octetrl.shapes.blocks import KVMode, KVTensors
 
 
 def attention_packed(

@@ -36,11 +36,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile, backward_tiles
 from octetrl.kernels.attention.attention_order import LOG2E, MODE_NUMBER, mode_of
 from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.token_scales import align_scales, first_column, scale_table
+from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
 SEARCH = tl.constexpr(128)  # sequences that a program compares at a time when it searches for its own
 ALIGN = tl.constexpr(4)  # float32 values in 16 bytes; TMA's tiles of lse2 and delta start at multiples of 16 bytes

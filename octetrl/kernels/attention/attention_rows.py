@@ -32,7 +32,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import is_code
 from octetrl.kernels.attention.attention_order import (
     CLASSES,
@@ -55,6 +54,7 @@ from octetrl.kernels.attention.attention_order import (
 )
 from octetrl.kernels.attention.token_scales import ScaleTable, align_scales, first_column, scale_table
 from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
+from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
 GLUON_HEAD_SIZE = 128
 

@@ -41,11 +41,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.config.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
 from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3, is_code
 from octetrl.fp8.quantize import inverse_of, quantize_kv, quantize_kv_per_head
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, mode_of, operand_dtype
 from octetrl.kernels.attention.kv_codes import quantize_heads
+from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
 
 
 def v_pages_shape(num_pages: int, num_heads: int, page_size: int, head_size: int, dtype: torch.dtype) -> torch.Size:

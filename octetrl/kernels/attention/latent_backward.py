@@ -31,15 +31,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.config.spec import ordinary_head_size
 from octetrl.kernels.attention.attention_backward_tiles import Tile
-from octetrl.kernels.attention.attention_order import LOG2E
 from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward
 from octetrl.kernels.attention.attention_packed_backward import ALIGN
 from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.latent_backward_kernels import _dkdv_kernel, _dq_kernel, _rows_kernel
+from octetrl.kernels.attention.latent_operands import LatentGradients, LatentOperands, descriptor, for_tma
 from octetrl.kernels.gluon import COMPILER_ERRORS, give_up
 from octetrl.kernels.gluon import can_run as gluon_can_run
+from octetrl.shapes.sizes import ordinary_head_size
 
 
 class LatentTiles(NamedTuple):
@@ -49,61 +49,6 @@ class LatentTiles(NamedTuple):
 
 
 TILES = LatentTiles(rows=Tile(128, 64, 8, 3), dq=Tile(128, 64, 8, 3), dkdv=Tile(32, 128, 8, 3))
-
-
-class LatentGradients(NamedTuple):
-    q_THX: Tensor  # [T, H, N + R]
-    kv_THX: Tensor  # [T, H, N + V]
-    key_THR: Tensor  # of the shared key, by every head
-
-
-class LatentOperands(NamedTuple):
-    """Views that TMA reads. `rows`: log-sum-exp in base 2, then delta, [2 H, T plus padding that aligns every
-    sequence]."""
-
-    q_THN: Tensor
-    q_THR: Tensor
-    dout_THV: Tensor
-    k_THN: Tensor
-    key_T1R: Tensor
-    v_THV: Tensor
-    rows: Tensor
-    cu_seqlens_B1: Tensor
-
-    @property
-    def by_query(self) -> tuple[Tensor, ...]:
-        return self.q_THN, self.q_THR, self.dout_THV
-
-    @property
-    def by_key(self) -> tuple[Tensor, ...]:
-        return self.k_THN, self.key_T1R, self.v_THV
-
-    def numbers(self, softmax_scale: float) -> tuple[float, ...]:
-        """Arguments of all kernels; the last ones are the distances of neighbouring heads."""
-        counts = self.cu_seqlens_B1.shape[0] - 1, self.q_THN.shape[0], self.rows.stride(0)
-        heads = (x.stride(1) for x in (*self.by_query, self.k_THN, self.v_THV))
-        return (softmax_scale * LOG2E, softmax_scale, *counts, *heads)
-
-    @property
-    def shape(self) -> dict[str, int]:
-        sizes = {"NOPE": self.q_THN.shape[2], "ROTARY": self.q_THR.shape[2], "VALUE": self.v_THV.shape[2]}
-        return {"HEADS": self.q_THN.shape[1], **sizes}
-
-    def grid(self, block: int) -> tuple[int, int]:
-        """Programs that suffice for blocks of this many rows, for any lengths."""
-        return self.q_THN.shape[1], self.q_THN.shape[0] // block + self.cu_seqlens_B1.shape[0]
-
-
-def _for_tma(x_THD: Tensor) -> Tensor:
-    """`x_THD`, or a copy if TMA cannot read it where it lies."""
-    steps = (x_THD.stride(0), x_THD.stride(1), x_THD.data_ptr() // 2)
-    return x_THD if x_THD.stride(2) == 1 and all(step % 8 == 0 for step in steps) else x_THD.contiguous()
-
-
-def _descriptor(x_THD: Tensor, rows: int) -> TensorDescriptor:
-    """A TMA descriptor for `rows` tokens of one head of a view whose heads lie `stride(1)` elements apart."""
-    T, H, D = x_THD.shape
-    return TensorDescriptor(x_THD, [T, (H - 1) * x_THD.stride(1) + D], [x_THD.stride(0), 1], [rows, D])
 
 
 def can_run(nope: int, rotary: int, value: int) -> bool:
@@ -171,7 +116,7 @@ def latent_backward_triton(
     tiles: LatentTiles = TILES,
 ) -> LatentGradients:
     """`latent_backward` by the kernels, for BF16. `gluon`: whether Gluon may run."""
-    q_THN, q_THR, dout_THV, kv_THX, key_T1R = map(_for_tma, (q_THN, q_THR, dout_THV, kv_THX, key_TR[:, None]))
+    q_THN, q_THR, dout_THV, kv_THX, key_T1R = map(for_tma, (q_THN, q_THR, dout_THV, kv_THX, key_TR[:, None]))
     (T, H, N), R, V = q_THN.shape, q_THR.shape[2], dout_THV.shape[2]
     assert q_THN.dtype == torch.bfloat16, f"the backward of latent attention takes BF16, not {q_THN.dtype}"
     assert can_run(N, R, V), f"heads of {N} + {R} and {V} elements"
@@ -204,8 +149,8 @@ def _run_triton(operands: LatentOperands, found: LatentGradients, softmax_scale:
     numbers, rows, cu_seqlens_B1 = operands.numbers(softmax_scale), operands.rows, operands.cu_seqlens_B1
 
     def descriptors(tile: Tile) -> list[TensorDescriptor]:
-        by_query = [_descriptor(x, tile.queries) for x in operands.by_query]
-        return by_query + [_descriptor(x, tile.keys) for x in operands.by_key]
+        by_query = [descriptor(x, tile.queries) for x in operands.by_query]
+        return by_query + [descriptor(x, tile.keys) for x in operands.by_key]
 
     _rows_kernel[operands.grid(tiles.rows.queries)](
         *descriptors(tiles.rows), rows, cu_seqlens_B1, *numbers, **operands.shape, **tiles.rows.launch

@@ -14,7 +14,7 @@ I query rows, J keys of a tile, T tokens, H heads; N, R and V sizes of one head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octetrl.kernels.attention.latent_dkdv_gluon import _dkdv_gluon_kernel
+from octetrl.kernels.attention.latent_operands import LatentGradients, LatentOperands
 from octetrl.kernels.attention.latent_tiles_gluon import (
     ALIGN,
     BARRIER,
@@ -35,9 +36,6 @@ from octetrl.kernels.attention.latent_tiles_gluon import (
     scores,
     store_rows,
 )
-
-if TYPE_CHECKING:
-    from octetrl.kernels.attention.latent_backward import LatentGradients, LatentOperands
 
 LOWEST = gl.constexpr(-1e30)
 

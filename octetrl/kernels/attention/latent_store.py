@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode
 from octetrl.fp8.format import E4M3, decode_e4m3
 from octetrl.fp8.quantize import quantize_kv_per_token
+from octetrl.shapes.blocks import KVMode
 
 
 def latent_store(

@@ -30,8 +30,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.config.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, operand_dtype
 from octetrl.kernels.attention.kv_codes import int8_code, int8_scale
@@ -41,6 +39,8 @@ from octetrl.kernels.attention.qkv_store import _normed
 from octetrl.kernels.quantize.quantize_activation import block_scale, held_inverse, magnitude_bits
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
+from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
+from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
 WARPS = 4
 ROW_ELEMENTS = 16  # of a row in one thread: eight of each half

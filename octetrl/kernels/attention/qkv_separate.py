@@ -14,11 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_triton, kv_store_triton
 from octetrl.kernels.rows.rms_norm import rms_norm_triton
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward_triton
 from octetrl.kernels.rows.rope import rope_triton
+from octetrl.shapes.blocks import KVMode, KVTensors
 
 
 def is_fused(head_size: int, planes: int | None = None) -> bool:

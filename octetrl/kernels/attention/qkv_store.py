@@ -30,7 +30,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES
 from octetrl.fp8.format import is_code
 from octetrl.kernels.attention.attention_order import MODE_NUMBER
 from octetrl.kernels.attention.kv_codes import quantize_heads
@@ -43,6 +42,7 @@ from octetrl.kernels.attention.kv_store import (
 from octetrl.kernels.attention.qkv_separate import is_fused, qkv_store_separate
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
+from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
 HEADS, HEADS_OF_MANY = 4, 8  # of a program; more if a warp with eight elements a thread needs more
 MANY_TOKENS = 1024  # from this number on a program takes more heads; always so beside a transposed V

@@ -38,7 +38,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.config.tensor_cut import VOCAB_CHUNK
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_straight
 from octetrl.kernels.gemm.linear_logprobs_backward import (
     HeadCut,
@@ -47,6 +46,7 @@ from octetrl.kernels.gemm.linear_logprobs_backward import (
     pieces,
 )
 from octetrl.kernels.parts import part
+from octetrl.shapes.tensor_cut import VOCAB_CHUNK
 
 LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) means one shape for all
 LARGE_VOCAB = 65_536

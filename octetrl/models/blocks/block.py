@@ -4,6 +4,8 @@
     rollout                       for the engine: no gradients, no host reads, captured as part of a graph
     begin, finish, backward       for the trainer: models/training_forward.py makes a layer one autograd node
 
+A kind's fused forms are functions of its module; `models/forms.py` joins them with it.
+
 A block reads its norm's result and returns an addend of the residual stream. One kernel computes sum and norm, so both
 belong to the layer. `reader` is the only linear that reads the norm's result; if it is FP8, the norm's kernel
 quantises. `reader` is None if several ops read the result, which is then in BF16. In the rollout the norm's kernel
@@ -29,7 +31,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.fp8.quantize import Quantized
@@ -42,6 +43,7 @@ from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.layers.tensor_group import TensorGroup
 from octetrl.models.blocks.products import Input
 from octetrl.models.blocks.saved import Gradients
+from octetrl.shapes.spec import ModelSpec
 
 Probe = Callable[[int | None, str, Tensor | Quantized], None]
 """Takes the layer (None: outside of the layers), a site's name, and its values [T, ...] in this forward."""

@@ -12,7 +12,7 @@ Gradients = dict[str, Tensor | None]  # of a block's parameters, by their names 
 
 @dataclass(slots=True, kw_only=True)
 class Saved:
-    """The part of a forward that the backward reads. `config.blocks.BlockMemory` counts its bytes.
+    """The part of a forward that the backward reads. `shapes.blocks.BlockMemory` counts its bytes.
 
     Subclasses add the values that `Keep` "everything" keeps and that a backward otherwise recomputes.
     """

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from octetrl.config.model_work import pair_products, token_weights
-from octetrl.config.spec import ModelSpec
 from octetrl.records import MicroBatch, PackedBatch
+from octetrl.shapes.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

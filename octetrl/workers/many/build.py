@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octetrl.config.cluster import whole_weights_problem
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.admission import Admission
 from octetrl.engine.grammars import Grammars
 from octetrl.engine.stopping import decoder_of
 from octetrl.fp8.policy import precision_policy
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker

@@ -8,7 +8,7 @@ nothing has `least_seconds`.
 from __future__ import annotations
 
 from octetrl.config.cluster import DeadlineConfig
-from octetrl.config.errors import RunFailed
+from octetrl.system.errors import RunFailed
 
 QUICK = ("state", "submit")
 

@@ -23,12 +23,12 @@ from typing import TypeVar
 import torch
 
 from octetrl.config.kept_cache import in_flight
-from octetrl.config.threads import num_cores
 from octetrl.config.weight_buffer import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import EarlierAnswer, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
 from octetrl.rollout.backend import GenerationMetrics
+from octetrl.system.threads import num_cores
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile

@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octetrl.config.errors import UserError
 from octetrl.records import GenerationProgress, GenerationRequest, Published, SessionEvent
 from octetrl.rollout.backend import BackendSession, GenerationMetrics, KnowsLengths, TellsAnswers
+from octetrl.system.errors import UserError
 from octetrl.trainer.tensor_peers import TensorPeers
 from octetrl.workers.many.assignment import Said
 from octetrl.workers.many.plan import SessionNews

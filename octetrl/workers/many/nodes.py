@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-import octetrl
 from octetrl.config.algorithm import DistillConfig, OwnObjectiveConfig
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
+from octetrl.system.errors import UserError
 from octetrl.telemetry.source_digest import source_digest
+from octetrl.version import __version__
 from octetrl.workers.many.team import Team
 
 
@@ -33,7 +33,7 @@ class Sight:
 def look(paths: Sequence[str]) -> Sight:
     """Of this machine."""
     source = source_digest(ending=".py")[:8]
-    versions = f"torch {torch.__version__.partition('+')[0]} and OctetRL {octetrl.__version__} (source {source})"
+    versions = f"torch {torch.__version__.partition('+')[0]} and OctetRL {__version__} (source {source})"
     return Sight(versions, tuple(path for path in paths if not os.path.exists(path)))
 
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from octetrl.config.errors import UserError
 from octetrl.engine.admission import Admission
 from octetrl.engine.request import RequestGroup
 from octetrl.records import GenerationProgress, GenerationRequest, OnProgress, SessionEvent
 from octetrl.rollout.backend import GenerationMetrics
+from octetrl.system.errors import UserError
 from octetrl.workers.many.assignment import Assignment, RequestPiece, Room
 from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.plan import SessionNews

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest_file, runs_in
+from octetrl.system.errors import UserError, nearest_file, runs_in
 
 STATUS_FILE = "workers.json"
 STALE_SECONDS = 10.0

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
-from octetrl.config.errors import UserError
-from octetrl.config.host_memory import available_host_bytes
 from octetrl.config.weight_buffer import BufferChoice, batch_cache_bytes, choose_buffer
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.records import Published
+from octetrl.system.errors import UserError
+from octetrl.system.host_memory import available_host_bytes
 from octetrl.trainer.peers import ProcessGroupPeers
 from octetrl.workers.worker import Worker
 

@@ -18,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import RunFailed
 from octetrl.engine.admission import Admission
 from octetrl.environments.score import Score
 from octetrl.fp8.non_finite import NonFiniteError
@@ -34,6 +33,7 @@ from octetrl.records import (
     Task,
 )
 from octetrl.rollout.backend import GenerationMetrics
+from octetrl.system.errors import RunFailed
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint

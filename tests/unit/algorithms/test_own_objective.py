@@ -12,8 +12,8 @@ from octetrl.algorithms.own_objective import build_fields, load_objective, try_l
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.config.algorithm import OwnObjectiveConfig
-from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
+from octetrl.system.errors import UserError
 from tests.objectives import objective
 from tests.unit.algorithms import own_losses
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from octetrl.api.python_words import in_python, python_words
-from octetrl.config.errors import RunFailed, UserError
+from octetrl.system.errors import RunFailed, UserError
 
 
 @pytest.mark.parametrize(

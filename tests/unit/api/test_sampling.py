@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from octetrl.api.sampling import SamplingParams
-from octetrl.config.errors import UserError
 from octetrl.records import SamplingParams as EngineSampling
+from octetrl.system.errors import UserError
 
 
 def test_the_engine_is_told_the_same() -> None:

@@ -17,12 +17,11 @@ import torch
 
 from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.openai.backend import OpenaiBackend
-from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
 from octetrl.engine.engine import Engine
-from octetrl.engine.logit_options import LogitOptions
-from octetrl.records import Completion, FinishReason
+from octetrl.records import Completion, FinishReason, LogitOptions
 from octetrl.rollout.backend import BackendSession, KnowsLengths, MeasuredSession, RolloutBackend, RolloutSession
+from octetrl.system.errors import UserError
 from octetrl.workers.build_engine import build_engine
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters, Setting, drain, request
 from tests.unit.config.test_validate import recipe_with

@@ -13,11 +13,10 @@ import pytest
 from octetrl.backends.openai.answers import sibling_seed
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.backends.openai.text import UNKNOWN, CharacterTokenizer, asked_of
-from octetrl.config.errors import UserError
 from octetrl.config.openai import OpenaiConfig
-from octetrl.engine.logit_options import LogitOptions
-from octetrl.records import Completion, FinishReason, GenerationRequest, SamplingParams
+from octetrl.records import Completion, FinishReason, GenerationRequest, LogitOptions, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.system.errors import UserError
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
 from tests.unit.environments.judge_double import judge_double
 

@@ -17,9 +17,9 @@ from octetrl import endpoint
 from octetrl.backends.openai import metrics
 from octetrl.backends.openai.answers import sibling_seed
 from octetrl.backends.openai.session import GIVES_UP
-from octetrl.config.errors import UserError
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.records import FinishReason, GenerationRequest, SamplingParams
+from octetrl.system.errors import UserError
 from tests.unit.backends.test_openai import CHAT, asked, one, replaced, said, settings, texts
 from tests.unit.environments.judge_double import judge_double
 

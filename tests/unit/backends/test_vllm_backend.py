@@ -18,14 +18,14 @@ import torch
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.names import attention_name, model_config, vllm_name
 from octetrl.backends.vllm.session import sibling_seed
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, Fp8Config
-from octetrl.engine.logit_options import LogitOptions
 from octetrl.engine.weights import put_weights, share_weights, weight_set, weights_digest
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.records import LogitOptions
+from octetrl.system.errors import UserError
 from tests.parity.sides import PRECISIONS, Sides
 from tests.unit.backends.setting import SPEC, Letters, Setting, request
 from tests.unit.backends.vllm_double import VllmDouble, tensors_of

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from octetrl.backends.vllm.names import attention_name
 from octetrl.backends.vllm.ranks import checksum, together
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.system.errors import UserError
 from octetrl.trainer.peers import Peers
 from tests.grid import run_grid
 from tests.parity.sides import PRECISIONS

@@ -20,14 +20,14 @@ from torch import Tensor
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.names import attention_name
 from octetrl.backends.vllm.ranks import step_together, together
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, Fp8Config
-from octetrl.config.spec import ModelSpec
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.shapes.spec import ModelSpec
+from octetrl.shapes.tensor_cut import TensorCut
+from octetrl.system.errors import UserError
 from octetrl.trainer.peers import ALONE, Peers, serve_store
 from octetrl.trainer.tensor_peers import GridPeers, TensorPeers
 from octetrl.workers.build_engine import fewest_tokens

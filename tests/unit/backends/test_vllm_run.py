@@ -16,9 +16,10 @@ import pytest
 
 from octetrl.engine.engine import Engine
 from octetrl.records import RolloutGroup
-from octetrl.run.build import Run, build_run
+from octetrl.run.build import build_run
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
+from octetrl.run.state import Run
 from octetrl.workers.many.workers import WorkersDiffer
 from octetrl.workers.worker import Worker
 from tests.e2e.test_turns import TALK

@@ -25,15 +25,15 @@ from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.calls import block_pool_of
 from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, check_room, engine_arguments
 from octetrl.backends.vllm.start import start_vllm, write_model
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, Recipe
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.config.weight_buffer import sent_bytes
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.tensor_group import OneWorker
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config
+from octetrl.shapes.tensor_cut import TensorCut
+from octetrl.system.errors import UserError
 from octetrl.workers.build_engine import build_vllm
 from tests.grid import smallest_shape
 from tests.parity.sides import PRECISIONS

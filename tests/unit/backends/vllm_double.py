@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from octetrl.backends.vllm.names import attention_name, vllm_name
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.shapes.spec import ModelSpec
 
 VOCABULARY_PAD = 64  # vLLM pads the rows of embedding and lm_head to a multiple of it
 

@@ -7,9 +7,9 @@ from typing import Any
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.ranks import Ranks
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
+from octetrl.shapes.spec import ModelSpec
 from octetrl.workers import build_engine
 from octetrl.workers.build import BuiltWorker, build_worker
 from tests.unit.backends.vllm_double import VllmDouble, tensors_of

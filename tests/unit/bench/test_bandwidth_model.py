@@ -14,15 +14,15 @@ from octetrl.bench.expert_shares import check_skew, expert_shares
 from octetrl.bench.model import draw_on_device, find_model
 from octetrl.bench.router_skew import skew_routers
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.kv_cache import cache_format
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.linear import Float8Linear
 from octetrl.models.blocks.moe.routing import Router
 from octetrl.models.decoder import Decoder
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 
 def policy_of(model: str, precision: str) -> PrecisionPolicy:

@@ -19,10 +19,10 @@ from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_cluster import check_tail, counts_of
 from octetrl.cli.bench_options import with_layers
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig, Recipe, TrainerConfig
 from octetrl.engine.session import Session
 from octetrl.records import Completion, GenerationRequest
+from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.workers.local import LocalWorkers

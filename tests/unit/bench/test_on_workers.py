@@ -29,10 +29,10 @@ from octetrl.cli.bench_on_workers import micro_batches_of
 from octetrl.cli.bench_options import with_layers
 from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_CPUS, MOST_GPUS
 from octetrl.config.memory import CPU_PROCESS
 from octetrl.config.schema import Recipe, TrainerConfig
+from octetrl.system.errors import UserError
 from tests.grid import smallest_shape
 from tests.unit.workers.many.thread_team import ThreadTeam
 

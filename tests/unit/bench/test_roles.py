@@ -21,11 +21,11 @@ from octetrl.bench.workload_run import LIMITS, RandomTokens, WorkloadTasks
 from octetrl.cli.bench_options import legend_of, shown, with_layers
 from octetrl.cli.bench_roles import COLUMNS, LEGEND, arms_of, check_arms
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe, TrainerConfig
 from octetrl.config.worker_memory import on_each_worker
 from octetrl.fp8.policy import precision_policy
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 from octetrl.telemetry.glossary import explained
 from tests.unit.workers.many.thread_team import ThreadTeam
 

@@ -28,9 +28,9 @@ from octetrl.bench.workload import (
     recorded_lengths,
 )
 from octetrl.cli.bench_options import with_layers
-from octetrl.config.errors import UserError
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.system.errors import UserError
 from octetrl.telemetry.bench_record import write_result
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.source_digest import source_digest

@@ -28,10 +28,10 @@ from octetrl.bench.step import (
 from octetrl.bench.step_rows import calibration_rows, rows_of
 from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_options import with_layers
-from octetrl.config.errors import UserError
 from octetrl.config.schema import LoraConfig, Numerics, OptimizerConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
+from octetrl.system.errors import UserError
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.workers.worker import Worker
 from tests.objectives import objective

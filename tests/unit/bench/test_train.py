@@ -28,9 +28,9 @@ from octetrl.bench.train import (
 )
 from octetrl.bench.turns import compared, in_turn
 from octetrl.bench.workload import LengthRange
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config, Numerics, TrainerConfig
 from octetrl.fp8.policy import precision_policy
+from octetrl.system.errors import UserError
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.without_update import accumulate_gradients

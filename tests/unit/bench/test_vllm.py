@@ -20,7 +20,7 @@ from octetrl.bench.vllm import VllmTurn, asked_of, measure_beside, precision_in_
 from octetrl.bench.workload import Shape, Workload, fixed_lengths, lognormal_lengths
 from octetrl.cli.bench_vllm import backends_of, measure_backends
 from octetrl.cli.main import run_command
-from octetrl.config.errors import RunFailed, UserError
+from octetrl.system.errors import RunFailed, UserError
 
 WORKLOAD = fixed_lengths(Shape(256, 8, 4), 8, 300, seed=1)
 BENCH = Bench(find_model("tiny"), ("bf16", "fp8_full"), (WORKLOAD,), torch.device("cpu"), rounds=2, warmup_tokens=2)

@@ -26,9 +26,9 @@ from benchmarks.gradients import (
 from benchmarks.record import RESULTS
 from benchmarks.sft_precisions import parse_variant
 from octetrl.config.schema import Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.shapes.spec import ModelSpec
 from tests.unit.trainer.tiny_trainer import SPEC
 
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from benchmarks.recovery import Watched, check_disk, find_model, main, measure, recover, write_model
 from benchmarks.recovery_reward import varied
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import ModelConfig, OptimizerConfig, Recipe, TrainerConfig
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.models.families import load_spec
 from octetrl.models.weight_files import SINGLE
+from octetrl.system.errors import UserError
 
 SHORT = ("--model", "tiny", "--answer-tokens", "64")
 RUN = """

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.scaling import BEGIN, END, draw, main, read_points, series_of, shown_on, table
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 from tests.house.figures import check_table
 from tests.house.markdown import tables
 

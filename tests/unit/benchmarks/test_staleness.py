@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import staleness
 from benchmarks.command import run_command
-from octetrl.config.errors import Terminated, UserError
 from octetrl.config.load import dump_recipe, load_recipe
+from octetrl.system.errors import Terminated, UserError
 
 STEPS = 4
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.study import codecs, kv_formats, real_model
 from benchmarks.study.float64_model import PlainModel, Replacement, attend, divergence
 from benchmarks.study.texts import Text
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
@@ -22,6 +21,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.run.build import full_precision
+from octetrl.shapes.presets import preset_config
 
 TOKENS, HEADS, SIZE = 24, 2, 32
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import record
 from benchmarks.command import run_command
 from benchmarks.study import job, lines, runs, table
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 from tests.house.figures import check_table
 from tests.house.markdown import tables
 from tests.house.tree import REPO

@@ -15,8 +15,8 @@ import yaml
 
 from benchmarks.command import held_signals, run_command
 from benchmarks.study import job, runs, travel
-from octetrl.config.errors import Terminated, UserError
-from octetrl.config.sigterm import terminable
+from octetrl.system.errors import Terminated, UserError
+from octetrl.system.sigterm import terminable
 from tests.unit.benchmarks.test_study_runs import fake_jobs
 
 

@@ -16,11 +16,11 @@ import pytest
 
 from benchmarks.study import arms, job, pairs, probe, runs, table
 from benchmarks.study.arms import ARMS, TABLES
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.fp8.policy import precision_policy
 from octetrl.run.loop import train
+from octetrl.system.errors import UserError
 from octetrl.workers.model_shape import model_spec
 from tests.e2e.tiny_run import make_model
 from tests.house.figures import check_table

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.study import job, lines, runs
-from octetrl.config.errors import UserError
 from octetrl.run.loop import train
+from octetrl.system.errors import UserError
 from tests.e2e.tiny_run import make_model
 from tests.unit.benchmarks.test_study_lines import settled
 from tests.unit.benchmarks.test_study_runs import SMALL

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import tutorial
-from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe
+from octetrl.system.errors import UserError
 from tests.house.markdown import tables
 from tests.house.tree import REPO
 

@@ -9,12 +9,12 @@ import torch
 
 from octetrl.cli.check_turns import check_turns
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
-from octetrl.config.presets import preset_config
 from octetrl.fp8.policy import tokens_that_pay
 from octetrl.models.families import spec_from_config
 from octetrl.run.tiny_model import CHAT_TEMPLATE, TOOL_TEMPLATE, save_tokenizer
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
 
 RECIPE = """
 precision: fp8_full

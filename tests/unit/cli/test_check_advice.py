@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.main import run_command
-from octetrl.config.presets import preset_config
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.shapes.presets import preset_config
 from tests.unit.cli.test_fitting import ways
 
 RECIPE = """

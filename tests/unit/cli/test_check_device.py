@@ -11,7 +11,7 @@ import pytest
 
 from octetrl.cli.check_device import Device, find_device, missing_fp8
 from octetrl.cli.main import run_command
-from octetrl.config.presets import preset_config
+from octetrl.shapes.presets import preset_config
 from tests.unit.config.test_validate import recipe_with
 
 A100 = "8.0, 81920, NVIDIA A100-SXM4-80GB"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.presets import preset_config
+from octetrl.shapes.presets import preset_config
 from tests.unit.cli.test_check import check, folder, tokenizer, write_config  # noqa: F401
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from octetrl.cli.check_files import file_problems
 from octetrl.config.load import load_recipe
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.models.families import load_spec
 from octetrl.models.weight_files import INDEX, SCORE, SINGLE, pieces
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.shapes.presets import preset_config
 
 RECIPE = """
 model: {path: model}

@@ -11,8 +11,8 @@ import pytest
 
 from octetrl.cli.eval_folder import reserved, write_folder
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
+from octetrl.system.errors import UserError
 from octetrl.telemetry.eval_report import EvalReport, Scoring
 
 

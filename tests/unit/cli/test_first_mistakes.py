@@ -11,10 +11,10 @@ import pytest
 import octetrl
 from octetrl.cli.eval import recipe_of
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
-from octetrl.config.presets import preset_config
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:

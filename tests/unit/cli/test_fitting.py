@@ -13,9 +13,9 @@ from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.fitting import Change, fits
 from octetrl.cli.main import run_command
 from octetrl.config.load import load_recipe
-from octetrl.config.presets import preset_config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
 
 RECIPE = """
 precision: fp8_full

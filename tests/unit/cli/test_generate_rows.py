@@ -11,12 +11,12 @@ import pytest
 
 from octetrl.cli.generate_rows import conversation_lines, prompt_of, read_rows, result_lines
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.schema import RolloutConfig
 from octetrl.records import Completion, FinishReason
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.tiny_model import ASSISTANT, END, USER, train_tokenizer
+from octetrl.system.errors import UserError
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 

@@ -17,7 +17,6 @@ from octetrl.cli.eval_table import report_table
 from octetrl.cli.generate_answers import completions_text
 from octetrl.cli.main import run_command
 from octetrl.cli.out_file import whole_file
-from octetrl.config.errors import UserError
 from octetrl.records import (
     Completion,
     FinishReason,
@@ -28,6 +27,7 @@ from octetrl.records import (
     Task,
     Turn,
 )
+from octetrl.system.errors import UserError
 from octetrl.telemetry.eval_report import EvalReport, Scoring, differences
 from octetrl.telemetry.sample_estimates import Estimate
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.run.output_folder import OutputFolder
+from octetrl.system.errors import UserError
 from tests.house.tree import REPO
 
 NO_MODEL = "'gone' does not exist; give a run folder, a checkpoint, or a Hugging Face model folder with config.json"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.main import run_command
-from octetrl.config.presets import preset_config
 from octetrl.run.tiny_model import save_tokenizer
 from octetrl.run.tokenizer_process import TokenizerProcess
+from octetrl.shapes.presets import preset_config
 
 RECIPE = """
 model: {path: model, init: random}

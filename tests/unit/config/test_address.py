@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.judge import JudgeConfig
 from octetrl.config.openai import OpenaiConfig, openai_problems
 from octetrl.endpoint import Endpoint
+from octetrl.system.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from octetrl.config.imports import uncollected
+from octetrl.system.imports import uncollected
 from tests.house.tree import REPO
 
 IN_A_PROCESS = """
 import gc
-from octetrl.config.imports import uncollected
+from octetrl.system.imports import uncollected
 try:
     with uncollected():
         assert not gc.isenabled()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import PRECISIONS, dump_recipe, load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
+from octetrl.system.errors import UserError
 from tests.objectives import objective
 
 BASE = "model: {path: models/m}\nenvironment: {dataset: chain_sum}\n"

@@ -17,10 +17,10 @@ from octetrl.config.memory import (
     ScalarModel,
     estimate_memory,
 )
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
 from tests.house.tree import REPO
 
 TINY = spec_from_config(preset_config("tiny"))

@@ -13,10 +13,10 @@ import yaml
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.algorithm import OBJECTIVES, DpoConfig, GrpoConfig
-from octetrl.config.errors import UserError
 from octetrl.config.json_schema import recipe_json_schema
 from octetrl.config.load import dump_recipe, load_recipe, recipe_from_mapping
 from octetrl.config.objective_keys import owners
+from octetrl.system.errors import UserError
 from tests.house.tree import REPO
 
 # --- defaults ---------------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from typing import get_args
 
 import pytest
 
-from octetrl.config.errors import UserError
-from octetrl.config.presets import PRESETS, preset_config
 from octetrl.config.schema import Preset
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import PRESETS, preset_config
+from octetrl.system.errors import UserError
 
 
 @pytest.mark.parametrize(

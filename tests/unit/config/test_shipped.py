@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe
 from octetrl.config.shipped import FOLDER, SCHEMA, copy_recipe, shipped_path, shipped_recipes
+from octetrl.system.errors import UserError
 
 REPO = Path(__file__).parents[3]
 Capture = pytest.CaptureFixture[str]

@@ -9,11 +9,12 @@ import pytest
 
 from octetrl.config.cluster import ClusterConfig, cluster_problems
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
-from octetrl.config.tensor_cut import VOCAB_CHUNK, TensorCut, allowed_sizes, largest_cut, why_not_cut
 from octetrl.config.validate import spec_problems
 from octetrl.models.families import spec_from_config
 from octetrl.models.tensor_rows import cut_rows_of
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import allowed_sizes, largest_cut, why_not_cut
+from octetrl.shapes.tensor_cut import VOCAB_CHUNK, TensorCut
 
 SPEC = spec_from_config(preset_config("qwen3-8b"))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config import threads
-from octetrl.config.threads import free_cores, num_cores
+from octetrl.system import threads
+from octetrl.system.threads import free_cores, num_cores
 
 IDLE, BUSY, WAITS = "0 0 0 9 0 0 0 0 0 0", "5 2 2 0 0 0 0 0 9 9", "0 0 1 0 8 0 0 0 0 0"
 START = "0 0 0 0 0 0 0 0 0 0"

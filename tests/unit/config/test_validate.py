@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.json_schema import recipe_json_schema
 from octetrl.config.load import load_recipe, recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.config.problems import section_of
 from octetrl.config.schema import EngineConfig, Recipe, TrainerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.config.validate import validate_with_spec
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 
 def recipe_with(*fields: tuple[str, Any]) -> Recipe:

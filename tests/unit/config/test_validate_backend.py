@@ -15,7 +15,6 @@ from octetrl.cli.check_server import server_lines
 from octetrl.cli.check_workers import weight_buffer_lines
 from octetrl.config.backends import TRAITS
 from octetrl.config.memory import estimate_memory
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import EngineConfig, Recipe
 from octetrl.config.validate import build_recipe
 from octetrl.config.validate_backend import backend_spec_problems, without_effect
@@ -25,6 +24,7 @@ from octetrl.config.weight_buffer import choose_buffer
 from octetrl.fp8.parity import refused_gate, why_not_equal
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
 from tests.unit.config.test_validate import plain_tree, problem_of, recipe_with
 
 VLLM = ("engine.backend", "vllm")

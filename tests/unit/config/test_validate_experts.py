@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.fp8.policy import precision_policy
@@ -17,6 +15,8 @@ from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
 
 
 def refusal(sizes: dict[str, int], preset: str = "tiny-moe", **sections: Any) -> str | None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from octetrl.config.algorithm import DpoConfig, SftConfig
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
 from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.config.validate_tail import describe_tail, tail_problems
+from octetrl.system.errors import UserError
 from tests.e2e.tiny_run import tiny_recipe
 
 ON = {"rollout.learn_beside_tail": True, "cluster.cpus": 2, "cluster.device": "auto"}

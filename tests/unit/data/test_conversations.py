@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.data.conversations import Conversation, Dialogue, conversation_of
 from octetrl.data.preferences import preference_of
+from octetrl.system.errors import UserError
 from tests.unit.data.letters import LetterTokens
 
 USER = {"role": "user", "content": "u"}

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
-from octetrl.config.errors import UserError
-from octetrl.config.hub_name import HubName, hub_dataset, hub_name
 from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.schema import DataSource
 from octetrl.data.conversations import Conversation
 from octetrl.data.mixture import read_source
 from octetrl.data.rows import read_rows
 from octetrl.run.environment import build_environment, build_taskset
+from octetrl.system.errors import UserError
+from octetrl.system.hub_name import HubName, hub_dataset, hub_name
 
 SUMS = {
     "train": [{"question": f"{n} + 1?", "answer": f"{n} + 1 is\n#### {n + 1}"} for n in range(20)],

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.config.data import DataSource
-from octetrl.config.errors import UserError
 from octetrl.data.conversations import Conversation, Dialogue
 from octetrl.data.mixture import Mixture, Source, read_source
 from octetrl.data.preferences import Preference
 from octetrl.environments.order import EndlessOrder
+from octetrl.system.errors import UserError
 from tests.unit.data.letters import LetterTokens
 
 EXAMPLES = [Conversation(f"q{index}", f"a{index}") for index in range(10)]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.data.conversations import Conversation, Dialogue
 from octetrl.data.preferences import Preference, preference_of
 from octetrl.records import Sample
 from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.system.errors import UserError
 from tests.unit.data.letters import LetterTokens, Masked
 from tests.unit.rollout.templates import tokenizer_of
 

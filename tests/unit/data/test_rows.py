@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import DataSource
 from octetrl.data.conversations import Dialogue
 from octetrl.data.mixture import read_source
 from octetrl.data.rows import read_rows, without_padding
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.code.cases import read_tests
+from octetrl.system.errors import UserError
 
 RECORDS: list[dict[str, Any]] = [
     {"level": 2, "messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "a"}]},

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Taskset
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
 from octetrl.run.environment import build_environment
+from octetrl.system.errors import UserError
 
 
 def write(folder: Path, text: str | bytes) -> Path:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.data import trial
 from octetrl.data.tokenizer import check_tokenizer_files, load_tokenizer, save_tokenizer_files
 from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
+from octetrl.system.errors import UserError
 
 
 @pytest.fixture

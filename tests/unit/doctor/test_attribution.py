@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from octetrl.config.presets import preset_config
 from octetrl.doctor.attribution import Attribution, Sides, attribute, mismatch_between, shapley
 from octetrl.doctor.examine import ExaminedWorker
 from octetrl.doctor.findings import examine, forward_logprobs
+from octetrl.shapes.presets import preset_config
 from tests.e2e import tiny_run
 from tests.unit.doctor import test_examine
 from tests.unit.doctor.test_examine import hook_one_ulp

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.cli.main import run_command
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.doctor.by_precision import CACHE, LINEARS, REST, ByPrecision, _summary, by_precision, precisions_of
 from octetrl.doctor.examine import Examination, ExaminedWorker
 from octetrl.doctor.other_engine import ONE_SCALE, Departures, Measured, Summary, examine_other, replays_of, summary_of
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from tests.e2e import tiny_run
 from tests.unit.backends.vllm_double import Request, VllmDouble, tensors_of
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.records import GenerationRequest, SessionEvent
+from octetrl.system.errors import UserError
 from tests.unit.engine.test_session import ASKED, Answers, all_alone, engine_of
 from tests.unit.engine.tiny_engine import request
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.engine.model_runner import ModelRunner
 from octetrl.fp8.kv_scales import KVScales, same_bits
 from octetrl.models.rollout_forward import rollout_forward
 from octetrl.records import FinishReason, GenerationProgress
+from octetrl.system.errors import UserError
 from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, SCALES, policy_of, request, tiny_engine, tiny_model
 
 

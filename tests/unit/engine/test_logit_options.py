@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
-from octetrl.engine.logit_options import EventDetails, LogitOptions, SequenceLogits
+from octetrl.engine.logit_options import SequenceLogits
 from octetrl.engine.row_edits import RowEdits
-from octetrl.records import Completion, GenerationRequest
+from octetrl.records import Completion, EventDetails, GenerationRequest, LogitOptions
+from octetrl.system.errors import UserError
 from tests.unit.engine.tiny_engine import EOS, request, tiny_engine
 
 PLAIN = [

@@ -10,12 +10,12 @@ from functools import cache
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.engine.engine import Engine
 from octetrl.engine.session import Session
 from octetrl.engine.weights import weight_set
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, SessionEvent
+from octetrl.system.errors import UserError
 from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, SPEC, Graphs, policy_of, request, tiny_engine
 
 STOP = "X"

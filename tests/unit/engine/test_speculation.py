@@ -19,14 +19,13 @@ from octetrl.engine.draft_budget import TRIAL, DraftLosses
 from octetrl.engine.draft_rows import DraftRows, num_right
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache
-from octetrl.engine.logit_options import LogitOptions
 from octetrl.engine.model_runner import ModelRunner, Results
 from octetrl.engine.request import RunningSequence, Step
 from octetrl.engine.transcript import Batch
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.layers.context import PagedContext
 from octetrl.models.decoder import Decoder
-from octetrl.records import Completion, EarlierAnswer, GenerationRequest, SessionEvent
+from octetrl.records import Completion, EarlierAnswer, GenerationRequest, LogitOptions, SessionEvent
 from tests.unit.engine.tiny_engine import SCALES, SPEC, Graphs, policy_of, request, tiny_engine
 
 ASKED = [

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.engine.weights import put_weights, share_weights, weight_set, weights_digest
 from octetrl.fp8.policy import precision_policy
@@ -15,6 +14,7 @@ from octetrl.layers.context import PackedContext
 from octetrl.layers.linear import Float8Linear
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
 
 PRECISIONS = {
     "bf16": Fp8Config(),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.function_rewards import FunctionRewards
 from octetrl.environments.given import can_run_elsewhere, given_name, importable_name
@@ -22,6 +21,7 @@ from octetrl.environments.score import Explained
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError
 from tests.unit.environments import trl_functions
 
 TASK = Task("1", "2 + 3 =", "5")

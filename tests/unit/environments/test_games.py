@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.base import Taskset
 from octetrl.environments.games import GuessNumber, game_environment
 from octetrl.environments.turns import Conversation
 from octetrl.records import RolloutStatus
+from octetrl.system.errors import UserError
 from tests.unit.environments.playing import play
 
 GAME = GuessNumber(size=50, numbers=100, guesses=8)

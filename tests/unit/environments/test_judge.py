@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from octetrl.config.errors import UserError
 from octetrl.config.judge import JudgeConfig
 from octetrl.environments.judge import Judge
 from octetrl.environments.score import Score
 from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError
 from tests.unit.environments.judge_double import Double, judge_double
 
 TASK = Task(id="0", prompt="3 + 4 = {answer}", answer="7")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 from tests.required import missing
 from tests.unit.environments import misbehaving_rewards
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.config.errors import UserError
 from octetrl.environments.base import Taskset
 from octetrl.environments.mixed.dialogues import MixedDialogues
 from octetrl.environments.mixed.named_task import named, own_task
@@ -23,6 +22,7 @@ from octetrl.environments.score import Score
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError
 from tests.e2e.tiny_rewards import always_hangs, by_text
 from tests.e2e.tiny_turns import ScoredTalk, Talk
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import Terminated, UserError
 from octetrl.environments.base import Taskset
 from octetrl.environments.foreign import result_of
 from octetrl.environments.python_object import load_environment, load_object
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.run.environment import build_environment, build_taskset
+from octetrl.system.errors import Terminated, UserError
 
 
 def test_the_example_environment_is_found_and_scores_in_a_worker() -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.base import TaskEnvironment, Taskset
 from octetrl.environments.made_tasks import MadeTasks
 from octetrl.environments.plain_data import from_text, to_text
 from octetrl.environments.reasoning_gym import EntryGenerator, EntryTask, check_dataset, reasoning_gym_environment
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 sys.path.append(str(Path(__file__).parent))  # where a child process will look too
 misbehaving_rewards = importlib.import_module("misbehaving_rewards")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.reset_step import ResetStep, gymnasium_environment
 from octetrl.records import RolloutStatus
+from octetrl.system.errors import UserError
 from tests.unit.environments.playing import play
 from tests.unit.environments.walks import Corridor
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments import process
 from octetrl.environments.score import Score
 from octetrl.environments.scoring import RewardWorkers, check_sendable
 from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError
 
 sys.path.append(str(Path(__file__).parent))  # where a reward worker will look too
 misbehaving_rewards = importlib.import_module("misbehaving_rewards")

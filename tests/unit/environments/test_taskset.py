@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.config.errors import UserError
 from octetrl.environments.base import Taskset
 from octetrl.environments.order import EndlessOrder
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 
 def tasks_of(prompts: list[str]) -> list[Task]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.python_reward import PythonReward
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.trl_rewards import TrlRewards, has_trl_form, trl_reward
 from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError
 from tests.house.markdown import code_blocks
 from tests.house.tree import REPO
 from tests.unit.environments import trl_functions as of

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.verifiers_adapter import VerifiersEnvironment, verifiers_environment
 from octetrl.records import RolloutStatus
+from octetrl.system.errors import UserError
 from tests.required import missing
 from tests.unit.environments.playing import play
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.fp8.backends import choose_backend, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
 from octetrl.fp8.format import decode_e4m3
 from octetrl.fp8.quantize import (
@@ -25,6 +24,7 @@ from octetrl.fp8.quantize import (
     quantize_weight_reference,
 )
 from octetrl.fp8.relative_error import relative_error
+from octetrl.system.errors import UserError
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

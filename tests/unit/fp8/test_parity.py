@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal, why_not_fused
@@ -17,6 +16,7 @@ from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.rollout_forward import can_fuse
+from octetrl.shapes.presets import preset_config
 
 SPEC = replace(spec_from_config(preset_config("tiny")), num_layers=1)
 SUPERVISED = {"algorithm": {"name": "sft", "conversations": "a.jsonl"}, "environment": {}}

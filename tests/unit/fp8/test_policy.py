@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
 SPEC = spec_from_config(preset_config("tiny"))
 K_STAYS_BF16 = replace(SPEC, qk_norm=False, qkv_bias=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import SCALE_PER_TOKEN, KVTensors
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.kv_store import v_pages_shape
+from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVTensors
 
 CACHES = [  # kv_mode, quantized
     pytest.param("none", "both", id="none"),

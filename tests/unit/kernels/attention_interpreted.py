@@ -18,7 +18,6 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
-from octetrl.config.blocks import KVTensors
 from octetrl.fp8.quantize import quantize_activation_reference
 from octetrl.kernels.attention import (
     attention_decode,
@@ -31,6 +30,7 @@ from octetrl.kernels.attention import (
     kv_store,
 )
 from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile
+from octetrl.shapes.blocks import KVTensors
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
 from tests.unit.kernels.interpreting import quicken_interpreter
 

@@ -16,11 +16,11 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
-from octetrl.config.blocks import KVTensors
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention import attention_decode, attention_paged, attention_reference, decode_layout, kv_store
 from octetrl.kernels.attention.attention_decode import attention_decode_triton
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout
+from octetrl.shapes.blocks import KVTensors
 from tests.unit.kernels.attention_cases import DraftedRows, PagedCache, random_qkv, scales_of
 from tests.unit.kernels.attention_interpreted import distance, mend_interpreter
 

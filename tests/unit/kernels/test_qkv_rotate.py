@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate, qkv_rotate_triton
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
 from octetrl.models.blocks.attention.module import observe_amax
+from octetrl.shapes.blocks import KVMode, KVTensors
 from tests.unit.kernels.fused_row_cases import distance, normal
 from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
 

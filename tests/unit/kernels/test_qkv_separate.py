@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.kernels.attention import kv_store, qkv_rotate, qkv_rotate_backward, qkv_separate, qkv_store
 from octetrl.kernels.attention.kv_store import by_key
 from octetrl.kernels.rows import rms_norm, rms_norm_backward, rope
 from octetrl.layers.rotary import RotaryTable
+from octetrl.shapes.blocks import KVMode, KVTensors
 from tests.unit.kernels.attention_cases import CACHES, PagedCache
 from tests.unit.kernels.fused_row_cases import distance, normal
 from tests.unit.kernels.interpreting import interpret

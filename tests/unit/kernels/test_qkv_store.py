@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import octetrl.kernels.attention.qkv_store as module
-from octetrl.config.blocks import KVTensors
 from octetrl.kernels.attention.kv_store import by_key, kv_store
 from octetrl.kernels.attention.qkv_store import qkv_store, qkv_store_triton
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
+from octetrl.shapes.blocks import KVTensors
 from tests.unit.kernels.attention_cases import CACHES, PagedCache
 from tests.unit.kernels.fused_row_cases import distance, interpreted, normal  # noqa: F401
 

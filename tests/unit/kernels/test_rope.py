@@ -8,9 +8,9 @@ from transformers import LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from octetrl.config.rope import Llama3Scaling
 from octetrl.kernels.rows.rope import rope, rope_reference, rope_triton
 from octetrl.layers.rotary import Rotary, RotaryTable
+from octetrl.shapes.rope import Llama3Scaling
 from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 HEAD_SIZE, THETA = 32, 500_000.0

@@ -11,10 +11,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
-from octetrl.config.json_file import JsonObject
-from octetrl.config.rope import Llama3Scaling, YarnScaling
 from octetrl.layers.rotary import RotaryTable, frequencies
 from octetrl.models.rope_config import rope_parameters, rope_scaling, scaled_positions, scaling_field
+from octetrl.shapes.rope import Llama3Scaling, YarnScaling
+from octetrl.system.json_file import JsonObject
 
 SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 

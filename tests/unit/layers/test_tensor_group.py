@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config import tensor_cut
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.quantize.quantize_activation import empty_rows, quantize_activation
 from octetrl.kernels.rows.gather_from_peers import PeerMemory
@@ -23,6 +22,7 @@ from octetrl.layers.tensor_group import (
     sum_over,
     sum_own_columns,
 )
+from octetrl.shapes import tensor_cut
 from tests.grid import run_grid
 from tests.unit.kernels.test_gather_from_peers import (
     interpreted,  # noqa: F401

@@ -19,15 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import (
-    BlockLayout,
-    BlockMemory,
-    CachedTensor,
-    LinearLayout,
-    Part,
-    TrainedAs,
-)
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.format import E4M3, decode_e4m3
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token
 from octetrl.kernels.rows.rope import rope
@@ -35,6 +26,16 @@ from octetrl.layers.context import Context, LayerCache, PackedContext, PagedCont
 from octetrl.layers.linear import Projection
 from octetrl.layers.rotary import Rotary
 from octetrl.models.blocks.block import Block, BlockBuilder
+from octetrl.models.forms import KINDS
+from octetrl.shapes.blocks import (
+    BlockLayout,
+    BlockMemory,
+    CachedTensor,
+    LinearLayout,
+    Part,
+    TrainedAs,
+)
+from octetrl.shapes.sizes import ModelSizes
 
 LATENT, ROTARY = 48, 8
 
@@ -43,7 +44,7 @@ LATENT, ROTARY = 48, 8
 class LatentLayout(BlockLayout):
     sites = ("q_proj", "latent as cached", "o_proj")
 
-    def tensors(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+    def tensors(self, spec: ModelSizes) -> tuple[LinearLayout, ...]:
         heads, hidden = spec.num_heads, spec.hidden_size
         return (
             LinearLayout("q_proj", hidden, (Part("q_proj", heads * (LATENT + ROTARY)),)),
@@ -51,23 +52,20 @@ class LatentLayout(BlockLayout):
             LinearLayout("o_proj", heads * LATENT, (Part("o_proj", hidden),)),
         )
 
-    def cached(self, spec: ModelSpec) -> tuple[CachedTensor, ...]:
+    def cached(self, spec: ModelSizes) -> tuple[CachedTensor, ...]:
         return (
             CachedTensor("latent", (LATENT,), (1,), scale_of="scale"),
             CachedTensor("rotary", (ROTARY,), never_fp8="it is small"),
         )
 
-    def rotary_size(self, spec: ModelSpec) -> int:
+    def rotary_size(self, spec: ModelSizes) -> int:
         return ROTARY
 
-    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+    def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
         return BlockMemory(saved=how.value_bytes * (LATENT + ROTARY))
 
-    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+    def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         return {"latent size": LATENT}
-
-    def build(self, builder: BlockBuilder) -> LatentAttention:
-        return LatentAttention(builder)
 
 
 class LatentAttention(Block):
@@ -109,6 +107,9 @@ class LatentAttention(Block):
         raise NotImplementedError
 
     begin = finish = backward = rollout
+
+
+KINDS[LatentLayout] = lambda builder, layout: LatentAttention(builder)
 
 
 def _attend(q_HX: Tensor, latent_NC: Tensor, key_NR: Tensor) -> Tensor:

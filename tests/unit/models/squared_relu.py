@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import BlockLayout, BlockMemory, LinearLayout, Part, Peak, TrainedAs
-from octetrl.config.spec import ModelSpec
 from octetrl.layers.context import Context
 from octetrl.layers.linear import Projection
 from octetrl.layers.rotary import Rotary
@@ -30,28 +28,28 @@ from octetrl.models.blocks.products import (
     wgrad_input,
 )
 from octetrl.models.blocks.saved import Gradients, Saved
+from octetrl.models.forms import KINDS
+from octetrl.shapes.blocks import BlockLayout, BlockMemory, LinearLayout, Part, Peak, TrainedAs
+from octetrl.shapes.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
 class SquaredReLULayout(BlockLayout):
     sites = ("up_proj", "squared ReLU", "down_proj")
 
-    def tensors(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+    def tensors(self, spec: ModelSizes) -> tuple[LinearLayout, ...]:
         return (
             LinearLayout("up_proj", spec.hidden_size, (Part("up_proj", spec.intermediate_size),)),
             LinearLayout("down_proj", spec.intermediate_size, (Part("down_proj", spec.hidden_size),)),
         )
 
-    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+    def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
         b, inner = how.value_bytes, spec.intermediate_size
         weights = b * sum(linear.num_weights for linear in self.linears(spec))
         return BlockMemory(saved=b * inner, peaks=(Peak(3 * b * inner),), of_weights=0 if how.frozen else weights)
 
-    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+    def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         return {"intermediate size": spec.intermediate_size}
-
-    def build(self, builder: BlockBuilder) -> SquaredReLU:
-        return SquaredReLU(builder)
 
 
 @dataclass(slots=True)
@@ -101,3 +99,6 @@ class SquaredReLU(Block):
             self.probe(self.layer, "squared ReLU", y_TF)
             self.probe(self.layer, "down_proj", down_TE)
         return down_TE
+
+
+KINDS[SquaredReLULayout] = lambda builder, layout: SquaredReLU(builder)

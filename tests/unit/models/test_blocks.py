@@ -17,12 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import LayerBlocks
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements, projections
 from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, kv_bytes_per_token
 from octetrl.config.schema import Fp8Config, LoraConfig, TrainerConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.doctor.taps import Fingerprints, Site, Tap, TrainingTap, sites_of
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
@@ -41,6 +39,8 @@ from octetrl.models.families import DENSE
 from octetrl.models.hf_weights import load_weights, pieces, save_weights, save_weights_fp8
 from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config
 from octetrl.models.rollout_forward import rollout_forward
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.forward import Forward
 from tests.parity.shapes import TINY
 from tests.parity.sides import PRECISIONS, Pages, Sides, random_requests, random_sequences

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from octetrl.config.errors import UserError
-from octetrl.config.rope import Llama3Scaling, YarnScaling
-from octetrl.config.spec import MOST_TOKENS, ModelSpec
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.families import DEFAULT_KV_HEADS, hf_config, load_spec, spec_from_config
 from octetrl.models.weight_files import checked_headers
+from octetrl.shapes.rope import Llama3Scaling, YarnScaling
+from octetrl.shapes.spec import MOST_TOKENS, ModelSpec
+from octetrl.system.errors import UserError
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

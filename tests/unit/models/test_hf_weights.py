@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
+from octetrl.system.errors import UserError
 from tests.unit.models.tiny_families import (
     FAMILIES,
     assert_transformers_reads_it_as_we_do,

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.config.lora import adapter_elements, projections, targets_of
 from octetrl.config.schema import Fp8Config, LoraConfig
 from octetrl.fp8.policy import precision_policy
@@ -24,6 +23,7 @@ from octetrl.layers.linear import Float8Linear
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import save_weights
 from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config
+from octetrl.system.errors import UserError
 from tests.saved_adapter import save_adapter
 from tests.unit.trainer.tiny_trainer import SPEC
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import LoraPart, adapter_elements, targets_of
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config, LoraConfig
 from octetrl.config.validate import spec_problems
 from octetrl.fp8.policy import precision_policy
@@ -24,6 +23,7 @@ from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config
+from octetrl.shapes.presets import preset_config
 from tests.parity.test_moe import MIXTURES
 from tests.saved_adapter import save_adapter
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401

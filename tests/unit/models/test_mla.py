@@ -11,12 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import LayerBlocks
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements, projections, unknown_target
 from octetrl.config.memory import estimate_memory, kv_bytes_per_token
-from octetrl.config.presets import preset_config
-from octetrl.config.rope import YarnScaling
 from octetrl.config.schema import Fp8Config, LoraConfig
 from octetrl.doctor.taps import Fingerprints, Site, Tap, TrainingTap
 from octetrl.fp8.policy import precision_policy
@@ -35,6 +32,9 @@ from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.rollout_forward import rollout_forward
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.rope import YarnScaling
 from tests.parity.shapes import TINY
 from tests.parity.sides import PRECISIONS, Pages, Sides, random_sequences
 

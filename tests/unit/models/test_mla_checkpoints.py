@@ -18,8 +18,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from octetrl.config.errors import UserError
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import dequantize_weight, quantize_weight_reference
@@ -27,6 +25,8 @@ from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.families import hf_config, load_spec, prediction_layers, spec_from_config
 from octetrl.models.hf_weights import save_weights, save_weights_fp8
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
 from tests.unit.models.tiny_families import (
     ROPE,
     SHAPE,

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.blocks import LayerBlocks
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import Precisions, estimate_memory
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config, LoraConfig, RouterConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.doctor.taps import Fingerprints, Site, Tap
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import quantize_activation_reference, quantize_weight_reference
@@ -39,6 +36,9 @@ from octetrl.models.blocks.products import Input
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import DENSE, spec_from_config
 from octetrl.models.rollout_forward import rollout_forward
+from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers

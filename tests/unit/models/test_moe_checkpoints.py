@@ -24,9 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.config.validate import spec_problems
 from octetrl.fp8.policy import precision_policy
@@ -34,6 +32,8 @@ from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights, save_weights_fp8
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
 from tests.unit.models.tiny_families import (
     ROPE,
     SHAPE,

@@ -11,9 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config, LoraConfig, Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.engine.weights import weight_set, weights_digest
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.weight_memory import Loading
@@ -22,6 +20,8 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights_fp8, take_published_codes
 from octetrl.models.published_codes import describe_published_codes, published_codes
 from octetrl.models.weight_files import CODES, TensorHeader, pieces
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
 from octetrl.workers.models import ModelBuilder
 
 FP8 = Fp8Config(rollout=True, train=True)

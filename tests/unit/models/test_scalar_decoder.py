@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.scalar_decoder import ScalarDecoder, ScoreHead
+from octetrl.system.errors import UserError
 from tests.unit.models.tiny_families import FAMILIES, decoder_of, hf_model, packed
 from tests.unit.trainer.tiny_trainer import SPEC
 

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config, LoraConfig
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import save_weights
 from octetrl.models.peft_adapters import load_adapter, read_adapter_config
 from octetrl.models.scalar_decoder import ScalarDecoder
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from tests.saved_adapter import save_adapter
 from tests.unit.models.test_lora import ALL, BOUNDS, FP8, SOME, SPECS, TOKENS, hidden
 from tests.unit.models.test_lora import make as make_causal

@@ -28,12 +28,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import projections
 from octetrl.config.validate import spec_problems
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights
+from octetrl.system.errors import UserError
 from tests.unit.models.tiny_families import ROPE, SHAPE, decoder_of, hf_logits, packed
 
 LENGTHS = [12, 1, 40]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.records import Reply
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.tiny_model import train_tokenizer
+from octetrl.system.errors import UserError
 
 
 @pytest.fixture(scope="module")

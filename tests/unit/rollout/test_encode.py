@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from octetrl.config.text import TextTooLong
 from octetrl.records import Completion, GenerationRequest, Reply, RolloutStatus, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.encode import Encoder, characters_per_token
 from octetrl.run.tiny_model import train_tokenizer
+from octetrl.system.text import TextTooLong
 
 TEXTS = ["abababab ab 1 + 2 = 3", "aaaaaaaaaaaaaaaa    ", "한국어 한국어 á á"]
 LONG = "x" * 5_000_000

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.backends.openai.text import CharacterTokenizer, asked_of
-from octetrl.config.errors import UserError
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.tiny_model import ASSISTANT, CHAT_TEMPLATE, END, train_tokenizer
+from octetrl.system.errors import UserError
 from tests.unit.rollout.templates import tokenizer_of
 
 LOOP = "{% for message in messages %}"

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octetrl.config.errors import UserError
 from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.config.validate_overdraw import overdrawn
 from octetrl.environments.base import Taskset
@@ -36,6 +35,7 @@ from octetrl.rollout.overdraw import Race, _lost
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import train
 from octetrl.run.resume import Cursor
+from octetrl.system.errors import UserError
 from octetrl.telemetry.step_lines import PUT_BACK, StepLines
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.unit.workers.many.thread_team import run_on, steps_of

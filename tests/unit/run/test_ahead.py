@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.config.weight_buffer import sent_bytes
 from octetrl.engine.session import Session
 from octetrl.records import (
@@ -31,12 +30,13 @@ from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.token_versions import versions_by_token
 from octetrl.run.ahead import Lead, _Stoppable
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
-from octetrl.run.build import Run
 from octetrl.run.device import random_state
 from octetrl.run.evaluate import evaluate
 from octetrl.run.journal import Journal
 from octetrl.run.loop import _write_samples, one_step
 from octetrl.run.resume import Cursor
+from octetrl.run.state import Run
+from octetrl.system.errors import UserError
 from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.rollouts import RolloutFiles

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.mixed.named_task import named
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run.ahead import Ahead
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace, batches_from_json, batches_to_bytes
 from octetrl.run.plain_tasks import with_plain_tasks
+from octetrl.system.errors import UserError
 
 
 def answer(text: str, version: int) -> Completion:

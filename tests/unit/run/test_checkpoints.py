@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.errors import RunFailed, UserError
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.base import NoTasks
@@ -19,6 +18,7 @@ from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.loop import after_loss
 from octetrl.run.resume import Cursor
 from octetrl.run.tiny_model import save_tokenizer
+from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint, state_writer
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.state_writer import StateWriter

@@ -10,9 +10,9 @@ import numpy
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import ClusterConfig
 from octetrl.run.device import random_state, resolve_device, restore_random_state, seed_everything
+from octetrl.system.errors import UserError
 
 
 @pytest.fixture

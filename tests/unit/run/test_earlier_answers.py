@@ -14,8 +14,8 @@ from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run import earlier_answers
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
-from octetrl.run.build import Run
 from octetrl.run.earlier_answers import remember_answers
+from octetrl.run.state import Run
 
 STEPS, SIBLINGS = 8, 16
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from octetrl.config.errors import RunFailed
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.several_environments import never_drawn
 from octetrl.environments.mixed.scorer import MixedTimes
@@ -14,6 +13,7 @@ from octetrl.environments.order import furthest_behind, shares_of
 from octetrl.environments.reward_times import GROW_SECONDS, LEAST_TRIED, Growth, Patience, RewardTimes
 from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.slow_rewards import SlowRewards, reward_times
+from octetrl.system.errors import RunFailed
 
 TRAINED = {"loss": 0.1, "reward/count": 8.0, "rollout/count": 8.0, "rollout/prompt_too_long": 0.0}
 EMPTY = {"train/skipped": 1.0, "rollout/count": 8.0, "reward/count": 0.0, "rollout/prompt_too_long": 0.0}

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.environments.mixed.dialogues import MixedDialogues
 from octetrl.environments.mixed.named_task import named
 from octetrl.environments.mixed.scorer import MixedScorer
@@ -16,6 +14,8 @@ from octetrl.models.families import spec_from_config
 from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats, build_scorers
 from octetrl.run.tiny_model import TOOL_TEMPLATE, train_tokenizer
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
 from tests.unit.run.tiny_environments import TASKS
 
 SPEC = spec_from_config(preset_config("tiny"))

@@ -11,18 +11,18 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig
 
-from octetrl.config.errors import UserError
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights, take_published_codes
 from octetrl.run.export import export_run
-from octetrl.run.resume import weights_folder
 from octetrl.run.run_files import CHECKPOINTS
 from octetrl.run.run_identity import write_run_id
+from octetrl.run.trained_model import weights_folder
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 40}

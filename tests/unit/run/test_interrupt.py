@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import Terminated
-from octetrl.config.sigterm import ending_signal, terminable
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.loop import train
+from octetrl.system.errors import Terminated
+from octetrl.system.sigterm import ending_signal, terminable
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.ending import ending_of
 from tests.e2e.tiny_run import tiny_recipe

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -22,10 +20,12 @@ from octetrl.records import SamplingParams
 from octetrl.run import evaluate, generate, standing_model
 from octetrl.run.export import export_run
 from octetrl.run.generate import generate_text
-from octetrl.run.resume import read_model
 from octetrl.run.run_files import CHECKPOINTS
 from octetrl.run.standing_model import load_standing_model
 from octetrl.run.tiny_model import write_tokenizer
+from octetrl.run.trained_model import read_model
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 320}

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.run import output_folder
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.run_identity import read_run_id
+from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 
 

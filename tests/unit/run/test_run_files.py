@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe, load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.run_files import forget_run, is_held, refuse_live
 from octetrl.run.run_identity import read_run_id
+from octetrl.system.errors import UserError
 
 HALF_WRITTEN = {
     "run.json.partial": '{"run": "0123',

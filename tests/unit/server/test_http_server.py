@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 from tests.required import missing
 
 try:

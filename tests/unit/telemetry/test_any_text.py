@@ -14,10 +14,10 @@ from rich.console import Console as RichConsole
 
 from octetrl.cli.main import run_command
 from octetrl.cli.rollouts_view import RolloutsView
-from octetrl.config.text import escaped, to_utf8
 from octetrl.environments.base import Taskset
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run.report import leave_report
+from octetrl.system.text import escaped, to_utf8
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.rollout_page import write_page
 from octetrl.telemetry.rollout_reader import Filter, select

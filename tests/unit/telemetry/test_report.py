@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
+from octetrl.system.errors import UserError
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.comparison import held_out_difference, paired_difference
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH

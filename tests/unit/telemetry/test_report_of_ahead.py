@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import RunFailed, Terminated, UserError
+from octetrl.system.errors import RunFailed, Terminated, UserError
 from octetrl.telemetry.ending import Ending, ending_of, read_ending, reopen, write_ending
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.mismatch_tables import mismatch_by_age
@@ -117,7 +117,7 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
 
 
 def test_an_error_without_words_is_named_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octetrl.config.sigterm._raised", {})  # no earlier test's signal
+    monkeypatch.setattr("octetrl.system.sigterm._raised", {})  # no earlier test's signal
 
     def ending(act: Callable[[], object]) -> str:
         try:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.text import visible
 from octetrl.records import RolloutStatus
+from octetrl.system.text import visible
 from octetrl.telemetry.rollout_page import rollout_page, write_page
 from octetrl.telemetry.rollout_reader import Filter, Interval, select
 from octetrl.telemetry.token_pieces import token_pieces

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.records import RolloutStatus
+from octetrl.system.errors import UserError
 from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, select
 from tests.unit.telemetry.sampled_rows import line, write_run
 

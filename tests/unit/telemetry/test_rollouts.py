@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.system.errors import UserError
 from octetrl.telemetry.environment_metrics import environment_metrics
 from octetrl.telemetry.rollouts import RolloutFiles, rollout_metrics
 
@@ -129,7 +129,7 @@ def test_a_full_or_broken_disk_is_one_line_and_leaves_nothing(
         raise OSError(number, os.strerror(number))
 
     files = RolloutFiles(tmp_path)
-    monkeypatch.setattr("octetrl.config.replaced_file.os.fsync", fail)
+    monkeypatch.setattr("octetrl.system.replaced_file.os.fsync", fail)
     with pytest.raises(UserError, match=said) as raised:
         files.write(1, [FLAT])
     assert list(tmp_path.iterdir()) == [] and raised.value.__cause__ is not raised.value

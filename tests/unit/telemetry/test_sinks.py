@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import LoggingConfig
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.system.errors import UserError
 from octetrl.telemetry.sample_texts import as_code, said_in, sample_texts
 from octetrl.telemetry.sinks import MetricsFile, TensorBoard, open_sinks
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 from octetrl.trainer import state_files
 from octetrl.trainer.checkpoint import latest, latest_of, load, prune, remove_hidden, remove_leftovers, save
 

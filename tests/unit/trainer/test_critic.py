@@ -15,7 +15,6 @@ from octetrl.algorithms.ppo import ppo_returns
 from octetrl.algorithms.sequences import last_of_each
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.value_loss import value_loss
-from octetrl.config.errors import UserError
 from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
@@ -33,6 +32,7 @@ from octetrl.records import (
     Turn,
 )
 from octetrl.rollout.samples import to_samples
+from octetrl.system.errors import UserError
 from octetrl.trainer.critic import Critic, explained_variance
 from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.packing import PackingLayout, pack

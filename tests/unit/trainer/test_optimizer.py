@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import decode_moment
 from octetrl.records import PackedBatch
+from octetrl.system.errors import UserError
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.optimizer import Optimizer
 from octetrl.trainer.optimizer_offload import pieces_of, update_piece

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
@@ -20,6 +18,8 @@ from octetrl.models.families import hf_config, spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.row_shards import RowShards
 from octetrl.run.export import export_run
+from octetrl.shapes.presets import preset_config
+from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 from octetrl.trainer.optimizer_states import meta_moment, named_tensors
 from octetrl.trainer.sharded_state import (

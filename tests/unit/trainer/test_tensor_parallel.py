@@ -13,12 +13,12 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import LoraConfig, OptimizerConfig, TrainerConfig
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
 from octetrl.records import PackedBatch
+from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.peers import ALONE, Peers

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import OptimizerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.records import PackedBatch, PolicyUpdate, Sample
+from octetrl.system.errors import UserError
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.train_call import TrainerState

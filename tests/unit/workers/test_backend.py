@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 import octetrl
-from octetrl.config.errors import UserError
 from octetrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, Recipe, RolloutConfig, TrainerConfig
 from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
 from octetrl.engine.engine import Engine
@@ -34,6 +33,7 @@ from octetrl.records import (
     WeightSet,
 )
 from octetrl.rollout.backend import BackendSession, GenerationMetrics
+from octetrl.system.errors import UserError
 from octetrl.trainer.packing import pack
 from octetrl.workers.build import BuiltWorker, build_worker
 from octetrl.workers.own_engine import own_engine, remember

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import (
     EngineConfig,
     LoraConfig,
@@ -25,6 +24,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.row_shards import RowShards
 from octetrl.models.weight_files import SINGLE
 from octetrl.records import PackedBatch
+from octetrl.shapes.presets import preset_config
 from octetrl.trainer import checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import pack

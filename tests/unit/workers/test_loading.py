@@ -12,10 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octetrl.config.errors import UserError
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config, LoraConfig, ModelConfig, OptimizerConfig, Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
@@ -23,6 +20,9 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
 from octetrl.models.peft_adapters import begin_adapters, load_trained
 from octetrl.models.weight_files import SINGLE
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows, optimizer_of

@@ -11,12 +11,12 @@ import torch
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.memory import ScalarModel, estimate_memory
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Recipe
 from octetrl.config.worker_memory import on_each_worker
 from octetrl.fp8.policy import precision_policy, scoring_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shared_weights import keep_owned_rows

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from octetrl.config.errors import UserError
+from octetrl.system.errors import UserError
 from octetrl.workers import ray_address
 from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
 

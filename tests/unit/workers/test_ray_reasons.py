@@ -14,7 +14,7 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 from ray.exceptions import RayActorError
 
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.errors import RunFailed
+from octetrl.system.errors import RunFailed
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.ray import RayTeam, _why, lacking_module
 from octetrl.workers.ray_cluster import _kept_stderr, connect, other_versions, variables_of_ray

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import Fp8Config
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.fp8.policy import precision_policy
@@ -21,6 +20,7 @@ from octetrl.models.hf_weights import load_weights, save_weights
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
+from octetrl.system.errors import UserError
 from octetrl.workers.reward_scorer import RewardModelScorer
 from tests.e2e.tiny_run import make_model, tiny_recipe
 

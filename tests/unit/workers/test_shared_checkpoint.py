@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from octetrl.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, Recipe, TrainerConfig
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.models.tensor_rows import cut_rows_of
+from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.trainer import checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.peers import ALONE, Peers

@@ -14,11 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octetrl.config.errors import UserError
-from octetrl.config.presets import preset_config
 from octetrl.config.schema import Fp8Config, LoraConfig, ModelConfig, Recipe
-from octetrl.config.spec import ModelSpec
-from octetrl.config.tensor_cut import TensorCut
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.layers.weight_memory import LoadCount, Loading
@@ -27,6 +23,10 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import hf_config, load_weights, save_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.weight_files import LM_HEAD, SINGLE
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
+from octetrl.shapes.tensor_cut import TensorCut
+from octetrl.system.errors import UserError
 from octetrl.trainer.peers import ALONE, Peers, PeersLost
 from octetrl.trainer.shared_loading import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows

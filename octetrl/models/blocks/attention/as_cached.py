@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVMode, KVTensors
 from octetrl.fp8.format import decode_e4m3, is_code
 from octetrl.kernels.attention.kv_store import ReplayedKV, by_key
 from octetrl.layers.context import CacheTreatment, LayerCache
+from octetrl.shapes.blocks import KVMode, KVTensors
 
 
 def values_of(kv: ReplayedKV) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from octetrl.config.blocks import (
+from octetrl.shapes.blocks import (
     BlockLayout,
     BlockMemory,
     CachedTensor,
@@ -17,11 +16,7 @@ from octetrl.config.blocks import (
     TrainedAs,
     VectorLayout,
 )
-from octetrl.config.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.attention.module import Attention
-    from octetrl.models.blocks.block import BlockBuilder
+from octetrl.shapes.sizes import ModelSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ class AttentionLayout(BlockLayout):
     )
     can_be_cut = True
 
-    def tensors(self, spec: ModelSpec) -> tuple[LinearLayout | VectorLayout, ...]:
+    def tensors(self, spec: ModelSizes) -> tuple[LinearLayout | VectorLayout, ...]:
         cut = spec.tensor.size
         qkv: tuple[Part, ...]
         if spec.fused_files:
@@ -62,7 +57,7 @@ class AttentionLayout(BlockLayout):
             ),
         )
 
-    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+    def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
         """Saved: QKV. Costly: the output and its log-sum-exp, computed together with Q, K, V after RoPE."""
         b, hidden = how.value_bytes, spec.hidden_size
         qkv = b * (spec.q_size + 2 * spec.kv_size)
@@ -84,10 +79,10 @@ class AttentionLayout(BlockLayout):
             of_weights=0 if how.frozen else b * sum(linear.num_weights for linear in self.linears(spec)),
         )
 
-    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+    def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         return {"query size (heads * head size)": spec.q_size, "key size (kv heads * head size)": spec.kv_size}
 
-    def cached(self, spec: ModelSpec) -> tuple[CachedTensor, ...]:
+    def cached(self, spec: ModelSizes) -> tuple[CachedTensor, ...]:
         """K and V of each KV head, after QK-norm and RoPE; their pages are those of kernels/attention/kv_store.py."""
         shape, scales = (spec.num_kv_heads, spec.head_size), (spec.num_kv_heads,)
         outliers = None if spec.fp8_k_is_safe else "this family has no QK-norm, and FP8 loses its outlier channels"
@@ -96,16 +91,11 @@ class AttentionLayout(BlockLayout):
             CachedTensor("V", shape, scales, codes_turned=True),
         )
 
-    def rotary_size(self, spec: ModelSpec) -> int:
+    def rotary_size(self, spec: ModelSizes) -> int:
         return spec.head_size if self.rotated is None else self.rotated
 
-    def pair_products(self, spec: ModelSpec) -> PairProducts:
+    def pair_products(self, spec: ModelSizes) -> PairProducts:
         return PairProducts(7 * spec.q_size, 7 * spec.q_size)
-
-    def build(self, builder: BlockBuilder) -> Attention:
-        from octetrl.models.blocks.attention.module import Attention  # needs torch
-
-        return Attention(builder, self.window)
 
 
 def _padded_share(head_size: int) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octetrl.config.blocks import KVTensors
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.kv_store import kv_replay, kv_store
@@ -21,10 +20,9 @@ from octetrl.layers.context import Context, LayerCache, PackedContext, PagedCont
 from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
-from octetrl.models.blocks.attention import rollout as rollout_form
-from octetrl.models.blocks.attention import training as training_form
 from octetrl.models.blocks.attention.as_cached import read_back, replay_of, saturated_of, values_of
 from octetrl.models.blocks.block import Block, BlockBuilder
+from octetrl.shapes.blocks import KVTensors
 
 
 class Attention(Block):
@@ -32,9 +30,6 @@ class Attention(Block):
 
     `quantized`: which of K and V an FP8 cache holds in codes; the other one is BF16.
     """
-
-    rollout = rollout_form.rollout
-    begin, finish, backward = training_form.begin, training_form.finish, training_form.backward
 
     def __init__(self, builder: BlockBuilder, window: int | None = None) -> None:
         super().__init__(builder)

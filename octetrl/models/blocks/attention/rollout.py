@@ -10,19 +10,15 @@ T tokens, E hidden size, H query heads, D head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.qkv_store import qkv_store
 from octetrl.models.blocks.attention.as_cached import read_back, saturated_of
+from octetrl.models.blocks.attention.module import Attention
+from octetrl.models.blocks.block import RolloutInputs
 from octetrl.models.blocks.products import Operand, project, wants_codes
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.attention.module import Attention
-    from octetrl.models.blocks.block import RolloutInputs
 
 
 def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:

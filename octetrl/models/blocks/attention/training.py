@@ -13,7 +13,7 @@ T tokens, E hidden size, H query heads, K kv heads, D head size, Q = H * D, X = 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
 from octetrl.kernels.parts import part
 from octetrl.models.blocks.attention.as_cached import values_of
+from octetrl.models.blocks.attention.module import Attention
+from octetrl.models.blocks.block import TrainingInputs
 from octetrl.models.blocks.products import Input, Operand, dgrad, gradient_of, input_of, product, wgrad, wgrad_input
 from octetrl.models.blocks.saved import Gradients, Saved
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.attention.module import Attention
-    from octetrl.models.blocks.block import TrainingInputs
 
 
 class Attended(NamedTuple):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from octetrl.config.blocks import (
+from octetrl.shapes.blocks import (
     BlockLayout,
     BlockMemory,
     CachedTensor,
@@ -19,12 +18,7 @@ from octetrl.config.blocks import (
     TrainedAs,
     VectorLayout,
 )
-from octetrl.config.spec import SUPPORTED_HEAD_SIZES, ModelSpec, ordinary_head_size
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.block import BlockBuilder
-    from octetrl.models.blocks.mla.module import LatentAttention
-
+from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES, ModelSizes, ordinary_head_size
 
 ABSORBED = "latent attention multiplies queries and outputs by it, never a latent, so a branch has no place"
 
@@ -56,7 +50,7 @@ class LatentAttentionLayout(BlockLayout):
         "o_proj",
     )
 
-    def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+    def tensors(self, spec: ModelSizes) -> tuple[TensorLayout, ...]:
         heads, hidden, latent = spec.num_heads, spec.hidden_size, self.latent_size
         up = heads * (self.nope_size + self.value_size)
         return (
@@ -67,7 +61,7 @@ class LatentAttentionLayout(BlockLayout):
             LinearLayout("o_proj", heads * self.value_size, (Part("o_proj", hidden),)),
         )
 
-    def _of_queries(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+    def _of_queries(self, spec: ModelSizes) -> tuple[TensorLayout, ...]:
         rank = self.query_latent_size
         if not rank:
             return (LinearLayout("q_proj", spec.hidden_size, (Part("q_proj", spec.q_size),)),)
@@ -77,7 +71,7 @@ class LatentAttentionLayout(BlockLayout):
             LinearLayout("q_b_proj", rank, (Part("q_b_proj", spec.q_size),)),
         )
 
-    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+    def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
         """Saved: queries, their latents, and the latent before its norm. Costly: the output of every head.
 
         The backward's peak has queries, keys, values, output and the gradients of all, each padded to one head size:
@@ -98,22 +92,22 @@ class LatentAttentionLayout(BlockLayout):
             of_weights=0 if how.frozen else b * matrices,
         )
 
-    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+    def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         of_queries = {"q_lora_rank": self.query_latent_size} if self.query_latent_size else {}
         values = spec.num_heads * self.value_size
         return {"query size (heads * head size)": spec.q_size, "value size (heads * v_head_dim)": values, **of_queries}
 
-    def cached(self, spec: ModelSpec) -> tuple[CachedTensor, ...]:
+    def cached(self, spec: ModelSizes) -> tuple[CachedTensor, ...]:
         """The latent after its norm, and the rotated key; both shared by all heads."""
         return (
             CachedTensor("latent", (self.latent_size,), (1,), scale_of="scale", calibrates=False),
             CachedTensor("rotary key", (self.rope_size,), never_fp8="it is small and decides positions"),
         )
 
-    def rotary_size(self, spec: ModelSpec) -> int:
+    def rotary_size(self, spec: ModelSizes) -> int:
         return self.rope_size
 
-    def pair_products(self, spec: ModelSpec) -> PairProducts:
+    def pair_products(self, spec: ModelSizes) -> PairProducts:
         """Needed: that of keys and values of every head. Computed: the absorbed forward, and a backward that computes
         scores and dP three times (kernels/attention/latent_backward.py)."""
         query, value = spec.head_size, self.value_size
@@ -131,8 +125,3 @@ class LatentAttentionLayout(BlockLayout):
             f" {self.latent_size} and v_head_dim {self.value_size} does not run on a GPU: the first must be a multiple"
             f" of 64, the last two of 8, and a head has at most {most} elements; set cluster.device=cpu"
         )
-
-    def build(self, builder: BlockBuilder) -> LatentAttention:
-        from octetrl.models.blocks.mla.module import LatentAttention  # needs torch
-
-        return LatentAttention(builder, self)

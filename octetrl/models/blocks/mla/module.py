@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octetrl.config.rope import RopeScaling, YarnScaling
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.latent_paged import latent_paged
 from octetrl.kernels.attention.latent_prepare import latent_prepare
@@ -33,12 +32,11 @@ from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
 from octetrl.layers.unquantized_linear import initial_weight
 from octetrl.models.blocks.block import Block, BlockBuilder
-from octetrl.models.blocks.mla import rollout as rollout_form
-from octetrl.models.blocks.mla import training as training_form
 from octetrl.models.blocks.mla.absorbed import Attended, HeadSizes, PackedAttention, absorb, expand
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.normed import Normed
 from octetrl.models.blocks.products import Operand
+from octetrl.shapes.rope import RopeScaling, YarnScaling
 
 LATENT_EPS = 1e-6  # of the latents' norms in every published model, whatever its `rms_norm_eps`
 Multiply = Callable[[Projection, Any], Tensor]  # of a tensor, or of what the form that calls has instead
@@ -71,9 +69,6 @@ class Operands(NamedTuple):
 
 
 class LatentAttention(Block):
-    rollout = rollout_form.rollout
-    begin, finish, backward = training_form.begin, training_form.finish, training_form.backward
-
     def __init__(self, builder: BlockBuilder, layout: LatentAttentionLayout) -> None:
         super().__init__(builder)
         spec = builder.spec

@@ -9,18 +9,14 @@ T tokens, E hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from octetrl.layers.linear import Projection
+from octetrl.models.blocks.block import RolloutInputs
 from octetrl.models.blocks.mla.absorbed import expand_codes
+from octetrl.models.blocks.mla.module import LatentAttention
 from octetrl.models.blocks.normed import Normed, norm_for, operand_of
 from octetrl.models.blocks.products import project, wants_codes
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.block import RolloutInputs
-    from octetrl.models.blocks.mla.module import LatentAttention
 
 
 def rollout(mla: LatentAttention, x: Normed, inputs: RolloutInputs) -> Tensor:

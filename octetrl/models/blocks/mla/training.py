@@ -12,7 +12,6 @@ T tokens, E hidden size, H heads, V = H * value size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,13 +20,11 @@ from octetrl.kernels.parts import part
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.kernels.rows.rope import rotate
 from octetrl.layers.linear import Projection
+from octetrl.models.blocks.block import TrainingInputs
 from octetrl.models.blocks.mla.absorbed import attend_packed, attention_gradients
+from octetrl.models.blocks.mla.module import LatentAttention, Projected
 from octetrl.models.blocks.products import Input, dgrad, gradient_of, input_of, product, wgrad, wgrad_input
 from octetrl.models.blocks.saved import Gradients, Saved
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.block import TrainingInputs
-    from octetrl.models.blocks.mla.module import LatentAttention, Projected
 
 
 @dataclass(slots=True)

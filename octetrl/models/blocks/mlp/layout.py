@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from octetrl.config.blocks import SCALED, BlockLayout, BlockMemory, LinearLayout, Part, Peak, TrainedAs
-from octetrl.config.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.block import BlockBuilder
-    from octetrl.models.blocks.mlp.module import MLP
+from octetrl.shapes.blocks import SCALED, BlockLayout, BlockMemory, LinearLayout, Part, Peak, TrainedAs
+from octetrl.shapes.sizes import ModelSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +16,7 @@ class MLPLayout(BlockLayout):
     sites = ("gate_up_proj", "SiLU", "down_proj")
     can_be_cut = True
 
-    def tensors(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+    def tensors(self, spec: ModelSizes) -> tuple[LinearLayout, ...]:
         inner, cut = spec.intermediate_size, spec.tensor.size
         separate = Part("gate_proj", inner), Part("up_proj", inner)
         gate_up = (Part("gate_up_proj", 2 * inner),) if spec.fused_files else separate
@@ -30,7 +25,7 @@ class MLPLayout(BlockLayout):
             LinearLayout("down_proj", cut * inner, (Part("down_proj", spec.hidden_size // cut),), joins=True),
         )
 
-    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+    def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
         """Saved: gate and up."""
         b, hidden, inner = how.value_bytes, spec.hidden_size, spec.intermediate_size
         dgate_up = (4 * SCALED if how.fp8 else 2 * b) * inner
@@ -45,10 +40,5 @@ class MLPLayout(BlockLayout):
             of_weights=of_weights,
         )
 
-    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+    def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         return {"intermediate size": spec.intermediate_size}
-
-    def build(self, builder: BlockBuilder) -> MLP:
-        from octetrl.models.blocks.mlp.module import MLP  # needs torch
-
-        return MLP(builder)

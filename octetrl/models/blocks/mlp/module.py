@@ -9,15 +9,10 @@ from octetrl.layers.context import Context
 from octetrl.layers.linear import Projection
 from octetrl.layers.rotary import Rotary
 from octetrl.models.blocks.block import Block, BlockBuilder
-from octetrl.models.blocks.mlp import rollout as rollout_form
-from octetrl.models.blocks.mlp import training as training_form
 
 
 class MLP(Block):
     """gate_up_proj: E -> 2F (gate first), down_proj: F -> E; each a Linear or a Float8Linear."""
-
-    rollout = rollout_form.rollout
-    begin, finish, backward = training_form.begin, training_form.finish, training_form.backward
 
     def __init__(self, builder: BlockBuilder) -> None:
         super().__init__(builder)

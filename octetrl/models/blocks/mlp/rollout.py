@@ -5,17 +5,13 @@ T tokens, E hidden size, F intermediate size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
+from octetrl.models.blocks.block import RolloutInputs
+from octetrl.models.blocks.mlp.module import MLP
 from octetrl.models.blocks.products import Operand, project, wants_codes
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.block import RolloutInputs
-    from octetrl.models.blocks.mlp.module import MLP
 
 
 def rollout(mlp: MLP, x: Operand, inputs: RolloutInputs) -> Tensor:

@@ -12,7 +12,7 @@ T tokens, E hidden size, F intermediate size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ from octetrl.kernels.rows.silu_mul import silu_mul_backward_triton, silu_mul_tri
 from octetrl.kernels.rows.silu_mul_backward_quantize import silu_mul_backward_quantize
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.linear import Float8Linear, Projection
+from octetrl.models.blocks.block import TrainingInputs
+from octetrl.models.blocks.mlp.module import MLP
 from octetrl.models.blocks.products import (
     Input,
     Operand,
@@ -32,10 +34,6 @@ from octetrl.models.blocks.products import (
     wgrad_input,
 )
 from octetrl.models.blocks.saved import Gradients, Saved
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.block import TrainingInputs
-    from octetrl.models.blocks.mlp.module import MLP
 
 
 @dataclass(slots=True)

@@ -31,8 +31,7 @@ from octetrl.kernels.rows.combine_experts import combine_experts
 from octetrl.kernels.rows.gather_codes import gather_codes
 from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_backward
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
-from octetrl.layers.float8_function import ACTIVATION_QUANTIZERS
-from octetrl.layers.linear import Projection
+from octetrl.layers.linear import ACTIVATION_QUANTIZERS, Projection
 from octetrl.layers.stacked import Float8StackedLinear, RowGroups
 from octetrl.models.blocks.products import Operand
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from octetrl.config.blocks import (
+from octetrl.shapes.blocks import (
     BlockLayout,
     BlockMemory,
     LinearLayout,
@@ -18,11 +18,7 @@ from octetrl.config.blocks import (
     TrainedAs,
     VectorLayout,
 )
-from octetrl.config.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.block import BlockBuilder
-    from octetrl.models.blocks.moe.module import MixtureOfExperts
+from octetrl.shapes.sizes import ModelSizes
 
 Scoring = Literal["softmax", "sigmoid"]
 BIAS = "gate.e_score_correction_bias"
@@ -68,7 +64,7 @@ class MixtureLayout(BlockLayout):
     gate_up_names: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")  # of an expert's matrices in a checkpoint
     down_name: ClassVar[str] = "down_proj"
 
-    def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+    def tensors(self, spec: ModelSizes) -> tuple[TensorLayout, ...]:
         count, hidden, inner = self.routing.num_experts, spec.hidden_size, self.expert_size
         chosen, down = self.routing.top_k, (Part(self.down_name, hidden),)
         gate_up = tuple(Part(name, inner) for name in self.gate_up_names)
@@ -81,7 +77,7 @@ class MixtureLayout(BlockLayout):
             *self._shared_tensors(spec),
         )
 
-    def _shared_tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+    def _shared_tensors(self, spec: ModelSizes) -> tuple[TensorLayout, ...]:
         inner, hidden = self.shared_size, spec.hidden_size
         if not inner:
             return ()
@@ -93,7 +89,7 @@ class MixtureLayout(BlockLayout):
             *gate,
         )
 
-    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+    def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
         """Saved, for each of a token's experts: gate and up, the output's row; beside adapters also the input's row and
         the product of gate and up."""
         b, hidden = how.value_bytes, spec.hidden_size
@@ -110,14 +106,9 @@ class MixtureLayout(BlockLayout):
             of_weights=of_weights,
         )
 
-    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+    def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         shared = {"shared expert's intermediate size": self.shared_size} if self.shared_size else {}
         return {"experts' intermediate size": self.expert_size, **shared}
-
-    def build(self, builder: BlockBuilder) -> MixtureOfExperts:
-        from octetrl.models.blocks.moe.module import MixtureOfExperts  # needs torch
-
-        return MixtureOfExperts(builder, self)
 
 
 @dataclass(frozen=True, slots=True)

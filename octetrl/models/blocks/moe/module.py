@@ -13,6 +13,7 @@ T tokens, S experts a token, P = T S rows sorted by expert, E hidden size, F an 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -29,8 +30,6 @@ from octetrl.layers.router_record import RouterRecord
 from octetrl.layers.stacked import RowGroups, group_codes, group_rows
 from octetrl.models.blocks.block import Block, BlockBuilder
 from octetrl.models.blocks.mlp.module import MLP
-from octetrl.models.blocks.moe import rollout as rollout_form
-from octetrl.models.blocks.moe import training as training_form
 from octetrl.models.blocks.moe.experts import can_fuse_experts, run_experts
 from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.blocks.moe.routing import Router
@@ -60,17 +59,16 @@ class Summands(NamedTuple):
 
 
 class MixtureOfExperts(Block):
-    rollout = rollout_form.rollout
-    begin, finish, backward = training_form.begin, training_form.finish, training_form.backward
-
-    def __init__(self, builder: BlockBuilder, layout: MixtureLayout) -> None:
+    def __init__(
+        self, builder: BlockBuilder, layout: MixtureLayout, make_shared: Callable[[BlockBuilder], MLP]
+    ) -> None:
         super().__init__(builder)
         self.num_experts = layout.routing.num_experts
         self.gate = Router(layout.routing, builder.spec.hidden_size, dtype=builder.dtype, device=builder.device)
         self.experts = Experts(builder)
         self.shared_experts: MLP | None = None
         if layout.shared_size:
-            self.shared_experts = MLP(replace(builder, linear=partial(_shared_linear, builder)))
+            self.shared_experts = make_shared(replace(builder, linear=partial(_shared_linear, builder)))
         self.shared_expert_gate: SharedGate | None = None
         if layout.shared_size and layout.shared_gate:
             self.shared_expert_gate = SharedGate(builder.spec.hidden_size, dtype=builder.dtype, device=builder.device)

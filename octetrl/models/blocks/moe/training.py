@@ -8,18 +8,16 @@ Saved: what autograd keeps of router and experts, and what the shared expert sav
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octetrl.models.blocks.block import TrainingInputs
 from octetrl.models.blocks.mlp.training import SavedMLP
+from octetrl.models.blocks.moe.module import MixtureOfExperts
 from octetrl.models.blocks.products import Input, input_of
 from octetrl.models.blocks.saved import Gradients, Saved
-
-if TYPE_CHECKING:
-    from octetrl.models.blocks.block import TrainingInputs
-    from octetrl.models.blocks.moe.module import MixtureOfExperts
 
 
 @dataclass(slots=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.code.cases import last_python_block, read_tests, same_output
 from octetrl.environments.code.judging import alike
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 
 @pytest.mark.parametrize(

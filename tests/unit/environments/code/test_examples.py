@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.code.scorer import CodeScorer
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.sandbox import find_sandbox
+from octetrl.system.errors import UserError
 from tests.required import missing
 
 TASKS = {task.id: task for task in read_tasks("examples/code_tasks.jsonl")}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.code.cases import read_tests
 from octetrl.environments.code.names import CodeNames
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 
 def names(tests: list[Any], prompt: str = "p", **row: Any) -> CodeNames:

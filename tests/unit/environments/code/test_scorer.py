@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.code import scorer
@@ -29,6 +28,7 @@ from octetrl.environments.sandbox.sandbox import Program, find_sandbox
 from octetrl.environments.score import Explained
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError
 from tests.required import missing
 from tests.unit.environments.code.forgers import FORGED_TESTS, FORGERS, LIARS, SERVE
 from tests.unit.environments.code.programs import FAKES, HONEST

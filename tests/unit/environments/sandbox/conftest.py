@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.sandbox.levels import Level, Protection
 from octetrl.environments.sandbox.limits import MIB, Limits, Outcome
 from octetrl.environments.sandbox.sandbox import Program, find_sandbox
+from octetrl.system.errors import UserError
 from tests.required import missing
 from tests.unit.environments.sandbox.traces import sandbox_folders, sandbox_processes, that_stay
 

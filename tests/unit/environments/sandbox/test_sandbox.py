@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.sandbox import levels
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import MIB, Limits, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Program, find_sandbox, run_python, sandbox_for
 from octetrl.environments.sandbox.watch import lists_children, processes
+from octetrl.system.errors import UserError
 from tests.required import missing
 from tests.unit.environments.sandbox.conftest import SMALL, Box
 from tests.unit.environments.sandbox.traces import sandbox_folders, sandbox_processes

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from octetrl.config.errors import UserError
 from octetrl.environments.tools import MalformedCall, Tool, Toolbox, ToolCall, ToolError, ToolResult, tool
+from octetrl.system.errors import UserError
 from tests.unit.environments.tools.templates import HERMES, LLAMA3, render
 
 

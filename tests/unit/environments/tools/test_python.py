@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.sandbox.levels import Level
 from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
 from octetrl.environments.sandbox.sandbox import Sandbox, find_sandbox
 from octetrl.environments.tools.python import python_tool, with_last_value_printed
+from octetrl.system.errors import UserError
 from tests.required import missing
 
 

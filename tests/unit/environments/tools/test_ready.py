@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.errors import UserError
 from octetrl.environments.tools import tool
 from octetrl.run.environment import build_environment
+from octetrl.system.errors import UserError
 from tests.unit.environments.playing import play
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.environments.tools import Tool, ToolError
 from octetrl.environments.tools.search import Corpus, Passage, read_passages, search_tool
+from octetrl.system.errors import UserError
 
 ROWS = [
     {"title": "Oslo", "text": "Oslo is the capital of Norway. The winter is cold."},

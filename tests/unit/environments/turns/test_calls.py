@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.environments import turns
 from octetrl.environments.turns import Conversation
 from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.records import Task
+from octetrl.system.errors import UserError
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from octetrl.algorithms.weighting import TokenWeighting
-from octetrl.config.presets import preset_config
 from octetrl.models.families import spec_from_config
 from octetrl.records import Sample
+from octetrl.shapes.presets import preset_config
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.workers.many.balance import Costs, deal, shared_out
 

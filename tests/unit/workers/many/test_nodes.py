@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from octetrl.config.algorithm import OwnObjectiveConfig
-from octetrl.config.errors import UserError
 from octetrl.config.schema import ModelConfig, Recipe
+from octetrl.system.errors import UserError
 from octetrl.telemetry.source_digest import source_digest
 from octetrl.workers.many.nodes import Sight, check_nodes, look
 

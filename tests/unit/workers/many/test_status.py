@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.errors import UserError
 from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
+from octetrl.system.errors import UserError
 from octetrl.workers.many.plan import WorkerPlan
 from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, status_lines, write_status
 from octetrl.workers.many.worker_log import last_lines

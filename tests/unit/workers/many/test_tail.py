@@ -16,8 +16,8 @@ from torch import Tensor
 from octetrl.engine.session import Session
 from octetrl.environments.scoring import RewardRound
 from octetrl.records import MicroBatch, PackedBatch, RolloutGroup
-from octetrl.run.build import Run
 from octetrl.run.loop import _calibrate_first
+from octetrl.run.state import Run
 from octetrl.run.step import produce
 from octetrl.workers.many import tail, workers
 from octetrl.workers.streamed import StreamedUpdate

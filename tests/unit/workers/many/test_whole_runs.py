@@ -15,12 +15,12 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.errors import UserError
 from octetrl.config.load import dump_recipe
 from octetrl.config.schema import Recipe
 from octetrl.run import device
 from octetrl.run.build import build_run
 from octetrl.run.loop import train
+from octetrl.system.errors import UserError
 from octetrl.workers.many import build
 from tests.e2e.tiny_rewards import by_text
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.errors import UserError
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import EarlierAnswer, GenerationRequest, SamplingParams, SessionEvent
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
+from octetrl.system.errors import UserError
 from octetrl.trainer.shared_weights import SharedWeights
 from octetrl.workers.many.deadlines import WorkerLost
 from octetrl.workers.many.workers import BACKLOG_SECONDS, SCORING_SECONDS, ManyWorkers, WorkersDiffer

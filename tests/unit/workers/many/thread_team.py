@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from octetrl.config.schema import Recipe
-from octetrl.config.spec import ModelSpec
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.records import RolloutGroup, Task
 from octetrl.run.ahead import ahead_of
 from octetrl.run.beside_tail import beside_tail_of
-from octetrl.run.build import Run, build_run
+from octetrl.run.build import build_run
 from octetrl.run.loop import one_step
+from octetrl.run.state import Run
+from octetrl.shapes.spec import ModelSpec
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.errors import UserError, nearest_file, type_of
+from octetrl.system.errors import UserError, nearest_file, type_of
 
 MOST_BYTES = 1 << 26  # size limit of a settings file; published ones have at most a few megabytes
 DEEPEST = 100  # levels of nested objects and lists

@@ -22,7 +22,7 @@ The layout is a subclass of `BlockLayout`. `ModelSpec.blocks` holds the layouts 
     trainer/forward.py          the largest magnitudes that training observes
     config/memory.py            the cache's bytes per token
 
-`build` creates the module. Only `build` needs torch.
+`models/forms.py` says which module a layout builds.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from octetrl.config.spec import ModelSpec
+from octetrl.shapes.sizes import ModelSizes
 
 KVMode = Literal["none", "calibrated", "dynamic", "int8"]  # the KV cache's format, as `fp8.kv_cache` names it
 KVTensors = Literal["both", "k", "v"]  # what an FP8 cache stores in codes, as `fp8.kv_cache_tensors` names it
@@ -78,7 +77,7 @@ class LinearLayout:
     in_features: int
     parts: tuple[Part, ...]
     bias: bool = False
-    joins: bool = False  # its input and output are gathered from the tensor-parallel workers (config/tensor_cut.py)
+    joins: bool = False  # its input and output are gathered from the tensor-parallel workers (shapes/tensor_cut.py)
     hf_submodule: str | None = None  # the submodule's name in a checkpoint, if it is another one there
     adapted_if_named: bool = False  # it is no target of LoRA unless the recipe names it
 
@@ -265,26 +264,26 @@ class BlockLayout(ABC):
     """Whether tensor-parallel workers can share it: `tensors` and `cached` then also describe a part of a model."""
 
     @abstractmethod
-    def tensors(self, spec: ModelSpec) -> tuple[TensorLayout, ...]:
+    def tensors(self, spec: ModelSizes) -> tuple[TensorLayout, ...]:
         """List every parameter, in the order of a checkpoint."""
 
     @abstractmethod
-    def memory(self, spec: ModelSpec, how: TrainedAs) -> BlockMemory:
+    def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
         """Memory of the fused training form (training.py in the kind's folder)."""
 
     @abstractmethod
-    def sizes(self, spec: ModelSpec) -> Mapping[str, int]:
+    def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         """Widths of its linears besides the hidden size, by the names used in messages."""
 
-    def cached(self, spec: ModelSpec) -> tuple[CachedTensor, ...]:
+    def cached(self, spec: ModelSizes) -> tuple[CachedTensor, ...]:
         """Tensors that a token stores in the KV cache. At most one block of a layer has a cache."""
         return ()
 
-    def rotary_size(self, spec: ModelSpec) -> int | None:
+    def rotary_size(self, spec: ModelSizes) -> int | None:
         """Number of values of a head that RoPE rotates by position. None: the block has no RoPE."""
         return None
 
-    def pair_products(self, spec: ModelSpec) -> PairProducts:
+    def pair_products(self, spec: ModelSizes) -> PairProducts:
         """What a pair of query and key costs. A block without attention has none."""
         return PairProducts(0, 0)
 
@@ -292,17 +291,13 @@ class BlockLayout(ABC):
         """Why the kernels of a GPU do not run this block, as a message; None: they do."""
         return None
 
-    @abstractmethod
-    def build(self, builder: Any) -> Any:
-        """Create the module, a `models.blocks.block.Block`, from a `BlockBuilder`. Imports torch."""
-
-    def linears(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+    def linears(self, spec: ModelSizes) -> tuple[LinearLayout, ...]:
         return tuple(tensor for tensor in self.tensors(spec) if isinstance(tensor, LinearLayout))
 
-    def matrices(self, spec: ModelSpec) -> tuple[MatrixLayout, ...]:
+    def matrices(self, spec: ModelSizes) -> tuple[MatrixLayout, ...]:
         return tuple(tensor for tensor in self.tensors(spec) if isinstance(tensor, MatrixLayout))
 
-    def adaptable(self, spec: ModelSpec) -> tuple[LinearLayout, ...]:
+    def adaptable(self, spec: ModelSizes) -> tuple[LinearLayout, ...]:
         """List the linears, and the matrices that may have an adapter, as linears."""
         named = (matrix for matrix in self.matrices(spec) if matrix.adaptable)
         return (*self.linears(spec), *(matrix.as_linear() for matrix in named))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from octetrl.config.errors import TERMINATED, Terminated
+from octetrl.system.errors import TERMINATED, Terminated
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT)  # a scheduler's warnings, and Ctrl-\\
 _raised: dict[int, str] = {}  # the process in which a signal raised Terminated, and the signal's name

@@ -1,8 +1,7 @@
 """ModelSpec: everything that distinguishes one decoder from another.
 
 Llama, Qwen2.5 and Qwen3 are the same decoder with different specs. `models/families.py` creates the spec from a Hugging
-Face `config.json`. The model, the engine, `check` and `export` read it. It is in `config/`, because the precision
-policy and the memory estimate read it too.
+Face `config.json`. The model, the engine, `check`, `export`, the precision policy and the memory estimate read it.
 """
 
 from __future__ import annotations
@@ -10,53 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from octetrl.config.blocks import PLACES, CachedTensor, LayerBlocks, LinearLayout, StackedLinearLayout, VectorLayout
-from octetrl.config.rope import RopeScaling
-from octetrl.config.tensor_cut import WHOLE_MODEL, TensorCut
+from octetrl.shapes.blocks import PLACES, CachedTensor, LayerBlocks, LinearLayout, StackedLinearLayout, VectorLayout
+from octetrl.shapes.sizes import ModelSizes
+from octetrl.shapes.tensor_cut import CUT_ROWS, VOCAB_CHUNK, WHOLE_MODEL, TensorCut
 
+MOST_WORKERS = 64  # of a tensor-parallel group; `allowed_sizes` tries no more
 PREFILL_CHUNK = 2048  # tokens of a forward; a mixture's has eight times as many
 
 # Larger than any model's sizes. A config with larger ones is damaged and would use all memory before it fails.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 << 24
 
-SUPPORTED_HEAD_SIZES = (
-    16,
-    32,
-    64,
-    80,
-    96,
-    128,
-    192,
-    256,
-)  # asserted by the attention kernels, checked by `models/families.py`
 
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(ModelSizes):
     """The shape of a model; or, with `tensor`, of the part that one of several tensor-parallel workers has (`cut`)."""
 
-    family: str  # "llama", "qwen2", "qwen3", ...: the keys of `ARCHITECTURES` in models/families.py
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
-    max_positions: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    qkv_bias: bool  # Qwen2, Qwen2.5; `attention_bias`
-    qk_norm: bool  # Qwen3
-    tied_embeddings: bool
     blocks: tuple[LayerBlocks, ...]  # of layers 0, 1, ...; all further layers have the last entry's blocks
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None  # of a config; a reward is read at the last token that is another
-    o_bias: bool = False  # `attention_bias`: o_proj has a bias too
-    fused_files: bool = False  # Phi-3: a checkpoint has qkv_proj and gate_up_proj as one tensor each
-    tensor: TensorCut = WHOLE_MODEL  # heads and the intermediate size are this part's; widths of inputs are whole
 
     def cut(self, tensor: TensorCut) -> ModelSpec:
         """The part of one tensor-parallel worker. `why_not_cut` says which models cannot be cut."""
@@ -81,20 +49,6 @@ class ModelSpec:
     def vocab_rows(self) -> int:
         """Rows of embedding and lm_head in this part."""
         return len(self.tensor.vocabulary(self.vocab_size))
-
-    @property
-    def fp8_k_is_safe(self) -> bool:
-        """Whether K may be stored in FP8. K with a bias and without QK-norm has outlier channels, for which one E4M3
-        scale per head is too coarse (docs/fp8.md §4)."""
-        return self.qk_norm or not self.qkv_bias
-
-    @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_size
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_size
 
     def blocks_of(self, layer: int) -> LayerBlocks:
         return self.blocks[min(layer, len(self.blocks) - 1)]
@@ -180,8 +134,35 @@ class ModelSpec:
         return in_blocks + embeddings + self.hidden_size
 
 
-def ordinary_head_size(width: int) -> int:
-    """The head size of ordinary attention for `width` elements: the smallest power of two that the kernels take and
-    that holds them; beyond those, on a CPU, the width itself."""
-    powers = (size for size in SUPPORTED_HEAD_SIZES if size.bit_count() == 1 and size >= width)
-    return min(powers, default=width)
+def why_not_cut(spec: ModelSpec, size: int) -> str | None:
+    """Say what of this model `size` workers cannot share. None: the model can be cut so."""
+    if size == 1:
+        return None
+    blocks = dict.fromkeys(block for layer in range(spec.num_layers) for block in spec.blocks_of(layer))
+    for block in blocks:
+        if not block.can_be_cut:
+            return f"the blocks of {spec.family} are not cut yet; only attention with KV heads and gated MLPs are"
+    if spec.fused_files:
+        return f"the fused weights in files of {spec.family} are not cut yet"
+    if spec.num_kv_heads % size:
+        return f"{size} does not divide the model's {spec.num_kv_heads} KV heads"
+    for name, width in spec.linear_sizes().items():
+        if width % (CUT_ROWS * size):
+            return f"{size} parts of the {name} {width:,} are not multiples of {CUT_ROWS}"
+    chunks = -(-spec.vocab_size // VOCAB_CHUNK)
+    if chunks < size:
+        return f"the vocabulary of {spec.vocab_size:,} has {chunks} chunks of {VOCAB_CHUNK:,}, fewer than {size}"
+    return None
+
+
+def allowed_sizes(spec: ModelSpec) -> Iterator[int]:
+    """Yield the numbers of workers that can share this model."""
+    return (size for size in range(1, MOST_WORKERS + 1) if why_not_cut(spec, size) is None)
+
+
+def largest_cut(spec: ModelSpec, size: int) -> TensorCut:
+    """The part with the most rows of the vocabulary, for estimates; the whole model if it cannot be cut so."""
+    if why_not_cut(spec, size) is not None:
+        return WHOLE_MODEL
+    parts = (TensorCut(rank, size) for rank in range(size))
+    return max(parts, key=lambda part: len(part.vocabulary(spec.vocab_size)))

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from octetrl.config.text import printable
+from octetrl.system.text import printable
 
 MOST_NAMES = 2_000  # of a folder's files that are compared with a name
 TERMINATED = 128 + 15  # exit code: a shell's for SIGTERM
