@@ -52,7 +52,7 @@ from benchmarks.study.refusals import made_folder
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
-from octetrl.run.trained_model import with_found_model
+from octetrl.run.recipe_model import with_found_model
 from octetrl.system.errors import UserError
 from octetrl.system.json_file import parse_json, shown
 from octetrl.telemetry.sinks import METRICS_FILE

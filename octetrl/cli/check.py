@@ -44,6 +44,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.model_source import is_of_hub
 from octetrl.run.own_objective import try_objective
+from octetrl.run.recipe_model import with_found_model
 from octetrl.run.run_files import RECIPE_FILE
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.blocks import StackedLinearLayout
@@ -178,8 +179,6 @@ def _own_objective(recipe: Recipe) -> list[str]:
 def _with_model(recipe: Recipe) -> tuple[Recipe, str | None]:
     """The recipe with the folder of its model, and what is wrong with the model's name. Of a model of the hub only the
     settings are fetched, so its weights are not checked."""
-    from octetrl.run.trained_model import with_found_model  # imports torch
-
     try:
         found = with_found_model(recipe, weights=False)
     except UserError as error:

@@ -18,6 +18,7 @@ from octetrl.config.validate_backend import without_effect
 from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
 from octetrl.models.families import load_spec
+from octetrl.run.recipe_model import with_found_model
 from octetrl.system.errors import UserError
 
 
@@ -36,8 +37,6 @@ def check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
     problems = list(lacking(server, "engine.openai"))
     spec, named = None, recipe
     if server.answers == "tokens":
-        from octetrl.run.trained_model import with_found_model  # imports torch
-
         try:
             named = with_found_model(recipe, weights=False)
             spec = load_spec(str(named.model.path)) if named.model.preset is None else None

@@ -30,6 +30,7 @@ from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import EVALUATION, Journal
 from octetrl.run.output_folder import OutputFolder
+from octetrl.run.recipe_model import with_found_model
 from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.run_files import CHECKPOINTS, RECIPE_FILE
@@ -37,7 +38,6 @@ from octetrl.run.slow_rewards import SlowRewards, reward_times
 from octetrl.run.sound_checkpoints import SoundCheckpoints
 from octetrl.run.state import Run
 from octetrl.run.step import supervised_step, train_step
-from octetrl.run.trained_model import with_found_model
 from octetrl.system.errors import UserError
 from octetrl.system.sigterm import terminable
 from octetrl.telemetry.console import Console

@@ -21,8 +21,8 @@ from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import Rewards, build_chats, build_scorers
 from octetrl.run.evaluate import evaluate
 from octetrl.run.journal import Journal
+from octetrl.run.recipe_model import with_found_model
 from octetrl.run.state import Run
-from octetrl.run.trained_model import with_found_model
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.spans import Spans

@@ -1,20 +1,17 @@
-"""The model that a name stands for (model_source.py), verified: its folder, and what it puts into a recipe."""
+"""The model that a name stands for (model_source.py), verified: its folder, and its part of a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octetrl.config.schema import Recipe
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
 from octetrl.run.model_source import found_model, refuse_no_model
 from octetrl.run.run_files import CHECKPOINTS
 from octetrl.run.run_identity import read_run_id
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
-from octetrl.workers.model_shape import with_context_length
 
 _Read = TypeVar("_Read")
 
@@ -96,34 +93,3 @@ def trained_model(folder: Path) -> dict[str, Any]:
         )
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return {"path": base, "tokenizer": str(folder) if has_tokenizer else None, "lora": lora}
-
-
-def with_found_model(recipe: Recipe, *, weights: bool = True) -> Recipe:
-    """The recipe with the folder of its model in place of a run or a name of the hub, and with the context's length."""
-    given = recipe.model.path
-    if given is None:
-        return _with_context_length(recipe)
-    path = found_model(given, weights=weights)
-    if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
-        changed = {} if str(path) == str(Path(given)) else {"path": str(path)}
-    else:
-        changed = trained_model(weights_folder(path))
-        if recipe.model.tokenizer is not None:
-            del changed["tokenizer"]
-        if recipe.model.lora is not None:
-            if changed["lora"] is not None:
-                raise UserError(
-                    f"model.path: '{given}' trained an adapter, and the recipe has model.lora too; give model.lora.path"
-                    " the adapter's folder, or export the run first"
-                )
-            del changed["lora"]
-    if changed:
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=changed)})
-    return _with_context_length(recipe)
-
-
-def _with_context_length(recipe: Recipe) -> Recipe:
-    """As workers/model_shape.py. Of a model that can't be read, which its reader reports, the recipe as it is."""
-    with suppress(UserError):
-        return with_context_length(recipe)
-    return recipe

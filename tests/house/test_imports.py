@@ -84,6 +84,7 @@ TORCH_FREE_FILES = (
     "octetrl.api.train",
     "octetrl.run.early",
     "octetrl.run.model_source",
+    "octetrl.run.recipe_model",
 )
 
 

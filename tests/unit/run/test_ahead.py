@@ -28,7 +28,7 @@ from octetrl.records import (
 )
 from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.token_versions import versions_by_token
-from octetrl.run.ahead import Lead, _Stoppable
+from octetrl.run.ahead import Ahead, Lead, _Stoppable
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.device import random_state
 from octetrl.run.evaluate import evaluate
@@ -158,13 +158,13 @@ def test_saved_batches_that_are_too_old_by_now_are_drawn_again_and_counted(
         return BufferedBatch((group,) * groups, (group,), {}, {}, DataPlace({"position": groups}, {}, None))
 
     restored: list[Any] = []
-    monkeypatch.setattr(DataPlace, "put_into", lambda place, _: restored.append(place.taskset["position"]))
+    monkeypatch.setattr(DataPlace, "put_into", lambda place, *_: restored.append(place.taskset["position"]))
     with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=9) as run:
         notes: list[str] = []
         monkeypatch.setattr(run.console, "note", notes.append)
         monkeypatch.setattr(type(run.workers), "policy_version", 6)
         ahead = run.ahead
-        assert ahead is not None
+        assert isinstance(ahead, Ahead)
         ahead.put_back([batch(5, 2), batch(6, 3), batch(6, 4), batch(8, 5)], 6)  # 9 when the last would be learnt
         assert set(ahead._buffer) == {7, 8} and ahead._first == 9 and restored == [2, 3]
         assert notes == ["9 saved groups are older than 1 versions: sampled again"]

@@ -12,9 +12,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from octetrl.config.load import dump_recipe, recipe_from_mapping
 from octetrl.config.validate import spec_problems
 from octetrl.run.model_source import found_model, recipe_of_run
+from octetrl.run.recipe_model import with_found_model
 from octetrl.run.report import last_screen
 from octetrl.run.standing_model import CONTEXT_LENGTH, default_context_length
-from octetrl.run.trained_model import weights_folder, with_found_model
+from octetrl.run.trained_model import weights_folder
 from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import UserError
 from octetrl.telemetry.report_data import read_run, results
