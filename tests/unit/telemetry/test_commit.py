@@ -23,6 +23,7 @@ def test_an_installed_package_has_the_commit_of_its_checkout(tmp_path: Path, mon
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         (checkout / name).write_bytes((REPO / name).read_bytes())
     (checkout / "octetrl" / "__init__.py").write_text("")
+    (checkout / "octetrl" / "version.py").write_bytes((REPO / "octetrl" / "version.py").read_bytes())
     git(checkout, "init", "-q")
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "first")
