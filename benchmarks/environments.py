@@ -35,6 +35,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import RolloutGroup, RolloutStatus, Task
 from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collected import Collecting
 from octetrl.rollout.drive import Occupancy
 from octetrl.run.build import build_run, full_precision
 from octetrl.run.state import Run
@@ -88,13 +89,13 @@ def make_run(folder: Path, preset: str, rollouts: int, turns: int) -> Run:
 
 def measure(run: Run, environment: Slow, step: int) -> tuple[list[RolloutGroup], Occupancy, float]:
     dialogue = Dialogue(environment, Limits(max_turns=64))
-    collection = replace(run.base_collection.at_step(step), group_size=GROUP, occupancy=Occupancy())
+    collection, state = replace(run.collection.at_step(step), group_size=GROUP), Collecting()
     began = time.perf_counter()
     try:
-        groups = collect_groups(environment.tasks, dialogue, run.rollout_workers, collection)
+        groups = collect_groups(environment.tasks, dialogue, run.rollout_workers, collection, state)
     finally:
         dialogue.close()
-    return groups, collection.occupancy, time.perf_counter() - began
+    return groups, state.occupancy, time.perf_counter() - began
 
 
 def figures(groups: Iterable[RolloutGroup], occupancy: Occupancy, seconds: float) -> dict[str, float]:

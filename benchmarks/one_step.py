@@ -52,7 +52,7 @@ def main() -> None:
         rows = []
         try:
             for step in range(1, arguments.steps + 1):
-                metrics = one_step(run, step)
+                metrics = one_step(run, step).metrics
                 row = {name: metrics[name] for name in SHOWN if name in metrics}
                 print(f"step {step}", {name: round(value, 5) for name, value in row.items()}, flush=True)
                 rows.append({"precision": str(recipe.precision), "workload": arguments.name, "step": step, **row})

@@ -54,7 +54,6 @@ from octetrl.run.environment import build_environment
 from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.telemetry.mismatch import mismatch_metrics
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
 from octetrl.workers.build import fill_weights
 from octetrl.workers.model_shape import model_spec
@@ -221,7 +220,6 @@ def build_worker(recipe: Recipe, tokenizer: Tokenizer) -> Worker:
         algorithm=build_algorithm(recipe.algorithm),
         load_weights=lambda model, loading: fill_weights(model, recipe, loading),
         device=resolve_device(recipe.cluster),
-        spans=Spans(),
         trains=False,
     )
 

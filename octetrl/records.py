@@ -9,6 +9,7 @@ here imports torch: records with tensors name the type for the type checker only
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -439,3 +440,34 @@ class Published:
     policy_version: int
     weights_digest: str  # of the weights that the engine holds (engine/weights.py)
     metrics: Mapping[str, float]
+
+
+METRIC_NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
+
+
+def joined(*mappings: Mapping[str, float]) -> dict[str, float]:
+    """One mapping of several: times add up, of peaks of memory the largest counts. AssertionError: another name is
+    repeated, or a value is no number."""
+    found: dict[str, float] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            assert METRIC_NAME.fullmatch(name), f"metric name {name!r} is not family/name in lower case"
+            assert isinstance(value, int | float), f"metric {name!r} is a {type(value).__name__}, not a number"
+            if name in found and name.startswith("time/"):
+                value += found[name]
+            elif name in found and name.startswith("memory/"):
+                value = max(value, found[name])
+            else:
+                assert name not in found, f"metric {name!r} is reported twice"
+            found[name] = value
+    return found
+
+
+def worker_times(name: str, seconds: Sequence[float], first: int = 0) -> dict[str, float]:
+    """`NAME/worker_N` of several workers, and in `NAME/slowest` the number of the slowest. Empty without workers.
+
+    first: number of the worker that `seconds` begins with."""
+    if not seconds:
+        return {}
+    each = {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds, first)}
+    return {**each, f"{name}/slowest": float(first + seconds.index(max(seconds)))}

@@ -10,6 +10,7 @@ from octetrl.algorithms.table import Algorithm
 from octetrl.bench.step import rollout_groups
 from octetrl.config.schema import Recipe
 from octetrl.records import Completion, GenerationRequest, PolicyUpdate, RolloutGroup
+from octetrl.rollout.backend import SessionRecord
 from octetrl.run.beside_tail import Blocks, divisor, groups_per_block
 from octetrl.workers.many.tail import TailWorkers
 
@@ -23,6 +24,7 @@ class TailStep:
     produced: float  # when the last answer had ended, by the caller's clock
     micro_batches: int
     trained_tokens: int
+    rollout: SessionRecord
 
 
 def tail_step(
@@ -55,11 +57,11 @@ def tail_step(
                     workers.offer(batch)
 
     workers.begin_step(divisor(recipe))
-    completions = workers.generate(requests, on_completions)
+    records: list[SessionRecord] = []
+    completions = workers.generate(requests, on_completions, records.append)
     produced = now()
     for batch in blocks.rest([group for _, group in sorted(groups.items())]):
         workers.offer(batch)
     update, counts = workers.finish_step(), blocks.metrics
-    return TailStep(
-        completions, update, produced, int(counts["train/micro_batches"]), int(counts["train/trained_tokens"])
-    )
+    micro_batches, tokens = int(counts["train/micro_batches"]), int(counts["train/trained_tokens"])
+    return TailStep(completions, update, produced, micro_batches, tokens, records[0])

@@ -34,6 +34,7 @@ from octetrl.bench.on_workers import (
     StartTeam,
     digest_of,
     measure_on,
+    measured_generate,
     now,
     recipe_on,
     slowest,
@@ -52,6 +53,7 @@ from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.schema import Numerics, Recipe
 from octetrl.records import GenerationRequest, PolicyUpdate, Sample
+from octetrl.rollout.backend import SessionRecord
 from octetrl.rollout.samples import to_samples
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.trainer.packing import pack
@@ -156,7 +158,7 @@ class ClusterSteps:
         shorter. A kernel compiles once for multiples of 16 tokens and once for other numbers."""
         if not self.bench.warmup_tokens:
             return
-        samples = self._produce(self.bench.workload.stairs(self.bench.warmup_tokens), number=-1)
+        samples, _ = self._produce(self.bench.workload.stairs(self.bench.warmup_tokens), number=-1)
         room = 2 * self._count * self.bench.trainer.tokens_per_micro_batch
         few: list[Sample] = []
         for sample in samples:
@@ -171,14 +173,12 @@ class ClusterSteps:
     def step(self, number: int) -> ClusterTimes:
         workers = self.workers
         workers.forget_prefixes()
-        workers.time_metrics(), workers.rollout_metrics()  # forgets what was before
         began = self._now()
-        update, produced, micro_batches, tokens = self._update(number)
+        update, produced, micro_batches, tokens, rollout = self._update(number)
         learnt = self._now()
         workers.publish(update.policy_version)
         ended = self._now()
-        requantize, exchanged = update.metrics["time/requantize"], workers.time_metrics()
-        rollout = workers.rollout_metrics()
+        requantize, exchanged = update.metrics["time/requantize"], update.metrics
         return ClusterTimes(
             produce=produced - began,
             learn=learnt - produced - requantize,
@@ -196,25 +196,26 @@ class ClusterSteps:
             beside_tail_share=update.metrics.get("train/beside_tail_share", 0.0),
         )
 
-    def _update(self, number: int) -> tuple[PolicyUpdate, float, int, int]:
-        """The update, when the last answer had ended, micro-batches, and trained tokens."""
+    def _update(self, number: int) -> tuple[PolicyUpdate, float, int, int, dict[str, float]]:
+        """The update, when the last answer had ended, micro-batches, trained tokens, and the rollout's metrics."""
         workers, requests = self.workers, self.bench.workload.requests
         if isinstance(workers, TailWorkers):
             seed = f"{self.bench.seed} {number}"
             one = tail_step(workers, self._recipe, requests, self.algorithm, seed, self._now)
             self.digest = self.digest or digest_of(one.completions)
-            return one.update, one.produced, one.micro_batches, one.trained_tokens
-        samples = self._produce(requests, number)
+            return one.update, one.produced, one.micro_batches, one.trained_tokens, one.rollout.named()
+        samples, record = self._produce(requests, number)
         produced = self._now()
         batch = pack(samples, workers.layout, self.algorithm.token_weighting)
         tokens = sum(sum(sample.loss_mask) for sample in samples)
-        return workers.train(batch), produced, len(batch.minibatches[0]), tokens
+        return workers.train(batch), produced, len(batch.minibatches[0]), tokens, record.named()
 
     def _now(self) -> float:
         return now(self.workers, self.bench.device)
 
-    def _produce(self, requests: Sequence[GenerationRequest], number: int) -> list[Sample]:
-        completions = self.workers.generate(requests)
+    def _produce(self, requests: Sequence[GenerationRequest], number: int) -> tuple[list[Sample], SessionRecord]:
+        completions, record = measured_generate(self.workers, requests)
         self.digest = self.digest or digest_of(completions)
         rng = random.Random(f"{self.bench.seed} {number}")
-        return to_samples(rollout_groups(requests, completions, self.bench.group_size, rng), self.algorithm)
+        groups = rollout_groups(requests, completions, self.bench.group_size, rng)
+        return to_samples(groups, self.algorithm), record

@@ -23,8 +23,8 @@ from octetrl.bench.on_workers import (
     cluster_fields,
     compare_workers,
     digest_of,
-    last_session,
     measure_on,
+    measured_generate,
     now,
     peak_fields,
     recipe_on,
@@ -116,10 +116,11 @@ def _measured(bench: Bench, arm: RolloutArm, began: float, workers: BenchWorkers
         workers.forget_prefixes()  # the prompts are prefilled in the time that counts
     peaks()  # forgets the peak so far
     up = now(workers, bench.device)
-    completions = workers.generate(workload.requests)
+    completions, record = measured_generate(workers, workload.requests)
     seconds = now(workers, bench.device) - up
-    done, tail = last_session(workers), workers.rollout_metrics()["time/rollout_tail_share"]
-    shares = tail, done.idle_share, done.preemptions
+    done = record.metrics
+    assert done is not None
+    shares = record.named()["time/rollout_tail_share"], done.idle_share, done.preemptions
     return RolloutTurn(*arm, seconds, *shares, peaks(), digest_of(completions), up - began)
 
 

@@ -136,13 +136,12 @@ def _measured(bench: TrainBench, arm: Arm, began: float, workers: BenchWorkers, 
 
 def _step(bench: TrainBench, workers: BenchWorkers, work: Work) -> tuple[TrainTimes, float]:
     """One update, and its loss."""
-    workers.time_metrics()  # forgets what was before
     began = now(workers, bench.device)
     update = workers.train(replace(work.batch, policy_version=workers.policy_version))
     seconds = now(workers, bench.device) - began
     loss = update.metrics["loss"]
     assert math.isfinite(loss), f"the loss is {loss}"
-    gather = slowest("time/gather", workers.time_metrics())
+    gather = slowest("time/gather", update.metrics)
     return TrainTimes(seconds, update.metrics["time/requantize"], gather), loss
 
 

@@ -25,12 +25,11 @@ from octetrl.config.cluster import ClusterConfig
 from octetrl.config.schema import Numerics, Recipe
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import decoder_of
-from octetrl.records import Completion
-from octetrl.rollout.backend import GenerationMetrics
+from octetrl.records import Completion, GenerationRequest
+from octetrl.rollout.backend import SessionRecord
 from octetrl.shapes.spec import allowed_sizes, why_not_cut
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import start_team, workers_on
@@ -123,16 +122,16 @@ def measure_on(
     """
     if workers == EMBEDDED:
         return _on_embedded(model, recipe, device, measured, trains=trains)
-    with started(model, recipe, Spans(), trains=trains, start=start) as (team, many):
+    with started(model, recipe, trains=trains, start=start) as (team, many):
         assert isinstance(many, ManyWorkers), "both roles are on each worker"
         return measured(many, partial(_peaks, team, on_gpu=bool(recipe.cluster.num_gpus)))
 
 
 @contextmanager
 def started(
-    model: BenchModel, recipe: Recipe, spans: Spans, *, trains: bool = True, start: StartTeam = start_team
+    model: BenchModel, recipe: Recipe, *, trains: bool = True, start: StartTeam = start_team
 ) -> Iterator[tuple[Team, ManyWorkers | SeparateWorkers]]:
-    """The workers of a recipe that runs on Ray; they end with the context. `spans`: the driver's clock."""
+    """The workers of a recipe that runs on Ray; they end with the context."""
     deadlines = Deadlines(recipe.cluster.deadlines)
     team = start(recipe, None, deadlines, trains=trains, build=partial(hosted_bench_worker, model))
     try:
@@ -142,7 +141,7 @@ def started(
             eos_token_ids=frozenset(model.spec.eos_token_ids),
             decode=decoder_of(tokenizer_of(model)),
         )
-        context = TeamContext(Costs.of(model.spec), deadlines, Console("quiet", recipe.steps), spans)
+        context = TeamContext(Costs.of(model.spec), deadlines, Console("quiet", recipe.steps))
         yield team, workers_on(team, recipe, context, admission, trains=trains)
     finally:
         team.close()
@@ -156,8 +155,7 @@ def _on_embedded(
     *,
     trains: bool,
 ) -> Measured:
-    spans = Spans(torch.cuda.synchronize if device.type == "cuda" else None)
-    worker = bench_worker(model, recipe, device, spans, trains=trains)
+    worker = bench_worker(model, recipe, device, trains=trains)
     found = measured(LocalWorkers(worker, Console("quiet", 1)), partial(_own_peak, worker))
     worker.engine.sleep()
     del worker
@@ -166,14 +164,18 @@ def _on_embedded(
 
 
 def _peaks(team: Team, *, on_gpu: bool) -> tuple[float, ...]:
-    """GB of each worker: the peak of its GPU since the last call, or the process's memory now."""
+    """GB of each worker: the peak of its GPU in the last phase, or the process's memory now."""
     if on_gpu:
-        return tuple(one["memory/peak_gb"] for one in team.ask("state", "memory_metrics"))
+        return tuple(team.ask("state", "run", "measure", peak_gb))
     return tuple(status.memory_gb for status in team.ask("state", "status"))
 
 
 def _own_peak(worker: Worker) -> tuple[float, ...]:
-    return tuple(worker.memory_metrics().values())
+    return (peak_gb(worker.device),) if worker.device.type == "cuda" else ()
+
+
+def peak_gb(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated(device) / 1e9
 
 
 def now(workers: BenchWorkers, device: torch.device) -> float:
@@ -183,16 +185,14 @@ def now(workers: BenchWorkers, device: torch.device) -> float:
     return time.perf_counter()
 
 
-def last_session(workers: BenchWorkers) -> GenerationMetrics:
-    """What the last `generate` did, of all workers."""
-    metrics = workers.last_session if isinstance(workers, ManyWorkers) else _policy(workers).engine.metrics
-    assert metrics is not None, "nothing was generated yet"
-    return metrics
-
-
-def _policy(workers: LocalWorkers) -> Worker:
-    assert isinstance(workers.worker, Worker)
-    return workers.worker
+def measured_generate(
+    workers: BenchWorkers, requests: Sequence[GenerationRequest]
+) -> tuple[list[list[Completion]], SessionRecord]:
+    """The completions, and the record of what all workers did."""
+    records: list[SessionRecord] = []
+    completions = workers.generate(requests, None, records.append)
+    assert records[0].metrics is not None, "our engine counts"
+    return completions, records[0]
 
 
 def digest_of(completions: Sequence[Sequence[Completion]]) -> str:

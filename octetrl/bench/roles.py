@@ -31,10 +31,8 @@ from octetrl.bench.turns import take_in_turn
 from octetrl.bench.workload_run import workload_run
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.schema import Numerics, Recipe
-from octetrl.run.journal import STEP
 from octetrl.run.loop import one_step
 from octetrl.run.state import Run
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.many.build import start_team
 from octetrl.workers.many.separate import SeparateWorkers
 
@@ -129,9 +127,9 @@ def measure(
 
 def take_turn(bench: RolesBench, precision: str, numerics: Numerics, arm: RolesArm, start: StartTeam) -> RolesTurn:
     """Build, measure and end the workers of one arm."""
-    began, spans, recipe = time.perf_counter(), Spans(), bench.recipe(precision, numerics, arm)
-    with started(bench.model, recipe, spans, start=start) as (_, workers):
-        run = workload_run(bench.model, recipe, bench.step.workload, workers, spans, bench.short)
+    began, recipe = time.perf_counter(), bench.recipe(precision, numerics, arm)
+    with started(bench.model, recipe, start=start) as (_, workers):
+        run = workload_run(bench.model, recipe, bench.step.workload, workers, bench.short)
         try:
             lines, ends, digest = _steps(run, bench.untimed(arm) + bench.step.steps)
         finally:
@@ -150,13 +148,11 @@ def _steps(run: Run, count: int) -> tuple[list[Mapping[str, float]], list[float]
     ends: list[float] = []
     digest = ""
     for step in range(1, count + 1):
-        lines.append(one_step(run, step))
+        result = one_step(run, step)
+        lines.append(result.metrics)
         ends.append(time.perf_counter())
         digest = digest or digest_of(
-            [
-                [turn.completion for rollout in group.rollouts for turn in rollout.turns]
-                for group in run.journal.samples[STEP]
-            ]
+            [[turn.completion for rollout in group.rollouts for turn in rollout.turns] for group in result.groups]
         )
     return lines, ends, digest
 

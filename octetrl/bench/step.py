@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -65,9 +65,9 @@ from octetrl.records import (
     Task,
     Turn,
 )
+from octetrl.rollout.backend import SessionRecord
 from octetrl.rollout.samples import to_samples
 from octetrl.telemetry.metrics import MISMATCH
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
 from octetrl.trainer.without_update import accumulate_gradients, observe_kv
@@ -180,8 +180,7 @@ def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
 
 def build_bench_worker(bench: StepBench, precision: str, numerics: Numerics = "parity") -> Worker:
     """Build the worker as a run does. The weights of a preset are created on the device."""
-    spans = Spans(torch.cuda.synchronize if bench.device.type == "cuda" else None)
-    return bench_worker(bench.model, step_recipe(bench, precision, numerics), bench.device, spans)
+    return bench_worker(bench.model, step_recipe(bench, precision, numerics), bench.device)
 
 
 def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
@@ -233,6 +232,7 @@ class StepArm:
         self.algorithm: Algorithm = build_algorithm(GrpoConfig())
         self._batch: PackedBatch | None = None  # of the last step
         self._learnt_tokens = self._all_tokens = 0
+        self._produced: Mapping[str, float] = {}  # what the last rollout took
         if worker.needs_calibration:
             worker.calibrate(bench.workload.prompts)
 
@@ -261,12 +261,9 @@ class StepArm:
     def step(self, number: int) -> StepTimes:
         worker = self.worker
         worker.forget_prefixes()
-        worker.spans.take()
-        worker.memory_metrics()  # forgets the peak so far
         began = self.now()
         samples = self._produce(self.bench.workload.requests, number)
         produced = self.now()
-        produce_peak = worker.memory_metrics().get("memory/peak_gb")
         generation = own_engine(worker).metrics
         assert generation is not None, "the engine has just generated"
         groups = max(1, round(self.bench.learn_share * len(samples) / self.bench.group_size))
@@ -286,13 +283,13 @@ class StepArm:
             learn=learnt - produced - requantize,
             publish=ended - learnt + requantize,
             requantize=requantize,
-            calibrate=worker.spans.take().get("time/calibrate", 0.0),
+            calibrate=update.metrics.get("time/calibrate", 0.0),
             mismatch=update.metrics[MISMATCH],
             max_abs_diff=update.metrics[DIFFERENCE],
             compared_tokens=sum(sum(sample.loss_mask) for sample in some),
             micro_batches=round(len(self._batch.minibatches[0]) * self._all_tokens / self._learnt_tokens),
-            produce_peak=produce_peak,
-            learn_peak=worker.memory_metrics().get("memory/peak_gb"),
+            produce_peak=self._produced.get("memory/peak_gb"),
+            learn_peak=update.metrics.get("memory/peak_gb"),
             preemptions=generation.preemptions,
             capture=generation.session_capture_seconds,
             kv_capacity_tokens=generation.kv_capacity_tokens,
@@ -300,11 +297,9 @@ class StepArm:
         )
 
     def _release_cache(self) -> None:
-        """Free the cache before `Worker.train` would, and reset the peak of memory. The peak after learning is then
-        learning's own."""
+        """Free the cache before `Worker.train` would, so that the peak of learning is its own."""
         if self.bench.device.type == "cuda" and self.worker.recipe.engine.release_for_training:
             self.worker.engine.sleep()
-        self.worker.memory_metrics()
 
     def for_all(self, step: StepTimes, optimizer_seconds: float) -> StepTimes:
         """The step with its learning time extrapolated to all groups."""
@@ -351,7 +346,9 @@ class StepArm:
         return seconds, sum(one.token_ids_T.numel() for one in part)
 
     def _produce(self, requests: Sequence[GenerationRequest], number: int) -> list[Sample]:
-        completions = self.worker.generate(requests)
+        records: list[SessionRecord] = []
+        completions = self.worker.generate(requests, on_end=records.append)
+        self._produced = records[0].took
         rng = random.Random(f"{self.bench.seed} {number}")
         groups = rollout_groups(requests, completions, self.bench.group_size, rng)
         return to_samples(groups, self.algorithm)

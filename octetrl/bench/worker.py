@@ -9,7 +9,6 @@ from octetrl.bench.model import BenchModel, fill_weights, tokenizer_of
 from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import precision_policy
 from octetrl.shapes.tensor_cut import TensorCut
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.build import BuiltWorker, Role, keep_codes
 from octetrl.workers.worker import Worker
@@ -19,7 +18,6 @@ def bench_worker(
     model: BenchModel,
     recipe: Recipe,
     device: torch.device,
-    spans: Spans,
     *,
     trains: bool = True,
     draws: bool = True,
@@ -37,7 +35,6 @@ def bench_worker(
         algorithm=build_algorithm(recipe.algorithm),
         load_weights=lambda decoder, loading: fill_weights(decoder, model, recipe.seed, loading),
         device=device,
-        spans=spans,
         trains=trains,
         draws=draws,
         peers=peers,
@@ -49,7 +46,6 @@ def hosted_bench_worker(
     model: BenchModel,
     recipe: Recipe,
     device: torch.device,
-    spans: Spans,
     *,
     trains: bool,
     peers: Peers,
@@ -58,7 +54,7 @@ def hosted_bench_worker(
 ) -> BuiltWorker:
     """The same in a process of its own, for `WorkerPlan.build`."""
     does = {"trains": trains and role != "generates", "draws": role != "trains"}
-    worker = bench_worker(model, recipe, device, spans, peers=peers, loaders=loaders, **does)
+    worker = bench_worker(model, recipe, device, peers=peers, loaders=loaders, **does)
     if role == "generates":
         keep_codes(worker)
     return BuiltWorker(worker, loaded=worker.loaded)

@@ -24,12 +24,10 @@ from octetrl.environments.scoring_round import Key
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collection_settings import CollectionSettings
-from octetrl.run.ahead import ahead_of
-from octetrl.run.beside_tail import beside_tail_of
-from octetrl.run.journal import Journal
+from octetrl.rollout.expected_lengths import ExpectedLengths
+from octetrl.run.build import method_of
 from octetrl.run.state import Run
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.protocol import Workers
 
 LIMITS = "answer_limits"  # of a task's metadata: tokens of each sibling's answer
@@ -132,14 +130,12 @@ class RandomRound:
         return self._scores
 
 
-def workload_run(
-    model: BenchModel, recipe: Recipe, workload: Workload, workers: Workers, spans: Spans, short: Sequence[int]
-) -> Run:
+def workload_run(model: BenchModel, recipe: Recipe, workload: Workload, workers: Workers, short: Sequence[int]) -> Run:
     """The run of `recipe` on `workers`, which have its models. `short`: tokens of the answers of its first steps."""
     tasks = WorkloadTasks(workload, recipe.rollout.group_size, short)
     chat = RandomTokens(model.spec.vocab_size, recipe.seed)
     collection = CollectionSettings.from_config(chat, recipe.rollout, seed=recipe.seed)
-    run = Run(
+    return Run(
         config=recipe,
         tokenizer=cast(Any, tokenizer_of(model)),  # of answers without text
         taskset=tasks,
@@ -147,15 +143,13 @@ def workload_run(
         rewards=cast(Any, RandomRewards(recipe.seed)),
         algorithm=build_algorithm(recipe.algorithm),
         workers=workers,
-        journal=Journal.of(recipe),
+        method=method_of(recipe, workers),
         console=Console("quiet", recipe.steps),
-        spans=spans,
-        base_collection=replace(
+        collection=replace(
             collection,
             sampling=replace(collection.sampling, ignore_eos=True),
             context_length=recipe.model.context_length,
             answer_limits=lambda task: task.metadata[LIMITS],
         ),
+        lengths=ExpectedLengths(),
     )
-    run.ahead, run.beside_tail = ahead_of(run), beside_tail_of(run)
-    return run

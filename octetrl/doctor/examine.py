@@ -41,7 +41,6 @@ from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.activation_checkpoint import KEPT
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
@@ -129,7 +128,6 @@ class ExaminedWorker:
             ),
             load_weights=lambda model, loading: fill_weights(model, recipe, loading),
             device=self.device,
-            spans=Spans(),
             trains=False,
         )
         self.woke_branches = wake_branches(self.worker.trainer_model, recipe.seed)  # the engine shares these tensors
@@ -185,7 +183,7 @@ class ExaminedWorker:
         return ends, drawn
 
     def _prefilled(self) -> int:
-        return round(self.worker.rollout_metrics()["rollout/prefilled_tokens"])
+        return round(self.worker.engine.rollout_metrics()["rollout/prefilled_tokens"])
 
     def _other_engine(self, sequences: int) -> Engine:
         config = self.recipe.engine.model_copy(

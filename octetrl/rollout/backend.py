@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from octetrl.records import (
@@ -25,6 +27,8 @@ from octetrl.records import (
     OnCompletions,
     OnProgress,
     SessionEvent,
+    joined,
+    worker_times,
 )
 
 if TYPE_CHECKING:
@@ -58,6 +62,43 @@ class GenerationMetrics(Protocol):
 
     def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
         """By the names of the step's metrics. Values that were not measured are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """What a `generate` or a session did, and what it took. The caller gets it with the completions.
+
+    Example: SessionRecord({"time/rollout": 12.5, "memory/peak_gb": 61.2}, metrics=engine.metrics)
+    """
+
+    took: Mapping[str, float]  # seconds and memory (workers/clock.py)
+    metrics: GenerationMetrics | None = None  # None: the engine does not count
+    scales_are_calibrated: bool = False
+    worker_seconds: tuple[float, ...] = ()  # of each of several workers
+    first_worker: int = 0  # number of the first of them
+
+    def followed_by(self, later: SessionRecord) -> SessionRecord:
+        """This and a session that ran afterwards on the same workers, as one."""
+        metrics = later.metrics if self.metrics is None else self.metrics
+        if self.metrics is not None and later.metrics is not None:
+            metrics = self.metrics.followed_by(later.metrics)
+        pairs = zip_longest(self.worker_seconds, later.worker_seconds, fillvalue=0.0)
+        return replace(
+            later, took=joined(self.took, later.took), metrics=metrics, worker_seconds=tuple(map(sum, pairs))
+        )
+
+    def named(self) -> dict[str, float]:
+        """By the names of the step's metrics."""
+        counted = {} if self.metrics is None else self.metrics.named(scales_are_calibrated=self.scales_are_calibrated)
+        return {**counted, **self.took, **worker_times("time/rollout", self.worker_seconds, self.first_worker)}
+
+
+OnSession = Callable[[SessionRecord], None]
+"""Takes the record of a session when it has ended."""
+
+
+def not_asked(record: SessionRecord) -> None:
+    """The `OnSession` of a caller that needs no metrics."""
 
 
 class RolloutSession(Protocol):

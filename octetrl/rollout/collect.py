@@ -33,14 +33,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from octetrl.environments.scoring_round import RestartingScorer, ScoresAll
+from octetrl.environments.scoring_round import RestartingScorer, ScoresAll, TimedScorer
 from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import GenerationRequest, RolloutGroup, Task
 from octetrl.rollout.collect_answers import collect_answers
 from octetrl.rollout.collect_conversations import collect_conversations
 from octetrl.rollout.collected import CollectedBatch as CollectedBatch
+from octetrl.rollout.collected import Collecting
 from octetrl.rollout.collection_settings import CollectionSettings, Generates, Tasks
-from octetrl.rollout.drive import Occupancy
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.rollout.first_requests import TooLong, request_of, without_answers
 from octetrl.rollout.overdraw import collect_overdrawn
 
@@ -51,29 +52,49 @@ def collect_batch(
     environment: ScoresAll | Dialogues,
     workers: Generates,
     collection: CollectionSettings,
+    lengths: ExpectedLengths | None = None,
+    on_group: Callable[[int, RolloutGroup], None] | None = None,
 ) -> CollectedBatch:
     """Collects at least `collection.prompts` groups that are kept, or as many as `collection.max_refills` refills
-    give."""
+    give. `lengths`: of earlier answers; those of this step are added. `on_group`: gets each scored group early."""
+    state = Collecting(ExpectedLengths() if lengths is None else lengths, on_group)
+    restarts = _reward_restarts(environment)
     if collection.overdraw > 1.0:
         assert not isinstance(environment, Dialogues), "`refuse_for_turns` comes first"
-        before = _reward_restarts(environment)
-        batch = collect_overdrawn(tasks, keeps, environment, workers, collection)
-        return replace(batch, reward_restarts=_reward_restarts(environment) - before)
+        batch = collect_overdrawn(tasks, keeps, environment, workers, collection, state)
+        restarts = _reward_restarts(environment) - restarts
+        return replace(batch, reward_restarts=restarts, reward_times=reward_times(environment))
     groups: list[RolloutGroup] = []
     kept: list[RolloutGroup] = []
-    wanted, draws, occupancy = collection.prompts, 0, Occupancy()
-    restarts = _reward_restarts(environment)
+    wanted, draws = collection.prompts, 0
     while wanted > 0 and draws <= collection.max_refills:
         drawn = tasks.next_batch(wanted)
-        new = collect_groups(
-            drawn, environment, workers, replace(collection, first_place=len(groups), occupancy=occupancy)
-        )
+        new = collect_groups(drawn, environment, workers, collection, state)
         groups += new
         kept += [group for group in new if keeps(group)]
         draws += 1
         missing = max(collection.prompts - len(kept), 0)
         wanted = min(-(-missing * len(groups) // max(len(kept), 1)), collection.prompts)
-    return CollectedBatch(groups, kept, draws - 1, occupancy, _reward_restarts(environment) - restarts, tasks.metrics)
+    return CollectedBatch(
+        groups,
+        kept,
+        draws - 1,
+        state.occupancy,
+        reward_restarts=_reward_restarts(environment) - restarts,
+        of_order=tasks.metrics,
+        session=state.session,
+        reward_times=reward_times(environment),
+    )
+
+
+def reward_times(environment: ScoresAll | Dialogues) -> dict[str, float]:
+    """`time/reward`: seconds that the collection waited for rewards after sampling. `time/reward_slowest`: one call.
+    Empty for scorers that use the engine's device. A collection calls it once, at its end."""
+    scorer = environment.scorer if isinstance(environment, Dialogues) else environment
+    if not isinstance(scorer, TimedScorer):
+        return {}
+    taken = scorer.times.take()
+    return {"time/reward": taken.waited} | ({"time/reward_slowest": taken.slowest} if taken.slowest else {})
 
 
 def _reward_restarts(environment: ScoresAll | Dialogues) -> int:
@@ -83,20 +104,25 @@ def _reward_restarts(environment: ScoresAll | Dialogues) -> int:
 
 
 def collect_groups(
-    tasks: Sequence[Task], environment: ScoresAll | Dialogues, workers: Generates, collection: CollectionSettings
+    tasks: Sequence[Task],
+    environment: ScoresAll | Dialogues,
+    workers: Generates,
+    collection: CollectionSettings,
+    state: Collecting,
 ) -> list[RolloutGroup]:
-    """`group_size` rollouts of each task, scored, in the order of `tasks`."""
-    places = range(collection.first_place, collection.first_place + len(tasks))
-    requests = [request_of(task, place, collection) for place, task in zip(places, tasks, strict=True)]
+    """`group_size` rollouts of each task, scored, in the order of `tasks`. `state` goes on behind them."""
+    places = range(state.first_place, state.first_place + len(tasks))
+    state.first_place += len(tasks)
+    requests = [request_of(task, place, collection, state.lengths) for place, task in zip(places, tasks, strict=True)]
     answerable = [
         (place, task, request)
         for place, task, request in zip(places, tasks, requests, strict=True)
         if isinstance(request, GenerationRequest)
     ]
     if isinstance(environment, Dialogues):
-        rollouts = collect_conversations(answerable, environment, workers, collection)
+        rollouts = collect_conversations(answerable, environment, workers, collection, state)
     else:
-        rollouts = collect_answers(answerable, environment, workers, collection)
+        rollouts = collect_answers(answerable, environment, workers, collection, state)
     siblings = range(collection.group_size)
     return [
         RolloutGroup(

@@ -1,7 +1,7 @@
 """Collects the rollouts of an environment with one turn: samples the answers, and scores each as soon as it ends.
 
 The lengths of answers are ragged. While the longest are still being sampled, the others already have their scores. A
-group is passed to `CollectionSettings.on_group` as soon as all its answers have theirs.
+group is passed to `Collecting.on_group` as soon as all its answers have theirs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from octetrl.records import (
     Task,
     Turn,
 )
+from octetrl.rollout.collected import Collecting
 from octetrl.rollout.collection_settings import CollectionSettings, Generates
 
 
@@ -28,9 +29,10 @@ def collect_answers(
     scorer: ScoresAll,
     workers: Generates,
     collection: CollectionSettings,
+    state: Collecting,
 ) -> dict[tuple[int, int], Rollout]:
     """Rollouts by (place, sibling), for (place, task, request for its siblings)."""
-    early = None if collection.on_group is None else EarlyGroups(requests, collection, collection.on_group)
+    early = None if state.on_group is None else EarlyGroups(requests, collection, state.on_group)
     with begin_round(scorer) as scoring:
 
         def score(ended: Sequence[tuple[int, int, Completion]]) -> bool:
@@ -44,11 +46,11 @@ def collect_answers(
                 early.take(ended, scoring)
             return not scoring.is_done
 
-        generated = workers.generate([request for _, _, request in requests], score)
+        generated = workers.generate([request for _, _, request in requests], score, state.end_session)
         scores = scoring.finish()
     for (_, task, request), completions in zip(requests, generated, strict=True):
         mean = sum(len(one.token_ids) for one in completions) // len(completions)
-        collection.lengths.record(task, len(request.prompt_token_ids), mean)
+        state.lengths.record(task, len(request.prompt_token_ids), mean)
     return {
         (place, sibling): without_answer(task, completion)
         if completion.finish_reason is FinishReason.FAILED

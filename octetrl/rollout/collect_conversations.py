@@ -9,6 +9,7 @@ from dataclasses import replace
 from octetrl.environments.scoring_round import begin_round
 from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import GenerationRequest, Rollout, RolloutStatus, Task
+from octetrl.rollout.collected import Collecting
 from octetrl.rollout.collection_settings import CollectionSettings, Generates
 from octetrl.rollout.converse import ConversationSettings, with_score
 from octetrl.rollout.drive import Drive
@@ -20,16 +21,17 @@ def collect_conversations(
     dialogue: Dialogues,
     workers: Generates,
     collection: CollectionSettings,
+    state: Collecting,
 ) -> dict[tuple[int, int], Rollout]:
     """Rollouts by (place, sibling), for (place, task, request for its siblings) of each first turn."""
     settings = ConversationSettings(collection.chat, collection.sampling, collection.context_length)
     with nullcontext() if dialogue.scorer is None else begin_round(dialogue.scorer) as scoring:
-        with workers.session() as session:
-            drive = Drive(dialogue, session, settings, collection.occupancy, scoring)
+        with workers.session(state.end_session) as session:
+            drive = Drive(dialogue, session, settings, state.occupancy, scoring)
             drive.run(requests, run_seed=collection.seed, step=collection.step)
         scores = {} if scoring is None else scoring.finish()
     finished = drive.finished
-    _keep_lengths(finished, collection.lengths)
+    _keep_lengths(finished, state.lengths)
     for key, score in scores.items():
         finished[key] = with_score(finished[key], score)
     return {key: _penalized(rollout, collection) for key, rollout in finished.items()}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from octetrl.config.schema import RolloutConfig
 from octetrl.config.validate_overdraw import overdrawn
-from octetrl.records import Completion, GenerationRequest, OnCompletions, RolloutGroup, SamplingParams, Task
-from octetrl.rollout.backend import RolloutSession
+from octetrl.records import Completion, GenerationRequest, OnCompletions, SamplingParams, Task
+from octetrl.rollout.backend import OnSession, RolloutSession, not_asked
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.drive import Occupancy
-from octetrl.rollout.expected_lengths import ExpectedLengths
 
 
 class Tasks(Protocol):
@@ -29,10 +27,14 @@ class Generates(Protocol):
     """The generating part of a worker: a backend's first verbs (rollout/backend.py), with progress shown."""
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, /
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
+        /,
     ) -> list[list[Completion]]: ...
 
-    def session(self) -> AbstractContextManager[RolloutSession]: ...
+    def session(self, on_end: OnSession = not_asked, /) -> AbstractContextManager[RolloutSession]: ...
 
 
 class LengthPenalty(Protocol):
@@ -51,19 +53,15 @@ class CollectionSettings:
     max_prompt_tokens: int
     seed: int = 0
     step: int = 0  # new for every collection: seeds follow from it
-    first_place: int = 0  # in the step, of the first task: seeds follow from it too
     prompts: int = 1  # groups that a step wants (`collect_batch`)
     max_refills: int = 0  # further draws to get them
     overdraw: float = 1.0  # tasks that a step draws, of `prompts` (overdraw.py)
     long_steps: bool = False  # tasks that were put back are drawn in steps of their own, not in the next
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
-    lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
     context_length: int = 1 << 30  # tokens that a conversation may have
     answer_limits: Callable[[Task], tuple[int, ...]] | None = (
         None  # of each sibling, for a bench; None: `sampling` has it
     )
-    on_group: Callable[[int, RolloutGroup], None] | None = None  # gets each scored group's place and the group, early
-    occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
 
     @classmethod
     def from_config(cls, chat: ChatTokens, config: RolloutConfig, *, seed: int) -> CollectionSettings:

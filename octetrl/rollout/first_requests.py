@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from octetrl.records import GenerationRequest, Rollout, RolloutStatus, Task
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.converse import first_request, seed_of
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.system.text import TextTooLong
 
 
@@ -17,7 +18,9 @@ class TooLong:
     detail: str
 
 
-def request_of(task: Task, place: int, collection: CollectionSettings) -> GenerationRequest | TooLong:
+def request_of(
+    task: Task, place: int, collection: CollectionSettings, lengths: ExpectedLengths
+) -> GenerationRequest | TooLong:
     """The request of the task at this place of the step, for all its siblings."""
     limit = collection.max_prompt_tokens
     try:
@@ -32,7 +35,7 @@ def request_of(task: Task, place: int, collection: CollectionSettings) -> Genera
         sampling=collection.sampling,
         num_siblings=collection.group_size,
         seed=seed_of(collection.seed, collection.step, place),
-        expected_tokens=collection.lengths.estimate(task, len(prompt_token_ids)),
+        expected_tokens=lengths.estimate(task, len(prompt_token_ids)),
         answer_limits=() if collection.answer_limits is None else collection.answer_limits(task),
     )
 

@@ -29,7 +29,7 @@ from octetrl.environments.scoring_round import ScoresAll, begin_round
 from octetrl.records import Completion, GenerationRequest, RolloutGroup, Task
 from octetrl.rollout.backend import ForgetsAnswers, KnowsLengths, RolloutSession
 from octetrl.rollout.collect_answers import rollout_of
-from octetrl.rollout.collected import CollectedBatch
+from octetrl.rollout.collected import CollectedBatch, Collecting
 from octetrl.rollout.collection_settings import CollectionSettings, Generates, Tasks
 from octetrl.rollout.first_requests import TooLong, request_of, without_answers
 from octetrl.system.errors import UserError
@@ -89,6 +89,7 @@ def collect_overdrawn(
     scorer: ScoresAll,
     workers: Generates,
     collection: CollectionSettings,
+    state: Collecting,
 ) -> CollectedBatch:
     """The groups of one step. The slowest are put back into `tasks`."""
     assert isinstance(tasks, TakesTasksBack), "over-drawing needs tasks that can be put back"
@@ -99,22 +100,22 @@ def collect_overdrawn(
         again, drawn = 0, tasks.next_new_batch(collection.drawn_prompts)
     else:
         drawn = tasks.next_batch(collection.drawn_prompts)
-    asked = {place: (task, request_of(task, place, collection)) for place, task in enumerate(drawn)}
+    asked = {place: (task, request_of(task, place, collection, state.lengths)) for place, task in enumerate(drawn)}
     race = None if again >= prompts else Race(range(again, len(drawn)), prompts - again)
-    answers, scores = _draw(asked, scorer, workers, race)
+    answers, scores = _draw(asked, scorer, workers, race, state)
     lost = [] if race is None else race.losers
     groups = []
     for place, (task, request) in asked.items():
         if place in lost:
             assert race is not None
             if isinstance(request, GenerationRequest):
-                collection.lengths.expect_at_least(task, round(race.bound))
+                state.lengths.expect_at_least(task, round(race.bound))
         elif isinstance(request, TooLong):
             groups.append(RolloutGroup(task, without_answers(task, request, collection)))
         else:
             siblings = [completion for _, completion in sorted(answers[place].items())]
             mean = sum(len(one.token_ids) for one in siblings) // len(siblings)
-            collection.lengths.record(task, len(request.prompt_token_ids), mean)
+            state.lengths.record(task, len(request.prompt_token_ids), mean)
             rollouts = (
                 rollout_of(task, request, one, scores[place, number], collection) for number, one in enumerate(siblings)
             )
@@ -125,7 +126,9 @@ def collect_overdrawn(
     counted = {"rollout/put_back_groups": float(len(lost)), "rollout/drawn_again_groups": float(min(again, prompts))}
     if race is not None:
         counted["rollout/longest_kept_answer"] = race.longest_kept
-    return CollectedBatch(groups, kept, 0, of_order=tasks.metrics, put_back=put_back, of_overdraw=counted)
+    return CollectedBatch(
+        groups, kept, 0, of_order=tasks.metrics, put_back=put_back, of_overdraw=counted, session=state.session
+    )
 
 
 def _draw(
@@ -133,13 +136,14 @@ def _draw(
     scorer: ScoresAll,
     workers: Generates,
     race: Race | None,
+    state: Collecting,
 ) -> tuple[dict[int, Answers], dict[tuple[int, int], Score]]:
     """Answers of every group that is kept, and of some that are not, by place; and their scores."""
     requests = {place: one for place, (_, one) in asked.items() if isinstance(one, GenerationRequest)}
     place_of = {request.id: place for place, request in requests.items()}
     answers: dict[int, Answers] = {place: {} for place in requests}
     with begin_round(scorer) as scoring:
-        with workers.session() as session:
+        with workers.session(state.end_session) as session:
             for request in requests.values():
                 session.submit(request)
             while session.has_work:

@@ -30,22 +30,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import TYPE_CHECKING
 
-from octetrl.records import Completion, GenerationRequest, OnCompletions, Sample, SessionEvent
-from octetrl.rollout.backend import RolloutSession
+from octetrl.config.schema import Recipe
+from octetrl.records import Completion, GenerationRequest, OnCompletions, Sample, SessionEvent, joined
+from octetrl.rollout.backend import OnSession, RolloutSession, not_asked
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples
 from octetrl.rollout.token_versions import versions_of
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
+from octetrl.run.journal import Journal
 from octetrl.run.plain_tasks import with_plain_tasks
-from octetrl.run.slow_rewards import reward_times
+from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
+from octetrl.workers.clock import Clock
 from octetrl.workers.protocol import WorkersAhead
-
-if TYPE_CHECKING:
-    from octetrl.run.state import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +62,12 @@ class RunEnds(Exception):
     """The run ends while a batch is drawn."""
 
 
-class Ahead:
-    """Of one run. `step` is `train_step` with batches that were drawn ahead. It starts the thread."""
+class Ahead(StepMethod):
+    """Learns from batches that were drawn ahead. The first step starts the thread."""
 
-    def __init__(self, run: Run, workers: WorkersAhead) -> None:
-        self._run, self._workers = run, workers
-        self._lead = Lead(run.config.cluster.max_staleness)
+    def __init__(self, recipe: Recipe, workers: WorkersAhead) -> None:
+        self._recipe, self._workers, self._clock = recipe, workers, Clock()
+        self._lead = Lead(recipe.cluster.max_staleness)
         self._changed = threading.Condition()
         self._buffer: dict[int, BufferedBatch] = {}  # by step
         self._taken: tuple[int, BufferedBatch] | None = None  # of the last step
@@ -81,33 +80,31 @@ class Ahead:
         self._place: DataPlace | None = None
         workers.between_batches = self._between_batches
 
-    @property
-    def place(self) -> DataPlace:
-        """The place after the last batch that a step took."""
-        return self._place or DataPlace.of(self._run.taskset, self._run.collection.lengths)
+    def place(self, run: Run) -> DataPlace:
+        return self._place or super().place(run)
 
     # ------------------------------------------------------------ the step
 
-    def step(self) -> StepMetrics:
-        run = self._run
+    def step(self, run: Run, number: int, journal: Journal) -> StepResult:
         if self._thread is None:
-            self._place, self._learnt = self.place, run.step - 1
-            first = run.step if self._first is None else self._first
-            self._thread = threading.Thread(target=self._produce, args=(first,), name="produce", daemon=True)
+            self._place, self._learnt = self.place(run), number - 1
+            first = number if self._first is None else self._first
+            self._thread = threading.Thread(target=self._produce, args=(run, first), name="produce", daemon=True)
             self._thread.start()
-        with run.spans("wait_for_batch"):
-            drawn = self._take(run.step)
-        run.journal.record(drawn.groups, drawn.counts)
+        with self._clock("wait_for_batch") as waited:
+            drawn = self._take(number)
+        recorded = journal.record(number, drawn.groups)
         samples = to_samples(drawn.kept, run.algorithm)
         stale = staleness(samples, run.workers.policy_version, self._lead.most)
-        metrics = learn(run, samples)
+        metrics = learn(run, samples, number)
         with self._changed:
-            self._learnt = run.step
+            self._learnt = number
             self._changed.notify_all()
         too_old, self._too_old = {"rollout/too_old_groups": float(self._too_old)} if self._too_old else {}, 0
         # a saved batch may have the pause before it, and weights are in flight only now: then `metrics` has that of now
         of_batch = {name: value for name, value in drawn.metrics.items() if name not in metrics}
-        return StepMetrics.merge(metrics, of_batch, stale, too_old)
+        own = joined(recorded, drawn.counts, of_batch, stale, too_old, waited)
+        return StepResult(StepMetrics.merge(metrics, own), drawn.groups)
 
     def _take(self, step: int) -> BufferedBatch:
         with self._changed:
@@ -122,46 +119,45 @@ class Ahead:
     # ------------------------------------------------------------ saving and resuming
 
     def batches_after(self, step: int, *, waits: bool) -> list[BufferedBatch]:
-        """The batches of the steps after `step`, without a gap. waits: for the first of them, which the run needs next;
-        with one version ahead no other is being drawn then, so that a resumed run repeats the bits."""
+        """Without a gap. waits: for the first of them, which the run needs next; with one version ahead no other is
+        being drawn then, so that a resumed run repeats the bits."""
         with self._changed:
-            if waits and self._thread is not None and step < self._run.config.steps:
+            if waits and self._thread is not None and step < self._recipe.steps:
                 self._changed.wait_for(lambda: step + 1 in self._buffer or self._error is not None or self._ends)
             found = dict(self._buffer) | ({} if self._taken is None else dict([self._taken]))
         return [found[one] for one in takewhile(found.__contains__, count(step + 1))]
 
-    def put_back(self, batches: Sequence[BufferedBatch], step: int) -> None:
-        """Begins after `step` with these batches, once the run's cursor has been restored. Those that are too old for
-        `cluster.max_staleness`, which may be smaller than before, and those after them are drawn again, and counted."""
-        run = self._run
-        self._place = DataPlace.of(run.taskset, run.collection.lengths)
+    def put_back(self, run: Run, batches: Sequence[BufferedBatch], step: int) -> None:
+        """Batches that are too old for `cluster.max_staleness`, which may be smaller than before, and those after them
+        are drawn again, and counted."""
+        self._place = DataPlace.of(run.taskset, run.lengths)
         for number, drawn in enumerate(batches):
             oldest = drawn.oldest_version
             if oldest is not None and run.workers.policy_version + number - oldest > self._lead.most:
                 break
             self._buffer[step + 1 + number] = drawn
-            drawn.place.put_into(run.taskset, run.collection.lengths)
+            drawn.place.put_into(run.taskset, run.lengths)
         self._first = step + 1 + len(self._buffer)
         self._too_old = sum(len(drawn.groups) for drawn in batches[len(self._buffer) :])
         if self._too_old:
             run.console.note(f"{self._too_old} saved groups are older than {self._lead.most} versions: sampled again")
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """No batch is drawn meanwhile, and the engines have the last version. Waits for the batch that is drawn."""
+    def paused(self) -> Iterator[dict[str, float]]:
+        """Waits for the batch that is drawn."""
         with ExitStack() as stack:
-            with self._run.spans("wait_to_evaluate"):
+            with self._clock("wait_to_evaluate") as waited:
                 stack.enter_context(self._no_batch())
                 self._workers.adopt()
-            yield
+            yield waited
 
     @contextmanager
-    def _between_batches(self) -> Iterator[None]:
+    def _between_batches(self) -> Iterator[dict[str, float]]:
         """For new weights that arrive in place. The wait counts as training's wait for the batch."""
         with ExitStack() as stack:
-            with self._run.spans("wait_for_batch"):
+            with self._clock("wait_for_batch") as waited:
                 stack.enter_context(self._no_batch())
-            yield
+            yield waited
 
     @contextmanager
     def _no_batch(self) -> Iterator[None]:
@@ -176,7 +172,7 @@ class Ahead:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread, after the engines' next event. A second call does nothing."""
+        """Ends the thread, after the engines' next event."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -185,16 +181,16 @@ class Ahead:
 
     # ------------------------------------------------------------ the thread
 
-    def _produce(self, first: int) -> None:
+    def _produce(self, run: Run, first: int) -> None:
         try:
             finished: tuple[int, BufferedBatch] | None = None
-            for step in range(first, self._run.config.steps + 1):
+            for step in range(first, self._recipe.steps + 1):
                 waited = self._wait_for(step)
                 self._workers.adopt()
                 if self._is_first_after_checkpoint(step):
                     self._workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
                 self._hand_over(finished)
-                finished = step, self._draw(step, waited)
+                finished = step, self._draw(run, step, waited)
                 with self._changed:
                     self._draws = False
                     self._changed.notify_all()
@@ -223,26 +219,21 @@ class Ahead:
 
     def _is_first_after_checkpoint(self, step: int) -> bool:
         """Whether a run that is resumed with saved batches begins by drawing the batch of `step`."""
-        config = self._run.config.checkpoint
+        config = self._recipe.checkpoint
         is_due = bool(config.every) and (step - 1 - self._lead.most) % config.every == 0
         return is_due and config.batches_ahead == "saved"
 
-    def _draw(self, step: int, waited: float) -> BufferedBatch:
-        run = self._run
-        in_flight = run.config.cluster.weights_in_flight != "off"  # `publish` has the pause
+    def _draw(self, run: Run, step: int, waited: float) -> BufferedBatch:
+        in_flight = self._recipe.cluster.weights_in_flight != "off"  # `publish` has the pause
         pause = {} if in_flight else {"time/publish_pause": self._workers.pause_seconds}
         workers = _Stoppable(self._workers, self._check)
-        collected = collect_batch(
-            run.taskset, run.algorithm.keeps, run.rewards, workers, run.base_collection.at_step(step)
-        )
-        times = {**run.spans.take(only="rollout"), **reward_times(run.rewards)}
-        metrics = {**self._workers.rollout_metrics(), "time/wait_for_weights": waited, **times, **pause}
+        settings = run.collection.at_step(step)
+        collected = collect_batch(run.taskset, run.algorithm.keeps, run.rewards, workers, settings, run.lengths)
+        metrics = {**collected.measured, "time/wait_for_weights": waited, **pause}
         groups = tuple(with_plain_tasks(collected.groups))  # the other thread reads no task of the user's
         plain = {id(group): new for group, new in zip(collected.groups, groups, strict=True)}
         kept = tuple(plain[id(group)] for group in collected.kept)
-        return BufferedBatch(
-            groups, kept, collected.metrics, metrics, DataPlace.of(run.taskset, run.collection.lengths)
-        )
+        return BufferedBatch(groups, kept, collected.counts, metrics, DataPlace.of(run.taskset, run.lengths))
 
     def _hand_over(self, finished: tuple[int, BufferedBatch] | None) -> None:
         if finished is not None:
@@ -281,17 +272,21 @@ class _Stoppable:
         self._workers, self._check = workers, check
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, /
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
+        /,
     ) -> list[list[Completion]]:
         def checked(ended: Sequence[tuple[int, int, Completion]]) -> bool | None:
             self._check()
             return None if on_completions is None else on_completions(ended)
 
-        return self._workers.generate(requests, checked)
+        return self._workers.generate(requests, checked, on_end)
 
     @contextmanager
-    def session(self) -> Iterator[RolloutSession]:
-        with self._workers.session() as session:
+    def session(self, on_end: OnSession = not_asked, /) -> Iterator[RolloutSession]:
+        with self._workers.session(on_end) as session:
             yield _StoppableSession(session, self._check)
 
 
@@ -312,10 +307,3 @@ class _StoppableSession:
     def events(self, wait_seconds: float = 0.0, /) -> Sequence[SessionEvent]:
         self._check()
         return self._session.events(wait_seconds)
-
-
-def ahead_of(run: Run) -> Ahead | None:
-    """None, if a step of the recipe generates and then learns."""
-    if not run.config.cluster.max_staleness or not isinstance(run.workers, WorkersAhead):
-        return None
-    return Ahead(run, run.workers)

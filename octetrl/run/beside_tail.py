@@ -10,20 +10,18 @@ micro-batches therefore follow from the recipe and the answers, and not from the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from octetrl.algorithms.weighting import TokenWeighting
 from octetrl.config.schema import Recipe
 from octetrl.records import PackedBatch, RolloutGroup
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import CreditAssignment, to_samples
+from octetrl.run.journal import Journal
+from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.workers.many.tail import TailWorkers
-
-if TYPE_CHECKING:
-    from octetrl.algorithms.weighting import TokenWeighting
-    from octetrl.run.state import Run
 
 EXPECTED_SHARE = (
     0.25  # of `rollout.max_new_tokens`: an answer's tokens, where the number of groups of a block is chosen
@@ -80,14 +78,14 @@ class Blocks:
         return {**self._counts, "train/packing_efficiency": efficiency}
 
 
-class BesideTail:
-    """Of one run. `step` is `train_step`, with the same completions and log-probs."""
+class BesideTail(StepMethod):
+    """With the same completions and log-probs as generating, then learning."""
 
-    def __init__(self, run: Run, workers: TailWorkers) -> None:
-        self._run, self._workers = run, workers
+    def __init__(self, workers: TailWorkers) -> None:
+        self._workers = workers
 
-    def step(self) -> StepMetrics:
-        run, workers, objective = self._run, self._workers, self._run.algorithm
+    def step(self, run: Run, number: int, journal: Journal) -> StepResult:
+        workers, objective = self._workers, run.algorithm
         blocks = Blocks(groups_per_block(run.config), workers.layout, objective)
 
         def on_group(place: int, group: RolloutGroup) -> None:
@@ -95,15 +93,18 @@ class BesideTail:
             if batch is not None:
                 workers.offer(batch)
 
-        workers.begin_step(divisor(run.config), run.step)
-        collection = replace(run.collection, on_group=on_group)
-        collected = collect_batch(run.taskset, objective.keeps, run.rewards, workers, collection)
-        run.journal.record(collected.groups, collected.metrics, collected.put_back)
+        workers.begin_step(divisor(run.config), number)
+        settings = run.collection.at_step(number)
+        collected = collect_batch(
+            run.taskset, objective.keeps, run.rewards, workers, settings, run.lengths, on_group=on_group
+        )
+        recorded = journal.record(number, collected.groups, collected.put_back)
         for batch in blocks.rest(collected.groups):
             workers.offer(batch)
         update = workers.finish_step()
         published = workers.publish(update.policy_version)
-        return StepMetrics.merge(run.journal.metrics, blocks.metrics, update.metrics, published.metrics)
+        metrics = StepMetrics.merge(recorded, collected.metrics, blocks.metrics, update.metrics, published.metrics)
+        return StepResult(metrics, collected.groups)
 
 
 def groups_per_block(recipe: Recipe) -> int:
@@ -119,8 +120,3 @@ def divisor(recipe: Recipe) -> float:
     answers = recipe.rollout.prompts_per_step * recipe.rollout.group_size
     by_token = getattr(recipe.algorithm, "token_weighting", None) == "token"
     return answers * (recipe.rollout.max_new_tokens * EXPECTED_SHARE if by_token else 1.0)
-
-
-def beside_tail_of(run: Run) -> BesideTail | None:
-    """None, if a step of the recipe samples and then learns."""
-    return BesideTail(run, run.workers) if isinstance(run.workers, TailWorkers) else None

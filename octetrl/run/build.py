@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-import torch
-
 from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.kept_cache import cannot_keep
@@ -30,22 +28,25 @@ from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.expected_lengths import ExpectedLengths
+from octetrl.run.ahead import Ahead
+from octetrl.run.beside_tail import BesideTail
 from octetrl.run.contents import Contents, contents_of
 from octetrl.run.device import gpus_beside, resolve_device, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats, build_scorers
-from octetrl.run.journal import Journal
 from octetrl.run.own_objective import try_objective
-from octetrl.run.state import Run
+from octetrl.run.state import Run, StepMethod
+from octetrl.run.step import GenerateThenLearn, LearnFromData
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker
 from octetrl.workers.local import LocalLearningWorkers, LocalWorkers
 from octetrl.workers.many.build import build_many_workers
+from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.model_shape import model_spec, with_context_length
-from octetrl.workers.protocol import LearningWorkers, Workers
+from octetrl.workers.protocol import LearningWorkers, Workers, WorkersAhead
 from octetrl.workers.reward_model_worker import RewardModelWorker
 
 
@@ -76,7 +77,6 @@ def build_run(
     chat = build_chats(recipe, spec, tokenizer, environments)
     try_objective(recipe)
     algorithm = build_algorithm(recipe.algorithm)
-    spans = Spans(torch.cuda.synchronize if on_gpu and not cluster.uses_ray else None)
     console = Console(recipe.logging.console, recipe.steps, mismatch_limit=recipe.mismatch.warn_above)
     of_training = (*never_drawn(recipe), cannot_keep(cluster, policy.kv_mode)) if trains else ()
     for line in filter(None, (*slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains), *of_training)):
@@ -95,7 +95,7 @@ def build_run(
     if check_contents is not None:
         check_contents(contents_of(recipe, given, tokenizer.chat_template, environments, conversations))
     with console.phase("load"):
-        workers = _build_workers(recipe, spec, tokenizer, spans, console, trains)  # last: it takes the longest
+        workers = _build_workers(recipe, spec, tokenizer, console, trains)  # last: it takes the longest
     return Run(
         config=recipe,
         tokenizer=tokenizer,
@@ -104,20 +104,29 @@ def build_run(
         rewards=cast(Workers, workers) if rewards is None else rewards,
         algorithm=algorithm,
         workers=workers,
-        journal=Journal.of(recipe),
+        method=method_of(recipe, workers),
         console=console,
-        spans=spans,
-        base_collection=build_collection(recipe, chat),
+        collection=build_collection(recipe, chat),
+        lengths=ExpectedLengths(),
     )
 
 
+def method_of(recipe: Recipe, workers: LearningWorkers) -> StepMethod:
+    """How the recipe's run takes its steps."""
+    if recipe.algorithm.learns_from != "rollouts":
+        return LearnFromData()
+    if recipe.cluster.max_staleness and isinstance(workers, WorkersAhead):
+        return Ahead(recipe, workers)
+    return BesideTail(workers) if isinstance(workers, TailWorkers) else GenerateThenLearn()
+
+
 def _build_workers(
-    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, spans: Spans, console: Console, trains: bool
+    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console: Console, trains: bool
 ) -> LearningWorkers:
     if recipe.cluster.uses_ray:
-        return build_many_workers(recipe, spec, tokenizer, spans, console, trains=trains)
+        return build_many_workers(recipe, spec, tokenizer, console, trains=trains)
     device = resolve_device(recipe.cluster)
-    built = build_worker(recipe, device, spans, tokenizer=tokenizer, trains=trains)
+    built = build_worker(recipe, device, tokenizer=tokenizer, trains=trains)
     if isinstance(built.worker, RewardModelWorker):
         return LocalLearningWorkers(built.worker, console)
     return LocalWorkers(built.worker, console, built.scorer)

@@ -184,9 +184,7 @@ class Checkpoints:
 
     def _batches_after(self, run: Run, step: int, *, waits: bool) -> Sequence[BufferedBatch]:
         """What was generated ahead, if the recipe saves it."""
-        if run.ahead is None or self._config.batches_ahead != "saved":
-            return ()
-        return run.ahead.batches_after(step, waits=waits)
+        return run.method.batches_after(step, waits=waits) if self._config.batches_ahead == "saved" else ()
 
     def _stager(
         self,

@@ -45,7 +45,7 @@ def remember_answers(run: Run, folder: Path, step: int) -> None:
 
 def _newest_first(run: Run, folder: Path, step: int, missing: list[int]) -> Iterator[list[EarlierAnswer]]:
     """Of each batch of the checkpoint, then of each file. `missing`: gets the steps without rollouts."""
-    for batch in reversed([] if run.ahead is None else run.ahead.batches_after(step, waits=False)):
+    for batch in reversed(run.method.batches_after(step, waits=False)):
         turns = (turn for group in batch.groups for rollout in group.rollouts for turn in rollout.turns)
         yield [EarlierAnswer(turn.prompt_token_ids, array("i", turn.completion.token_ids)) for turn in turns]
     vocab_size = model_spec(run.config).vocab_size

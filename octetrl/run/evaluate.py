@@ -16,8 +16,8 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.records import Task
-from octetrl.rollout.collect import collect_groups
-from octetrl.rollout.expected_lengths import ExpectedLengths
+from octetrl.rollout.collect import collect_groups, reward_times
+from octetrl.rollout.collected import Collecting
 from octetrl.run.build import build_run
 from octetrl.run.device import generators_put_back
 from octetrl.run.environment import NOTHING_GIVEN
@@ -37,20 +37,19 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     if not tasks:
         raise UserError("environment.eval_size is 0, so no task is held out to evaluate on; set it above 0")
     sampling = replace(
-        run.base_collection.sampling,
+        run.collection.sampling,
         temperature=config.evaluation.temperature,
         max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
     )
-    collection = replace(
-        run.base_collection, sampling=sampling, group_size=config.evaluation.samples, step=0, lengths=ExpectedLengths()
-    )
-    with run.console.phase("evaluate"), run.spans("evaluate"), generators_put_back():
-        groups = with_plain_tasks(collect_groups(tasks, run.rewards, run.rollout_workers, collection))
+    collection = replace(run.collection, sampling=sampling, group_size=config.evaluation.samples, step=0)
+    state = Collecting()
+    with run.console.phase("evaluate"), generators_put_back():
+        groups = with_plain_tasks(collect_groups(tasks, run.rewards, run.rollout_workers, collection, state))
         run.rollout_workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
-        run.journal.record_evaluation(groups)
+    reward_times(run.rewards)  # they are no step's
     scoring = Scoring(config.evaluation.k, config.evaluation.right_from, config.seed)
-    speed = run.rollout_workers.rollout_metrics().get("rollout/tokens_per_second", 0.0)
-    return EvalReport(groups, scoring, speed)
+    sampled = {} if state.session is None else state.session.named()
+    return EvalReport(groups, scoring, sampled.get("rollout/tokens_per_second", 0.0))
 
 
 def evaluate_checkpoint(
@@ -75,7 +74,7 @@ def evaluate_checkpoint(
     try:
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
         if run.rollout_workers.needs_calibration:
-            chat, longest = run.base_collection.chat, recipe.model.context_length
+            chat, longest = run.collection.chat, recipe.model.context_length
             run.rollout_workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, longest) for task in tasks])
         return replace(evaluate(run, tasks), step=step)
     finally:

@@ -22,7 +22,6 @@ from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.build import build_many_workers
@@ -127,9 +126,9 @@ def generating_workers(
     validate_with_spec(recipe, spec)
     check_vocabulary(tokenizer, spec.vocab_size)
     if recipe.cluster.uses_ray:
-        workers = build_many_workers(recipe, spec, tokenizer, Spans(), console, trains=False)
+        workers = build_many_workers(recipe, spec, tokenizer, console, trains=False)
         assert isinstance(workers, ManyWorkers), "a recipe to generate trains no reward model"
         return workers
-    built = build_worker(recipe, resolve_device(recipe.cluster), Spans(), tokenizer=tokenizer, trains=False)
+    built = build_worker(recipe, resolve_device(recipe.cluster), tokenizer=tokenizer, trains=False)
     assert isinstance(built.worker, Worker), "a recipe to generate trains no reward model"
     return LocalWorkers(built.worker, console)

@@ -1,9 +1,8 @@
-"""Writes the rollouts of a step and of the evaluation after it to files, and computes the metrics that `learn` merges
-with the rest."""
+"""Writes the rollouts of a step and of the evaluation after it to files, and computes their metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from octetrl.config.schema import Recipe
@@ -14,13 +13,10 @@ from octetrl.telemetry.failures import Failures
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, RolloutFiles, rollout_metrics
 from octetrl.telemetry.step_lines import PUT_BACK, StepLines
 
-STEP, EVALUATION = "rollouts", "evaluation"
-
 
 class Journal:
-    """Call `record` once a step; `metrics` then belong to that step. `files` None: write no rollouts; `evaluations`
-    likewise, of held-out tasks. `environments`: names of several, for metrics of each. `right_from`: as in the recipe's
-    `evaluation`."""
+    """`files` None: write no rollouts; `evaluations` likewise, of held-out tasks. `environments`: names of several, for
+    metrics of each. `right_from`: as in the recipe's `evaluation`."""
 
     def __init__(
         self,
@@ -33,10 +29,6 @@ class Journal:
     ) -> None:
         self._files, self._evaluations, self._put_back = files, evaluations, put_back
         self._environments, self._right_from = environments, right_from
-        self._step = 0
-        self.metrics: Mapping[str, float] = {}
-        # Of the step, and of the evaluation after it, by the name under which they are shown.
-        self.samples: dict[str, Sequence[RolloutGroup]] = {}
 
     @classmethod
     def of(cls, recipe: Recipe, run_folder: Path | None = None, resumed_step: int = 0) -> Journal:
@@ -52,35 +44,19 @@ class Journal:
         right_from = recipe.evaluation.right_from
         return cls(files, held_out, put_back, environments=tuple(recipe.environments), right_from=right_from)
 
-    def begin(self, step: int) -> None:
-        self._step, self.metrics, self.samples = step, {}, {}
-
-    def record(
-        self,
-        groups: Sequence[RolloutGroup],
-        counts: Mapping[str, float] | None = None,
-        put_back: Sequence[Task] = (),
-    ) -> None:
-        """`counts`: further metrics of them. `put_back`: tasks that the next step draws again (rollout/overdraw.py)."""
+    def record(self, step: int, groups: Sequence[RolloutGroup], put_back: Sequence[Task] = ()) -> dict[str, float]:
+        """Writes the groups of a step. Returns their metrics. `put_back`: tasks that the next step draws again
+        (rollout/overdraw.py)."""
         if self._files is not None:
-            self._files.write(self._step, groups)
+            self._files.write(step, groups)
         if self._put_back is not None and put_back:
-            self._put_back.write(self._step, task_ids=[task.id for task in put_back])
-        of_each = environment_metrics(groups, self._environments, self._right_from)
-        self.metrics = rollout_metrics(groups) | of_each | dict(counts or {})
-        self.samples[STEP] = groups
+            self._put_back.write(step, task_ids=[task.id for task in put_back])
+        return rollout_metrics(groups) | environment_metrics(groups, self._environments, self._right_from)
 
-    def record_evaluation(self, groups: Sequence[RolloutGroup]) -> None:
-        """Of the held-out tasks, after the step."""
+    def record_evaluation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Of the held-out tasks, after `step`."""
         if self._evaluations is not None:
-            self._evaluations.write(self._step, groups)
-        self.samples[EVALUATION] = groups
-
-    def check_failures(self, recipe: Recipe) -> None:
-        """Raises RunFailed if more rollouts of the step, or of its evaluation, failed than the recipe allows."""
-        for name, groups in self.samples.items():
-            where = f"step {self._step}" if name == STEP else f"{name} after step {self._step}"
-            check_failures(recipe, groups, where)
+            self._evaluations.write(step, groups)
 
 
 def check_failures(recipe: Recipe, groups: Sequence[RolloutGroup], where: str) -> None:
@@ -91,3 +67,6 @@ def check_failures(recipe: Recipe, groups: Sequence[RolloutGroup], where: str) -
     for name, of_name in by_environment(groups).items():
         limit, field = recipe.environments[name].max_failure_share, f"{section_name(name)}.max_failure_share"
         Failures.among(of_name).check(limit, f"{where}, {name}", field)
+
+
+NO_FILES = Journal()

@@ -13,13 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.run.ahead import ahead_of
-from octetrl.run.beside_tail import beside_tail_of
+from octetrl.run.ahead import Ahead
+from octetrl.run.beside_tail import BesideTail
 from octetrl.run.build import build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.device import generators_put_back
@@ -28,16 +29,16 @@ from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
 from octetrl.run.interrupt import StopRequest
-from octetrl.run.journal import EVALUATION, Journal
+from octetrl.run.journal import NO_FILES, Journal
 from octetrl.run.output_folder import OutputFolder
 from octetrl.run.recipe_model import with_found_model
 from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.run_files import CHECKPOINTS, RECIPE_FILE
-from octetrl.run.slow_rewards import SlowRewards, reward_times
+from octetrl.run.slow_rewards import SlowRewards
 from octetrl.run.sound_checkpoints import SoundCheckpoints
-from octetrl.run.state import Run
-from octetrl.run.step import supervised_step, train_step
+from octetrl.run.state import Run, StepResult
+from octetrl.run.step import GenerateThenLearn
 from octetrl.system.errors import UserError
 from octetrl.system.sigterm import terminable
 from octetrl.telemetry.console import Console
@@ -112,7 +113,6 @@ def _train(
         complete_line(folder.path / METRICS_FILE, start, manifest["metrics"])
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
     run = build_run(recipe, given=given, check_contents=folder.check_contents)
-    run.ahead, run.beside_tail = ahead_of(run), beside_tail_of(run)
     try:
         if last is not None:
             restore(run, last, has_changed=folder.has_changed_contents(start))
@@ -127,11 +127,10 @@ def _train(
         if start == recipe.steps:
             _leave_ending(folder.path, None)  # no later error makes it a run that was stopped
         run.console.rows(*banner(run))
-        if recipe.logging.rollouts:
-            run.journal = Journal.of(recipe, folder.path, start)
+        journal = Journal.of(recipe, folder.path if recipe.logging.rollouts else None, start)
         sinks = open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start, run.console.warn)
         with sinks, run.console.steps(start, past):
-            _run_steps(run, start, sinks, checkpoints, past)
+            _run_steps(run, start, journal, sinks, checkpoints, past)
         _leave_ending(folder.path, None)
         run.console.rows(*last_screen(folder.path, recipe))
     except BaseException as error:
@@ -150,7 +149,12 @@ def _leave_ending(folder: Path, error: BaseException | None) -> None:
 
 
 def _run_steps(
-    run: Run, start: int, sinks: Sinks, checkpoints: Checkpoints, past: Iterable[Mapping[str, float | None]]
+    run: Run,
+    start: int,
+    journal: Journal,
+    sinks: Sinks,
+    checkpoints: Checkpoints,
+    past: Iterable[Mapping[str, float | None]],
 ) -> None:
     recipe, fallbacks = run.config, FallbackWatch()
     gate = MismatchGate(recipe.mismatch, recipe.cluster.max_staleness)
@@ -159,20 +163,21 @@ def _run_steps(
     with StopRequest(run.console) as stop, checkpoints.open(run, start):
         for step in range(start + 1, recipe.steps + 1):
             with _saved_if_cut_off(run, step, checkpoints, sound):
-                metrics = one_step(run, step)
+                result = one_step(run, step, journal)
+            metrics = result.metrics
             is_last = stop.asked or step == recipe.steps
             stop.saving = step if is_last else 0
             if is_last or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
                 with run.console.phase("checkpoint"):
                     stopped_for = checkpoints.stage(run, step, metrics, is_last=is_last)
                 metrics = StepMetrics.merge(metrics, stopped_for)
-                if recipe.engine.prefix_cache == "keep" and run.conversations is None and run.ahead is None:
+                if recipe.engine.prefix_cache == "keep" and isinstance(run.method, GenerateThenLearn | BesideTail):
                     run.rollout_workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
             metrics = StepMetrics.merge(metrics, checkpoints.figures())
             with checkpoints.saved_if_failed(run, step, metrics):
                 sinks.write(step, metrics)
             is_due = step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps)
-            _write_samples(run, step, sinks)
+            _write_samples(run, step, result, sinks)
             run.console.step(step, metrics, is_due=is_due)
             with run.console.phase("checkpoint"):
                 checkpoints.write()
@@ -192,66 +197,49 @@ def _run_steps(
                     run.console.warn(warning)
             with checkpoints.saved_if_failed(run, step, metrics):
                 sinks.write_warnings(step, run.console.take_warnings())
-                run.journal.check_failures(recipe)
+                result.check_failures(recipe, step)
                 empty.check(step, metrics)
             if is_last and step < recipe.steps:
                 raise stop.error
 
 
-def _write_samples(run: Run, step: int, sinks: Sinks) -> None:
+def _write_samples(run: Run, step: int, result: StepResult, sinks: Sinks) -> None:
     """Some rollouts as text, of a few steps, and of each evaluation."""
     of_step = step == 1 or step % max(1, run.config.steps // SHOWN_SAMPLES) == 0
-    shown = {name: groups for name, groups in run.journal.samples.items() if of_step or name == EVALUATION}
-    if shown:
-        # A user's task may draw when its prompt is read. One of a batch ahead does not, and the other thread may draw.
-        with generators_put_back() if run.ahead is None else nullcontext():
-            for name, groups in shown.items():
+    shown = {"rollouts": result.groups if of_step else (), "evaluation": result.evaluated}
+    # A user's task may draw when its prompt is read. One of a batch ahead does not, and the other thread may draw.
+    with nullcontext() if isinstance(run.method, Ahead) else generators_put_back():
+        for name, groups in shown.items():
+            if groups:
                 sinks.write_text(step, name, sample_texts(groups))
 
 
-def one_step(run: Run, step: int) -> StepMetrics:
+def one_step(run: Run, step: int, journal: Journal = NO_FILES) -> StepResult:
     """Runs the step with its clock, and the evaluation if one is due after it."""
-    run.step = step
-    beside = run.ahead or run.beside_tail
-    run.journal.begin(step)
     began = time.perf_counter()
-    if run.conversations is None:
-        _calibrate_first(run)
-        metrics = train_step(run) if beside is None else beside.step()
-    else:
-        metrics = supervised_step(run)
-    rollout = {} if run.conversations is not None or run.ahead is not None else run.rollout_workers.rollout_metrics()
-    own: dict[str, float] = {"time/step": time.perf_counter() - began}
-    evaluates = run.config.evaluation.every > 0 and step % run.config.evaluation.every == 0
-    with run.ahead.paused() if evaluates and run.ahead is not None else nullcontext():
-        own |= run.workers.memory_metrics()
-        own |= run.workers.path_metrics()
-        own |= run.workers.time_metrics()
-        own |= run.spans.take(but="" if run.ahead is None else "rollout")  # a batch ahead has its own times
-        own |= reward_times(run.rewards) if run.conversations is None and run.ahead is None else {}
-        evaluation = _evaluated(run) if evaluates else {}
-    return StepMetrics.merge(metrics, rollout, own, evaluation)
+    calibrated = {} if run.conversations is not None else _calibrate_first(run)
+    result = run.method.step(run, step, journal)
+    metrics = StepMetrics.merge(calibrated, result.metrics, {"time/step": time.perf_counter() - began})
+    if not run.config.evaluation.every or step % run.config.evaluation.every:
+        return replace(result, metrics=metrics)
+    with run.method.paused() as waited:
+        began = time.perf_counter()
+        report = evaluate(run)
+        journal.record_evaluation(step, report.groups)
+        took = {"time/evaluate": time.perf_counter() - began}
+    return replace(result, metrics=StepMetrics.merge(metrics, waited, report.metrics, took), evaluated=report.groups)
 
 
-def _evaluated(run: Run) -> dict[str, float]:
-    """The metrics of an evaluation. Its times and memory are not part of the steps' metrics."""
-    report = evaluate(run)
-    run.workers.memory_metrics()
-    run.workers.time_metrics()
-    reward_times(run.rewards)
-    return {**report.metrics, "time/evaluate": run.spans.take()["time/evaluate"]}
-
-
-def _calibrate_first(run: Run) -> None:
-    """Calibrates an FP8 cache before the first rollout, on the prompts of that rollout."""
+def _calibrate_first(run: Run) -> Mapping[str, float]:
+    """Calibrates an FP8 cache before the first rollout, on the prompts of that rollout. Returns what it took."""
     if not run.rollout_workers.needs_calibration:
-        return
+        return {}
     place = run.taskset.state()
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
     run.taskset.restore(place)
     limit = run.config.rollout.max_prompt_tokens
-    prompts = [run.base_collection.chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks]
-    run.rollout_workers.calibrate(prompts)
+    prompts = [run.collection.chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks]
+    return run.rollout_workers.calibrate(prompts)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Cursor:
 
     @classmethod
     def of(cls, run: Run, step: int) -> Cursor:
-        place = DataPlace.of(run.taskset, run.collection.lengths) if run.ahead is None else run.ahead.place
+        place = run.method.place(run)
         return cls(
             step=step,
             policy_version=run.workers.policy_version,
@@ -70,9 +70,7 @@ class Cursor:
     def put_into(self, run: Run, *, has_changed: bool) -> None:
         if run.conversations is not None and self.conversations is not None:
             run.conversations.restore(self.conversations, has_changed=has_changed)
-        DataPlace(self.taskset, self.lengths, self.random).put_into(
-            run.taskset, run.collection.lengths, has_changed=has_changed
-        )
+        DataPlace(self.taskset, self.lengths, self.random).put_into(run.taskset, run.lengths, has_changed=has_changed)
 
     def as_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -87,11 +85,7 @@ def restore(run: Run, path: Path, *, has_changed: bool = False) -> None:
     run.workers.load(saved, cursor.policy_version)
     cursor.put_into(run, has_changed=has_changed)
     if BATCHES in saved.files:
-        batches = batches_from_json(saved.json(BATCHES))
-        if run.ahead is not None:
-            run.ahead.put_back(batches, cursor.step)
-        elif lost := sum(len(one.groups) for one in batches):
-            run.console.note(f"{lost} saved groups are sampled again, because cluster.max_staleness is 0 now")
+        run.method.put_back(run, batches_from_json(saved.json(BATCHES)), cursor.step)
 
 
 def branch(run: Run, source: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from octetrl.config.schema import Recipe
 from octetrl.records import RolloutGroup
 from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collected import Collecting
 from octetrl.run.build import build_run
 
 
@@ -15,12 +16,12 @@ def sample_answers(recipe: Recipe, number: int) -> list[RolloutGroup]:
     quiet = recipe.model_copy(update={"logging": recipe.logging.model_copy(update={"console": "quiet"})})
     run = build_run(quiet, trains=False)
     try:
-        run.step = 1
         tasks = run.taskset.next_batch(number)
         if run.rollout_workers.needs_calibration:
             limit = recipe.rollout.max_prompt_tokens
-            chat = run.base_collection.chat
+            chat = run.collection.chat
             run.rollout_workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks])
-        return collect_groups(tasks, run.rewards, run.rollout_workers, replace(run.collection, group_size=1))
+        one_each = replace(run.collection.at_step(1), group_size=1)
+        return collect_groups(tasks, run.rewards, run.rollout_workers, one_each, Collecting())
     finally:
         run.close()

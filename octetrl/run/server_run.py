@@ -15,17 +15,17 @@ from octetrl.backends.openai.text import CharacterTokenizer
 from octetrl.config.schema import Recipe
 from octetrl.config.validate_backend import without_effect
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import build_collection
 from octetrl.run.device import seed_everything
 from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import Rewards, build_chats, build_scorers
 from octetrl.run.evaluate import evaluate
-from octetrl.run.journal import Journal
 from octetrl.run.recipe_model import with_found_model
 from octetrl.run.state import Run
+from octetrl.run.step import GenerateThenLearn
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.model_shape import model_spec
 from octetrl.workers.protocol import LearningWorkers
 from octetrl.workers.server import ServerWorkers
@@ -84,8 +84,8 @@ def build_server_run(recipe: Recipe) -> Run:
         rewards=cast(Rewards, rewards),  # validated: no reward model scores, so there are some
         algorithm=build_algorithm(recipe.algorithm),
         workers=cast(LearningWorkers, workers),  # it generates, which is all that an evaluation asks
-        journal=Journal.of(recipe),
+        method=GenerateThenLearn(),
         console=console,
-        spans=Spans(),
-        base_collection=collection,
+        collection=collection,
+        lengths=ExpectedLengths(),
     )

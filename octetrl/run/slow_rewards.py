@@ -13,17 +13,6 @@ from octetrl.environments.turns.dialogue import Dialogues
 SHARE, SECONDS = 0.5, 1.0  # of the step, and at least, that are worth a warning
 
 
-def reward_times(rewards: object) -> dict[str, float]:
-    """`time/reward`: seconds that the step waited for rewards after sampling. `time/reward_slowest`: one call.
-
-    Since the last call of this function. Empty for scorers that use the engine's device."""
-    times = _times_of(rewards)
-    if times is None:
-        return {}
-    taken = times.take()
-    return {"time/reward": taken.waited} | ({"time/reward_slowest": taken.slowest} if taken.slowest else {})
-
-
 class SlowRewards:
     """Warns once a run, if a step waits for rewards for more than half of its time."""
 
@@ -32,7 +21,7 @@ class SlowRewards:
         self._has_warned = False
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """metrics: of the step, with `reward_times`."""
+        """metrics: of the step, with `time/reward`."""
         waited, whole = metrics.get("time/reward", 0.0), metrics.get("time/step", 0.0)
         waited = min(waited, metrics.get("time/wait_for_batch", waited))  # a batch ahead: the step learnt meanwhile
         if self._has_warned or waited < SECONDS or waited < SHARE * whole:

@@ -1,47 +1,76 @@
-"""`Run`: all objects that a step needs. `build.py` builds it."""
+"""`Run`: all objects that a step needs, built once (build.py), and the interface of the ways to take a step."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import cast
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.data.mixture import Mixture
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.environments.base import Taskset
+from octetrl.records import RolloutGroup
 from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.environment_parts import Rewards
-from octetrl.run.journal import Journal
+from octetrl.run.journal import Journal, check_failures
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.metrics import StepMetrics
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.protocol import LearningWorkers, Workers
 
 
-class StepMethod(Protocol):
-    """A way to run a step (beside_tail.py, ahead.py)."""
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gives. `groups`: all that it sampled, with those that it did not train on; none without rollouts."""
 
-    def step(self) -> StepMetrics: ...
+    metrics: StepMetrics
+    groups: Sequence[RolloutGroup] = ()
+    evaluated: Sequence[RolloutGroup] = ()  # of held-out tasks, where an evaluation was due after the step
 
-
-class BatchesAhead(StepMethod, Protocol):
-    """A step with batches that were drawn ahead; ahead.py describes these verbs."""
-
-    @property
-    def place(self) -> DataPlace: ...
-    def batches_after(self, step: int, *, waits: bool) -> list[BufferedBatch]: ...
-    def put_back(self, batches: Sequence[BufferedBatch], step: int) -> None: ...
-    def paused(self) -> AbstractContextManager[None]: ...
-    def close(self) -> None: ...
+    def check_failures(self, recipe: Recipe, step: int) -> None:
+        """Raises RunFailed if more rollouts of the step, or of its evaluation, failed than the recipe allows."""
+        check_failures(recipe, self.groups, f"step {step}")
+        if self.evaluated:
+            check_failures(recipe, self.evaluated, f"evaluation after step {step}")
 
 
-@dataclass(slots=True)
+class StepMethod(ABC):
+    """A way to take a step: step.py has the plain ones, then beside_tail.py and ahead.py."""
+
+    @abstractmethod
+    def step(self, run: Run, number: int, journal: Journal) -> StepResult:
+        """Step `number`, from 1. The journal writes its rollouts before they are learnt."""
+
+    def place(self, run: Run) -> DataPlace:
+        """The place in the tasks after the last batch that a step took."""
+        return DataPlace.of(run.taskset, run.lengths)
+
+    def batches_after(self, step: int, *, waits: bool) -> list[BufferedBatch]:
+        """Batches that are sampled already, of the steps after `step`."""
+        return []
+
+    def put_back(self, run: Run, batches: Sequence[BufferedBatch], step: int) -> None:
+        """Begins after `step` with the batches of a checkpoint, once the run's cursor has been restored."""
+        lost = sum(len(one.groups) for one in batches)
+        if lost:
+            run.console.note(f"{lost} saved groups are sampled again, because cluster.max_staleness is 0 now")
+
+    def paused(self) -> AbstractContextManager[dict[str, float]]:
+        """Nothing is sampled meanwhile, and the engines have the last weights. Gives the metrics of the wait."""
+        return nullcontext({})
+
+    def close(self) -> None:  # noqa: B027
+        """Ends what the method started. A second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """All objects that a step needs. `step` is the number of the current step, from 1."""
+    """All objects that a step needs."""
 
     config: Recipe
     tokenizer: Tokenizer
@@ -50,13 +79,10 @@ class Run:
     rewards: Rewards
     algorithm: Algorithm
     workers: LearningWorkers
-    journal: Journal
+    method: StepMethod
     console: Console
-    spans: Spans
-    base_collection: CollectionSettings
-    step: int = field(default=0)
-    ahead: BatchesAhead | None = None  # None: a step generates, then learns
-    beside_tail: StepMethod | None = None  # it learns from complete groups while the last answers are sampled
+    collection: CollectionSettings
+    lengths: ExpectedLengths  # of answers, learnt from step to step
 
     @property
     def rollout_workers(self) -> Workers:
@@ -64,13 +90,7 @@ class Run:
         assert self.algorithm.reward_loss is None, "these workers sample no rollouts"
         return cast(Workers, self.workers)
 
-    @property
-    def collection(self) -> CollectionSettings:
-        """Settings for collecting this step's groups. The seeds follow from the step."""
-        return self.base_collection.at_step(self.step)
-
     def close(self) -> None:
-        if self.ahead is not None:
-            self.ahead.close()
+        self.method.close()
         self.rewards.close()
         self.workers.close()

@@ -22,7 +22,6 @@ from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.random_weights import draw_weights
 from octetrl.shapes.tensor_cut import TensorCut
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.model_shape import model_spec
 from octetrl.workers.reward_model_worker import RewardModelWorker
@@ -45,7 +44,6 @@ class BuiltWorker:
 def build_worker(
     recipe: Recipe,
     device: torch.device,
-    spans: Spans,
     *,
     tokenizer: Tokenizer | None = None,
     trains: bool = True,
@@ -61,7 +59,7 @@ def build_worker(
         count = LoadCount()
         tokenizer = tokenizer or load_tokenizer(tokenizer_folder(recipe))
         model = build_reward_model(recipe, device, peers, count, pad_token_id=tokenizer.pad_token_id)
-        return BuiltWorker(RewardModelWorker(recipe, model, algorithm, spans, peers=peers), loaded=count)
+        return BuiltWorker(RewardModelWorker(recipe, model, algorithm, peers=peers), loaded=count)
     spec = model_spec(recipe)
     if role == "generates":
         algorithm = replace(algorithm, needs_reference=False, needs_teacher=False)
@@ -76,7 +74,6 @@ def build_worker(
         algorithm=algorithm,
         load_weights=lambda model, loading: fill_weights(model, recipe, loading),
         device=device,
-        spans=spans,
         trains=trains and role != "generates",
         draws=role != "trains",
         peers=peers,

@@ -20,7 +20,7 @@ from octetrl.records import (
     Published,
     Task,
 )
-from octetrl.rollout.backend import MeasuredSession
+from octetrl.rollout.backend import MeasuredSession, OnSession, not_asked
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -28,7 +28,6 @@ from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.own_engine import remember
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.reward_scorer import RewardModelScorer
-from octetrl.workers.session_sum import SessionSum
 from octetrl.workers.training_progress import counted, most_tokens, rollout_shown
 from octetrl.workers.worker import Worker
 
@@ -72,15 +71,6 @@ class LocalLearningWorkers:
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self.worker.load(saved, policy_version)
 
-    def memory_metrics(self) -> dict[str, float]:
-        return self.worker.memory_metrics()
-
-    def path_metrics(self) -> dict[str, float]:
-        return self.worker.path_metrics()
-
-    def time_metrics(self) -> dict[str, float]:
-        return {}
-
     def close(self) -> None:
         """Nothing to end."""
 
@@ -91,29 +81,28 @@ class LocalWorkers(LocalLearningWorkers):
     def __init__(self, worker: Worker, console: Console, scorer: RewardModelScorer | None = None) -> None:
         super().__init__(worker, console)
         self._policy, self._scorer = worker, scorer
-        self._sessions = SessionSum()
 
     @property
     def needs_calibration(self) -> bool:
         return self._policy.needs_calibration
 
-    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> dict[str, float]:
         with self._console.phase("calibrate"):
-            self._policy.calibrate(token_lists)
+            return self._policy.calibrate(token_lists)
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
     ) -> list[list[Completion]]:
         with rollout_shown(self._console, most_tokens(requests)) as on_progress:
-            drawn = self._policy.generate(requests, on_progress, on_completions)
-        self._sessions.add(self._policy.engine.metrics)
-        return drawn
+            return self._policy.generate(requests, on_progress, on_completions, on_end)
 
     @contextmanager
-    def session(self) -> Iterator[MeasuredSession]:
-        with rollout_shown(self._console) as on_progress, self._policy.session(on_progress) as session:
+    def session(self, on_end: OnSession = not_asked) -> Iterator[MeasuredSession]:
+        with rollout_shown(self._console) as on_progress, self._policy.session(on_progress, on_end) as session:
             yield session
-        self._sessions.add(self._policy.engine.metrics)
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         assert self._scorer is not None, "the recipe has no environment.reward_model"
@@ -124,6 +113,3 @@ class LocalWorkers(LocalLearningWorkers):
 
     def forget_prefixes(self) -> None:
         self._policy.forget_prefixes()
-
-    def rollout_metrics(self) -> dict[str, float]:
-        return self._sessions.take(scales_are_calibrated=self._policy.policy.kv_mode == "calibrated")

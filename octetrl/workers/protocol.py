@@ -30,7 +30,7 @@ from octetrl.records import (
     Published,
     Task,
 )
-from octetrl.rollout.backend import RolloutSession
+from octetrl.rollout.backend import OnSession, RolloutSession, not_asked
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
@@ -72,15 +72,6 @@ class LearningWorkers(Protocol):
     def load(self, saved: Checkpoint, policy_version: int, /) -> None:
         """Puts a verified checkpoint back and publishes it. UserError if it is another model's."""
 
-    def memory_metrics(self) -> Mapping[str, float]:
-        """Peak memory since the last call, in GB; empty on a CPU."""
-
-    def path_metrics(self) -> Mapping[str, float]:
-        """Which kernels run; empty on a CPU."""
-
-    def time_metrics(self) -> Mapping[str, float]:
-        """Seconds of each phase on each of several workers since the last call; empty for one worker."""
-
     def close(self) -> None:
         """Ends the workers. A second call does nothing."""
 
@@ -92,17 +83,21 @@ class Workers(LearningWorkers, Protocol):
     def needs_calibration(self) -> bool:
         """Whether a calibrated FP8 cache has no scales yet."""
 
-    def calibrate(self, token_lists: Sequence[Sequence[int]], /) -> None:
-        """Makes KV scales from one forward over these sequences, and publishes them."""
+    def calibrate(self, token_lists: Sequence[Sequence[int]], /) -> Mapping[str, float]:
+        """Makes KV scales from one forward over these sequences, and publishes them. Returns what it took."""
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, /
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
+        /,
     ) -> list[list[Completion]]:
         """`num_siblings` completions of each request, in the order of the requests. `on_completions` receives each when
-        it ends."""
+        it ends, `on_end` the record of what was done."""
 
-    def session(self) -> AbstractContextManager[RolloutSession]:
-        """An open session: requests in, events out (rollout/backend.py)."""
+    def session(self, on_end: OnSession = not_asked, /) -> AbstractContextManager[RolloutSession]:
+        """An open session: requests in, events out (rollout/backend.py). `on_end` receives its record."""
 
     def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]:
         """The score of each (task, completion text) by `environment.reward_model`, in their order."""
@@ -114,18 +109,15 @@ class Workers(LearningWorkers, Protocol):
     def forget_prefixes(self) -> None:
         """The next request prefills its whole prompt, whatever was generated before."""
 
-    def rollout_metrics(self) -> Mapping[str, float]:
-        """Of the generations since the last call, as one; empty if there was none."""
-
 
 @runtime_checkable
 class WorkersAhead(Workers, Protocol):
     """Some only train and others only generate: these keep the weights that they have until `adopt`.
 
-    `between_batches`: a context in which no batch is generated, set by who generates. `publish` enters it where new
-    weights arrive in place."""
+    `between_batches`: a context in which no batch is generated, with the metrics of the wait, set by who generates.
+    `publish` enters it where new weights arrive in place."""
 
-    between_batches: Callable[[], AbstractContextManager[None]]
+    between_batches: Callable[[], AbstractContextManager[dict[str, float]]]
 
     @property
     def pause_seconds(self) -> float:

@@ -6,6 +6,7 @@ of a rollout are never called: a recipe for a reward model has no tasks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from octetrl.algorithms.table import Algorithm
@@ -14,7 +15,6 @@ from octetrl.engine.weight_digest import digest_of
 from octetrl.engine.weights import weight_set
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, PolicyUpdate, Published
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
@@ -23,8 +23,8 @@ from octetrl.trainer.reward_trainer import RewardTrainer
 from octetrl.trainer.state_files import Content
 from octetrl.trainer.state_writer import StateWriter
 from octetrl.workers.checkpoint_state import load_reward_model, reward_model_files
+from octetrl.workers.clock import Clock
 from octetrl.workers.kernel_paths import path_metrics
-from octetrl.workers.peak_memory import peak_memory
 
 
 class RewardModelWorker:
@@ -35,13 +35,13 @@ class RewardModelWorker:
         recipe: Recipe,
         model: ScalarDecoder,
         algorithm: Algorithm,
-        spans: Spans,
         *,
         peers: Peers = ALONE,
     ) -> None:
         assert algorithm.reward_loss is not None, "built for an algorithm that trains rewards"
         self.recipe = recipe
-        self.model, self.spans, self.device = model, spans, model.lm_head_weight.device
+        self.model, self.device = model, model.lm_head_weight.device
+        self.clock = Clock(self.device)
         self.trainer = RewardTrainer(
             self.model,
             recipe.trainer,
@@ -67,23 +67,18 @@ class RewardModelWorker:
     # ------------------------------------------------------------ the verbs of a step
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
-        with self.spans("train"):
-            return self.trainer.train(batch)
+        with self.clock("train") as took:
+            update = self.trainer.train(batch)
+        return replace(update, metrics={**update.metrics, **took})
 
     def publish(self, policy_version: int) -> Published:
         """Nothing generates with these weights. The digest tells whether several workers hold the same ones."""
+        paths = path_metrics(trained=self.model, generating=None)
         if self.trainer.peers.share.count == 1:
-            return Published(policy_version, weights_digest="", metrics={})
+            return Published(policy_version, weights_digest="", metrics=paths)
         held = weight_set(self.model, policy_version)
         codes = [tensor for quantized in held.codes.values() for tensor in quantized]
-        return Published(policy_version, digest_of(policy_version, [*codes, *held.tensors.values()]), metrics={})
-
-    def path_metrics(self) -> dict[str, float]:
-        return path_metrics(trained=self.model, generating=None)
-
-    def memory_metrics(self) -> dict[str, float]:
-        """The device's peak since the last call; nothing on a CPU."""
-        return peak_memory(self.device)
+        return Published(policy_version, digest_of(policy_version, [*codes, *held.tensors.values()]), metrics=paths)
 
     # ------------------------------------------------------------ saving and loading
 

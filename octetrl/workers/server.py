@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.backends.openai.session import OpenaiSession
 from octetrl.records import Completion, GenerationRequest, OnCompletions
+from octetrl.rollout.backend import OnSession, SessionRecord, not_asked
 from octetrl.telemetry.console import Console
-from octetrl.workers.session_sum import SessionSum
+from octetrl.workers.clock import Clock
 from octetrl.workers.training_progress import most_tokens, rollout_shown
 
 
@@ -23,29 +24,29 @@ class ServerWorkers:
 
     def __init__(self, backend: OpenaiBackend, console: Console) -> None:
         self.backend = backend
-        self._console = console
-        self._sessions = SessionSum()
+        self._console, self._clock = console, Clock()
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
     ) -> list[list[Completion]]:
         """`num_siblings` completions of each request. One without an answer has `finish_reason` FAILED."""
-        with rollout_shown(self._console, most_tokens(requests)) as on_progress:
+        with rollout_shown(self._console, most_tokens(requests)) as on_progress, self._clock("rollout") as took:
             drawn = self.backend.generate(requests, on_progress, on_completions)
-        self._sessions.add(self.backend.metrics)
+        on_end(SessionRecord(took, self.backend.metrics))
         return drawn
 
     @contextmanager
-    def session(self) -> Iterator[OpenaiSession]:
-        with rollout_shown(self._console) as on_progress, self.backend.session(on_progress) as session:
+    def session(self, on_end: OnSession = not_asked) -> Iterator[OpenaiSession]:
+        shown = rollout_shown(self._console)
+        with shown as on_progress, self._clock("rollout") as took, self.backend.session(on_progress) as session:
             yield session
-        self._sessions.add(self.backend.metrics)
+        on_end(SessionRecord(took, self.backend.metrics))
 
     def forget_prefixes(self) -> None:
         """Nothing: a server decides on its own what it caches."""
-
-    def rollout_metrics(self) -> dict[str, float]:
-        return self._sessions.take(scales_are_calibrated=False)
 
     def close(self) -> None:
         self.backend.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octetrl.records import PackedBatch, PolicyUpdate
+from octetrl.records import PackedBatch, PolicyUpdate, joined
 from octetrl.trainer.streamed import StreamedCall
 from octetrl.workers.worker import Worker
 
@@ -15,14 +15,17 @@ class StreamedUpdate:
 
     def __init__(self, worker: Worker, divisor: float) -> None:
         self._worker, self._call = worker, StreamedCall(worker.trainer, divisor)
+        self._took: dict[str, float] = {}  # by the parts so far
 
     def add(self, part: PackedBatch) -> None:
         """Trains on some micro-batches, without other workers."""
         worker = self._worker
-        with worker.spans("train"):
+        with worker.clock("train") as took:
             self._call.add(part, worker.replay(part.policy_version), worker.policy.digest)
+        self._took = joined(self._took, took)
 
     def finish(self, whole: PackedBatch) -> PolicyUpdate:
         """The update with all workers; the metrics are those of all. `whole`: without its micro-batches."""
         own = replace(whole, minibatches=(tuple(self._call.micro_batches),))
-        return self._worker.train(own, self._call.finish)
+        update = self._worker.train(own, self._call.finish)
+        return replace(update, metrics=joined(update.metrics, self._took))

@@ -13,7 +13,7 @@ workers/models.py builds the models, all with one `PrecisionPolicy`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +36,11 @@ from octetrl.records import (
     PackedBatch,
     PolicyUpdate,
     Published,
+    joined,
 )
-from octetrl.rollout.backend import BackendSession, RolloutBackend
+from octetrl.rollout.backend import BackendSession, OnSession, RolloutBackend, SessionRecord, not_asked
 from octetrl.shapes.spec import ModelSpec
 from octetrl.telemetry.mismatch import mismatch_of
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.forward import KVReplay
@@ -52,9 +52,9 @@ from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
 from octetrl.workers.build_engine import build_engine, with_own_engine
 from octetrl.workers.checkpoint_state import load_state, saved_earlier_scales, saved_scales, state_files
+from octetrl.workers.clock import Clock
 from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.models import LoadWeights, ModelBuilder
-from octetrl.workers.peak_memory import peak_memory
 
 
 class Worker:
@@ -75,13 +75,12 @@ class Worker:
         algorithm: Algorithm,
         load_weights: LoadWeights,
         device: torch.device,
-        spans: Spans,
         trains: bool = True,
         draws: bool = True,
         peers: Peers = ALONE,
         loaders: Peers | None = None,
     ) -> None:
-        self.recipe, self.spec, self.policy, self.device, self.spans = recipe, spec, policy, device, spans
+        self.recipe, self.spec, self.policy, self.device, self.clock = recipe, spec, policy, device, Clock(device)
         generating = recipe if draws else with_own_engine(recipe)
         models = ModelBuilder(generating, spec, policy, device, load_weights, loaders or peers, trains)
         self.peers, self.loaded = peers, models.count
@@ -141,16 +140,23 @@ class Worker:
         requests: Sequence[GenerationRequest],
         on_progress: OnProgress | None = None,
         on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
     ) -> list[list[Completion]]:
         """`num_siblings` completions of each request, in the order of the requests."""
-        with self.spans("rollout"):
-            return self.engine.generate(requests, on_progress, on_completions)
+        with self.clock("rollout") as took:
+            drawn = self.engine.generate(requests, on_progress, on_completions)
+        on_end(self._record(took))
+        return drawn
 
     @contextmanager
-    def session(self, on_progress: OnProgress | None = None) -> Iterator[BackendSession]:
+    def session(self, on_progress: OnProgress | None = None, on_end: OnSession = not_asked) -> Iterator[BackendSession]:
         """An open session: requests may arrive while others run."""
-        with self.spans("rollout"), self.engine.session(on_progress) as session:
+        with self.clock("rollout") as took, self.engine.session(on_progress) as session:
             yield session
+        on_end(self._record(took))
+
+    def _record(self, took: Mapping[str, float]) -> SessionRecord:
+        return SessionRecord(took, self.engine.metrics, self.policy.kv_mode == "calibrated")
 
     def forget_prefixes(self) -> None:
         """The next `generate` prefills every prompt, whatever was generated before."""
@@ -164,17 +170,19 @@ class Worker:
         """
         self.free_cache()
         on_policy = batch.policy_version == self.trainer.policy_version
-        with self.spans("train"):
+        with self.clock("train") as took:
             update = (by or self.trainer.train)(batch, self.replay(batch.policy_version), self.policy.digest)
+        calibrated: Mapping[str, float] = {}
         if self.policy.kv_mode == "calibrated" and batch.minibatches:
-            with self.spans("calibrate"):
+            with self.clock("calibrate") as calibrated:
                 amax_LS = update.kv_amax_LS
                 if self.recipe.fp8.calibration == "exact":
                     amax_LS = observe_kv(self.trainer, batch)  # one more forward, with the new weights
                 self._take_scales(amax_LS)
         promised = on_policy and self.promises_parity
         mismatch = mismatch_of(update.logprobs, update.policy_version - 1, equality_is_promised=promised)
-        return PolicyUpdate(update.policy_version, {**update.metrics, **mismatch})
+        exchanged = self.trainer.weights.take_exchange()
+        return PolicyUpdate(update.policy_version, joined(update.metrics, mismatch, took, calibrated, exchanged))
 
     def free_cache(self) -> None:
         """The memory of the KV cache for training; the next rollout allocates it again."""
@@ -183,22 +191,11 @@ class Worker:
 
     def publish(self, policy_version: int) -> Published:
         """The trainer's weights and scales become the engine's; what the engine then holds is compared."""
-        with self.spans("publish"):
+        with self.clock("publish") as took:
             digest = self._put_into_engine(policy_version)
-        return Published(policy_version, digest, {"publish/policy_version": float(policy_version)})
-
-    def rollout_metrics(self) -> dict[str, float]:
-        """Of the last `generate` or session, by the names of the step's metrics."""
-        return self.engine.rollout_metrics()
-
-    def path_metrics(self) -> dict[str, float]:
-        """Which kernels this worker takes; nothing on a CPU."""
         draws = self.recipe.algorithm.learns_from == "rollouts" and self.recipe.engine.backend == "octetrl"
-        return path_metrics(trained=self.trainer_model, generating=self.engine_model if draws else None)
-
-    def memory_metrics(self) -> dict[str, float]:
-        """The device's peak since the last call; nothing on a CPU."""
-        return peak_memory(self.device)
+        paths = path_metrics(trained=self.trainer_model, generating=self.engine_model if draws else None)
+        return Published(policy_version, digest, {"publish/policy_version": float(policy_version), **took, **paths})
 
     # ------------------------------------------------------------ saving and loading
 
@@ -230,11 +227,13 @@ class Worker:
 
     # ------------------------------------------------------------ calibration
 
-    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
-        """KV scales from one forward over these sequences: before the first rollout, with its prompts."""
-        with self.spans("calibrate"):
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> dict[str, float]:
+        """KV scales from one forward over these sequences: before the first rollout, with its prompts. Returns what it
+        took."""
+        with self.clock("calibrate") as took:
             self._take_scales(observe_kv(self.trainer, token_lists))
             self._put_into_engine(self.trainer.policy_version)
+        return took
 
     def _take_scales(self, amax_LS: Tensor | None) -> None:
         assert amax_LS is not None, "KV calibration: no forward has observed K and V"

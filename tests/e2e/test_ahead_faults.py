@@ -18,8 +18,8 @@ import pytest
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
-from octetrl.run.journal import Journal
 from octetrl.run.loop import train
+from octetrl.run.state import StepResult
 from octetrl.system.errors import RunFailed
 from octetrl.trainer import checkpoint
 from octetrl.workers.many import build
@@ -127,12 +127,12 @@ def test_a_run_that_fails_by_a_limit_saves_its_batches(
     changes = {"cluster.max_staleness": 1, "checkpoint.batches_ahead": "saved", "checkpoint.every": 0}
     tree = recipe_tree(model, tmp_path / "run", CHANGES | changes)
 
-    def fail(journal: Journal, _: Recipe) -> None:
-        if journal._step == 2:
+    def fail(result: StepResult, _: Recipe, step: int) -> None:
+        if step == 2:
             raise RunFailed("too many failures")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "check_failures", fail)
+        patch.setattr(StepResult, "check_failures", fail)
         with pytest.raises(RunFailed, match="too many failures"):
             run_with(RunTeam, tree, monkeypatch)
     monkeypatch.setattr(build, "start_team", RunTeam)

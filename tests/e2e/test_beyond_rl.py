@@ -106,7 +106,7 @@ def test_given_data_are_learnt_at_temperature_1(
         place = run.conversations.state()
         samples = run.conversations.next_batch(4)
         run.conversations.restore(place)
-        found = one_step(run, 1)
+        found = one_step(run, 1).metrics
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     logprobs = []
     for sample in samples:

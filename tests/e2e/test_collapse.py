@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import yaml
 
 from octetrl.cli.main import run_command
 from octetrl.run import loop
-from octetrl.run.state import Run
+from octetrl.run.journal import Journal
+from octetrl.run.state import Run, StepResult
 from octetrl.telemetry.metrics import StepMetrics
 from tests.e2e.tiny_run import recipe_tree, tiny_recipe
 
@@ -23,9 +25,10 @@ def ruined(monkeypatch: pytest.MonkeyPatch) -> None:
     """From step 4 on all rewards are 0."""
     whole_step = loop.one_step
 
-    def one_step(run: Run, step: int) -> StepMetrics:
+    def one_step(run: Run, step: int, journal: Journal) -> StepResult:
         dead = {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_variance_fraction": 1.0}
-        return StepMetrics(dict(whole_step(run, step)) | (dead if step >= RUINED_FROM else {}))
+        result = whole_step(run, step, journal)
+        return replace(result, metrics=StepMetrics(dict(result.metrics) | (dead if step >= RUINED_FROM else {})))
 
     monkeypatch.setattr(loop, "one_step", one_step)
 

@@ -156,8 +156,7 @@ def test_batches_drawn_ahead_have_the_same_tasks(whole: Path, model: Path, tmp_p
         expected = [task.id for task in plain.taskset.next_batch(12)]
     with run_on(1, model, tmp_path, engines=1, ahead=1, **changes) as ahead:
         drawn, _ = steps_of(ahead, 2)
-        assert ahead.ahead is not None
-        place = ahead.ahead.place.taskset
+        place = ahead.method.place(ahead).taskset
         assert [group.task.id for groups in drawn for group in groups] == expected[:6]
     with run_on(0, model, tmp_path, **changes) as resumed:
         resumed.taskset.restore(json.loads(json.dumps(place)))

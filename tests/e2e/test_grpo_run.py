@@ -22,9 +22,8 @@ from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.layers.linear import Float8Linear
 from octetrl.run import loop
 from octetrl.run.build import build_run
-from octetrl.run.loop import train
+from octetrl.run.loop import one_step, train
 from octetrl.run.state import Run
-from octetrl.run.step import train_step
 from octetrl.system.errors import RunFailed
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.mismatch import MismatchError
@@ -222,8 +221,7 @@ def live(model: Path, tmp_path: Path) -> Iterator[Run]:
 def test_the_engine_reads_what_the_trainer_quantised(live: Run) -> None:
     digests = set()
     for step in (1, 2):
-        live.step = step
-        train_step(live)
+        one_step(live, step)
         worker = live.workers.worker
         trainer_linears = dict(worker.trainer_model.float8_linears())
         for name, linear in worker.engine_model.float8_linears():
@@ -238,8 +236,7 @@ def test_the_engine_reads_what_the_trainer_quantised(live: Run) -> None:
 
 
 def test_a_stale_code_stops_the_run(live: Run) -> None:
-    live.step = 1
-    train_step(live)
+    one_step(live, 1)
     linears: list[tuple[str, Float8Linear]] = list(live.workers.worker.engine_model.float8_linears())
     name, linear = linears[2 % len(linears)]
     linear.codes.view(torch.uint8)[0, 0] ^= 1
@@ -252,10 +249,9 @@ def test_lost_scales_stop_the_run(model: Path, tmp_path: Path, monkeypatch: pyte
     try:
         worker = run.workers.worker
         worker.calibrate([[1, 2, 3]])
-        run.step = 1
         monkeypatch.setattr(worker.engine, "set_kv_scales", lambda scales: None)
         with pytest.raises(RuntimeError, match="KV scales are not those published with policy version 1"):
-            train_step(run)
+            one_step(run, 1)
     finally:
         run.close()
 

@@ -23,8 +23,7 @@ from octetrl.models.peft_adapters import load_adapter, read_adapter_config
 from octetrl.run.build import build_run, full_precision
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
-from octetrl.run.loop import train
-from octetrl.run.step import train_step
+from octetrl.run.loop import one_step, train
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
@@ -109,8 +108,7 @@ def test_the_optimizer_holds_the_adapters_alone_and_nothing_else_changes(model: 
         before = {name: tensor.clone() for name, tensor in (frozen | codes).items()}
         digests = set()
         for step in (1, 2, 3):
-            live.step = step
-            train_step(live)
+            one_step(live, step)
             digests.add(live.workers.publish(step).weights_digest)
         assert len(digests) == 3
         for name, tensor in (frozen | codes).items():

@@ -28,10 +28,10 @@ from octetrl.records import Completion
 from octetrl.run import loop
 from octetrl.run.build import build_run
 from octetrl.run.export import export_run
+from octetrl.run.journal import Journal
 from octetrl.run.loop import one_step, train
-from octetrl.run.state import Run
+from octetrl.run.state import Run, StepResult
 from octetrl.system.errors import UserError
-from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.status import STATUS_FILE
 from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
@@ -97,10 +97,10 @@ def test_a_worker_that_dies_changes_nothing(
         wait_for(lambda: num_lines(folder) > 0)
         os.kill(doomed, signal.SIGKILL)  # a worker of step 2, or of what follows it
 
-    def step_after_the_kill(run: Run, step: int) -> StepMetrics:
+    def step_after_the_kill(run: Run, step: int, journal: Journal) -> StepResult:
         if step == 3:
             assert killed.result(600.0) is None  # the run does not end before
-        return one_step(run, step)
+        return one_step(run, step, journal)
 
     monkeypatch.setattr(loop, "one_step", step_after_the_kill)
     with ThreadPoolExecutor(1) as threads:
@@ -146,12 +146,12 @@ def test_a_run_that_draws_ahead_takes_every_task_once_when_workers_die(
         lost.update(pids)
         os.kill(pids[role], signal.SIGKILL)
 
-    def step_after_the_kill(run: Run, step: int) -> StepMetrics:
+    def step_after_the_kill(run: Run, step: int, journal: Journal) -> StepResult:
         if step == 3:
             assert kills[0].result(600.0) is None  # the run does not end before
         if step == 4 and lost.isdisjoint(pids_of(folder)):
             assert kills[1].result(600.0) is None
-        return one_step(run, step)
+        return one_step(run, step, journal)
 
     monkeypatch.setattr(loop, "one_step", step_after_the_kill)
     with ThreadPoolExecutor(1) as threads:

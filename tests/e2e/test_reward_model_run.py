@@ -26,8 +26,7 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.build import build_run
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
-from octetrl.run.loop import train
-from octetrl.run.step import supervised_step
+from octetrl.run.loop import one_step, train
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 from octetrl.workers.reward_model_worker import RewardModelWorker
@@ -192,8 +191,8 @@ def test_the_trunk_stays_as_it_is(model: Path, changes: dict[str, Any], tmp_path
         held = {name: linear.codes for name, linear in linears.items()}
         held |= {name: p.detach() for name, p in worker.model.named_parameters() if name not in trained}
         before = {name: tensor.clone() for name, tensor in held.items()}
-        for live.step in (1, 2):
-            supervised_step(live)
+        for step in (1, 2):
+            one_step(live, step)
         assert all(torch.equal(held[name].view(torch.uint8), before[name].view(torch.uint8)) for name in held)
         wanted = adapter_elements(worker.model.spec, LoraConfig(**LORA["model.lora"])) + 64  # as `check` counts them
         assert sum(tensor.numel() for tensor in worker.trainer.state().weights.values()) == wanted

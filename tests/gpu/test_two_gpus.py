@@ -24,7 +24,6 @@ from torch import Tensor
 from octetrl.config.cluster import ClusterConfig
 from octetrl.engine.cuda_graphs import DecodeGraphs
 from octetrl.records import RolloutGroup
-from octetrl.run.ahead import ahead_of
 from octetrl.run.build import build_run
 from octetrl.run.loop import train
 from octetrl.trainer.peers import Peers, ProcessGroupPeers, join_store, serve_store
@@ -242,7 +241,6 @@ def steps_on(
     """What each step sampled, its metrics, and the digests of the weights that all workers hold at the end."""
     changes = RUN | {"precision": "fp8_full", "checkpoint.every": 0, "steps": steps}
     run = build_run(tiny_recipe(model, folder, changes | where))
-    run.ahead = ahead_of(run)
     try:
         drawn, lines = steps_of(run, steps)
         if isinstance(run.workers, SeparateWorkers):

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from octetrl.run.build import build_run
+from octetrl.run.journal import NO_FILES
 from octetrl.run.loop import _calibrate_first
 from octetrl.run.state import Run
-from octetrl.run.step import learn, produce
+from octetrl.run.step import GenerateThenLearn
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.house.tree import REPO
 
@@ -58,14 +59,11 @@ def length(path: str) -> int:
 
 def trace_step(run: Run) -> Trace:
     trace = Trace()
-    run.step = 1
-    if run.journal is not None:
-        run.journal.begin(1)
     _calibrate_first(run)
     sys.settrace(trace)
     threading.settrace(trace)
     try:
-        learn(run, produce(run))
+        GenerateThenLearn().step(run, 1, NO_FILES)
     finally:
         sys.settrace(None)
         threading.settrace(None)

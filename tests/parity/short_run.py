@@ -29,7 +29,6 @@ from octetrl.records import GenerationRequest, Sample, SamplingParams
 from octetrl.shapes.spec import ModelSpec
 from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.telemetry.mismatch import MismatchGate
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import pack
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.worker import Worker
@@ -131,7 +130,6 @@ def worker_of(recipe: Recipe, spec: ModelSpec, device: str, peers: Peers = ALONE
         algorithm=build_algorithm(recipe.algorithm),
         load_weights=lambda model, _: draw_weights(model, 1),
         device=torch.device(device),
-        spans=Spans(),
         peers=peers,
     )
 

@@ -17,7 +17,6 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def build_many_workers(
-    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, spans: Spans, console: Console, *, trains: bool
+    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console: Console, *, trains: bool
 ) -> ManyLearningWorkers | SeparateWorkers:
     """Starts or joins Ray, and loads the model on every worker. Raises UserError."""
     fp8_training = precision_policy(spec, recipe.fp8, recipe.numerics).uses_fp8("train")
@@ -45,7 +44,7 @@ def build_many_workers(
     build = partial(build_worker, tokenizer=travels)  # arrives sooner than AutoTokenizer is imported
     team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines, build=build)
     console.workers = team.lines
-    context = TeamContext(Costs.of(spec), deadlines, console, spans)
+    context = TeamContext(Costs.of(spec), deadlines, console)
     try:
         if recipe.algorithm.name == "reward_model":
             return ManyLearningWorkers(team, context, trains=trains)

@@ -27,9 +27,8 @@ from octetrl.config.weight_buffer import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import EarlierAnswer, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
-from octetrl.rollout.backend import GenerationMetrics
+from octetrl.rollout.backend import GenerationMetrics, SessionRecord
 from octetrl.system.threads import num_cores
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.peers import ALONE, Peers, join_store
@@ -39,7 +38,7 @@ from octetrl.workers.build import BuiltWorker, Role
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession, with_pause
 from octetrl.workers.many.nodes import Sight, look
-from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, WorkerPlan, WorkerState
+from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerPlan, WorkerState
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.many.worker_log import last_lines, print_into
@@ -70,11 +69,11 @@ class HostedWorker:
         self._micro_batches = (0, 0)  # done and in all, while it trains
         self._link_gb_per_second = 0.0
         self._built: BuiltWorker | None = None
-        self._spans = Spans()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._session: HostedSession | None = None
         self._session_end: Future[None] | None = None
+        self._record = SessionRecord({"time/rollout": 0.0})  # of the last session
         self._update: StreamedUpdate | None = None  # whose batch arrives in parts
         self._opens = threading.Lock()  # held while a session is opened, and while weights are adopted
         self._closes = threading.Lock()  # held while a session is closed
@@ -127,14 +126,13 @@ class HostedWorker:
 
     def _build(self, store: str | None) -> WorkerState:
         plan, device = self._plan, self._device()
-        self._spans = spans = Spans(torch.cuda.synchronize if self._gpu else None)
         met = ALONE if store is None else self._meet(store, device)
         role = self._role
         only_loads = (role == "generates" or not plan.trains) and met.group.size == 1
         if not only_loads:
             self._link_gb_per_second = met.link_speed()
         peers = ALONE if only_loads else met
-        self._built = plan.build(plan.recipe, device, spans, trains=plan.trains, peers=peers, loaders=met, role=role)
+        self._built = plan.build(plan.recipe, device, trains=plan.trains, peers=peers, loaders=met, role=role)
         if only_loads:
             met.close()
         return self.state()
@@ -263,8 +261,8 @@ class HostedWorker:
 
     # ------------------------------------------------------------ further verbs
 
-    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
-        self._compute("calibrate", lambda: self._policy.calibrate(token_lists))
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> dict[str, float]:
+        return self._compute("calibrate", lambda: self._policy.calibrate(token_lists))
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         assert self._built is not None and self._built.scorer is not None, "the recipe has no environment.reward_model"
@@ -284,26 +282,12 @@ class HostedWorker:
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self._compute("load", lambda: self._worker.load(saved, policy_version))
-        self.times()  # what loading took is no step's
 
     def remember(self, answers: Sequence[EarlierAnswer]) -> None:
         self._compute("load", partial(remember, self._policy, answers))
 
     def forget_prefixes(self) -> None:
         self._compute("rollout", lambda: self._policy.forget_prefixes())
-
-    def memory_metrics(self) -> dict[str, float]:
-        return self._worker.memory_metrics()
-
-    def path_metrics(self) -> dict[str, float]:
-        return self._worker.path_metrics()
-
-    def times(self, only: str = "", but: str = "") -> dict[str, float]:
-        """`Spans.take`. With several workers, and unless one phase is asked for, also the seconds of gathering new
-        weights, `time/gather`, and the bytes received, `publish/bytes`."""
-        worker = self._worker
-        exchanged = worker.trainer.weights.take_exchange() if isinstance(worker, Worker) and not only else {}
-        return self._spans.take(only, but) | exchanged
 
     # ------------------------------------------------------------ an open session
 
@@ -325,9 +309,12 @@ class HostedWorker:
     def _run_session(self, opened: Future[Room]) -> None:
         assert self._session is not None
         engine = self._plan.recipe.engine
-        with self._policy.session() as session:
+        with self._policy.session(on_end=self._keep_record) as session:
             opened.set_result(Room(engine.max_batch, session.num_pages * engine.page_size, session.num_pages))
             self._session.run(session)
+
+    def _keep_record(self, record: SessionRecord) -> None:
+        self._record = record
 
     def submit(self, requests: Sequence[GenerationRequest], streams: bool) -> None:
         self._open.submit(requests, streams)
@@ -359,7 +346,7 @@ class HostedWorker:
         answers, events = self._open.withdraw()
         return Withdrawn(answers, events, self.close_session())
 
-    def close_session(self) -> RolloutFacts:
+    def close_session(self) -> SessionRecord:
         """Cancels what is unfinished. Of a closed session the same again: Ctrl-C may come during `withdraw`."""
         with self._closes:
             if self._session is not None and self._session_end is not None:
@@ -368,7 +355,7 @@ class HostedWorker:
                 self._session = self._session_end = None
                 if self._update is not None:
                     self._compute("train", self._policy.free_cache)  # once, and not for each part
-        return RolloutFacts(self._policy.engine.metrics, self._policy.policy.kv_mode == "calibrated")
+        return self._record
 
     @property
     def _open(self) -> HostedSession:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from octetrl.config.schema import Recipe
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import GenerationProgress, SessionEvent
-from octetrl.rollout.backend import GenerationMetrics
+from octetrl.rollout.backend import SessionRecord
 from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.build import BuiltWorker, build_worker
 from octetrl.workers.many.assignment import Said
@@ -60,17 +60,9 @@ class SessionNews:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutFacts:
-    """Of a worker's last session."""
-
-    metrics: GenerationMetrics | None
-    scales_are_calibrated: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Withdrawn:
     """What an open session of a worker leaves, closed before its answers have ended."""
 
     answers: Mapping[tuple[str, int], Said]  # of each unfinished one, what it has said; by request and sibling
     events: Sequence[SessionEvent]  # since the last poll
-    facts: RolloutFacts
+    record: SessionRecord

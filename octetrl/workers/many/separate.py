@@ -11,7 +11,7 @@ Without, they are sent in a pause.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,22 +28,22 @@ from octetrl.records import (
     PolicyUpdate,
     Published,
     Task,
+    joined,
 )
+from octetrl.rollout.backend import OnSession, not_asked
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import serve_store
+from octetrl.workers.clock import Clock
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.team import Call, PartOfTeam, Team
-from octetrl.workers.many.workers import (
-    ManyWorkers,
-    TeamContext,
-    WorkersDiffer,
-    memory_of,
-    paths_of,
-    phases_of,
-    times_of,
-)
+from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer
+
+
+def not_waited() -> AbstractContextManager[dict[str, float]]:
+    """The context that waits for nothing; its metrics are empty."""
+    return nullcontext({})
 
 
 class SeparateWorkers:
@@ -62,8 +62,8 @@ class SeparateWorkers:
         """roles: number of workers that train, and of those that generate; the first workers of `team` train. is_ahead:
         a session may be open while `publish` sends weights. They wait in a second buffer for `adopt`; without one
         `publish` waits for the end of the batch. in_flight: an open session continues with them at once."""
-        self._spans, self._is_ahead, self._in_flight = context.spans, is_ahead, in_flight
-        self.between_batches: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._clock, self._is_ahead, self._in_flight = Clock(), is_ahead, in_flight
+        self.between_batches: Callable[[], AbstractContextManager[dict[str, float]]] = not_waited
         self._sent_bytes = 0  # of the weights last sent
         self._receive_seconds = 0.0  # that they took to arrive at the slowest worker
         self.pause_seconds = 0.0  # how long nothing could be generated when weights were last adopted
@@ -73,7 +73,7 @@ class SeparateWorkers:
         engine_team = PartOfTeam(team, range(roles[0], sum(roles)))
         self._team, self._trainer_team, self._engine_team = team, trainer_team, engine_team
         self._trainers = ManyWorkers(trainer_team, context, admission)
-        self._engine_workers = ManyWorkers(engine_team, context, admission, trains=False)
+        self._engine_workers = ManyWorkers(engine_team, context, admission, trains=False, first=roles[0])
         self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
         meetings = [
             trainer_team.begin(0, "meet_for_weights", address),
@@ -119,8 +119,8 @@ class SeparateWorkers:
 
     def publish(self, policy_version: int) -> Published:
         published = self._trainers.publish(policy_version)
-        waits = self.between_batches if not (self.is_doubled or self._in_flight) else nullcontext
-        with waits(), self._spans("send_weights"), self._weights:
+        waits = self.between_batches if not (self.is_doubled or self._in_flight) else not_waited
+        with waits() as waited, self._clock("send_weights") as took, self._weights:
             if self.is_doubled:
                 sending = self._trainer_team.begin(0, "send_weights")
                 self._receive_seconds = max(self._engine_team.ask("publish", "receive_weights"))
@@ -133,7 +133,7 @@ class SeparateWorkers:
         metrics["time/receive_weights"] = seconds
         if self._in_flight or not self._is_ahead:
             metrics["time/publish_pause"] = self.pause_seconds
-        return replace(published, metrics={**published.metrics, **metrics})
+        return replace(published, metrics=joined(published.metrics, metrics, took, waited))
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         self._trainers.load(saved, policy_version)
@@ -144,10 +144,11 @@ class SeparateWorkers:
     def needs_calibration(self) -> bool:
         return self._trainers.needs_calibration
 
-    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
-        self._trainers.calibrate(token_lists)
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> dict[str, float]:
+        took = self._trainers.calibrate(token_lists)
         self.publish(self.policy_version)
         self.adopt()
+        return took
 
     def _collect_sent(self, sending: Call) -> None:
         self._sent_bytes = self._trainer_team.collect("publish", [sending])[0]
@@ -178,13 +179,16 @@ class SeparateWorkers:
     # ------------------------------------------------------------ the workers that generate
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
     ) -> list[list[Completion]]:
-        return self._engine_workers.generate(requests, on_completions)
+        return self._engine_workers.generate(requests, on_completions, on_end)
 
     @contextmanager
-    def session(self) -> Iterator[ManySession]:
-        with self._engine_workers.session() as session:
+    def session(self, on_end: OnSession = not_asked) -> Iterator[ManySession]:
+        with self._engine_workers.session(on_end) as session:
             yield session
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
@@ -195,22 +199,6 @@ class SeparateWorkers:
 
     def forget_prefixes(self) -> None:
         self._engine_workers.forget_prefixes()
-
-    def rollout_metrics(self) -> Mapping[str, float]:
-        """With the seconds of each worker, because a batch that is generated ahead belongs to a later step."""
-        seconds = self._engine_team.ask("state", "times", "rollout")
-        return {**self._engine_workers.rollout_metrics(), **phases_of(seconds, first=self._trainer_team.size)}
-
-    # ------------------------------------------------------------ all
-
-    def memory_metrics(self) -> Mapping[str, float]:
-        return memory_of(self._team)
-
-    def path_metrics(self) -> Mapping[str, float]:
-        return paths_of(self._team)
-
-    def time_metrics(self) -> Mapping[str, float]:
-        return times_of(self._team, self._trainers.link_gb_per_second, but="rollout")
 
     def close(self) -> None:
         self._team.close()

@@ -22,10 +22,11 @@ from dataclasses import replace
 from typing import Any
 
 from octetrl.config.validate_tail import TAIL_SHARE
-from octetrl.records import MicroBatch, OnProgress, PackedBatch, PolicyUpdate, SessionEvent
+from octetrl.records import MicroBatch, OnProgress, PackedBatch, PolicyUpdate, SessionEvent, joined
+from octetrl.rollout.backend import SessionRecord
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs, shared_out
-from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn
+from octetrl.workers.many.plan import SessionNews, Withdrawn
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.team import Call, Team
 from octetrl.workers.many.workers import ManyWorkers
@@ -103,7 +104,7 @@ class TailSession(ManySession):
     def __init__(self, queue: PartQueue, team: Team, rooms: Sequence[Room], *settings: Any, **options: Any) -> None:
         super().__init__(team, rooms, *settings, **options)
         self._queue, self._room = queue, min(room.sequences for room in rooms)
-        self.withdrawn: dict[int, RolloutFacts] = {}  # of the workers whose sessions are closed
+        self.withdrawn: dict[int, SessionRecord] = {}  # of the workers whose sessions are closed
         self.moved = 0  # answers that changed the worker
         self.tail_began: float | None = None  # time.monotonic
 
@@ -136,7 +137,7 @@ class TailSession(ManySession):
             assignment.close(worker)
             pieces += assignment.move(worker, keeper, one.answers)
             self._progress[worker] = replace(self._progress[worker], running=0, waiting=0)
-            self.withdrawn[worker] = one.facts
+            self.withdrawn[worker] = one.record
         if pieces:
             self._moved_at[keeper] = time.monotonic()
             self._team.ask_one(keeper, "submit", "submit", [piece.request for piece in pieces], False)
@@ -173,12 +174,12 @@ class TailWorkers(ManyWorkers):
         assert queue is not None, "`begin_step` comes first"
         if queue.policy_version is None:
             return self.train(PackedBatch((), (), None))
-        with self._console.phase("train"), self._spans("train"):
+        with self._console.phase("train"), self._clock("train") as took:
             queue.finish()
         update = self._update("finish_update", [(queue.whole(),)] * self._team.size)
         own = {**self._metrics, "train/beside_tail_share": queue.early / queue.offered}
         metrics = {name: value for name, value in update.metrics.items() if name != "train/tokens_per_second"}
-        return replace(update, metrics={**metrics, **own})
+        return replace(update, metrics=joined(metrics, own, took))
 
     def _session_of(self, rooms: Sequence[Room], linger_seconds: float, on_progress: OnProgress) -> ManySession:
         if self._queue is None:
@@ -186,16 +187,16 @@ class TailWorkers(ManyWorkers):
         parts = (self._queue, self._drawing, rooms, self._admission, self._deadlines)
         return TailSession(*parts, linger_seconds=linger_seconds, on_progress=on_progress)
 
-    def _close(self, session: ManySession) -> list[RolloutFacts]:
-        facts = dict(session.withdrawn) if isinstance(session, TailSession) else {}
-        open_still = [worker for worker in range(self._team.size) if worker not in facts]
+    def _close(self, session: ManySession) -> list[SessionRecord]:
+        records = dict(session.withdrawn) if isinstance(session, TailSession) else {}
+        open_still = [worker for worker in range(self._team.size) if worker not in records]
         calls = [self._team.begin(worker, "close_session") for worker in open_still]
-        facts |= dict(zip(open_still, self._team.collect("rollout", calls), strict=True))
+        records |= dict(zip(open_still, self._team.collect("rollout", calls), strict=True))
         if isinstance(session, TailSession) and session.tail_began is not None:
             moved, seconds = self._metrics["rollout/moved_answers"], self._metrics["time/tail"]
             seconds += time.monotonic() - session.tail_began
             self._metrics = {"rollout/moved_answers": moved + session.moved, "time/tail": seconds}
-        return [facts[worker] for worker in range(self._team.size)]
+        return [records[worker] for worker in range(self._team.size)]
 
 
 def _tokens(micro_batch: MicroBatch) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,27 +31,28 @@ from octetrl.records import (
     PolicyUpdate,
     Published,
     Task,
+    worker_times,
 )
-from octetrl.rollout.backend import GenerationMetrics
+from octetrl.rollout.backend import OnSession, SessionRecord, not_asked
 from octetrl.system.errors import RunFailed
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import serve_store
+from octetrl.workers.clock import Clock
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs, deal
 from octetrl.workers.many.deadlines import Deadlines, WorkerLost
-from octetrl.workers.many.plan import RolloutFacts, WorkerState
+from octetrl.workers.many.plan import WorkerState
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.status import size
 from octetrl.workers.many.team import PartOfTeam, Team
-from octetrl.workers.session_sum import SessionSum
 from octetrl.workers.training_progress import most_tokens, rollout_shown
 
 LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for
 SCORING_SECONDS = 0.1  # at most between two calls of `on_completions`
+PHASES = frozenset({"time/train", "time/calibrate", "time/publish", "time/gather"})  # timed on each worker
 BACKLOG_SECONDS = 0.005  # the same while it has something to do: each call gives a reward process one answer
 
 
@@ -66,17 +67,17 @@ class TeamContext:
     costs: Costs  # of micro-batches, by which these are dealt out
     deadlines: Deadlines
     console: Console
-    spans: Spans
 
 
 class ManyLearningWorkers:
     """`LearningWorkers` on the workers of `team`, which have not loaded their model yet."""
 
-    def __init__(self, team: Team, context: TeamContext, *, trains: bool = True, size: int = 1) -> None:
+    def __init__(self, team: Team, context: TeamContext, *, trains: bool = True, size: int = 1, first: int = 0) -> None:
         """`size`: of each group of workers that share one model. Workers of a group follow one another."""
         self._team, self._costs, self._deadlines = team, context.costs, context.deadlines
-        self._console, self._spans = context.console, context.spans
+        self._console, self._clock = context.console, Clock()
         self._size = size  # of a group of workers that share one model
+        self._first = first  # number of the first worker among all of the run
         address: str | None = None
         if team.size > 1:
             self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
@@ -108,7 +109,7 @@ class ManyLearningWorkers:
     def _update(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> PolicyUpdate:
         """One update by a verb that all workers call together."""
         self._weights_are_whole = False
-        with self._console.phase("train"), self._spans("train"):
+        with self._console.phase("train"), self._clock("train") as took:
             try:
                 updates: list[PolicyUpdate] = self._team.ask_each("train", verb, arguments)
             except NonFiniteError:  # before any worker's step; or after it, by a weight or the next minibatch
@@ -117,14 +118,25 @@ class ManyLearningWorkers:
                 raise
         self._weights_are_whole = True
         self._take_state()
-        return updates[0]
+        return replace(updates[0], metrics=self._of_all([one.metrics for one in updates], took))
 
     def publish(self, policy_version: int) -> Published:
-        with self._console.phase("publish"), self._spans("publish"):
+        with self._console.phase("publish"), self._clock("publish") as took:
             published: list[Published] = self._team.ask("publish", "publish", policy_version)
         for part in range(self._size):  # workers with the same rows of the model
             self._check_equal([one.weights_digest for one in published[part :: self._size]], part)
-        return published[0]
+        return replace(published[0], metrics=self._of_all([one.metrics for one in published], took))
+
+    def _of_all(self, parts: Sequence[Mapping[str, float]], took: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of one verb, from those of each worker; `took`: the driver's times."""
+        found = of_workers(parts)
+        if received := found.get("publish/bytes", 0.0):
+            slowest = max(part["time/gather"] for part in parts)
+            found["publish/gb_per_second"] = received / 1e9 / slowest
+            found["publish/link_gb_per_second"] = self.link_gb_per_second
+        else:
+            found.pop("publish/bytes", None)
+        return {**found, **took}
 
     def _check_equal(self, digests: Sequence[str], part: int) -> None:
         """Raises WorkersDiffer naming the first worker whose weights are not those of most workers; if no weights are
@@ -164,15 +176,6 @@ class ManyLearningWorkers:
         state: WorkerState = self._team.ask_one(0, "state", "state")
         self._policy_version, self._needs_calibration = state.policy_version, state.needs_calibration
 
-    def memory_metrics(self) -> dict[str, float]:
-        return memory_of(self._team)
-
-    def path_metrics(self) -> dict[str, float]:
-        return paths_of(self._team)
-
-    def time_metrics(self) -> dict[str, float]:
-        return times_of(self._team, self.link_gb_per_second)
-
     def close(self) -> None:
         self._team.close()
 
@@ -188,28 +191,31 @@ class ManyWorkers(ManyLearningWorkers):
         *,
         trains: bool = True,
         size: int = 1,
+        first: int = 0,
     ) -> None:
-        super().__init__(team, context, trains=trains, size=size)
+        super().__init__(team, context, trains=trains, size=size, first=first)
         self._drawing = team if size == 1 else PartOfTeam(team, range(0, team.size, size))
         self._admission = admission
-        self._rollout: list[RolloutFacts] = []  # of the last session
-        self._sessions = SessionSum()
 
     @property
     def needs_calibration(self) -> bool:
         return self._needs_calibration
 
-    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> None:
-        with self._console.phase("calibrate"), self._spans("calibrate"):
-            self._team.ask("calibrate", "calibrate", token_lists)
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> dict[str, float]:
+        with self._console.phase("calibrate"), self._clock("calibrate") as took:
+            parts: list[Mapping[str, float]] = self._team.ask("calibrate", "calibrate", token_lists)
         self._take_state()
+        return self._of_all(parts, took)
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
     ) -> list[list[Completion]]:
         drawn: dict[str, dict[int, Completion]] = {request.id: {} for request in requests}
         places = {request.id: place for place, request in enumerate(requests)}
-        with self._opened(LINGER_SECONDS, most_tokens(requests)) as session:
+        with self._opened(on_end, LINGER_SECONDS, most_tokens(requests)) as session:
             for request in requests:
                 session.submit(request)
             wait = SCORING_SECONDS if on_completions else 1.0
@@ -224,13 +230,13 @@ class ManyWorkers(ManyLearningWorkers):
         return [[completion for _, completion in sorted(drawn[request.id].items())] for request in requests]
 
     @contextmanager
-    def session(self) -> Iterator[ManySession]:
-        with self._opened(0.0) as session:
+    def session(self, on_end: OnSession = not_asked) -> Iterator[ManySession]:
+        with self._opened(on_end, 0.0) as session:
             yield session
 
     @contextmanager
-    def _opened(self, linger_seconds: float, most: int | None = None) -> Iterator[ManySession]:
-        with rollout_shown(self._console, most) as on_progress, self._spans("rollout"):
+    def _opened(self, on_end: OnSession, linger_seconds: float, most: int | None = None) -> Iterator[ManySession]:
+        with rollout_shown(self._console, most) as on_progress, self._clock("rollout") as took:
             rooms = self._team.ask("rollout", "open_session")[:: self._size]
             session = self._session_of(rooms, linger_seconds, on_progress)
             try:
@@ -240,17 +246,28 @@ class ManyWorkers(ManyLearningWorkers):
             except BaseException:
                 self._close(session)
                 raise
-            self._rollout = self._close(session)
-            self._sessions.add(self.last_session)
+            records = self._close(session)
+        on_end(self._record(records, took))
 
     def _session_of(self, rooms: Sequence[Room], linger_seconds: float, on_progress: OnProgress) -> ManySession:
         parts = (self._drawing, rooms, self._admission, self._deadlines)
         return ManySession(*parts, linger_seconds=linger_seconds, on_progress=on_progress)
 
-    def _close(self, session: ManySession) -> list[RolloutFacts]:
-        """Of each worker that draws; what is unfinished is cancelled."""
-        facts: list[RolloutFacts] = self._team.ask("rollout", "close_session")
-        return facts[:: self._size]
+    def _close(self, session: ManySession) -> list[SessionRecord]:
+        """Of each worker; what is unfinished is cancelled."""
+        return self._team.ask("rollout", "close_session")
+
+    def _record(self, records: Sequence[SessionRecord], took: Mapping[str, float]) -> SessionRecord:
+        """Of all workers, as one."""
+        parts = [one.metrics for one in records[:: self._size] if one.metrics is not None]
+        peaks = [record.took["memory/peak_gb"] for record in records if "memory/peak_gb" in record.took]
+        return SessionRecord(
+            took={**took, "memory/peak_gb": max(peaks)} if peaks else took,
+            metrics=parts[0].merged(parts[1:]) if parts else None,
+            scales_are_calibrated=records[0].scales_are_calibrated,
+            worker_seconds=tuple(record.took["time/rollout"] for record in records),
+            first_worker=self._first,
+        )
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """Each worker scores a contiguous part."""
@@ -265,16 +282,6 @@ class ManyWorkers(ManyLearningWorkers):
     def forget_prefixes(self) -> None:
         self._team.ask("rollout", "forget_prefixes")
 
-    @property
-    def last_session(self) -> GenerationMetrics | None:
-        """Of all workers, as one. None before the first session."""
-        parts = [facts.metrics for facts in self._rollout if facts.metrics is not None]
-        return parts[0].merged(parts[1:]) if parts else None
-
-    def rollout_metrics(self) -> dict[str, float]:
-        calibrated = bool(self._rollout) and self._rollout[0].scales_are_calibrated
-        return self._sessions.take(scales_are_calibrated=calibrated)
-
 
 def _say_what_was_read(console: Console, states: Sequence[WorkerState]) -> None:
     read = max(state.loaded.read_bytes for state in states) / 1e9
@@ -286,39 +293,18 @@ def _say_what_was_read(console: Console, states: Sequence[WorkerState]) -> None:
         )
 
 
-def memory_of(team: Team) -> dict[str, float]:
-    """Of the worker with the largest peak."""
-    parts: list[Mapping[str, float]] = team.ask("state", "memory_metrics")
-    return {name: max(part[name] for part in parts) for name in parts[0]}
-
-
-def paths_of(team: Team) -> dict[str, float]:
-    """The slower path of any worker."""
-    parts: list[dict[str, float]] = team.ask("state", "path_metrics")
-    worst = {name: min if name.endswith(("/fused", "/captured")) else max for name in parts[0]}
-    return {name: choose(part[name] for part in parts) for name, choose in worst.items()}
-
-
-def times_of(team: Team, link_gb_per_second: float, but: str = "") -> dict[str, float]:
-    """`phases_of` all phases except `but`. With several workers also the bytes of new weights that a worker received,
-    their speed, and that of the link."""
-    parts: list[dict[str, float]] = team.ask("state", "times", "", but)
-    metrics: dict[str, float] = {}
-    received = max(part.pop("publish/bytes", 0.0) for part in parts)
-    if received:
-        slowest = max(part.get("time/gather", 0.0) for part in parts)
-        metrics = {"publish/bytes": received, "publish/gb_per_second": received / 1e9 / slowest}
-        metrics["publish/link_gb_per_second"] = link_gb_per_second
-    return metrics | phases_of(parts)
-
-
-def phases_of(parts: Sequence[Mapping[str, float]], first: int = 0) -> dict[str, float]:
-    """`time/PHASE/worker_N`, and in `time/PHASE/slowest` the number of the slowest worker.
-
-    first: number of the worker that `parts` begins with."""
-    metrics: dict[str, float] = {}
-    for name in sorted({name for part in parts for name in part}):
-        seconds = [part.get(name, 0.0) for part in parts]
-        metrics |= {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds, first)}
-        metrics[f"{name}/slowest"] = float(first + seconds.index(max(seconds)))
-    return metrics
+def of_workers(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a verb that all workers ran: the largest peak of memory, the slower path of any worker, and of
+    each phase the seconds of each (`worker_times`). Of what else they say, the first worker's counts."""
+    found: dict[str, float] = {}
+    for name in {name: None for part in parts for name in part}:
+        values = [part.get(name, 0.0) for part in parts]
+        if name in PHASES:
+            found |= worker_times(name, values)
+        elif name.endswith(("/fused", "/captured")):
+            found[name] = min(values)
+        elif name.startswith("memory/") or name in ("fp8/gluon_fallbacks", "publish/bytes"):
+            found[name] = max(values)
+        else:
+            found[name] = parts[0][name]
+    return found

@@ -139,7 +139,6 @@ def test_several_workers_draw_what_one_draws(
         assert drawn == expected and drawing_of(run) == {0, 1}
         assert [versions(groups) for groups in drawn] == [{0}, {1}]
         assert lines[-1]["publish/policy_version"] == 2.0
-        assert run.workers.last_session.completions == len(tokens(drawn[-1])), "of both workers"  # type: ignore[attr-defined]
         doubles = [double_of(worker) for worker in workers_of(run)]
         assert all(double.sleeps >= 3 and not double.requests for double in doubles)
         for worker in workers_of(run):
@@ -180,7 +179,7 @@ def test_workers_that_only_generate(
         assert all("mismatch/unequal_tokens" not in line for line in lines), "no equality is expected of vLLM"
         assert [double_of(worker).sleeps for worker in others] == [1, 1], "as they start, and never for an update"
         assert [double_of(worker).prefix_resets for worker in others] == [1 if ahead else 2] * 2, "at each update"
-        assert run.workers.path_metrics() == {}, "no worker generates with our kernels"
+        assert not any("rollout/fused" in line for line in lines), "no worker generates with our kernels"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,6 @@ def test_workers_that_share_a_model_have_one_vllm_in_step(changes: dict[str, Any
             assert lines[-1]["publish/policy_version"] == 2.0
             doubles = [double_of(worker) for worker in workers_of(run)]
             assert all(double.sleeps >= 3 and not double.requests for double in doubles)
-            assert run.workers.last_session.completions == len(tokens(groups[-1]))  # type: ignore[attr-defined]
     assert drawn[0] == drawn[1]
 
 

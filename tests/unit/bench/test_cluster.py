@@ -72,8 +72,8 @@ def test_the_answers_of_the_warm_up_end_one_after_another(on_workers: bool, monk
     worker = build_bench_worker(step, "bf16")
     generate, lengths = worker.generate, list[int]()
 
-    def recorded(requests: list[GenerationRequest], *rest: Any) -> list[list[Completion]]:
-        completions = generate(requests, *rest)
+    def recorded(requests: list[GenerationRequest], *given: Any, **rest: Any) -> list[list[Completion]]:
+        completions = generate(requests, *given, **rest)
         lengths.extend(len(one.token_ids) for siblings in completions for one in siblings)
         return completions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octetrl.workers.session_sum import SessionSum
+from octetrl.rollout.backend import SessionRecord
 from tests.unit.engine.test_speculation import Told, answers_of, speculative
 from tests.unit.engine.tiny_engine import Graphs, request, tiny_engine
 
@@ -23,20 +23,20 @@ def test_the_time_of_capturing_is_the_last_calls() -> None:
 
 def test_sessions_of_a_step_count_as_one() -> None:
     """Sums of sums: a filter that refills a step generates several times."""
-    engine, sums = tiny_engine(), SessionSum()
+    engine = tiny_engine()
     sessions = []
     for length in (3, 9):
         engine.generate([request(max_new_tokens=length, ignore_eos=True)])
         assert engine.metrics is not None
         sessions.append(engine.metrics)
-        sums.add(engine.metrics)
     first, second = sessions
-    taken = sums.take(scales_are_calibrated=False)
+    records = [SessionRecord({"time/rollout": one.seconds}, one, worker_seconds=(one.seconds,)) for one in sessions]
+    taken = records[0].followed_by(records[1]).named()
+    assert taken["time/rollout"] == taken["time/rollout/worker_0"] == first.seconds + second.seconds
     assert taken["rollout/prefilled_tokens"] == first.prefilled_tokens + second.prefilled_tokens > 0
     assert taken["rollout/tokens_per_second"] == pytest.approx(12 / (first.seconds + second.seconds))
     assert taken["rollout/cache_occupancy"] == max(first.cache_occupancy, second.cache_occupancy)
     assert min(first.batch_occupancy, second.batch_occupancy) <= taken["rollout/batch_occupancy"]
-    assert sums.take(scales_are_calibrated=False) == {}, "nothing since"
 
 
 def test_saturation_is_a_metric_of_calibrated_caches_alone() -> None:

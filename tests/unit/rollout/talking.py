@@ -70,11 +70,11 @@ class TalkingWorkers:
         self._tokenizer, self._says, self._max_batch = tokenizer, says, max_batch
         self.sessions: list[TalkingSession] = []
 
-    def generate(self, requests: Sequence[GenerationRequest], _: object = None) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], *_: object) -> list[list[Completion]]:
         raise AssertionError("a conversation takes a session")
 
     @contextmanager
-    def session(self) -> Iterator[TalkingSession]:
+    def session(self, _: object = None) -> Iterator[TalkingSession]:
         def decode(token_ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 

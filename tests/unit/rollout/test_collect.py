@@ -16,6 +16,7 @@ from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import Completion, FinishReason, GenerationRequest, OnCompletions, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collected import Collecting
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.tiny_model import train_tokenizer
@@ -28,7 +29,7 @@ class EchoWorkers:
         self.calls: list[list[GenerationRequest]] = []
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, _: object = None
     ) -> list[list[Completion]]:
         self.calls.append(list(requests))
         drawn = self._drawn(requests)
@@ -86,8 +87,8 @@ TASKS = [Task(id="a", prompt="1 + 2 ="), Task(id="b", prompt="x" * 40), Task(id=
 
 
 def test_groups_come_in_the_order_of_the_tasks_with_a_status_each(chat: ChatTokens) -> None:
-    workers, scores, collection = EchoWorkers(), SiblingScores(), collection_of(chat)
-    groups = collect_groups(TASKS, scores, workers, collection)
+    workers, scores, state = EchoWorkers(), SiblingScores(), Collecting()
+    groups = collect_groups(TASKS, scores, workers, collection_of(chat), state)
     assert [group.task for group in groups] == TASKS
     assert len(workers.calls) == len(scores.calls) == 1
     scored, truncated, timeout = RolloutStatus.SCORED, RolloutStatus.TRUNCATED, RolloutStatus.REWARD_TIMEOUT
@@ -100,12 +101,12 @@ def test_groups_come_in_the_order_of_the_tasks_with_a_status_each(chat: ChatToke
     prompt = chat.prompt_tokens("1 + 2 =")
     assert groups[0].rollouts[0].turns[0].prompt_token_ids == prompt
     twice = (2.0, 2)  # the mean length of two groups of this class
-    assert collection.lengths == ExpectedLengths({"a": 2}, {f"|{len(prompt).bit_length()}": twice, "|": twice})
+    assert state.lengths == ExpectedLengths({"a": 2}, {f"|{len(prompt).bit_length()}": twice, "|": twice})
 
 
 def test_a_prompt_that_is_too_long_is_counted_and_not_generated_from(chat: ChatTokens) -> None:
     workers = EchoWorkers()
-    groups = collect_groups(TASKS, SiblingScores(), workers, collection_of(chat))
+    groups = collect_groups(TASKS, SiblingScores(), workers, collection_of(chat), Collecting())
     assert [request.id for request in workers.calls[0]] == ["0:a", "2:a"]
     counts = Counter(rollout.status for group in groups for rollout in group.rollouts)
     assert counts[RolloutStatus.PROMPT_TOO_LONG] == 4
@@ -120,7 +121,7 @@ def test_a_prompt_that_is_too_long_is_counted_and_not_generated_from(chat: ChatT
 def test_requests_say_what_the_recipe_says(chat: ChatTokens) -> None:
     workers = EchoWorkers()
     collection = collection_of(chat, temperature=0.7, top_p=0.9, stop=("\n",), max_new_tokens=5)
-    collect_groups(TASKS[:1], SiblingScores(), workers, collection)
+    collect_groups(TASKS[:1], SiblingScores(), workers, collection, Collecting())
     sampling = workers.calls[0][0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.stop, sampling.max_new_tokens) == (0.7, 0.9, ("\n",), 5)
 
@@ -128,7 +129,7 @@ def test_requests_say_what_the_recipe_says(chat: ChatTokens) -> None:
 def test_seeds_are_new_for_each_step_and_place_and_the_same_again_on_resume(chat: ChatTokens) -> None:
     def seeds(step: int) -> list[int]:
         workers = EchoWorkers()
-        collect_groups(TASKS, SiblingScores(), workers, collection_of(chat).at_step(step))
+        collect_groups(TASKS, SiblingScores(), workers, collection_of(chat).at_step(step), Collecting())
         return [request.seed for request in workers.calls[0]]
 
     assert seeds(3) == seeds(3)
@@ -137,13 +138,14 @@ def test_seeds_are_new_for_each_step_and_place_and_the_same_again_on_resume(chat
 
 
 def test_how_long_a_tasks_answers_were_is_told_when_it_comes_again(chat: ChatTokens) -> None:
-    workers, collection = EchoWorkers(), collection_of(chat)
+    workers, lengths = EchoWorkers(), ExpectedLengths()
     for step in (1, 2):
-        collect_groups(TASKS[:2], SiblingScores(), workers, collection.at_step(step))
+        settings = collection_of(chat).at_step(step)
+        collect_groups(TASKS[:2], SiblingScores(), workers, settings, Collecting(lengths))
     first, second = workers.calls
     assert [request.expected_tokens for request in first] == [None]
     assert [request.expected_tokens for request in second] == [2]
-    assert collection.lengths.of_task == {"a": 2}  # nothing was drawn for the prompt that is too long
+    assert lengths.of_task == {"a": 2}  # nothing was drawn for the prompt that is too long
 
 
 def noted_for_a(task: Task, completion_text: str) -> float:
@@ -167,7 +169,7 @@ class Sampling(EchoWorkers):
         self.until = until
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, _: object = None
     ) -> list[list[Completion]]:
         drawn = self._drawn(requests)
         assert on_completions is not None
@@ -188,14 +190,14 @@ def test_answers_are_scored_while_others_are_sampled(chat: ChatTokens, tmp_path:
     tasks = [Task("a", "1 + 2 =", metadata={"folder": str(tmp_path)}), *(Task(name, "1 + 2 =") for name in "bc")]
     with RewardWorkers(noted_for_a, timeout_seconds=60.0, processes=2) as scores:
         workers = Sampling(until=lambda: len(list(tmp_path.iterdir())) == 4)
-        groups = collect_groups(tasks, scores, workers, collection_of(chat))
+        groups = collect_groups(tasks, scores, workers, collection_of(chat), Collecting())
     assert [group.rewards for group in groups] == [(0.0, 1.0, 2.0, 3.0)] * 3
 
 
 def test_an_interrupted_collection_ends_its_scores(chat: ChatTokens) -> None:
     class Interrupted(Sampling):
         def generate(
-            self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+            self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, _: object = None
         ) -> list[list[Completion]]:
             assert on_completions is not None
             on_completions([(0, 0, self._drawn(requests)[0][0])])
@@ -203,7 +205,7 @@ def test_an_interrupted_collection_ends_its_scores(chat: ChatTokens) -> None:
 
     with RewardWorkers(hangs_for_a, timeout_seconds=60.0, processes=1) as scores:
         with pytest.raises(KeyboardInterrupt):
-            collect_groups(TASKS[:1], scores, Interrupted(), collection_of(chat))
+            collect_groups(TASKS[:1], scores, Interrupted(), collection_of(chat), Collecting())
         assert scores.restarts == 1
-        (group,) = collect_groups([Task("b", "1 + 2 =")], scores, Sampling(), collection_of(chat))
+        (group,) = collect_groups([Task("b", "1 + 2 =")], scores, Sampling(), collection_of(chat), Collecting())
     assert group.rewards == (0.0, 1.0, 2.0, 3.0)

@@ -33,7 +33,7 @@ class Workers:
         self.requests: list[GenerationRequest] = []
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None
+        self, requests: Sequence[GenerationRequest], on_completions: OnCompletions | None = None, _: object = None
     ) -> list[list[Completion]]:
         self.requests += requests
         completion = Completion((5, 6), (-1.0, -1.0), "text", FinishReason.STOP, 0, "digest")

@@ -27,6 +27,7 @@ from octetrl.records import (
 )
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collected import Collecting
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.drive import Occupancy
 from octetrl.rollout.expected_lengths import ExpectedLengths
@@ -50,6 +51,7 @@ def collect(
     says: Any = babble,
     tokenizer: Any = TOKENIZER,
     group_size: int = 4,
+    lengths: ExpectedLengths | None = None,
     **changes: Any,
 ) -> tuple[list[RolloutGroup], TalkingWorkers, Occupancy]:
     family = "hermes" if tokenizer is not TOKENIZER else None
@@ -57,9 +59,9 @@ def collect(
     workers = TalkingWorkers(tokenizer, says)
     chat = ChatTokens(tokenizer, tools=[one.schema() for one in getattr(environment, "tools", ())])
     collection = CollectionSettings(chat, SamplingParams(9), group_size, max_prompt_tokens=2000, seed=1)
-    collection = replace(collection, **changes)
+    collection, state = replace(collection, **changes), Collecting(lengths or ExpectedLengths())
     try:
-        return collect_groups(environment.tasks, dialogue, workers, collection), workers, collection.occupancy
+        return collect_groups(environment.tasks, dialogue, workers, collection, state), workers, state.occupancy
     finally:
         dialogue.close()
 

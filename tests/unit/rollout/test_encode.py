@@ -15,6 +15,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from octetrl.records import Completion, GenerationRequest, Reply, RolloutStatus, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collected import Collecting
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.encode import Encoder, characters_per_token
 from octetrl.run.tiny_model import train_tokenizer
@@ -71,7 +72,7 @@ def test_where_text_may_be_dropped_there_is_no_bound(given: dict[str, Any]) -> N
 
 
 class NothingIsDrawn:
-    def generate(self, requests: Sequence[GenerationRequest], _: object = None) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], *_: object) -> list[list[Completion]]:
         assert not requests
         return []
 
@@ -89,7 +90,7 @@ def test_a_prompt_of_5_mb_is_refused_at_once(bounded: Sequence[Any]) -> None:
     part = time.process_time() - began
     began = time.process_time()
     collection = CollectionSettings(chat, SamplingParams(8), group_size=2, max_prompt_tokens=32)
-    (group,) = collect_groups([Task("1", LONG)], NothingIsScored(), NothingIsDrawn(), collection)  # type: ignore[arg-type]
+    (group,) = collect_groups([Task("1", LONG)], NothingIsScored(), NothingIsDrawn(), collection, Collecting())  # type: ignore[arg-type]
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.PROMPT_TOO_LONG] * 2
     detail = str(group.rollouts[0].detail)
     assert "the prompt has 5,000,0" in detail and "tokens, more than 32" in detail

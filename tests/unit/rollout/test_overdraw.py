@@ -31,6 +31,7 @@ from octetrl.records import (
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.collected import CollectedBatch
 from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.rollout.overdraw import Race, _lost
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import train
@@ -97,7 +98,7 @@ class Workers:
         self.opened = Session(room, random.Random(seed))
 
     @contextmanager
-    def session(self) -> Iterator[Session]:
+    def session(self, _: object = None) -> Iterator[Session]:
         yield self.opened
 
 
@@ -181,7 +182,7 @@ def test_of_the_new_groups_the_shortest_are_kept_and_the_rest_is_not_drawn_to_it
     for place, task in enumerate(every.next_batch(6)):
         from octetrl.rollout.first_requests import request_of
 
-        request = request_of(task, place, plain)
+        request = request_of(task, place, plain, ExpectedLengths())
         is_request = isinstance(request, GenerationRequest)
         lengths = [length_of(request, one) for one in range(SIBLINGS)] if is_request else [0]
         times[task.id], tokens = max(lengths), tokens + sum(lengths)
@@ -215,13 +216,13 @@ def test_groups_that_were_put_back_are_expected_to_be_long_and_restarts_are_coun
             self.restarts = 5
             return super().score(completions)
 
-    settings, source = plain_overdrawn(), tasks()
-    collected = collect_batch(source, lambda group: True, Restarting(), Workers(100), settings)  # type: ignore[arg-type]
+    settings, source, expected = plain_overdrawn(), tasks(), ExpectedLengths()
+    collected = collect_batch(source, lambda group: True, Restarting(), Workers(100), settings, expected)  # type: ignore[arg-type]
     bound = collected.metrics["rollout/longest_kept_answer"]
     assert collected.metrics["rollout/reward_restarts"] == 2
-    assert [settings.lengths.estimate(task, 2) for task in collected.put_back] == [bound, bound]
+    assert [expected.estimate(task, 2) for task in collected.put_back] == [bound, bound]
     again = Workers(100)
-    collect_batch(source, lambda group: True, Scores(), again, replace(settings, step=2))  # type: ignore[arg-type]
+    collect_batch(source, lambda group: True, Scores(), again, replace(settings, step=2), expected)  # type: ignore[arg-type]
     hints = [request.expected_tokens for request in again.opened.requests.values()]
     assert hints[:2] == [bound, bound], "so they start first"
 

@@ -17,6 +17,7 @@ from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import GenerationRequest, Reply, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.rollout.collect import collect_groups
+from octetrl.rollout.collected import Collecting
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.samples import to_samples
 from tests.objectives import objective
@@ -62,7 +63,7 @@ def drawn(family: str, environment: Any, says: Any, group_size: int = 2) -> tupl
     chat = chat_of(family, getattr(environment, "tools", ()))
     collection = CollectionSettings(chat, SamplingParams(60), group_size, max_prompt_tokens=4000, seed=3)
     try:
-        return collect_groups(environment.tasks, dialogue, workers, collection), workers
+        return collect_groups(environment.tasks, dialogue, workers, collection, Collecting()), workers
     finally:
         dialogue.close()
 

@@ -72,7 +72,7 @@ def test_rewards_that_wait_are_said_to_the_workers_of_a_batch_ahead() -> None:
     """Workers look for ended answers sooner while rewards wait, which is what `on_completions` returns."""
 
     class Workers:
-        def generate(self, requests: Any, on_completions: Callable[[Any], bool | None]) -> Any:
+        def generate(self, requests: Any, on_completions: Callable[[Any], bool | None], _: object) -> Any:
             return on_completions(requests)
 
     assert _Stoppable(Workers(), lambda: None).generate([], lambda _: True) is True  # type: ignore[arg-type, comparison-overlap]
@@ -134,17 +134,14 @@ def test_a_resumed_run_draws_again_what_was_not_learnt(model: Path, tmp_path: Pa
     with run_on(1, model, tmp_path, engines=1, ahead=2, steps=5) as run:
         one_step(run, 1)
         one_step(run, 2)
-        assert run.ahead is not None
-        with run.ahead._changed:  # by now the tasks of a later step are taken
-            run.ahead._changed.wait_for(lambda: 3 in run.ahead._buffer, 30.0)
-        assert run.taskset.state() != run.ahead.place.taskset
+        assert isinstance(run.method, Ahead)
+        with run.method._changed:  # by now the tasks of a later step are taken
+            run.method._changed.wait_for(lambda: 3 in run.method._buffer, 30.0)
+        assert run.taskset.state() != run.method.place(run).taskset
         cursor = Cursor.of(run, 2)
     with run_on(1, model, tmp_path, engines=1, ahead=2, steps=5) as resumed:
         cursor.put_into(resumed, has_changed=False)
-        drawn: list[tuple[RolloutGroup, ...]] = []
-        resumed.journal.record = lambda groups, counts=None: drawn.append(tuple(groups))  # type: ignore[method-assign]
-        for step in (3, 4, 5):
-            one_step(resumed, step)
+        drawn = [tuple(one_step(resumed, step).groups) for step in (3, 4, 5)]
     assert by_task(drawn) == expected[2:]
 
 
@@ -163,22 +160,22 @@ def test_saved_batches_that_are_too_old_by_now_are_drawn_again_and_counted(
         notes: list[str] = []
         monkeypatch.setattr(run.console, "note", notes.append)
         monkeypatch.setattr(type(run.workers), "policy_version", 6)
-        ahead = run.ahead
+        ahead = run.method
         assert isinstance(ahead, Ahead)
-        ahead.put_back([batch(5, 2), batch(6, 3), batch(6, 4), batch(8, 5)], 6)  # 9 when the last would be learnt
+        ahead.put_back(run, [batch(5, 2), batch(6, 3), batch(6, 4), batch(8, 5)], 6)  # 9 when the last would be learnt
         assert set(ahead._buffer) == {7, 8} and ahead._first == 9 and restored == [2, 3]
         assert notes == ["9 saved groups are older than 1 versions: sampled again"]
         ahead._too_old, left = 0, ahead._too_old
         ahead._buffer.clear()
-        ahead.put_back([batch(6, 2)], 6)
+        ahead.put_back(run, [batch(6, 2)], 6)
         assert (left, ahead._too_old, len(notes)) == (9, 0, 1)
 
 
 def test_how_many_groups_were_too_old_is_told_with_the_next_step(model: Path, tmp_path: Path) -> None:
     with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=2) as run:
-        assert run.ahead is not None
-        run.ahead._too_old = 4
-        lines = [one_step(run, step) for step in (1, 2)]
+        assert isinstance(run.method, Ahead)
+        run.method._too_old = 4
+        lines = [one_step(run, step).metrics for step in (1, 2)]
     assert lines[0]["rollout/too_old_groups"] == 4.0 and "rollout/too_old_groups" not in lines[1]
     assert explained("rollout/too_old_groups")
 
@@ -190,7 +187,7 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
     reports = []
 
     def evaluated(run: Run) -> EvalReport:
-        assert run.ahead is not None and not run.ahead._draws
+        assert isinstance(run.method, Ahead) and not run.method._draws
         reports.append(evaluate(run))
         return reports[-1]
 
@@ -200,8 +197,9 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
     with run_on(1, model, tmp_path, engines=1, ahead=1, **changes) as run:
 
         def collect(*given: Any) -> CollectedBatch:
-            until, ahead = time.monotonic() + 60.0, run.ahead
-            while given[-1].step > 1 and ahead is not None and not ahead._pauses and time.monotonic() < until:
+            until, ahead = time.monotonic() + 60.0, run.method
+            assert isinstance(ahead, Ahead)
+            while given[-2].step > 1 and not ahead._pauses and time.monotonic() < until:
                 time.sleep(0.002)
             began = time.perf_counter()
             collected = collect_batch(*given)
@@ -209,11 +207,14 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
             return collected
 
         monkeypatch.setattr("octetrl.run.ahead.collect_batch", collect)
-        lines = [one_step(run, step) for step in (1, 2, 3)]
+        results = [one_step(run, step) for step in (1, 2, 3)]
+        lines = [one.metrics for one in results]
         state = random_state()
         monkeypatch.setattr("octetrl.run.loop.generators_put_back", None)  # the other thread may draw
-        _write_samples(run, 1, Sinks(StepLines(tmp_path / "warnings.jsonl")))
-        assert len(run.journal.samples) == 2 and random_state() == state, "tasks of the user's are read no more"
+        _write_samples(run, 1, results[-1], Sinks(StepLines(tmp_path / "warnings.jsonl")))
+        assert results[-1].groups and results[-1].evaluated and random_state() == state, (
+            "tasks of the user's are read no more"
+        )
     for step, report in enumerate(reports, 1):
         rollouts = [rollout for group in report.groups for rollout in group.rollouts]
         assert {turn.completion.policy_version for rollout in rollouts for turn in rollout.turns} == {step}
@@ -229,13 +230,15 @@ def test_weights_may_be_in_flight_from_a_resumed_step_on(model: Path, tmp_path: 
     """And in flight no longer: the batches of a checkpoint are then of a run with the other setting."""
     with run_on(1, model, tmp_path, engines=1, ahead=1, steps=3) as run:
         one_step(run, 1)
-        assert run.ahead is not None and run.workers.layout.by_version, "its versions may have several KV scales"
-        batches = run.ahead.batches_after(1, waits=True)
+        assert isinstance(run.method, Ahead) and run.workers.layout.by_version, (
+            "its versions may have several KV scales"
+        )
+        batches = run.method.batches_after(1, waits=True)
         assert "time/publish_pause" in batches[0].metrics
     with run_on(1, model, tmp_path, engines=1, ahead=1, in_flight="recompute_cache", steps=2) as run:
-        assert run.ahead is not None
-        run.ahead.put_back(batches, 1)
-        line = one_step(run, 2)
+        assert isinstance(run.method, Ahead)
+        run.method.put_back(run, batches, 1)
+        line = one_step(run, 2).metrics
     assert line["time/publish_pause"] != batches[0].metrics["time/publish_pause"]
 
 
@@ -268,9 +271,9 @@ def test_a_second_buffer_is_allocated_before_the_cache_if_all_have_room(
     rooms, stops = iter(free), list[str]()
 
     @contextmanager
-    def between_batches() -> Iterator[None]:
+    def between_batches() -> Iterator[dict[str, float]]:
         stops.append("begins")
-        yield
+        yield {}
         stops.append("ends")
 
     monkeypatch.setattr("octetrl.workers.many.transfer.available_host_bytes", lambda: next(rooms))
@@ -306,7 +309,7 @@ def test_an_error_while_drawing_is_raised_by_the_step_that_waits(model: Path, tm
 
 def test_the_cache_is_replayed_with_the_scales_of_drawing(model: Path, tmp_path: Path) -> None:
     with run_on(1, model, tmp_path, engines=1, ahead=1, steps=3) as run:
-        lines = [one_step(run, step) for step in (1, 2, 3)]
+        lines = [one_step(run, step).metrics for step in (1, 2, 3)]
         assert all(line["time/publish_pause"] > 0.0 for line in lines), "of the weights last taken before its batch"
         trainer, engine = (one._policy for one in run.workers._team.workers)
         assert set(trainer.earlier_scales) == {2, 3}
@@ -349,10 +352,9 @@ def steps_in_flight(
         by_version = run.workers.layout.by_version
         assert by_version == (changes["precision"] == "fp8_full"), "a micro-batch has one set of KV scales"
         run.workers.publish = publish_beside_a_batch  # type: ignore[method-assign]
-        run.journal = Journal(RolloutFiles(folder / "rollouts"))
         with monkeypatch.context() as patches:
             patches.setattr(Session, "events", events)
-            return steps_of(run, 3)
+            return steps_of(run, 3, Journal(RolloutFiles(folder / "rollouts")))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import pytest
 from octetrl.records import Sample
 from octetrl.run.ahead import Ahead, RunEnds
 from octetrl.telemetry.metrics import StepMetrics
-from octetrl.telemetry.spans import Spans
 
 LEARNS, DRAWS = 0, 1  # the two threads
 
@@ -78,6 +77,9 @@ class SimulatedClock:
         self._lock.notify_all()
 
 
+NO_ROLLOUTS: Any = SimpleNamespace(record=lambda *_: {})  # a journal of samples without groups
+
+
 class Line:
     """A run whose step n takes `draws[n - 1]` and `learns[n - 1]` seconds, and new weights `adopts` to be taken.
     `in_place`: they have no second buffer."""
@@ -98,23 +100,20 @@ class Line:
         cluster = SimpleNamespace(max_staleness=most, weights_in_flight="off")
         self.run: Any = SimpleNamespace(
             config=SimpleNamespace(cluster=cluster, steps=len(draws)),
-            step=0,
-            spans=Spans(),
-            journal=SimpleNamespace(record=lambda *_: None),
             algorithm=SimpleNamespace(keeps=None),
             taskset=no_place,
             rewards=None,
-            collection=SimpleNamespace(lengths=no_place),
-            base_collection=SimpleNamespace(at_step=lambda step: step),
+            lengths=no_place,
+            collection=SimpleNamespace(at_step=lambda step: step),
             workers=SimpleNamespace(policy_version=0),
         )
-        self._workers: Any = SimpleNamespace(adopt=self._adopt, pause_seconds=0.0, rollout_metrics=dict)
-        self.ahead = Ahead(self.run, self._workers)
+        self._workers: Any = SimpleNamespace(adopt=self._adopt, pause_seconds=0.0)
+        self.ahead = Ahead(self.run.config, self._workers)
         self.ahead._changed = self.clock  # type: ignore[assignment]
         produce = self.ahead._produce
 
-        def produce_and_leave(first: int) -> None:
-            produce(first)
+        def produce_and_leave(run: Any, first: int) -> None:
+            produce(run, first)
             self.clock.leave()
 
         self.ahead._produce = produce_and_leave  # type: ignore[method-assign]
@@ -129,15 +128,15 @@ class Line:
             self._engine = self._published
 
     def _collect(self, *given: Any) -> Any:
-        step, version = given[-1], self._engine
+        step, version = given[-2], self._engine
         self.clock.sleep(self._draws[step - 1])
         self.drawn += 1
         sample = Sample((1,), (True,), (-1.0,), 0.0, version)
-        return SimpleNamespace(groups=[sample], kept=[sample], metrics={})
+        return SimpleNamespace(groups=[sample], kept=[sample], counts={}, measured={})
 
-    def _learn(self, run: Any, _: list[Sample]) -> StepMetrics:
-        self.clock.sleep(self._learns[run.step - 1])
-        run.workers.policy_version = self._published = run.step
+    def _learn(self, run: Any, _: list[Sample], step: int) -> StepMetrics:
+        self.clock.sleep(self._learns[step - 1])
+        run.workers.policy_version = self._published = step
         if self._in_place:
             with self._workers.between_batches():
                 self._adopt()
@@ -146,8 +145,7 @@ class Line:
     def steps(self) -> Iterator[float]:
         """The age of each step's batch."""
         for step in range(1, len(self._draws) + 1):
-            self.run.step = step
-            yield self.ahead.step()["rollout/staleness"]
+            yield self.ahead.step(self.run, step, NO_ROLLOUTS).metrics["rollout/staleness"]
 
 
 def ended(most: int, draws: list[float], learns: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.loop import after_loss
 from octetrl.run.resume import Cursor
+from octetrl.run.step import GenerateThenLearn
 from octetrl.run.tiny_model import save_tokenizer
 from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint, state_writer
@@ -73,8 +74,8 @@ def run(tmp_path: Path) -> Any:
         tokenizer=load_tokenizer(tmp_path / "tokenizer", 1000),
         taskset=NoTasks(),
         conversations=None,
-        collection=SimpleNamespace(lengths=ExpectedLengths()),
-        ahead=None,
+        lengths=ExpectedLengths(),
+        method=GenerateThenLearn(),
     )
 
 

@@ -16,6 +16,7 @@ from octetrl.run import earlier_answers
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.earlier_answers import remember_answers
 from octetrl.run.state import Run
+from octetrl.run.step import GenerateThenLearn
 
 STEPS, SIBLINGS = 8, 16
 
@@ -32,7 +33,7 @@ class Resumed:
     def __init__(self, memory_tokens: int) -> None:
         self.speculation = SpeculationConfig(name="ngram", memory_tokens=memory_tokens)
         self.drafts, self.steps, self.warnings = NGramDrafts(self.speculation), list[int](), list[str]()
-        self.ahead: Any = None
+        self.method: Any = GenerateThenLearn()
         self.conversations, self.console, self.rollout_workers = None, SimpleNamespace(warn=self.warnings.append), self
         self.config = SimpleNamespace(engine=SimpleNamespace(speculation=self.speculation))
 
@@ -44,7 +45,7 @@ class Resumed:
 def resume(folder: Path, monkeypatch: pytest.MonkeyPatch, memory_tokens: int, ahead: Any = None) -> Resumed:
     monkeypatch.setattr(earlier_answers, "model_spec", lambda config: SimpleNamespace(vocab_size=10))
     run = Resumed(memory_tokens)
-    run.ahead = ahead
+    run.method = ahead or run.method
     remember_answers(cast(Run, run), folder, STEPS)
     return run
 

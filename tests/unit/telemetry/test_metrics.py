@@ -3,8 +3,9 @@ import time
 
 import pytest
 
+from octetrl.records import joined, worker_times
 from octetrl.telemetry.metrics import StepMetrics
-from octetrl.telemetry.spans import Spans
+from octetrl.workers.clock import Clock
 
 
 def test_merge_joins_and_reads_like_a_dict() -> None:
@@ -26,25 +27,22 @@ def test_merge_refuses(mappings: tuple, said: str) -> None:
         StepMetrics.merge(*mappings)
 
 
-def test_spans_add_up_nest_and_start_anew() -> None:
-    spans = Spans()
-    for _ in range(2):
-        with spans("train"), spans("calibrate"):
-            time.sleep(0.002)
-    taken = spans.take()
-    assert set(taken) == {"time/train", "time/calibrate"}
-    assert taken["time/train"] >= taken["time/calibrate"] >= 0.004
-    assert spans.take() == {}
-    with spans("train"), spans("rollout"):
-        pass
-    assert set(spans.take(but="rollout")) == {"time/train"} and set(spans.take(only="rollout")) == {"time/rollout"}
-    assert spans.take() == {}, "each was taken once"
-
-
-def test_a_span_is_recorded_when_its_block_raises_and_waits_for_the_device() -> None:
-    waits = []
-    spans = Spans(synchronize=lambda: waits.append(None))
-    with pytest.raises(ZeroDivisionError), spans("rollout"):
+def test_a_clock_times_its_block_also_when_it_raises() -> None:
+    clock = Clock()
+    with clock("train") as trained, clock("calibrate") as calibrated:
+        time.sleep(0.002)
+    assert trained["time/train"] >= calibrated["time/calibrate"] >= 0.002
+    with pytest.raises(ZeroDivisionError), clock("rollout") as took:
         _ = 1 / 0
-    assert len(waits) == 2
-    assert "time/rollout" in spans.take()
+    assert set(took) == {"time/rollout"}
+
+
+def test_times_add_up_and_the_largest_peak_counts() -> None:
+    once = {"time/train": 2.0, "memory/peak_gb": 3.0, "loss": 1.0}
+    assert joined(once, {"time/train": 1.0, "memory/peak_gb": 2.0}) == {**once, "time/train": 3.0}
+    assert worker_times("time/train", (1.0, 4.0), 2) == {
+        "time/train/worker_2": 1.0,
+        "time/train/worker_3": 4.0,
+        "time/train/slowest": 3.0,
+    }
+    assert worker_times("time/train", ()) == {}

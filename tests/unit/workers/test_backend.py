@@ -193,7 +193,7 @@ def test_a_worker_asks_a_backend_for_nothing_but_the_protocol_and_gets_the_same_
         session.submit(ASKED[0])
         found = [event for _ in range(40) for event in session.events()]
     assert not session.has_work and len([event for event in found if event.completion is not None]) == 2
-    assert other.rollout_metrics().keys() == own.rollout_metrics().keys()
+    assert other.engine.rollout_metrics().keys() == own.engine.rollout_metrics().keys()
 
 
 @pytest.fixture(scope="module")

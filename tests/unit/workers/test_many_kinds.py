@@ -18,7 +18,6 @@ from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.row_shards import RowShards
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, Sample
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer import checkpoint
 from octetrl.trainer.packing import pack
 from octetrl.trainer.peers import ALONE, Peers
@@ -77,7 +76,7 @@ def check(alone: Run, runs: Sequence[Run], *, exact_metrics: Sequence[str] = ())
         torch.testing.assert_close(together[name], gradient, rtol=2e-5, atol=2e-6 * float(gradient.abs().max()))
     for run in runs:
         for mine, theirs in zip(run.metrics, alone.metrics, strict=True):
-            assert mine.keys() == theirs.keys()
+            assert mine.keys() - {"publish/bytes", "time/gather"} == theirs.keys()
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
         for name in ("loss", *exact_metrics):
             assert run.metrics[0][name] == pytest.approx(alone.metrics[0][name], rel=1e-6)
@@ -138,7 +137,7 @@ def reward_model(peers: Peers, kind: str) -> RewardModelWorker:
     if lora is not None:
         begin_adapters(model, 3)
         model.train_adapters_alone()
-    return RewardModelWorker(recipe, model, build_algorithm(recipe.algorithm), Spans(), peers=peers)
+    return RewardModelWorker(recipe, model, build_algorithm(recipe.algorithm), peers=peers)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "lora"])

@@ -13,7 +13,6 @@ from octetrl.config.memory import estimate_memory
 from octetrl.config.role_memory import of_engine
 from octetrl.fp8.policy import precision_policy
 from octetrl.run.tiny_model import save_tokenizer
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker
 from octetrl.workers.model_shape import model_spec
 from tests.allocated import Allocated
@@ -34,7 +33,7 @@ def test_the_weights_of_a_worker_that_generates(tmp_path: Path, precision: str, 
     (tmp_path / "r.yaml").write_text(RECIPE.replace("TOKENIZER", str(tmp_path / "tokenizer")))
     recipe = load_recipe(tmp_path / "r.yaml", [f"precision={precision}", *lora])
     with Allocated() as allocated:
-        worker = build_worker(recipe, torch.device("cpu"), Spans(), role="generates")
+        worker = build_worker(recipe, torch.device("cpu"), role="generates")
         gc.collect()
         held = allocated.now()
     assert worker.worker is not None

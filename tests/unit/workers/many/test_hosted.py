@@ -16,8 +16,8 @@ import pytest
 from octetrl.config.cluster import DeadlineConfig
 from octetrl.engine.admission import Admission
 from octetrl.records import GenerationProgress, GenerationRequest, Sample, SamplingParams
+from octetrl.rollout.backend import OnSession, SessionRecord
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines
@@ -84,14 +84,14 @@ class WithoutModel(HostedWorker):
     @property
     def _policy(self) -> Any:
         @contextmanager
-        def session() -> Iterator[Endless]:
+        def session(on_end: OnSession) -> Iterator[Endless]:
             yield Endless()
+            on_end(SessionRecord({"time/rollout": 1.0}))
 
         def free_cache() -> None:
             self.freed += 1
 
-        engine, policy = SimpleNamespace(metrics=None), SimpleNamespace(kv_mode="off")
-        return SimpleNamespace(session=session, peers=None, engine=engine, policy=policy, free_cache=free_cache)
+        return SimpleNamespace(session=session, peers=None, free_cache=free_cache)
 
     def build(self, store: str | None) -> WorkerState:
         return WorkerState(LAYOUT, 0, needs_calibration=False, weights_are_whole=True)
@@ -147,14 +147,14 @@ def test_a_session_that_is_closed_twice_says_the_same() -> None:
     worker.begin_update(1.0)
     worker.open_session()
     withdrawn = worker.withdraw()
-    assert worker.close_session() == withdrawn.facts
+    assert worker.close_session() == withdrawn.record
     assert worker.freed == 1  # a second time would take the cache from a backward
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_ctrl_c_while_answers_move_ends_as_ctrl_c(ended: bool) -> None:
     team = InterruptedTeam(2, ended=ended)
-    context = TeamContext(Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1), Spans())
+    context = TeamContext(Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1))
     workers = TailWorkers(team, context, Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: ""))
     workers.begin_step(1.0)
     workers.offer(pack([Sample((5, 6, 7), (False, False, True), (0.0, 0.0, -1.0), 1.0, 0)], LAYOUT, "sequence"))

@@ -16,6 +16,7 @@ from torch import Tensor
 from octetrl.engine.session import Session
 from octetrl.environments.scoring import RewardRound
 from octetrl.records import MicroBatch, PackedBatch, RolloutGroup
+from octetrl.rollout.samples import to_samples
 from octetrl.run.loop import _calibrate_first
 from octetrl.run.state import Run
 from octetrl.run.step import produce
@@ -115,10 +116,8 @@ def test_a_streamed_step_has_the_bits_of_one_that_waits(
     assert line["rollout/moved_answers"] > 0 and line["train/beside_tail_share"] > 0
     assert verbs.count("withdraw") == count - 1 and all(parts)
     with run_on(count, model, tmp_path, **changes) as run:
-        run.step = 1
-        run.journal.begin(1)
         _calibrate_first(run)
-        samples = produce(run)
+        samples = to_samples(produce(run, 1).kept, run.algorithm)
         denominator = float(len(samples))
         whole = [(PackedBatch((part,), (denominator,), 0),) for part in parts]
         update = run.workers._update("train", whole)
@@ -144,11 +143,11 @@ def test_a_step_draws_the_same_and_measures_the_same(refills: int, model: Path, 
         return not refills or sum(map(len, (one.text for one in group.rollouts))) % 3 > 0
 
     with run_on(2, model, tmp_path, **changes) as run:
-        run.algorithm = replace(run.algorithm, keeps=keeps)
+        run = replace(run, algorithm=replace(run.algorithm, keeps=keeps))
         expected, lines = steps_of(run, 1)
     with run_on(2, model, tmp_path, beside_tail=True, **changes) as run:
         start_rewards(run)
-        run.algorithm = replace(run.algorithm, keeps=keeps)
+        run = replace(run, algorithm=replace(run.algorithm, keeps=keeps))
         drawn, streamed = steps_of(run, 1)
     assert drawn == expected
     assert all(line["rollout/refills"] == refills for line in lines)

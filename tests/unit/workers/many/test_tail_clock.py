@@ -22,14 +22,14 @@ from octetrl.records import (
     SamplingParams,
     SessionEvent,
 )
+from octetrl.rollout.backend import SessionRecord
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.workers.many import session, tail
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.deadlines import Deadlines
-from octetrl.workers.many.plan import RolloutFacts, SessionNews, Withdrawn, WorkerState
+from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerState
 from octetrl.workers.many.tail import PartQueue, TailSession, TailWorkers
 from octetrl.workers.many.team import Call
 from octetrl.workers.many.workers import TeamContext
@@ -117,7 +117,7 @@ class SimulatedTeam:
         return self.now, lambda: Room(8, 1 << 20)
 
     def _close_session(self, *_: Any) -> tuple[float, Callable[[], Any]]:
-        return self.now, lambda: RolloutFacts(None, scales_are_calibrated=False)
+        return self.now, lambda: SessionRecord({"time/rollout": 0.0})
 
     def _submit(
         self, worker: SimulatedWorker, requests: list[GenerationRequest], _: bool
@@ -145,7 +145,7 @@ class SimulatedTeam:
             count = one.said + int((now - one.began) / TOKEN)
             answers[one.request.id, one.sibling] = ([5] * count, [-1.0] * count)
         worker.drawing = []
-        return now, lambda: Withdrawn(answers, events, RolloutFacts(None, scales_are_calibrated=False))
+        return now, lambda: Withdrawn(answers, events, SessionRecord({"time/rollout": 0.0}))
 
     def _train_part(self, worker: SimulatedWorker, part: PackedBatch) -> tuple[float, Callable[[], Any]]:
         assert not worker.drawing, "it draws"
@@ -176,7 +176,7 @@ def seconds_of_step(
     for module in (session, tail):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: team.now))
     admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
-    context = TeamContext(Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1), Spans())
+    context = TeamContext(Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1))
     workers = TailWorkers(team, context, admission)
     requests = [
         GenerationRequest(f"g{group}", (5, 6), SamplingParams(max_new_tokens=2000), num_siblings=2)

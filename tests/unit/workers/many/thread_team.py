@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,13 @@ import torch
 
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
-from octetrl.records import RolloutGroup, Task
-from octetrl.run.ahead import ahead_of
-from octetrl.run.beside_tail import beside_tail_of
-from octetrl.run.build import build_run
+from octetrl.records import RolloutGroup
+from octetrl.run.build import build_run, method_of
+from octetrl.run.journal import NO_FILES, Journal
 from octetrl.run.loop import one_step
 from octetrl.run.state import Run
 from octetrl.shapes.spec import ModelSpec
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.spans import Spans
 from octetrl.workers.build import build_worker
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import admission_of, workers_on
@@ -112,13 +111,12 @@ def workers_of(
     recipe: Recipe,
     spec: ModelSpec,
     tokenizer: Tokenizer,
-    spans: Spans,
     console: Console,
     *,
     trains: bool,
 ) -> ManyWorkers | SeparateWorkers:
     admission = admission_of(spec, tokenizer, recipe.model.context_length)
-    context = TeamContext(Costs.of(spec), Deadlines(recipe.cluster.deadlines), console, spans)
+    context = TeamContext(Costs.of(spec), Deadlines(recipe.cluster.deadlines), console)
     return workers_on(team, recipe, context, admission, trains=trains)
 
 
@@ -148,31 +146,25 @@ def run_on(
     if count:
         roles: dict[str, Any] = {"trainer_cpus": count, "engine_cpus": engines, "max_staleness": ahead}
         roles |= {"weights_in_flight": in_flight, "weight_buffer": buffer}
-        workers = roles if engines else {"cpus": count, "tensor_parallel": size}
-        cluster = recipe.cluster.model_copy(update=workers)
+        counts = roles if engines else {"cpus": count, "tensor_parallel": size}
+        cluster = recipe.cluster.model_copy(update=counts)
         rollout = recipe.rollout.model_copy(update={"learn_beside_tail": beside_tail})
         recipe = recipe.model_copy(update={"cluster": cluster, "rollout": rollout})
         team = ThreadTeam(recipe, count + engines, build=build)
-        run.workers = workers_of(team, recipe, model_spec(recipe), run.tokenizer, run.spans, run.console, trains=True)
-        run.config = recipe
-        run.ahead, run.beside_tail = ahead_of(run), beside_tail_of(run)
+        workers = workers_of(team, recipe, model_spec(recipe), run.tokenizer, run.console, trains=True)
+        run = replace(run, config=recipe, workers=workers, method=method_of(recipe, workers))
     try:
         yield run
     finally:
         run.close()
 
 
-def steps_of(run: Run, steps: int) -> tuple[list[tuple[RolloutGroup, ...]], list[dict[str, Any]]]:
+def steps_of(
+    run: Run, steps: int, journal: Journal = NO_FILES
+) -> tuple[list[tuple[RolloutGroup, ...]], list[dict[str, Any]]]:
     """What each step drew, and its metrics without those of the clock and of how the work was spread."""
-    drawn: list[tuple[RolloutGroup, ...]] = []
-    record = run.journal.record
-
-    def keep(groups: Sequence[RolloutGroup], metrics: Mapping[str, float], put_back: Sequence[Task] = ()) -> None:
-        drawn.append(tuple(groups))
-        record(groups, metrics, put_back)
-
-    run.journal.record = keep  # type: ignore[method-assign]
-    return drawn, unspread([dict(one_step(run, step)) for step in range(1, steps + 1)])
+    results = [one_step(run, step, journal) for step in range(1, steps + 1)]
+    return [tuple(one.groups) for one in results], unspread([dict(one.metrics) for one in results])
 
 
 def unspread(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
