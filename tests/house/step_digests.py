@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 3
-TIMED = re.compile(r"^time/|^memory/|per_second|_seconds")  # metrics that differ from run to run
+TIMED = re.compile(  # metrics that differ from run to run
+    r"^time/|^memory/|per_second|_seconds|_occupancy$|^rollout/(waiting_share|in_flight|with_environment)"
+)
 OF_A_RUN = {"run", "sha256"}  # of a checkpoint's manifest: the run's id, and the digest of the manifest itself
 SMALL = ("rollout.prompts_per_step=4", "environment.eval_size=16", f"evaluation.every={STEPS}")
 ONE = ("cluster.cpu_threads=1",)
