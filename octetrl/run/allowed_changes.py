@@ -40,7 +40,7 @@ CANNOT_CHANGE = (
 
 CONTENT = re.compile(  # what may be allowed without a value: a digest of it is kept (contents.py)
     r"chat_template|algorithm\.(conversations|name)|data\.sources\.[^=]+"
-    r"|(environment|environments\.[^.=]+)\.(dataset|reward|tools|corpus)"
+    r"|(environment|environments\.[^.=]+)\.(dataset|eval_split|reward|tools|corpus)"
 )
 _IS_ENVIRONMENT = re.compile(r"^environments\.[^.]+")
 

@@ -93,7 +93,7 @@ def build_run(
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
     taskset, conversations = build_tasks(recipe, environments), build_conversations(recipe, chat, tokenizer)
     if check_contents is not None:
-        check_contents(contents_of(recipe, given, tokenizer.chat_template, environments, conversations))
+        check_contents(contents_of(recipe, given, tokenizer.chat_template, environments, taskset, conversations))
     with console.phase("load"):
         workers = _build_workers(recipe, spec, tokenizer, console, trains)  # last: it takes the longest
     return Run(

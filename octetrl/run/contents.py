@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
 from octetrl.data.mixture import Mixture
-from octetrl.environments.base import Environment
+from octetrl.environments.base import Environment, TaskEnvironment, Taskset
 from octetrl.environments.given import Given, importable_name
 from octetrl.records import Task
 from octetrl.system.text import to_utf8
@@ -31,19 +32,28 @@ from octetrl.telemetry.sinks import RUN_FILE
 Contents = dict[str, dict[str, str]]  # by field: the digest of each part
 CONTENTS = "contents"  # their key in run.json
 CHAT_TEMPLATE = "chat_template"
+NOT_COMPARED = "not compared"  # in place of a digest: a function without a source, as one that was typed in
 _ROWS = ("jsonl", "math", "code")  # kinds whose tasks are rows of a file
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def contents_of(
-    recipe: Recipe, given: Given, chat_template: Any, environments: Mapping[str, Environment], data: Mixture | None
+    recipe: Recipe,
+    given: Given,
+    chat_template: Any,
+    environments: Mapping[str, Environment],
+    taskset: Taskset,
+    data: Mixture | None,
 ) -> Contents:
     """The digests of a run's contents. Reads all tasks and the source files; imports nothing."""
     found: Contents = {CHAT_TEMPLATE: {"text": _digest(json.dumps(chat_template, sort_keys=True))}}
     for name, config in recipe.each_environment.items():
         section = section_name(name)
         found[f"{section}.dataset"] = _tasks(config, environments[name], given)
-        found[f"{section}.reward"] = {} if config.reward is None else _source(config.reward, given)
+        if config.eval_split is not None:
+            rows = [task for task in taskset.held_out() if task.environment == name]
+            found[f"{section}.eval_split"] = {"rows": rows_digest(rows)}
+        found[f"{section}.reward"] = _reward(config, given)
         found[f"{section}.corpus"] = {} if config.corpus is None else {"files": _files_digest(Path(config.corpus))}
         found[f"{section}.tools"] = {file: one for tool in config.tools for file, one in _source(tool, given).items()}
     for name, digest in ({} if data is None else data.digests).items():
@@ -64,11 +74,12 @@ def read_contents(folder: Path) -> Contents:
 
 def changed_contents(saved: Contents, now: Contents) -> dict[str, list[str]]:
     """The parts of each field that differ. A field that only one of the two has is not compared."""
-    return {
-        field: sorted(part for part in {*saved[field], *parts} if saved[field].get(part) != parts.get(part))
-        for field, parts in now.items()
-        if field in saved and saved[field] != parts
-    }
+    found: dict[str, list[str]] = {}
+    for field, parts in now.items():
+        before = saved.get(field, parts)
+        both = [(part, before.get(part), parts.get(part)) for part in sorted({*before, *parts})]
+        found[field] = [part for part, old, new in both if old != new and NOT_COMPARED not in (old, new)]
+    return {field: parts for field, parts in found.items() if parts}
 
 
 def _tasks(config: EnvironmentConfig, environment: Environment, given: Given) -> dict[str, str]:
@@ -77,6 +88,15 @@ def _tasks(config: EnvironmentConfig, environment: Environment, given: Given) ->
     if config.kind in _ROWS or (config.dataset in given and isinstance(environment.tasks, list | tuple)):
         return {"rows": rows_digest(environment.tasks)}
     return _source(config.dataset, given)
+
+
+def _reward(config: EnvironmentConfig, given: Given) -> dict[str, str]:
+    """Of the reward function, or of an environment's class that was given in Python."""
+    if config.reward is not None:
+        return _source(config.reward, given)
+    dataset = str(config.dataset)
+    is_list = isinstance(given.get(dataset), TaskEnvironment)
+    return _source(dataset, given) if dataset in given and not is_list else {}
 
 
 def rows_digest(tasks: Iterable[Task]) -> str:
@@ -89,20 +109,23 @@ def rows_digest(tasks: Iterable[Task]) -> str:
 
 def _source(path: str, given: Given) -> dict[str, str]:
     """The digest of each source file of the object that a recipe names as `module:name`."""
-    name = path if path not in given else importable_name(given[path]) or importable_name(type(given[path]))
-    if name is None:
-        return _own_source(given[path])
-    module, colon, _ = name.partition(":")
+    name: str | None = path
+    if path in given:
+        thing = given[path].func if isinstance(given[path], partial) else given[path]
+        name = importable_name(thing) or importable_name(type(thing))
+        if name is None:
+            return _own_source(thing)
+    module, colon, _ = str(name).partition(":")
     files = source_files(module) if colon else {}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items()}
+    found = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items()}
+    return found or ({"source": NOT_COMPARED} if path in given else {})
 
 
 def _own_source(thing: Any) -> dict[str, str]:
     """Of a function or class of a script or a notebook: of its own lines, as other lines of a script may change."""
-    thing = getattr(thing, "func", thing)  # of a partial
     with suppress(OSError, TypeError, SyntaxError):  # typed in, or made by a program
         return {"source": _digest(inspect.getsource(thing if hasattr(thing, "__name__") else type(thing)))}
-    return {}
+    return {"source": NOT_COMPARED}
 
 
 def source_files(module: str) -> dict[str, Path]:

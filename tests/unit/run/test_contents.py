@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import linecache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octetrl.config.load import recipe_from_mapping
-from octetrl.environments.base import TaskEnvironment
+from octetrl.environments.base import NoTasks, TaskEnvironment, Taskset
 from octetrl.environments.jsonl import ExactScorer
+from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import Task
 from octetrl.run.allowed_changes import CONTENT
-from octetrl.run.contents import Contents, _source, changed_contents, contents_of, rows_digest, source_files
+from octetrl.run.contents import (
+    NOT_COMPARED,
+    Contents,
+    _source,
+    changed_contents,
+    contents_of,
+    rows_digest,
+    source_files,
+)
+from tests.unit.environments.trl_functions import accuracy
 
 FILES = {
     "top_47/__init__.py": "from . import shared_47\n",
@@ -80,7 +91,39 @@ def test_a_function_of_a_script_or_notebook_is_its_own_lines() -> None:
     del linecache.cache["<cell 47>"]
     typed_in: dict[str, Any] = {"__name__": "__main__"}
     exec("def score(task, text): return 1.0", typed_in)
-    assert _source("given:score", {"given:score": typed_in["score"]}) == {}
+    score = typed_in["score"]
+    for given in (score, partial(score), TrlRewards([accuracy])):
+        assert _source("given:score", {"given:score": given}) == {"source": NOT_COMPARED}
+
+
+def test_a_given_environment_is_its_rows_and_its_class() -> None:
+    class Sums:
+        tasks = (Task("1", "1 + 1 =", "2"),)
+
+        def score(self, task: Task, text: str) -> float:
+            return float(text == task.answer)
+
+    recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"kind": "python", "dataset": "given:Sums"}})
+    given: Any
+    for given, code in ((Sums(), {"source"}), (TaskEnvironment(Sums.tasks, ExactScorer()), set())):
+        found = contents_of(recipe, {"given:Sums": given}, None, {"": given}, NoTasks(), None)
+        assert found["environment.dataset"] == {"rows": rows_digest(Sums.tasks)}
+        assert found.get("environment.reward", {}).keys() == code and NOT_COMPARED not in str(found)
+
+
+def test_held_out_rows_of_a_split_are_a_content() -> None:
+    fields = {"kind": "jsonl", "dataset": "user/set", "split": "train", "eval_split": "test", "eval_size": 2}
+    recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": fields})
+    tasks = [Task(str(n), f"{n} + 1 =", str(n + 1)) for n in range(4)]
+
+    def contents(answer: str) -> Contents:
+        held_out = [Task("test/1", "8 + 1 =", answer), Task("test/2", "9 + 1 =", "10")]
+        taskset = Taskset(tasks, eval_size=2, seed=0, eval_tasks=held_out)
+        return contents_of(recipe, {}, None, {"": TaskEnvironment(tasks, ExactScorer())}, taskset, None)
+
+    assert changed_contents(contents("9"), contents("9")) == {}
+    assert changed_contents(contents("9"), contents("7")) == {"environment.eval_split": ["rows"]}
+    assert CONTENT.fullmatch("environments.sums.eval_split")
 
 
 def test_rows_differ_by_any_field_and_by_order() -> None:
@@ -104,7 +147,7 @@ def test_the_corpus_of_the_search_is_a_content(in_folder: bool, tmp_path: Path) 
     recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": environment})
 
     def contents() -> Contents:
-        return contents_of(recipe, {}, None, {"": TaskEnvironment([], ExactScorer())}, None)
+        return contents_of(recipe, {}, None, {"": TaskEnvironment([], ExactScorer())}, NoTasks(), None)
 
     file.write_text("Bern")
     before = contents()
@@ -118,3 +161,4 @@ def test_what_only_one_side_knows_is_no_change() -> None:
     saved = {"a": {"x": "1", "y": "2"}, "old": {"x": "1"}}
     assert changed_contents(saved, {"a": {"x": "1", "y": "3", "z": "4"}, "new": {"x": "1"}}) == {"a": ["y", "z"]}
     assert changed_contents(saved, {"a": {"x": "1", "y": "2"}}) == changed_contents({}, saved) == {}
+    assert changed_contents(saved, {"a": {"x": NOT_COMPARED, "y": "2"}}) == {}
