@@ -86,6 +86,8 @@ class OutputFolder:
             with self._writing():
                 self._lock = self._take_lock()
             self.run_id = self._resumed_run() if resume else self._new_run()
+            self.path = self.path.absolute()  # an environment may change the working directory
+            self._made = [folder.absolute() for folder in self._made]
         except BaseException:
             self._clean_up()
             raise

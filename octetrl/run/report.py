@@ -161,8 +161,8 @@ def _millions(number: int) -> str:
 
 
 def last_screen(folder: Path, recipe: Recipe) -> Screen:
-    """What came out, where it is, where the time went, and what to type next."""
-    run = read_run(folder)
+    """What came out, where it is as the user named it, where the time went, and what to type next."""
+    run, named = read_run(folder), Path(recipe.output_dir)
     rows = [
         *results(run),
         ("time", _seconds_by_part(run)),
@@ -171,9 +171,9 @@ def last_screen(folder: Path, recipe: Recipe) -> Screen:
         ("beside tail", idle_tail(run) or ""),
         *_where(folder, recipe),
     ]
-    rows.append(("report", str(folder / REPORT)))
+    rows.append(("report", str(named / REPORT)))
     next_label = "next"
-    for command, what in _commands(folder, recipe):
+    for command, what in _commands(named, recipe):
         rows.append((next_label, f"{command}   {what}"))
         next_label = ""
     spent = duration(run.hours[-1] * 3600) or "0 s"
@@ -191,12 +191,12 @@ def _seconds_by_part(run: RunRecord) -> str:
 
 
 def _where(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    last = latest(folder / CHECKPOINTS)
+    last, named = latest(folder / CHECKPOINTS), Path(recipe.output_dir)
     if last is not None:
-        yield "weights", f"{last} (step {step_of(last)})"
+        yield "weights", f"{named / last.relative_to(folder)} (step {step_of(last)})"
     best = best_of(folder / CHECKPOINTS, read_run_id(folder), recipe.checkpoint.best_metric)
     if best not in (None, last):
-        yield "", f"{folder}@{BEST} (step {step_of(best)}), the best saved"
+        yield "", f"{named}@{BEST} (step {step_of(best)}), the best saved"
 
 
 def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:

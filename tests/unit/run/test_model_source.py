@@ -87,7 +87,7 @@ def test_a_context_that_is_left_out_is_as_long_as_the_model_allows(here: Path) -
 def test_the_best_checkpoint_of_a_run_and_of_its_report_is_one(here: Path) -> None:
     """Of equal ones the earliest; of another run's, of those without a value and of those that are gone, none."""
     folder, tree = here / "mine", {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}}
-    recipe = recipe_from_mapping(tree)
+    recipe = recipe_from_mapping(tree | {"output_dir": str(folder)})
     (folder / "checkpoints").mkdir(parents=True)
     values = {5: 0.5, 10: float("nan"), 15: 0.25, 20: 0.5}
     for step, value in values.items():

@@ -59,6 +59,17 @@ def test_a_run_that_was_refused_leaves_nothing(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_folder_stays_where_it_is_if_the_working_directory_changes(is_kept: bool, here: Path) -> None:
+    """As by an environment's code."""
+    with OutputFolder(recipe(), resume=False) as folder:
+        os.chdir("/")
+        if is_kept:
+            folder.keep()
+    assert folder.path == here / "runs/one" and (folder.path / "config.yaml").exists() == is_kept
+    assert [path.name for path in here.iterdir()] == (["runs"] if is_kept else [])
+
+
 def test_a_refusal_keeps_the_folders_that_were_there(here: Path) -> None:
     Path("runs").mkdir()
     with pytest.raises(UserError), OutputFolder(recipe(), resume=False):
