@@ -13,7 +13,9 @@ import io
 import os
 import select
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, clear_screen, is_of_ctrl_c
@@ -127,6 +129,14 @@ def _run_verb(arguments: Sequence[str]) -> int:
         where = f" '{error.filename}'" if error.filename else ""
         if error.errno in NO_SPACE:
             return _refuse(f"no space left{where and f' to write{where}'}; free some or choose another folder")
+        if error.errno == errno.EBADF:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            print(
+                "octetrl: failed: code of the environment or reward seems to have closed file descriptors of the run's"
+                f" process, as os.closerange does ({error.strerror}, {Path(place.filename).name}:{place.lineno})",
+                file=sys.stderr,
+            )
+            return FAILED
         if error.errno not in OF_A_PATH or not where:
             raise
         return _refuse(str(UserError(f"{where.strip()} can't be used ({error.strerror}); give another path")))

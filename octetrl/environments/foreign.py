@@ -47,10 +47,13 @@ def result_of(action: Callable[[], T], what: str) -> T:
 
 
 class ProcessState(NamedTuple):
-    """What the user's code may change for the whole process. dtype: torch's default, None before its import."""
+    """What the user's code may change for the whole process. dtype: torch's default, None before its import. stdout and
+    stderr may be replaced, but not by None."""
 
     folder: str
     dtype: Any
+    stdout: Any
+    stderr: Any
 
     @classmethod
     def now(cls) -> ProcessState:
@@ -59,14 +62,23 @@ class ProcessState(NamedTuple):
             folder = os.getcwd()
         except FileNotFoundError:  # somebody removed it
             folder = "."
-        return cls(folder, torch and torch.get_default_dtype())
+        return cls(folder, torch and torch.get_default_dtype(), sys.stdout, sys.stderr)
 
-    def put_back(self) -> None:
-        if (found := self.now()) != self:
+    def put_back(self) -> list[str]:
+        """Put back what was changed, and return it in words."""
+        found, changes = self.now(), []
+        if found.folder != self.folder:
             os.chdir(self.folder)
-            if found.dtype is not None:
-                torch = sys.modules["torch"]
-                torch.set_default_dtype(self.dtype or torch.float32)
+            changes.append(f"the working directory is '{found.folder}', was '{self.folder}': use absolute paths")
+        torch = sys.modules.get("torch")
+        if torch is not None and found.dtype != (dtype := self.dtype or torch.float32):
+            torch.set_default_dtype(dtype)
+            changes.append(f"torch's default dtype is {found.dtype}, was {dtype}: give each tensor its dtype")
+        for name in ("stdout", "stderr"):
+            if getattr(found, name) is None is not getattr(self, name):
+                setattr(sys, name, getattr(self, name))
+                changes.append(f"sys.{name} is None: leave it as it was")
+        return changes
 
 
 @contextmanager

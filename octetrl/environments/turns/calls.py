@@ -25,7 +25,6 @@ import asyncio
 import contextvars
 import inspect
 import itertools
-import os
 import queue
 import sys
 import threading
@@ -119,15 +118,7 @@ class Calls:
 
     def _refuse_changes(self) -> None:
         """Put back what a call changed for the whole process, and raise UserError of it."""
-        (folder, dtype), (new_folder, new_dtype) = self._process, ProcessState.now()
-        changes = []
-        if new_folder != folder:
-            os.chdir(folder)
-            changes.append(f"the working directory is '{new_folder}', was '{folder}' (os.chdir): use absolute paths")
-        if new_dtype != dtype is not None:
-            sys.modules["torch"].set_default_dtype(dtype)
-            changes.append(f"torch's default dtype is {new_dtype}, was {dtype}: give each tensor its dtype")
-        if changes:
+        if changes := self._process.put_back():
             raise UserError(f"the code of environment or reward changed the run's process: {'; '.join(changes)}")
 
     def forget(self) -> None:

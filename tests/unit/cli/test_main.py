@@ -81,6 +81,7 @@ def test_train_hands_over_the_resolved_recipe(recipe: str, monkeypatch: pytest.M
             2,
             "octetrl: no space left to write 'run/x'; free some or choose another",
         ),
+        (OSError(errno.EBADF, "Bad file descriptor"), 1, "octetrl: failed: "),
     ],
 )
 def test_how_a_run_ends(

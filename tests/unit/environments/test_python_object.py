@@ -119,9 +119,10 @@ def test_tasks_that_no_run_can_draw_from(body: str, said: str, tmp_path: Path, m
 
 
 HOSTILE = """
-import os, torch
+import os, sys, torch
 from octetrl.records import Task
 def act():
+    sys.stdout = sys.stderr = None
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     os.chdir("/")
@@ -153,6 +154,7 @@ def test_what_an_environment_changes_for_the_whole_process_is_put_back(
     with pytest.raises(UserError, match=r"'hostile_tasks:E': tasks\[\d\] fails \(ValueError: no such task\)"):
         taskset.next_batch(1)
     assert Path.cwd() == tmp_path and torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    assert sys.stdout is not None and sys.stderr is not None
 
 
 def test_a_working_directory_that_was_removed_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
