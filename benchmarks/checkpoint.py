@@ -33,8 +33,7 @@ from benchmarks.record import RESULTS, write_result
 from octetrl.system.host_memory import available_host_bytes
 from octetrl.trainer import checkpoint
 from octetrl.trainer.file_digests import fastest_algorithm
-from octetrl.trainer.state_files import Content, Files, in_shards
-from octetrl.trainer.state_writer import StateWriter
+from octetrl.trainer.state_writer import Content, Files, StateWriter, in_shards
 
 TENSOR_BYTES = 64 << 20
 REPEATS = 3  # of the copy

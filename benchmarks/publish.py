@@ -36,8 +36,7 @@ from benchmarks.record import RESULTS, Row, need_hopper, write_result
 from octetrl.bench.model import draw_on_device, find_model
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config
-from octetrl.engine.weight_digest import digest_of
-from octetrl.engine.weights import put_weights, share_weights, weight_set, weights_digest
+from octetrl.engine.weights import digest_of, put_weights, share_weights, weight_set, weights_digest
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import precision_policy
 from octetrl.kernels.quantize.quantize_weight import check_scales

@@ -55,8 +55,8 @@ from octetrl.config.shipped import shipped_path
 from octetrl.run.recipe_model import with_found_model
 from octetrl.system.errors import UserError
 from octetrl.system.json_file import parse_json, shown
+from octetrl.telemetry.report_data import is_number
 from octetrl.telemetry.sinks import METRICS_FILE
-from octetrl.telemetry.sound_values import is_number
 
 SHOWN = (
     "eval/accuracy", "reward/mean", "rollout/staleness", "rollout/on_policy_share", "time/step", "time/wait_for_batch",

@@ -23,7 +23,7 @@ from benchmarks.study.arms import ARMS
 from benchmarks.study.job import key, read_made_with, read_seconds_of
 from octetrl.system.errors import UserError
 from octetrl.system.json_file import parse_json, read_json, read_text, shown
-from octetrl.telemetry.sound_values import is_number
+from octetrl.telemetry.report_data import is_number
 
 Row = dict[str, Any]
 MEASURES = ("start/accuracy", "end/accuracy", "end/accuracy_bf16")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from octetrl.system.errors import UserError
 from octetrl.system.json_file import read_json
-from octetrl.telemetry.sound_values import is_number
+from octetrl.telemetry.report_data import is_number
 
 LEAST_PIECE_MB = 0.001
 

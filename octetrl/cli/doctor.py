@@ -83,7 +83,7 @@ def _on_workers(recipe: str, resolved: Recipe, examination: Examination, *, attr
     if attribute:
         alone = " ".join(one_worker(resolved.cluster))
         raise UserError(f"--attribute: it examines one worker; leave it out, or add {alone}")
-    from octetrl.doctor.many import examine_workers
+    from octetrl.doctor.by_precision import examine_workers
 
     lines, equal = examine_workers(resolved, examination, os.path.abspath(recipe))
     for line in lines:

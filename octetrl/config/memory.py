@@ -83,7 +83,7 @@ When = Literal["always", "training", "generating"]
 _TRAINED = {"frozen": False}
 CUDA_CONTEXT, CPU_PROCESS = 600_000_000, 500_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # both moments of one parameter
-OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_offload.py)
+OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_states.py)
 RETURNING = "FP8 codes"  # name of the part that is freed and quantised again in an update
 
 

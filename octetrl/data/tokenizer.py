@@ -1,6 +1,8 @@
 """Load and check the tokenizer of a model folder. Only this module uses transformers' tokenizer classes.
 
 transformers is imported when a tokenizer is loaded, because its import takes seconds. Missing files are refused before.
+
+**Trial.** Try a call of foreign code in a copy of this process, with limits of time and memory.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import json
 import math
 import os
 import re
+import resource
+import select
+import signal
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from octetrl.config.schema import Recipe
-from octetrl.data.trial import find_excess
 from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import Family, family_of
 from octetrl.shapes.spec import MOST_LAYERS
@@ -240,3 +246,58 @@ def _check_settings(path: Path) -> None:
 def tool_family(tokenizer: Tokenizer) -> Family | None:
     """Return the form in which a model with this tokenizer writes tool calls. None: no form, or an unknown one."""
     return None if tokenizer.chat_template is None else family_of(tokenizer.get_chat_template(tools=[]))
+
+
+SECONDS = 10  # of a core
+GIB = 4  # beyond what the process has
+_WAITED = 120.0  # seconds, on a machine that is short of cores
+_FULL = 3  # exit code
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+
+
+def find_excess(call: Callable[[], object]) -> str | None:
+    """What `call` takes too much of. None: it ends, with or without an error, or could not be tried.
+
+    The call may use no threads and no GPU: the copy has neither."""
+    before = os.environ.get(_PARALLEL)
+    os.environ[_PARALLEL] = "false"  # the tokenizers library then says nothing of the copy
+    reader, writer = os.pipe()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which the copy lacks
+            copy = os.fork()
+        if copy == 0:
+            _try(call)
+    except RuntimeError:  # another thread holds a lock file, and its library lets nobody copy the process
+        os.close(reader)
+        return None
+    finally:
+        os.close(writer)
+        os.environ.pop(_PARALLEL) if before is None else os.environ.update({_PARALLEL: before})
+    try:
+        if not select.select([reader], [], [], _WAITED)[0]:
+            os.kill(copy, signal.SIGKILL)
+    except BaseException:
+        os.kill(copy, signal.SIGKILL)
+        raise
+    finally:
+        os.close(reader)
+        _, status, used = os.wait4(copy, 0)
+    if os.WIFSIGNALED(status):
+        return f"{SECONDS} seconds" if used.ru_utime + used.ru_stime > SECONDS / 2 else None
+    return f"{GIB} GiB" if os.WEXITSTATUS(status) == _FULL else None
+
+
+def _try(call: Callable[[], object]) -> NoReturn:
+    """In the copy, whose descriptors end with it."""
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + GIB * 2**30
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        call()
+    except MemoryError:
+        os._exit(_FULL)
+    finally:
+        os._exit(0)

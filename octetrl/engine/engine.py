@@ -19,9 +19,9 @@ import torch
 from octetrl.config.schema import EngineConfig
 from octetrl.engine.admission import Admission, pages_wanted
 from octetrl.engine.block_manager import BlockManager
-from octetrl.engine.cache_scales import CacheScales
 from octetrl.engine.grammars import Grammars
 from octetrl.engine.kv_cache import (
+    CacheScales,
     KVCache,
     cache_format,
     configured_pages,
@@ -32,10 +32,9 @@ from octetrl.engine.kv_cache import (
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
 from octetrl.engine.ngram_drafts import NGramDrafts, draft_source_of
-from octetrl.engine.session import Session
+from octetrl.engine.session import Session, whole_answers
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
-from octetrl.engine.whole_answers import whole_answers
 from octetrl.fp8.kv_scales import KVScales, same_bits
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder

@@ -5,6 +5,8 @@ do not depend on the number of rows, and prefill equals decode, so a prompt's to
 if it were sampled. Cached pages are not reused for such a prompt, because they have no hidden states.
 
 T tokens of a forward's chunks, E hidden size, N positions, K likeliest tokens.
+
+**Likeliest.** The likeliest tokens of rows of logits, with their log-probs. n rows, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octetrl.engine.likeliest import likeliest, tops_of
 from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
 from octetrl.models.decoder import Decoder
 from octetrl.records import PromptLogprobs, Top
@@ -53,3 +54,18 @@ class PromptScores:
         for begin, (ids_NK, logprobs_NK) in self._tops.items():
             tops[begin : begin + len(ids_NK)] = tops_of(ids_NK, logprobs_NK)
         return PromptLogprobs(tuple(logprobs), tuple(tops))
+
+
+def likeliest(logits_nV: Tensor, divisor_n: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Ids, int64, and log-probs, float32, of the k likeliest tokens, [n, k]. A token's log-prob has the bits that it
+    has when it is sampled."""
+    ids_nK = logits_nV.topk(min(k, logits_nV.shape[1]), dim=1).indices
+    each = [logprobs_alone(logits_nV, ids_n.contiguous(), divisor_n) for ids_n in ids_nK.unbind(1)]
+    return ids_nK, torch.stack(each, dim=1)
+
+
+def tops_of(ids_nK: Tensor, logprobs_nK: Tensor) -> list[Top]:
+    return [
+        tuple(zip(ids, logprobs, strict=True))
+        for ids, logprobs in zip(ids_nK.tolist(), logprobs_nK.tolist(), strict=True)
+    ]

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octetrl.engine.likeliest import likeliest, tops_of
 from octetrl.engine.logit_options import SequenceLogits
 from octetrl.engine.pinned import to_device
+from octetrl.engine.prompt_scores import likeliest, tops_of
 from octetrl.records import Completion, EventDetails, SessionEvent
 
 if TYPE_CHECKING:

@@ -20,14 +20,17 @@ ones.
 
 One policy version serves a session, and the engine refuses new weights while it is open, except within `adopt`. A step
 that fails ends the session and frees all pages.
+
+**Whole answers.** `generate` of an engine by its own session: requests in, all their completions out. Every backend
+calls it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from octetrl.config.schema import EngineConfig
 from octetrl.engine.admission import Admission, check_fits
@@ -42,7 +45,7 @@ from octetrl.engine.speculation import DraftSource, Speculator
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.records import Completion, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
+from octetrl.records import Completion, GenerationProgress, GenerationRequest, OnCompletions, OnProgress, SessionEvent
 from octetrl.system.errors import UserError
 
 Ended = tuple[RunningSequence, Completion]
@@ -301,3 +304,30 @@ class Session:
             used = self._blocks.num_used
             assert used == 0, f"page accounting: {used} pages are still owned after the last sequence"
         self._on_close(self, sound)
+
+
+class Advances(Protocol):
+    """An open session that is advanced by its owner, as engine/session.py."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def accept(self, group: RequestGroup, /) -> None: ...
+
+    def advance(self) -> Iterable[tuple[RunningSequence, Completion]]: ...
+
+
+def whole_answers(
+    session: Advances, groups: Sequence[RequestGroup], on_completions: OnCompletions | None
+) -> list[list[Completion]]:
+    """The completions of each group, in the order of its siblings. `on_completions` receives each when it ends."""
+    finished: list[dict[int, Completion]] = [{} for _ in groups]
+    for group in groups:
+        session.accept(group)
+    while session.has_work:
+        ended = [(one.group.index, one.sibling, completion) for one, completion in session.advance()]
+        for index, sibling, completion in ended:
+            finished[index][sibling] = completion
+        if on_completions is not None:
+            on_completions(ended)
+    return [[by_sibling[number] for number in sorted(by_sibling)] for by_sibling in finished]

@@ -11,17 +11,20 @@ FP8 weight and of every other parameter. One weight per version is quantised aga
 
 With LoRA the frozen weights and the adapters are shared in the same way. Nothing is merged or copied: a new version is
 what the optimizer wrote into the adapters. The codes of frozen weights do not change.
+
+**Weight digest.** A digest of weights from sums over their bytes, computed where they are.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from octetrl.engine.weight_digest import digest_and_flags
 from octetrl.fp8.kv_scales import KVScales
+from octetrl.kernels.rows.sum_words import mixed_with_places, sum_words
 from octetrl.layers.linear import Float8Linear
 from octetrl.layers.many_linears import requantize
 from octetrl.models.decoder import Decoder
@@ -124,3 +127,20 @@ def _equal_bytes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tenso
         for one, other in zip(ours, theirs, strict=True)
         if one.data_ptr() != other.data_ptr()
     ]
+
+
+def digest_of(version: int, tensors: Sequence[Tensor]) -> str:
+    """Of policy version `version` and the bytes of these tensors, in their order."""
+    return digest_and_flags(version, tensors, ())[0]
+
+
+def digest_and_flags(version: int, tensors: Sequence[Tensor], flags: Sequence[Tensor]) -> tuple[str, list[bool]]:
+    """`digest_of`, and the values of boolean scalars, which are read from the device in the same host synchronisation.
+
+    Each word is mixed with its place in its row, and each row's sum with the row's place among the rows of all tensors.
+    So two words that changed places show, two rows or tensors, and two changed signs. Sums may wrap around.
+    """
+    total = mixed_with_places(sum_words(tensors)).sum()
+    read = [total] if not flags else [torch.stack(list(flags)).long(), total.to(flags[0].device)]
+    *values, number = torch.cat([one.view(-1) for one in read]).tolist()
+    return hashlib.sha256(repr((version, number)).encode()).hexdigest()[:16], [bool(value) for value in values]

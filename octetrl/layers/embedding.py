@@ -4,6 +4,10 @@ The gradient adds the rows of equal tokens in float32, in one order, and rounds 
 (kernels/rows/embedding_gradient.py).
 
 T tokens, V vocabulary, E hidden size.
+
+**Lm head.** The output matrix of a model whose embeddings are not tied.
+
+It is never FP8. Logits, log-softmax and loss are float32 (kernels/gemm/linear_logprobs.py).
 """
 
 from __future__ import annotations
@@ -39,3 +43,11 @@ class Embedding(nn.Module):
     def forward(self, token_ids_T: Tensor) -> Tensor:
         """token_ids_T: int64 in [0, V). Returns [T, E]."""
         return _Embed.apply(self.weight, token_ids_T)
+
+
+class LmHead(nn.Module):
+    """weight [V, E]. It has no forward, because training never needs all logits at once (`Decoder.logprobs`)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))

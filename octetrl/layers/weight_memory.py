@@ -9,7 +9,7 @@ Forward and dgrad read codes, so only an update needs the weight. Three cases:
 In the last two the parameter keeps its shape, and its memory is freed. `filling` gives memory to the rows that are
 written, quantises them, and frees it again. A model is loaded so with at most one whole weight at a time, to the same
 codes. Where several workers load one model, each fills some rows of every weight (`Loading`), and they exchange them
-(trainer/shared_loading.py).
+(trainer/sharded_state.py).
 
 R rows, K in_features.
 """

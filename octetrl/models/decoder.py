@@ -29,8 +29,8 @@ from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits
 from octetrl.layers import many_linears
 from octetrl.layers.context import Context
 from octetrl.layers.cut_rows import VocabularyRows, build_embedding
+from octetrl.layers.embedding import LmHead
 from octetrl.layers.linear import Float8Linear
-from octetrl.layers.lm_head import LmHead
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable

@@ -43,10 +43,9 @@ from octetrl.system.errors import UserError
 from octetrl.system.sigterm import terminable
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.ending import ending_of, reopen, write_ending
-from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.lost_terminal import keeps_writing
 from octetrl.telemetry.metrics import StepMetrics
-from octetrl.telemetry.mismatch import MismatchGate
+from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
 from octetrl.telemetry.sample_texts import sample_texts
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, steps_until
 from octetrl.trainer.checkpoint import check_complete, latest_of, step_of

@@ -20,6 +20,8 @@ float64, so the metrics add no error.
 The loss corrects a small mismatch by importance weights. `MismatchGate` reports a mismatch that is too large for that.
 If parity is promised (fp8/parity.py), the log-probs of on-policy samples are equal. Then even one different token means
 that an op is wrong. It ends the run, unless `mismatch.fail_on_difference` is false.
+
+**Fp8 health.** Warnings about FP8 numerics, with their remedy.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import MismatchConfig
+from octetrl.config.schema import Fp8Config, MismatchConfig
 from octetrl.records import TokenLogprobs
 from octetrl.system.errors import RunFailed
 from octetrl.telemetry.metrics import MISMATCH
@@ -218,3 +220,26 @@ def advice(metrics: Mapping[str, float], max_staleness: int = 1) -> str:
 
 def _decile_names() -> list[str]:
     return [f"mismatch/decile_{decile}/token_mult_prob_error" for decile in range(DECILES)]
+
+
+KV_SATURATION = "fp8/kv_saturation"
+
+
+def kv_saturation_warning(metrics: Mapping[str, float], config: Fp8Config) -> str | None:
+    """Return a warning if the share of K and V values clamped to ±448 exceeds `fp8.saturation_warn`, otherwise None.
+
+    Without a measurement it returns None. Calibrated scales come from the previous step, so they may be too small for
+    growing K and V."""
+    share = metrics.get(KV_SATURATION)
+    if share is None or share <= config.saturation_warn:
+        return None
+    remedy = "look for non-finite or huge activations, and use fp8.kv_cache=none to compare"
+    if config.kv_cache == "calibrated":
+        margin = config.calibration_margin
+        exact = "" if config.calibration == "exact" else "fp8.calibration=exact (measured with the new weights) or "
+        larger = f"fp8.calibration_margin={min(4.0, 1.5 * margin):.2f} (now {margin})"
+        remedy = f"set {larger}, or use {exact}fp8.kv_cache=int8"
+    return (
+        f"{KV_SATURATION} is {share:.2%}, above fp8.saturation_warn={config.saturation_warn:.2%}: that share of K and V"
+        f" was clamped in the cache; {remedy}"
+    )

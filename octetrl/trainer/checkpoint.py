@@ -33,7 +33,7 @@ from torch import Tensor
 from octetrl.config.ranking import best_steps
 from octetrl.system.errors import UserError
 from octetrl.trainer.file_digests import WrittenFile, altered_files, digest_file, hashing_threads
-from octetrl.trainer.state_files import Content, Files, in_shards, write_files
+from octetrl.trainer.state_writer import Content, Files, in_shards, write_files
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"

@@ -31,11 +31,10 @@ from octetrl.config.schema import CriticConfig, TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
-from octetrl.trainer.metric_means import MetricMeans
+from octetrl.trainer.optimizer import learning_rate
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.prepared import PreparedMicroBatch, gathered_rewards
+from octetrl.trainer.prepared import MetricMeans, PreparedMicroBatch, gathered_rewards
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
-from octetrl.trainer.schedule import learning_rate
 
 
 class Critic:

@@ -5,7 +5,7 @@
   the weight. `stochastic_rounding` keeps no copy, which saves 4 bytes a parameter: the weight is widened to float32,
   updated and rounded stochastically. A float32 weight is its own master.
 - **Moments** are float32, bfloat16 or 8bit (optimizer_states.py). They are on the device, or with `offload` in the
-  host's memory (optimizer_offload.py). On a CPU `offload` changes nothing.
+  host's memory (optimizer_states.py). On a CPU `offload` changes nothing.
 - **Weight decay** applies to linears. `weight_decay_on` adds the embedding, or everything. By default vectors (norms,
   biases) and the embedding, tied or not, do not decay.
 - **Shards**: one of several workers updates only the rows that it owns (shards.py). With the same clip factor, all
@@ -14,10 +14,21 @@
 The update is kernels/optimizer/adamw.py, one pass a parameter, on a GPU, and on a CPU if the moments are narrow. On a
 CPU with float32 moments it is torch's own fused AdamW, in buckets that keep temporaries small. Weights change in place:
 the engine reads the same tensors.
+
+**Schedule.** The learning rate as a pure function of the run's step. A resumed run needs no state for it.
+
+    warm-up   lr * (step + 1) / warmup_steps          the first step already has a positive rate
+    after     lr * (min + (1 - min) * f(progress))    progress from 0 after the warm-up to 1 at the end
+              f = 1 (constant), 1 - progress (linear), (1 + cos(pi * progress)) / 2 (cosine)
+
+The end is the last step: its rate is lr * min_lr_fraction. If min_lr_fraction is 0, the end is one step later, because
+an update with the rate 0 would change nothing. Steps without an update count too. `constant` ignores min_lr_fraction.
+The only step of a run has the rate lr.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
@@ -30,21 +41,22 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import STATE_BLOCK, AdamScalars, Moment, adamw
+from octetrl.records import PackedBatch
 from octetrl.system.errors import UserError
-from octetrl.trainer.gradient_rounding import GradientRounding
-from octetrl.trainer.gradients import gradient_sums
-from octetrl.trainer.optimizer_offload import OffloadStream, StatePiece, pieces_of
+from octetrl.trainer.gradients import GradientRounding, chance_key, gradient_sums, round_stochastically
 from octetrl.trainer.optimizer_states import (
     HostMemory,
+    OffloadStream,
+    StatePiece,
     aligned,
     check_format,
     meta_moment,
     named_tensors,
+    pieces_of,
     zero_moment,
 )
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shards import BLOCK_ROWS, Rows, cut_rows
-from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
 
 NORM_PART = 1 << 20  # elements that are copied to float64 at a time
 BUCKET_ELEMENTS = 1 << 26
@@ -329,3 +341,26 @@ def _buckets(slots: Iterable[Slot]) -> Iterator[tuple[Slot, ...]]:
             elements += slot.gradient.numel()
         if bucket:
             yield tuple(bucket)
+
+
+def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """The rate of step number `step` (from 0) of `total_steps`. After the end it keeps its last value."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return config.lr
+    end = total_steps - 1 if config.min_lr_fraction > 0 else total_steps
+    rest = end - config.warmup_steps  # 0: the last step is the only one after the warm-up
+    progress = min(1.0, (step - config.warmup_steps) / rest) if rest > 0 else float(rest == 0 < step)
+    fraction = 1.0 - progress if config.decay == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+    return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * fraction)
+
+
+def rate_after(first: int, step: int, config: OptimizerConfig, total_steps: int) -> float | None:
+    """The rate of step number `step` where the schedule begins after `first` steps; None before."""
+    return None if step < first else learning_rate(step - first, config, total_steps - first)
+
+
+def place_of(batch: PackedBatch, updates: int) -> int:
+    """The number of steps before the batch's. `updates`: of the trainer, if the batch has no step."""
+    return updates if batch.step is None else batch.step - 1

@@ -1,13 +1,25 @@
 """Micro-batches with what is computed for them once, before the first update; and the advantages computed from that.
 
 N trained tokens, K tokens of a teacher.
+
+**Metric means.** Means of the metrics of one `train` call, each over its own items.
+
+An item is a trained token or a preference pair. Every item of the call counts once, in whatever micro-batch, minibatch
+or epoch it was. Token weights do not enter: they belong to the loss, and a weighted mean would change with
+`algorithm.token_weighting`.
+
+I items of one metric in one micro-batch.
+
+**Train call.** The records of one call of `Trainer.train`: its optimizer steps and their sums; and the trainer's state.
+
+L layers, K KV heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +28,7 @@ from octetrl.algorithms.sequences import last_of_each
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
 from octetrl.records import MicroBatch, TokenLogprobs
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.peers import ALONE, Peers
 
 
@@ -200,3 +213,85 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     given = [part for part in parts if part is not None]
     assert len(given) in (0, len(parts)), "some micro-batches were prepared and others not"
     return torch.cat(given) if given else None
+
+
+class MetricMeans:
+    """Sums of metrics. They stay on the device, in float64, until `read`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._items: dict[str, int] = {}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Add the values [I] of each metric, from one micro-batch."""
+        for name, values_I in metrics.items():
+            total = values_I.detach().sum(dtype=torch.float64)
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._items[name] = self._items.get(name, 0) + values_I.numel()
+
+    def read(self, peers: Peers = ALONE) -> dict[str, float]:
+        """The mean of each metric over all workers. One transfer from the device."""
+        totals = torch.stack(list(self._sums.values())).tolist() if self._sums else []
+        own = {name: (total, self._items[name]) for name, total in zip(self._sums, totals, strict=True)}
+        sums, items = dict[str, float](), dict[str, int]()
+        for record in peers.gather_records(own, "metrics"):
+            for name, (total, count) in record.items():
+                sums[name] = sums[name] + total if name in sums else total
+                items[name] = items.get(name, 0) + count
+        return {name: total / items[name] for name, total in sums.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The micro-batches of one optimizer step, and how their loss is computed."""
+
+    micro_batches: Sequence[PreparedMicroBatch]  # of this worker
+    kv: KVReplay
+    on_policy: bool  # sampled with the current weights, and this is the only update
+    denominator: float  # of the loss, from the counts of the whole step
+    num_micro_batches: int  # of all workers
+    most_micro_batches: int  # of one worker
+
+
+@dataclass(slots=True)
+class TrainCall:
+    """One call of `train`, from `prepare` to `finish`."""
+
+    steps: tuple[OptimizerStep, ...]  # of one epoch
+    epochs: int
+    lr: float | None  # None: only the critic is trained
+    kv_amax_LS: Tensor | None  # raised by the forwards; None: not collected
+    started: float  # seconds of time.perf_counter
+    place: int = 0  # steps of the run before this one
+    means: MetricMeans = field(default_factory=MetricMeans)
+    metrics: dict[str, float] = field(default_factory=dict)  # of the whole batch, before the first update
+    updates: list[dict[str, float]] = field(default_factory=list)  # of each optimizer step
+
+    @property
+    def micro_batches(self) -> Iterator[PreparedMicroBatch]:
+        return (one for step in self.steps for one in step.micro_batches)
+
+
+class Accumulated(NamedTuple):
+    """Sums over micro-batches of an optimizer step: float32 scalars on the device."""
+
+    loss: Tensor
+    non_finite: Tensor  # count of numbers that are not finite
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """The complete state of the trainer. Live tensors, not copies."""
+
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    policy_version: int
+
+
+def check_digest(precision_digest: str | None, own: str) -> None:
+    """Raise RuntimeError if the samples' precision table is not the trainer's `own`."""
+    if precision_digest is not None and precision_digest != own:
+        raise RuntimeError(
+            f"the samples were drawn under precision table {precision_digest}, the trainer's is {own}:"
+            f" build engine and trainer from one policy"
+        )

@@ -20,12 +20,11 @@ from octetrl.algorithms.token_loss import TokenLoss
 from octetrl.config.schema import TrainerConfig
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
-from octetrl.trainer.metric_means import MetricMeans
+from octetrl.trainer.optimizer import learning_rate, place_of
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.prepared import on_device
+from octetrl.trainer.prepared import MetricMeans, on_device
 from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState, ScalarTrainer
-from octetrl.trainer.schedule import learning_rate, place_of
 
 
 class RewardTrainer:

@@ -21,9 +21,8 @@ from octetrl.config.schema import RouterConfig
 from octetrl.layers.router_record import RouterRecord
 from octetrl.models.blocks.moe.module import MixtureOfExperts
 from octetrl.models.decoder import Decoder
-from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.train_call import OptimizerStep
+from octetrl.trainer.prepared import MetricMeans, OptimizerStep
 
 
 class Routers:

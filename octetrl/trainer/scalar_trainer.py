@@ -30,9 +30,9 @@ from octetrl.layers.context import PackedContext
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import MicroBatch
 from octetrl.trainer.activation_checkpoint import layer_runner
-from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.optimizer import copy_all
 from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.prepared import MetricMeans
 from octetrl.trainer.shared_weights import optimizer_of
 
 

@@ -24,9 +24,8 @@ import torch
 
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.forward import KVReplay
-from octetrl.trainer.prepared import PreparedMicroBatch
-from octetrl.trainer.schedule import place_of
-from octetrl.trainer.train_call import Accumulated, OptimizerStep, TrainCall, check_digest
+from octetrl.trainer.optimizer import place_of
+from octetrl.trainer.prepared import Accumulated, OptimizerStep, PreparedMicroBatch, TrainCall, check_digest
 from octetrl.trainer.trainer import Trainer
 
 

@@ -20,8 +20,7 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore, Store, Work
 
 from octetrl.kernels.rows.gather_from_peers import PeerMemory
-from octetrl.trainer.peer_memory import OpenedMemory, open_peer_memory
-from octetrl.trainer.peers import ALONE, Peers, ProcessGroupPeers, Running
+from octetrl.trainer.peers import ALONE, OpenedMemory, Peers, ProcessGroupPeers, Running, open_peer_memory
 from octetrl.trainer.shards import Cut, GradientMode, Share
 
 PHASE = "tensor parallel"
@@ -33,7 +32,7 @@ class TensorPeers(ProcessGroupPeers):
 
     On a GPU the host does not wait for an exchange; what it launches next does. Requests go over gloo, because a record
     over NCCL would wait for all launched forwards. Small tensors travel through the GPUs' memory where they can
-    (trainer/peer_memory.py).
+    (trainer/peers.py).
     """
 
     def __init__(

@@ -35,12 +35,17 @@ from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, PolicyUpdate
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.forward import Forward, KVReplay
-from octetrl.trainer.metric_means import MetricMeans
-from octetrl.trainer.optimizer import copy_all
+from octetrl.trainer.optimizer import copy_all, place_of, rate_after
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.prepared import (
+    Accumulated,
+    MetricMeans,
+    OptimizerStep,
     PreparedMicroBatch,
+    TrainCall,
+    TrainerState,
+    check_digest,
     fill_step_means,
     loss_inputs,
     on_device,
@@ -49,9 +54,7 @@ from octetrl.trainer.prepared import (
 )
 from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers
-from octetrl.trainer.schedule import place_of, rate_after
 from octetrl.trainer.shared_weights import optimizer_of
-from octetrl.trainer.train_call import Accumulated, OptimizerStep, TrainCall, TrainerState, check_digest
 
 
 class Trainer:

@@ -14,8 +14,7 @@ from torch import Tensor
 from octetrl.records import MicroBatch, PackedBatch
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack_for_calibration
-from octetrl.trainer.prepared import PreparedMicroBatch, on_device
-from octetrl.trainer.train_call import OptimizerStep, TrainCall
+from octetrl.trainer.prepared import OptimizerStep, PreparedMicroBatch, TrainCall, on_device
 from octetrl.trainer.trainer import Trainer
 
 

@@ -25,9 +25,11 @@ from octetrl.models.row_shards import RowShards
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
+from octetrl.trainer.prepared import TrainerState
 from octetrl.trainer.scalar_trainer import ScalarState, ScalarTrainer
 from octetrl.trainer.sharded_state import (
     OwnedState,
+    load_shared,
     own_optimizer,
     own_weights,
     read_optimizer,
@@ -35,9 +37,7 @@ from octetrl.trainer.sharded_state import (
     read_weights,
     shard_files,
 )
-from octetrl.trainer.shared_loading import load_shared
-from octetrl.trainer.state_files import Content, in_shards
-from octetrl.trainer.train_call import TrainerState
+from octetrl.trainer.state_writer import Content, in_shards
 from octetrl.trainer.trainer import Trainer
 
 CRITIC, CRITIC_OPTIMIZER, CRITIC_STEM = "critic.safetensors", "critic_optimizer.safetensors", "critic"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
-from octetrl.engine.weight_digest import digest_of
-from octetrl.engine.weights import weight_set
+from octetrl.engine.weights import digest_of, weight_set
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, PolicyUpdate, Published
 from octetrl.trainer.checkpoint import Checkpoint
@@ -20,8 +19,7 @@ from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.reward_trainer import RewardTrainer
-from octetrl.trainer.state_files import Content
-from octetrl.trainer.state_writer import StateWriter
+from octetrl.trainer.state_writer import Content, StateWriter
 from octetrl.workers.checkpoint_state import load_reward_model, reward_model_files
 from octetrl.workers.clock import Clock
 from octetrl.workers.kernel_paths import path_metrics

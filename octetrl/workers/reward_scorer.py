@@ -37,7 +37,7 @@ from octetrl.trainer.packing import PackingLayout, pack_to_score
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.prepared import on_device
 from octetrl.trainer.scalar_trainer import ScalarTrainer
-from octetrl.trainer.shared_loading import load_shared
+from octetrl.trainer.sharded_state import load_shared
 from octetrl.workers.scalar_models import scalar_decoder
 
 

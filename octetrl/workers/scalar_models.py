@@ -20,7 +20,7 @@ from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.shared_loading import load_shared
+from octetrl.trainer.sharded_state import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows
 from octetrl.workers.model_shape import scalar_spec
 

@@ -46,8 +46,7 @@ from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.state_files import Content
-from octetrl.trainer.state_writer import StateWriter
+from octetrl.trainer.state_writer import Content, StateWriter
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
 from octetrl.workers.build_engine import build_engine, with_own_engine
@@ -166,7 +165,7 @@ class Worker:
         """One update from `batch`, with the KV cache of its samples; the metrics contain the mismatch.
 
         With several workers `batch` has this worker's micro-batches, and the whole batch's denominators. The metrics
-        are those of all workers. `by` is used in place of `Trainer.train` (streamed.py).
+        are those of all workers. `by` is used in place of `Trainer.train` (hosted.py).
         """
         self.free_cache()
         on_policy = batch.policy_version == self.trainer.policy_version

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octetrl.config.schema import OptimizerConfig
-from octetrl.trainer import optimizer_offload
+from octetrl.trainer import optimizer_states as optimizer_offload
 from octetrl.trainer.peers import PeersLost, ProcessGroupPeers, join_store, serve_store
 from octetrl.trainer.shards import GradientMode, Share
 from tests.gpu.test_parity import SMALL

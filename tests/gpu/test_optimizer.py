@@ -8,7 +8,7 @@ from torch import nn
 
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer.adamw import decode_moment, decode_square
-from octetrl.trainer import optimizer_offload
+from octetrl.trainer import optimizer_states as optimizer_offload
 from octetrl.trainer.optimizer import Optimizer
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ from octetrl.records import Sample
 from octetrl.trainer.checkpoint import load, save
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
-from octetrl.trainer.train_call import TrainerState
+from octetrl.trainer.prepared import TrainerState
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import accumulate_gradients
 from tests.objectives import objective

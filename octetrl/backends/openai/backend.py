@@ -22,8 +22,8 @@ from octetrl.backends.openai.text import VOCABULARY, CharacterTokenizer
 from octetrl.config.openai import OpenaiConfig
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.engine.admission import Admission
+from octetrl.engine.session import whole_answers
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
-from octetrl.engine.whole_answers import whole_answers
 from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError

@@ -29,8 +29,8 @@ from octetrl.backends.vllm.settings import no_room
 from octetrl.backends.vllm.weights import VllmWeights
 from octetrl.config.schema import EngineConfig
 from octetrl.engine.admission import Admission
+from octetrl.engine.session import whole_answers
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
-from octetrl.engine.whole_answers import whole_answers
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.records import Completion, GenerationRequest, OnCompletions, OnProgress, WeightSet

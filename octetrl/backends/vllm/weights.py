@@ -28,7 +28,7 @@ from torch import Tensor
 from octetrl.backends.vllm.names import attention_name, vllm_name
 from octetrl.backends.vllm.parts import VOCABULARY, VllmParts
 from octetrl.backends.vllm.ranks import Ranks, together
-from octetrl.engine.weight_digest import digest_and_flags
+from octetrl.engine.weights import digest_and_flags
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.kv_scales import KVScales, split_scales
 from octetrl.fp8.policy import PrecisionPolicy

@@ -6,7 +6,7 @@
 
 Each operation is rounded to float32 separately. Only the GPU's root and quotient may differ from the reference's, in
 their last bit or two. `w` is the float32 master, which is then rounded to nearest into the BF16 weight. Without a
-master it is the BF16 weight itself, with stochastic rounding (trainer/stochastic_rounding.py says why). The clip factor
+master it is the BF16 weight itself, with stochastic rounding (trainer/gradients.py says why). The clip factor
 is on the device and is applied here, so gradients are not rewritten for clipping.
 
 **Moments** are float32, BF16 or 8-bit. BF16 and 8-bit moments also use stochastic rounding. The mean of an EMA with

@@ -5,6 +5,9 @@ for it, and `status` answers at once, whatever the computing thread does. A proc
 
 An open session is a loop of the computing thread (hosted_session.py). The driver submits requests and polls events; it
 never calls for a forward.
+
+**Streamed.** One update of a worker whose batch arrives in parts (trainer/streamed.py), with what `Worker.train` does
+besides.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -26,13 +30,14 @@ from octetrl.config.kept_cache import in_flight
 from octetrl.config.weight_buffer import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
-from octetrl.records import EarlierAnswer, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task
+from octetrl.records import EarlierAnswer, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task, joined
 from octetrl.rollout.backend import GenerationMetrics, SessionRecord
 from octetrl.system.threads import num_cores
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.peers import ALONE, Peers, join_store
 from octetrl.trainer.shards import Share
+from octetrl.trainer.streamed import StreamedCall
 from octetrl.trainer.tensor_peers import GridPeers, connect_grid
 from octetrl.workers.build import BuiltWorker, Role
 from octetrl.workers.many.assignment import Room
@@ -44,7 +49,6 @@ from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender
 from octetrl.workers.many.worker_log import last_lines, print_into
 from octetrl.workers.own_engine import remember
 from octetrl.workers.reward_model_worker import RewardModelWorker
-from octetrl.workers.streamed import StreamedUpdate
 from octetrl.workers.training_progress import counted
 from octetrl.workers.worker import Worker
 
@@ -384,3 +388,25 @@ class HostedWorker:
     def _policy(self) -> Worker:
         assert isinstance(self._worker, Worker), "a reward model's worker draws nothing"
         return self._worker
+
+
+class StreamedUpdate:
+    """`divisor`: of the loss, until its denominator is known. The caller frees the KV cache's memory before the first
+    part (`Worker.free_cache`)."""
+
+    def __init__(self, worker: Worker, divisor: float) -> None:
+        self._worker, self._call = worker, StreamedCall(worker.trainer, divisor)
+        self._took: dict[str, float] = {}  # by the parts so far
+
+    def add(self, part: PackedBatch) -> None:
+        """Trains on some micro-batches, without other workers."""
+        worker = self._worker
+        with worker.clock("train") as took:
+            self._call.add(part, worker.replay(part.policy_version), worker.policy.digest)
+        self._took = joined(self._took, took)
+
+    def finish(self, whole: PackedBatch) -> PolicyUpdate:
+        """The update with all workers; the metrics are those of all. `whole`: without its micro-batches."""
+        own = replace(whole, minibatches=(tuple(self._call.micro_batches),))
+        update = self._worker.train(own, self._call.finish)
+        return replace(update, metrics=joined(update.metrics, self._took))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.data import trial
+from octetrl.data import tokenizer as trial
 from octetrl.data.tokenizer import check_tokenizer_files, load_tokenizer, save_tokenizer_files
 from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
 from octetrl.system.errors import UserError

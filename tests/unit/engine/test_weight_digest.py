@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.engine.weight_digest import digest_of
+from octetrl.engine.weights import digest_of
 from octetrl.kernels.rows.sum_words import sum_words
 
 

@@ -13,7 +13,7 @@ from octetrl.kernels.optimizer.add_gradient_rounded import (
     add_gradient_rounded_reference,
     add_gradient_rounded_triton,
 )
-from octetrl.trainer.stochastic_rounding import chance_key
+from octetrl.trainer.gradients import chance_key
 from tests.unit.kernels.interpreting import interpret
 
 

@@ -39,7 +39,7 @@ from octetrl.models.rollout_forward import rollout_forward
 from octetrl.shapes.blocks import LayerBlocks
 from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec
-from octetrl.trainer.metric_means import MetricMeans
+from octetrl.trainer.prepared import MetricMeans
 from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers
 from tests.objectives import objective

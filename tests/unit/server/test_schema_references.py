@@ -11,10 +11,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octetrl.engine.grammars import Grammars
-from octetrl.server.answer_grammars import MOST_REFERENCES, ResponseFormat, call_grammar, format_grammar
+from octetrl.server.answer_grammars import (
+    MOST_REFERENCES,
+    ResponseFormat,
+    call_grammar,
+    endless_reference,
+    format_grammar,
+)
 from octetrl.server.errors import ApiError
 from octetrl.server.requests import ChatBody, grammar_of
-from octetrl.server.schema_references import endless_reference
 
 NODE = {
     "type": "object",

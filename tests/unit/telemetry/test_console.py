@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from octetrl.telemetry import console as console_module
-from octetrl.telemetry.console import Console, leave_screen
-from octetrl.telemetry.progress import Phase, bar_line
+from octetrl.telemetry.console import Console, Phase, bar_line, leave_screen
 from octetrl.telemetry.step_line import (
     NUMBERS,
     TIME,

@@ -5,9 +5,15 @@ import torch
 
 from octetrl.config.schema import Fp8Config, MismatchConfig
 from octetrl.records import TokenLogprobs
-from octetrl.telemetry.fp8_health import kv_saturation_warning
 from octetrl.telemetry.metrics import MISMATCH
-from octetrl.telemetry.mismatch import UNEQUAL, MismatchError, MismatchGate, mismatch_by_age, mismatch_metrics
+from octetrl.telemetry.mismatch import (
+    UNEQUAL,
+    MismatchError,
+    MismatchGate,
+    kv_saturation_warning,
+    mismatch_by_age,
+    mismatch_metrics,
+)
 
 
 def test_metrics_equal_the_formulas_written_out() -> None:

@@ -17,7 +17,6 @@ from octetrl.system.errors import UserError
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.comparison import held_out_difference, paired_difference
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
-from octetrl.telemetry.mismatch_tables import mismatch_by_age
 from octetrl.telemetry.report_data import (
     RunRecord,
     findings,
@@ -25,7 +24,7 @@ from octetrl.telemetry.report_data import (
     read_run,
     steps_above,
 )
-from octetrl.telemetry.report_page import _TONES, report_page
+from octetrl.telemetry.report_page import _TONES, mismatch_by_age, report_page
 from octetrl.telemetry.run_times import PHASES
 from octetrl.telemetry.sinks import open_sinks
 from octetrl.telemetry.terminal_report import terminal_report

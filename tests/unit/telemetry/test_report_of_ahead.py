@@ -14,9 +14,8 @@ import pytest
 from octetrl.system.errors import RunFailed, Terminated, UserError
 from octetrl.telemetry.ending import Ending, ending_of, read_ending, reopen, write_ending
 from octetrl.telemetry.metrics import MISMATCH
-from octetrl.telemetry.mismatch_tables import mismatch_by_age
 from octetrl.telemetry.report_data import findings, read_run, results
-from octetrl.telemetry.report_page import report_page
+from octetrl.telemetry.report_page import mismatch_by_age, report_page
 from octetrl.telemetry.run_times import longest_first, overlap
 from octetrl.telemetry.terminal_report import terminal_report
 from tests.unit.telemetry.test_report import make_run

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from octetrl.records import PolicyUpdate
+from octetrl.trainer.prepared import TrainerState
 from octetrl.trainer.scalar_trainer import ScalarState, ScalarTrainer
 from octetrl.trainer.sharded_state import OwnedState, own_optimizer, own_weights
-from octetrl.trainer.train_call import TrainerState
 from octetrl.trainer.trainer import Trainer
 
 State = TypeVar("State", TrainerState, ScalarState)

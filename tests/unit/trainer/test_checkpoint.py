@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from octetrl.system.errors import UserError
-from octetrl.trainer import state_files
+from octetrl.trainer import state_writer as state_files
 from octetrl.trainer.checkpoint import latest, latest_of, load, prune, remove_hidden, remove_leftovers, save
 
 

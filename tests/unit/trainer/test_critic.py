@@ -34,9 +34,8 @@ from octetrl.records import (
 from octetrl.rollout.samples import to_samples
 from octetrl.system.errors import UserError
 from octetrl.trainer.critic import Critic, explained_variance
-from octetrl.trainer.metric_means import MetricMeans
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.trainer.prepared import PreparedMicroBatch
+from octetrl.trainer.prepared import MetricMeans, PreparedMicroBatch
 from octetrl.trainer.scalar_trainer import ScalarPart
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples

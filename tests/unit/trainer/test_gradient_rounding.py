@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from octetrl.config.schema import OptimizerConfig
-from octetrl.trainer.gradient_rounding import GradientRounding
-from octetrl.trainer.gradients import gradient_sums
+from octetrl.trainer.gradients import GradientRounding, gradient_sums
 from octetrl.trainer.optimizer import GradientFormat, Optimizer
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shards import GradientMode, cut_rows

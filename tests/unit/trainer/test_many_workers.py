@@ -27,8 +27,8 @@ from octetrl.trainer.critic import Critic
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.peers import ALONE, Peers
+from octetrl.trainer.prepared import TrainerState
 from octetrl.trainer.shards import GradientMode
-from octetrl.trainer.train_call import TrainerState
 from octetrl.trainer.trainer import Trainer
 from tests.objectives import objective
 from tests.team import run_team

@@ -14,7 +14,7 @@ from octetrl.records import PackedBatch
 from octetrl.system.errors import UserError
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.optimizer import Optimizer
-from octetrl.trainer.optimizer_offload import pieces_of, update_piece
+from octetrl.trainer.optimizer_states import pieces_of, update_piece
 from octetrl.trainer.packing import pack
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import random_samples, supervised, tiny_trainer

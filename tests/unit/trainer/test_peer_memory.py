@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octetrl.kernels.rows.gather_from_peers import PROGRAMS, inbox_words
-from octetrl.trainer import peer_memory as module
+from octetrl.trainer import peers as module
 from tests.team import run_team
 
 COUNT = 2

@@ -10,8 +10,8 @@ from octetrl.config.schema import OptimizerConfig
 from octetrl.run.build import build_run
 from octetrl.run.loop import one_step
 from octetrl.trainer.forward import KVReplay
+from octetrl.trainer.optimizer import learning_rate
 from octetrl.trainer.packing import pack
-from octetrl.trainer.schedule import learning_rate
 from octetrl.trainer.streamed import StreamedCall
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.unit.trainer.test_reward_trainer import packed, pairs, tiny_reward_trainer

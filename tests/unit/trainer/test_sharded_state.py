@@ -31,7 +31,7 @@ from octetrl.trainer.sharded_state import (
     shard_files,
 )
 from octetrl.trainer.shards import Share, cut_rows
-from octetrl.trainer.state_files import Content, write_files
+from octetrl.trainer.state_writer import Content, write_files
 
 SHAPES = {"wide.weight": (300, 96), "norm.weight": (77,), "tall.weight": (1000, 5), "one.bias": (1,)}
 

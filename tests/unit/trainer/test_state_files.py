@@ -12,8 +12,7 @@ from torch import Tensor
 
 from octetrl.trainer import file_digests, state_files, state_writer
 from octetrl.trainer.file_digests import altered_files, digest_file, hashing_threads
-from octetrl.trainer.state_files import write_files
-from octetrl.trainer.state_writer import StateWriter
+from octetrl.trainer.state_writer import StateWriter, write_files
 
 
 def tensors() -> dict[str, Tensor]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from octetrl.trainer.stochastic_rounding import chance_key, round_stochastically
+from octetrl.trainer.gradients import chance_key, round_stochastically
 
 
 def rounded(value: torch.Tensor, seed: int = 0, step: int = 0, name: str = "w") -> torch.Tensor:

@@ -18,7 +18,7 @@ from octetrl.records import PackedBatch, PolicyUpdate, Sample
 from octetrl.system.errors import UserError
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.trainer.train_call import TrainerState
+from octetrl.trainer.prepared import TrainerState
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
 from tests.objectives import objective

@@ -24,7 +24,7 @@ from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.shared_loading import load_shared
+from octetrl.trainer.sharded_state import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows, optimizer_of
 from octetrl.workers.models import ModelBuilder
 from octetrl.workers.scalar_models import build_critic_model, build_reward_model

@@ -28,7 +28,7 @@ from octetrl.shapes.spec import ModelSpec
 from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.system.errors import UserError
 from octetrl.trainer.peers import ALONE, Peers, PeersLost
-from octetrl.trainer.shared_loading import load_shared
+from octetrl.trainer.sharded_state import load_shared
 from octetrl.trainer.shared_weights import keep_owned_rows
 from octetrl.workers.models import ModelBuilder
 from tests.grid import run_grid
