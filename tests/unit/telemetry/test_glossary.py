@@ -9,9 +9,10 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.config.limits import MISMATCH_LIMIT
+from octetrl.records import METRIC_NAME as NAME
 from octetrl.telemetry.glossary import METRICS, explained, page
 from octetrl.telemetry.look_limits import TRUNCATED_LIMIT
-from octetrl.telemetry.metrics import MISMATCH, NAME
+from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.step_line import StepLine
 from tests.house.tree import REPO, python_files, syntax
 
