@@ -10,7 +10,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octetrl.trainer import file_digests, state_files, state_writer
+from octetrl.trainer import file_digests, state_writer
 from octetrl.trainer.file_digests import altered_files, digest_file, hashing_threads
 from octetrl.trainer.state_writer import StateWriter, write_files
 
@@ -37,8 +37,8 @@ def tensors() -> dict[str, Tensor]:
 def test_files_are_those_of_the_library_whatever_the_chunks(
     chunk: int, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_files, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(state_files, "SMALL_BYTES", small)
+    monkeypatch.setattr(state_writer, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(state_writer, "SMALL_BYTES", small)
     monkeypatch.setattr(file_digests, "CHUNK_BYTES", chunk)
     save_file({name: one.contiguous() for name, one in tensors().items()}, tmp_path / "theirs", {"format": "pt"})
     expected = (tmp_path / "theirs").read_bytes()
