@@ -68,11 +68,19 @@ class Environment(Protocol):
         ...
 
 
+class IndexedTasks(Protocol):
+    """Tasks by place: a list, a tuple, or a class of the user's that makes a task when it is read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int, /) -> Task: ...
+
+
 class HasTasks(Protocol):
     """What a type checker can say of every environment: its reward is `score`, methods with @reward, or both."""
 
     @property
-    def tasks(self) -> Sequence[Task]: ...
+    def tasks(self) -> IndexedTasks: ...
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,26 @@ class Scored:
         return 1.0
 
 
+class MadeTasks:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, place: int) -> Task:
+        return Task(id=str(place), prompt=f"{place} + 1 =")
+
+
+class Made:
+    tasks = MadeTasks()
+
+    @reward
+    def polite(self, conversation: Conversation) -> float:
+        return 1.0
+
+
+def by_column(completions: list[str], answer: list[str]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
 def trl(prompts: list[str], completions: list[str], **columns: list[str]) -> list[float]:
     return [1.0 for _ in completions]
 
@@ -50,6 +70,8 @@ def accepted() -> None:
     octetrl.train(model="m", tasks=Polite())
     octetrl.train(model="m", tasks=Fixed())
     octetrl.train(model="m", tasks=Scored())
+    octetrl.train(model="m", tasks=Made())
+    octetrl.train(model="m", tasks="t.jsonl", reward=by_column)
     octetrl.train(model="m", tasks=[{"prompt": "a", "answer": "b"}], reward=trl)
     octetrl.train(model="m", tasks="t.jsonl", reward=lambda task, text: 1.0)
     octetrl.train(model="m", environments={"a": {"tasks": Fixed(), "weight": 2}})
