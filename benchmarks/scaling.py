@@ -68,7 +68,7 @@ svg { --fp8: #7d5ba6; } @media (prefers-color-scheme: dark) { svg { --fp8: #b392
 .base { stroke-dasharray: 2 3; }
 </style>"""
 Row = Mapping[str, Any]
-Series = dict[tuple[str, str, str], dict[int, "Point"]]  # model, precision, numerics -> number of workers -> point
+Series = dict[tuple[str, str], dict[int, "Point"]]  # model, precision -> number of workers -> point
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def series_of(points: Sequence[Point]) -> Series:
         _refuse_other("machine", first, first.machine, point, point.machine)
         for field in ("workload", DEVICE):
             _refuse_other(field, first, first.row.get(field), point, point.row.get(field))
-        key = (point.model, str(point.row.get("precision")), str(point.row.get("step/numerics", "parity")))
+        key = (point.model, str(point.row.get("precision")))
         one = found.setdefault(key, {})
         count = int(point.row[COUNT])
         if count in one:
@@ -177,8 +177,8 @@ def table(series: Series) -> str:
         f"| {' | '.join(heads)} |",
         "|---" * len(heads) + "|",
     ]
-    for (model, precision, numerics), one in series.items():
-        name = f"`{precision}`" + ("" if numerics == "parity" else f", `{numerics}`")
+    for (model, precision), one in series.items():
+        name = f"`{precision}`"
         for count, point in one.items():
             cells = [_cell(point.row.get(field), form) for _, field, form in TABLE]
             lines.append(f"| {count}{' †' if point.dirty else ''} | `{model}` | {name} | {' | '.join(cells)} |")
@@ -219,7 +219,7 @@ def shown_on(page: Path) -> list[Path]:
 
 def draw(series: Series) -> str:
     """The SVG: a row of panels for each model, a panel for each phase."""
-    models = list(dict.fromkeys(model for model, _, _ in series))
+    models = list(dict.fromkeys(model for model, _ in series))
     height = HEAD + len(models) * (HEIGHT + FOOT) + (len(models) - 1) * HEAD
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
@@ -252,10 +252,10 @@ def _head(model: str, series: Series) -> Iterator[str]:
     yield text(0, 46, f"{point.machine}, {workload} tokens; thin line: {speed}; percentages are of it", "note")
     x = float(WIDTH - 2 * MARGIN)
     for key in reversed(series):
-        name = _name(key)
+        name = key[1]
         x -= 7.2 * len(name)
         yield f'<text x="{x:.1f}" y="27" class="name" style="fill: var(--{_colour(key)})">{escape(name)}</text>'
-        yield line([(x - 22, 23), (x - 6, 23)], "", _colour(key), 2.4, _opacity(key))
+        yield line([(x - 22, 23), (x - 6, 23)], "", _colour(key), 2.4)
         x -= 36
 
 
@@ -289,14 +289,14 @@ def _panels(series: Series) -> Iterator[str]:
         for key, one in series.items():
             places = [(across(count), height(_speed(point, field))) for count, point in one.items()]
             yield line([places[0], (PLOT, places[0][1])], "base", _colour(key), 1.0)
-            yield line(places, "", _colour(key), 2.4, _opacity(key))
+            yield line(places, "", _colour(key), 2.4)
             yield from (
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" style="fill: var(--{_colour(key)})"/>' for x, y in places
             )
             if len(one) > 1:
                 first, *_, last = one.values()
-                ends[_name(key)] = (PLOT, places[-1][1])
-                shares[_name(key)] = f"{_speed(last, field) / _speed(first, field):.1%}", _colour(key)
+                ends[key[1]] = (PLOT, places[-1][1])
+                shares[key[1]] = f"{_speed(last, field) / _speed(first, field):.1%}", _colour(key)
         for name, (x, y) in apart(ends).items():
             share, colour = shares[name]
             yield f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" style="fill: var(--{colour})">{share}</text>'
@@ -308,16 +308,8 @@ def _speed(point: Point, field: str) -> float:
     return float(point.row[field] / point.row[COUNT])
 
 
-def _name(key: tuple[str, str, str]) -> str:
-    return key[1] if key[2] == "parity" else f"{key[1]}, {key[2]}"
-
-
-def _colour(key: tuple[str, str, str]) -> str:
+def _colour(key: tuple[str, str]) -> str:
     return COLOURS.get(key[1], "vllm")
-
-
-def _opacity(key: tuple[str, str, str]) -> float:
-    return 1.0 if key[2] == "parity" else 0.5
 
 
 def _widths() -> Iterator[float]:

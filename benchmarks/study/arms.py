@@ -73,7 +73,6 @@ ARMS: Mapping[str, Arm] = {
     "fp8_full_exact": _arm("fp8_full", "fp8_full, calibration by a forward of its own", "fp8.calibration=exact"),
     "fp8_full_last": _arm("fp8_full", "fp8_full, linears of the last eighth of the layers in BF16", last=0.125),
     "fp8_full_first": _arm("fp8_full", "fp8_full, linears of the first eighth of the layers in BF16", first=0.125),
-    "bf16_fast": _arm("bf16", "BF16 without a fixed order of sums", "numerics=fast"),
     "fp8_wgrad_tokens": _arm("fp8", "fp8 with wgrad's blocks by tokens, not square", "fp8.wgrad_blocks=tokens"),
     "bf16_8bit": _arm("bf16", "BF16, moments of 8 bits", "trainer.optimizer.states=8bit"),
     "bf16_stochastic": _arm(

@@ -208,9 +208,7 @@ def run_arm(state: Path, name: str, arm: str, seed: int, model: str | None, chan
 
 def start_accuracy(state: Path, name: str, seed: int, recipe: Recipe) -> float | None:
     """Held-out accuracy of the seed's start in this recipe's formats, evaluated once and kept in `before/`."""
-    formats = json.dumps(
-        [recipe.fp8.model_dump(mode="json"), recipe.numerics, recipe.seed, recipe.environment.eval_size]
-    )
+    formats = json.dumps([recipe.fp8.model_dump(mode="json"), recipe.seed, recipe.environment.eval_size])
     digest = hashlib.sha256(formats.encode()).hexdigest()[:12]
     path = state / "before" / f"{name}-{seed}-{digest}.json"
     if not path.exists():

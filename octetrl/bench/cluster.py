@@ -51,7 +51,7 @@ from octetrl.bench.step import (
 from octetrl.bench.turns import take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.schema import Numerics, Recipe
+from octetrl.config.schema import Recipe
 from octetrl.records import GenerationRequest, PolicyUpdate, Sample
 from octetrl.rollout.backend import SessionRecord
 from octetrl.rollout.samples import to_samples
@@ -83,9 +83,9 @@ class ClusterBench:
     def device(self) -> torch.device:
         return self.step.device
 
-    def recipe(self, precision: str, numerics: Numerics, workers: int) -> Recipe:
+    def recipe(self, precision: str, workers: int) -> Recipe:
         """The recipe of one arm, on a Ray that this process is connected to."""
-        recipe = recipe_on(self.cluster, step_recipe(self.step, precision, numerics), workers)
+        recipe = recipe_on(self.cluster, step_recipe(self.step, precision), workers)
         if workers < 2 or not self.step.learn_beside_tail:
             return recipe
         rollout = recipe.rollout.model_copy(update={"learn_beside_tail": True})
@@ -104,10 +104,9 @@ class ClusterTimes(PhaseTimes):
 
 @dataclass(frozen=True, slots=True)
 class ClusterTurn:
-    """One measurement of a precision, a kind of numerics and a number of workers."""
+    """One measurement of a precision and a number of workers."""
 
     precision: str
-    numerics: Numerics
     workers: int  # 0: embedded
     steps: tuple[ClusterTimes, ...]
     peak_gb: tuple[float, ...]  # of each worker, over its steps; on a CPU the process's memory. Empty: not known
@@ -122,18 +121,18 @@ def measure(
     start: StartTeam = start_team,
 ) -> list[ClusterTurn]:
     """Measure all turns and return them in order. `on_turn(round, turn)` is called after each. `start`: for tests."""
-    arms = product(bench.step.precisions, bench.step.numerics, bench.counts)
+    arms = product(bench.step.precisions, bench.counts)
     return take_in_turn(arms, bench.step.rounds, lambda _, arm: take_turn(bench, arm, start), on_turn)
 
 
 def take_turn(bench: ClusterBench, arm: Arm, start: StartTeam) -> ClusterTurn:
     """Build, measure and end the workers of one arm."""
     measured = partial(_measured, bench, arm, time.perf_counter())
-    return measure_on(bench.step.model, bench.recipe(*arm), arm[2], bench.step.device, measured, start=start)
+    return measure_on(bench.step.model, bench.recipe(*arm), arm[1], bench.step.device, measured, start=start)
 
 
 def _measured(bench: ClusterBench, arm: Arm, began: float, workers: BenchWorkers, peaks: Peaks) -> ClusterTurn:
-    steps = ClusterSteps(bench.step, workers, max(1, arm[2]), bench.recipe(*arm))
+    steps = ClusterSteps(bench.step, workers, max(1, arm[1]), bench.recipe(*arm))
     steps.warm_up()
     up = time.perf_counter()
     peaks()  # forgets the peak so far

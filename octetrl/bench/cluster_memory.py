@@ -15,7 +15,7 @@ from octetrl.system.host_memory import available_host_bytes
 
 def estimated_bytes(bench: WorkersBench, precision: str, workers: int) -> int:
     """The estimate of `octetrl check` for training, of each worker. `workers`: 0 is the embedded one."""
-    recipe, spec = bench.recipe(precision, "parity", workers), bench.model.spec
+    recipe, spec = bench.recipe(precision, workers), bench.model.spec
     part, policy = spec.cut(largest_cut(spec, recipe.cluster.tensor_parallel)), precision_policy(spec, recipe.fp8)
     whole = estimate(recipe, part, policy, on_gpu=bench.device.type == "cuda", engine=True)
     return on_each_worker(recipe, whole, None).training_bytes

@@ -35,10 +35,10 @@ from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.load import PRECISIONS
-from octetrl.config.schema import EngineConfig, Fp8Config, ModelConfig, Numerics, Recipe, RolloutConfig
+from octetrl.config.schema import EngineConfig, Fp8Config, ModelConfig, Recipe, RolloutConfig
 from octetrl.workers.many.build import start_team
 
-RolloutArm = tuple[Workload, str, Numerics, int]  # the last: workers
+RolloutArm = tuple[Workload, str, int]  # the last: workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,12 @@ class ClusterRollout:
     cluster: ClusterConfig
     counts: tuple[int, ...]
 
-    def recipe(self, workload: Workload, precision: str, numerics: Numerics, workers: int) -> Recipe:
+    def recipe(self, workload: Workload, precision: str, workers: int) -> Recipe:
         """The recipe of one arm."""
         bench, longest = self.bench, workload.longest
         recipe = Recipe(
             model=ModelConfig(path="random", init="random", context_length=max(16, longest.prompt + longest.answer)),
             fp8=Fp8Config(**PRECISIONS[precision]),
-            numerics=numerics,
             rollout=RolloutConfig(
                 prompts_per_step=len(workload.requests),
                 max_prompt_tokens=max(prompt for prompt, _ in workload.siblings),
@@ -75,11 +74,10 @@ class ClusterRollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """One measurement of a workload, a precision, a kind of numerics and a number of workers."""
+    """One measurement of a workload, a precision and a number of workers."""
 
     workload: Workload
     precision: str
-    numerics: Numerics
     workers: int  # 0: embedded
     seconds: float
     tail_share: float  # of the decode time, the mean over workers
@@ -97,14 +95,14 @@ def measure(
 ) -> list[RolloutTurn]:
     """Measure all turns and return them in order. `on_turn(round, turn)` is called after each. `start`: for tests."""
     bench = plan.bench
-    arms = product(bench.workloads, bench.precisions, bench.numerics, plan.counts)
+    arms = product(bench.workloads, bench.precisions, plan.counts)
     return take_in_turn(arms, bench.rounds, lambda _, arm: take_turn(plan, arm, start), on_turn)
 
 
 def take_turn(plan: ClusterRollout, arm: RolloutArm, start: StartTeam) -> RolloutTurn:
     """Build, measure and end the workers of one arm."""
     bench, measured = plan.bench, partial(_measured, plan.bench, arm, time.perf_counter())
-    return measure_on(bench.model, plan.recipe(*arm), arm[3], bench.device, measured, trains=False, start=start)
+    return measure_on(bench.model, plan.recipe(*arm), arm[2], bench.device, measured, trains=False, start=start)
 
 
 def _measured(bench: Bench, arm: RolloutArm, began: float, workers: BenchWorkers, peaks: Peaks) -> RolloutTurn:
@@ -125,11 +123,11 @@ def _measured(bench: Bench, arm: RolloutArm, began: float, workers: BenchWorkers
 
 
 def rows_of(plan: ClusterRollout, turns: Sequence[RolloutTurn]) -> list[Row]:
-    """A row for each workload, precision, numerics and number of workers: medians over rounds; of memory the largest
+    """A row for each workload, precision and number of workers: medians over rounds; of memory the largest
     peak."""
-    by_arm: dict[tuple[str, str, Numerics, int], list[RolloutTurn]] = {}
+    by_arm: dict[tuple[str, str, int], list[RolloutTurn]] = {}
     for turn in turns:
-        by_arm.setdefault((turn.workload.name, turn.precision, turn.numerics, turn.workers), []).append(turn)
+        by_arm.setdefault((turn.workload.name, turn.precision, turn.workers), []).append(turn)
     rows = {arm: _row(plan, rounds) for arm, rounds in by_arm.items()}
     compare_workers(rows, ("rollout",))
     return list(rows.values())
@@ -143,7 +141,6 @@ def _row(plan: ClusterRollout, rounds: Sequence[RolloutTurn]) -> Row:
         "precision": first.precision,
         **cluster_fields(plan.cluster, plan.bench.device, first.workers),
         "workload": first.workload.name,
-        "rollout/numerics": first.numerics,
         "weights": "drawn" if plan.bench.model.folder is None else "files",
         "rounds": len(rounds),
         "rollout/tokens_per_second": statistics.median(speeds),

@@ -17,11 +17,11 @@ PHASES = ("step", "produce", "learn")
 
 
 def rows_of(bench: ClusterBench, turns: Sequence[ClusterTurn]) -> list[Row]:
-    """A row for each precision, numerics and number of workers: medians over all steps; of memory and mismatch the
+    """A row for each precision and number of workers: medians over all steps; of memory and mismatch the
     largest value."""
     by_arm: dict[Arm, list[ClusterTurn]] = {}
     for turn in turns:
-        by_arm.setdefault((turn.precision, turn.numerics, turn.workers), []).append(turn)
+        by_arm.setdefault((turn.precision, turn.workers), []).append(turn)
     rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
     compare_workers(rows, PHASES)
     return list(rows.values())
@@ -45,7 +45,6 @@ def _row(bench: ClusterBench, rounds: Sequence[ClusterTurn]) -> Row:
         "step/optimizer_states": step.trainer.optimizer.states,
         "step/master": step.trainer.optimizer.master,
         "step/gradient_sums": step.trainer.gradients,
-        "step/numerics": first.numerics,
         "step/beside_tail_share": statistics.median(one.beside_tail_share for one in steps),
         "time/step": total,
         "step/tokens_per_second": tokens / total,

@@ -40,7 +40,7 @@ from octetrl.bench.turns import Row, take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.load import PRECISIONS
-from octetrl.config.schema import Fp8Config, ModelConfig, Numerics, Recipe
+from octetrl.config.schema import Fp8Config, ModelConfig, Recipe
 from octetrl.workers.many.build import start_team
 
 CALIBRATION_TOKENS = 1024
@@ -66,12 +66,11 @@ class ClusterTrain:
     def device(self) -> torch.device:
         return self.train.device
 
-    def recipe(self, precision: str, numerics: Numerics, workers: int) -> Recipe:
+    def recipe(self, precision: str, workers: int) -> Recipe:
         tokens, positions = self.train.trainer.tokens_per_micro_batch, self.model.spec.max_positions
         recipe = Recipe(
             model=ModelConfig(path="random", init="random", context_length=max(16, min(tokens, positions))),
             fp8=Fp8Config(**PRECISIONS[precision]),
-            numerics=numerics,
             trainer=self.train.trainer,
             algorithm=GrpoConfig(),
             seed=self.train.seed,
@@ -91,10 +90,9 @@ class TrainTimes:
 
 @dataclass(frozen=True, slots=True)
 class ClusterTrainTurn:
-    """One measurement of a precision, a kind of numerics and a number of workers."""
+    """One measurement of a precision and a number of workers."""
 
     precision: str
-    numerics: Numerics
     workers: int  # 0: embedded
     steps: tuple[TrainTimes, ...]
     work: Work
@@ -110,14 +108,14 @@ def measure(
 ) -> list[ClusterTrainTurn]:
     """Measure all turns and return them in order. `on_turn(round, turn)` is called after each. `start`: for tests."""
     bench = plan.train
-    arms = product(bench.precisions, bench.numerics, plan.counts)
+    arms = product(bench.precisions, plan.counts)
     return take_in_turn(arms, bench.rounds, lambda _, arm: take_turn(plan, arm, start), on_turn)
 
 
 def take_turn(plan: ClusterTrain, arm: Arm, start: StartTeam) -> ClusterTrainTurn:
     """Build, measure and end the workers of one arm."""
     measured = partial(_measured, plan.train, arm, time.perf_counter())
-    return measure_on(plan.model, plan.recipe(*arm), arm[2], plan.device, measured, start=start)
+    return measure_on(plan.model, plan.recipe(*arm), arm[1], plan.device, measured, start=start)
 
 
 def _measured(bench: TrainBench, arm: Arm, began: float, workers: BenchWorkers, peaks: Peaks) -> ClusterTrainTurn:
@@ -146,10 +144,10 @@ def _step(bench: TrainBench, workers: BenchWorkers, work: Work) -> tuple[TrainTi
 
 
 def rows_of(plan: ClusterTrain, turns: Sequence[ClusterTrainTurn]) -> list[Row]:
-    """A row for each precision, numerics and number of workers: medians over all steps; of memory the largest peak."""
+    """A row for each precision and number of workers: medians over all steps; of memory the largest peak."""
     by_arm: dict[Arm, list[ClusterTrainTurn]] = {}
     for turn in turns:
-        by_arm.setdefault((turn.precision, turn.numerics, turn.workers), []).append(turn)
+        by_arm.setdefault((turn.precision, turn.workers), []).append(turn)
     rows = {arm: _row(plan, rounds) for arm, rounds in by_arm.items()}
     compare_workers(rows, ("train",))
     return list(rows.values())
@@ -173,7 +171,6 @@ def _row(plan: ClusterTrain, rounds: Sequence[ClusterTrainTurn]) -> Row:
         "train/micro_batches": bench.micro_batches,
         "train/layers": bench.model.spec.num_layers,
         "train/checkpointing": bench.trainer.activation_checkpointing,
-        "train/numerics": first.numerics,
         "train/optimizer_states": bench.trainer.optimizer.states,
         "train/master": bench.trainer.optimizer.master,
         "train/gradient_sums": bench.trainer.gradients,

@@ -31,7 +31,7 @@ def drain_warnings(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         is_apart = row["cluster/trainers"] + row["cluster/engines"] == row["cluster/workers"]
         if is_apart and step < generate * (1 - NOISE):
             yield (
-                f"warning: {row['precision']}, {row['step/numerics']}, {row['arm']}: a step of {step:.2f} s cannot be"
+                f"warning: {row['precision']}, {row['arm']}: a step of {step:.2f} s cannot be"
                 f" shorter than the {generate:.2f} s of its own generation; batches that were generated before had"
                 " shortened it; give more --steps or longer answers"
             )

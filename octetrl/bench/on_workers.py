@@ -22,7 +22,7 @@ from octetrl.bench.model import BenchModel, give_memory_back, tokenizer_of
 from octetrl.bench.turns import Row
 from octetrl.bench.worker import bench_worker, hosted_bench_worker
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.schema import Numerics, Recipe
+from octetrl.config.schema import Recipe
 from octetrl.engine.admission import Admission
 from octetrl.engine.stopping import decoder_of
 from octetrl.records import Completion, GenerationRequest
@@ -41,7 +41,7 @@ from octetrl.workers.worker import Worker
 
 EMBEDDED = 0  # workers: one, in this process
 StartTeam = Callable[..., Team]
-Arm = tuple[str, Numerics, int]  # precision, numerics, workers
+Arm = tuple[str, int]  # precision, workers
 BenchWorkers = ManyWorkers | LocalWorkers
 Peaks = Callable[[], tuple[float, ...]]
 Key = TypeVar("Key", bound=tuple[Any, ...])
@@ -65,7 +65,7 @@ class WorkersBench(Protocol):
     def counts(self) -> tuple[int, ...]:
         """Numbers of workers; 0: the embedded one."""
 
-    def recipe(self, precision: str, numerics: Numerics, workers: int) -> Recipe:
+    def recipe(self, precision: str, workers: int) -> Recipe:
         """The recipe of one arm."""
 
 
@@ -215,8 +215,6 @@ class ComparedTurn(Protocol):
     @property
     def precision(self) -> str: ...
     @property
-    def numerics(self) -> Numerics: ...
-    @property
     def workers(self) -> int: ...
     @property
     def digest(self) -> str: ...
@@ -260,12 +258,12 @@ def _times_faster(row: Row, base: Row, phase: str) -> float:
 
 def digest_warnings(turns: Sequence[ComparedTurn]) -> Iterator[str]:
     """A line for each turn whose first tokens or log-probs are not those of the first turn of its precision."""
-    firsts: dict[tuple[str, str], ComparedTurn] = {}
+    firsts: dict[str, ComparedTurn] = {}
     for turn in turns:
-        first = firsts.setdefault((turn.precision, turn.numerics), turn)
+        first = firsts.setdefault(turn.precision, turn)
         if turn.digest != first.digest:
             yield (
-                f"warning: {turn.precision}, {turn.numerics}: {name_of(turn.workers)} sampled other tokens or log-probs"
+                f"warning: {turn.precision}: {name_of(turn.workers)} sampled other tokens or log-probs"
                 f" than {name_of(first.workers)} ({turn.digest}, not {first.digest})"
             )
 

@@ -79,19 +79,19 @@ def profile_rows(bench: Bench, say: Callable[[str], None]) -> list[Row]:
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     rows: list[Row] = []
-    for workload, precision, numerics in product(bench.workloads, bench.precisions, bench.numerics):
-        arm = build_arm(bench, precision, workload, numerics)
+    for workload, precision in product(bench.workloads, bench.precisions):
+        arm = build_arm(bench, precision, workload)
         warm_up(arm, workload, bench.warmup_tokens)
         window = _record(arm.engine, workload)
         arm.engine.sleep()
         del arm
         give_memory_back(bench.device)
         if window.is_whole:
-            head: Row = {"precision": precision, "workload": workload.name, "rollout/numerics": numerics}
+            head: Row = {"precision": precision, "workload": workload.name}
             rows += [head | row for row in kernel_rows(_kernels(window.profiler), window.steps, window.seconds)]
         else:
             say(
-                f"no profile of {precision}, {numerics}, {workload.name}: {window.steps} decode steps came after the"
+                f"no profile of {precision}, {workload.name}: {window.steps} decode steps came after the"
                 f" middle of its answers and {STEPS} are recorded; give longer answers"
             )
     return rows

@@ -30,7 +30,7 @@ from octetrl.bench.step import StepBench, step_recipe
 from octetrl.bench.turns import take_in_turn
 from octetrl.bench.workload_run import workload_run
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.schema import Numerics, Recipe
+from octetrl.config.schema import Recipe
 from octetrl.run.loop import one_step
 from octetrl.run.state import Run
 from octetrl.workers.many.build import start_team
@@ -84,9 +84,9 @@ class RolesBench:
         is as old as it will be."""
         return len(self.short) + max(1, arm.max_staleness)
 
-    def recipe(self, precision: str, numerics: Numerics, arm: RolesArm) -> Recipe:
+    def recipe(self, precision: str, arm: RolesArm) -> Recipe:
         """The recipe of one arm, on a Ray that this process is connected to."""
-        recipe = step_recipe(self.step, precision, numerics)
+        recipe = step_recipe(self.step, precision)
         steps = self.untimed(arm) + self.step.steps + arm.max_staleness  # batches after the last timed step are begun
         recipe = recipe.model_copy(update={"steps": steps})
         if arm.roles is None:
@@ -104,7 +104,6 @@ class RolesTurn:
     """One measurement of an arm."""
 
     precision: str
-    numerics: Numerics
     arm: RolesArm
     lines: tuple[Mapping[str, float], ...]  # metrics of all steps
     seconds: tuple[float, ...]  # of each timed step, the last of `lines`
@@ -121,13 +120,13 @@ def measure(
     bench: RolesBench, on_turn: Callable[[int, RolesTurn], None] | None = None, start: StartTeam = start_team
 ) -> list[RolesTurn]:
     """Measure all turns and return them in order. `on_turn(round, turn)` is called after each. `start`: for tests."""
-    arms = product(bench.step.precisions, bench.step.numerics, bench.arms)
+    arms = product(bench.step.precisions, bench.arms)
     return take_in_turn(arms, bench.step.rounds, lambda _, one: take_turn(bench, *one, start), on_turn)
 
 
-def take_turn(bench: RolesBench, precision: str, numerics: Numerics, arm: RolesArm, start: StartTeam) -> RolesTurn:
+def take_turn(bench: RolesBench, precision: str, arm: RolesArm, start: StartTeam) -> RolesTurn:
     """Build, measure and end the workers of one arm."""
-    began, recipe = time.perf_counter(), bench.recipe(precision, numerics, arm)
+    began, recipe = time.perf_counter(), bench.recipe(precision, arm)
     with started(bench.model, recipe, start=start) as (_, workers):
         run = workload_run(bench.model, recipe, bench.step.workload, workers, bench.short)
         try:
@@ -139,7 +138,7 @@ def take_turn(bench: RolesBench, precision: str, numerics: Numerics, arm: RolesA
             buffer = "double" if workers.is_doubled else "single"
     ends = [began, *ends][-bench.step.steps - 1 :]
     seconds = tuple(end - begin for begin, end in pairwise(ends))
-    return RolesTurn(precision, numerics, arm, tuple(lines), seconds, buffer, digest, ends[0] - began)
+    return RolesTurn(precision, arm, tuple(lines), seconds, buffer, digest, ends[0] - began)
 
 
 def _steps(run: Run, count: int) -> tuple[list[Mapping[str, float]], list[float], str]:
@@ -159,13 +158,13 @@ def _steps(run: Run, count: int) -> tuple[list[Mapping[str, float]], list[float]
 
 def digest_warnings(turns: Sequence[RolesTurn]) -> list[str]:
     """A line for each turn whose first step sampled other tokens or log-probs than the first turn of its precision."""
-    firsts: dict[tuple[str, str], RolesTurn] = {}
+    firsts: dict[str, RolesTurn] = {}
     lines = []
     for turn in turns:
-        first = firsts.setdefault((turn.precision, turn.numerics), turn)
+        first = firsts.setdefault(turn.precision, turn)
         if turn.digest != first.digest:
             lines.append(
-                f"warning: {turn.precision}, {turn.numerics}: {turn.arm.name} sampled other tokens or log-probs than"
+                f"warning: {turn.precision}: {turn.arm.name} sampled other tokens or log-probs than"
                 f" {first.arm.name} ({turn.digest}, not {first.digest})"
             )
     return lines

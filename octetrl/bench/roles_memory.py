@@ -14,7 +14,7 @@ from octetrl.system.host_memory import available_host_bytes
 
 def estimated_bytes(bench: RolesBench, precision: str, arm: RolesArm) -> int:
     """The estimate of `octetrl check` for training, of each worker that trains."""
-    recipe, spec, on_gpu = bench.recipe(precision, "parity", arm), bench.model.spec, bench.device.type == "cuda"
+    recipe, spec, on_gpu = bench.recipe(precision, arm), bench.model.spec, bench.device.type == "cuda"
     whole = estimate(recipe, spec, precision_policy(spec, recipe.fp8), on_gpu=on_gpu, engine=True)
     return on_each_worker(recipe, whole, None).training_bytes
 

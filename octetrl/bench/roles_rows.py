@@ -15,20 +15,19 @@ from octetrl.bench.roles import RolesArm, RolesBench, RolesTurn
 from octetrl.bench.roles_memory import estimated_bytes
 from octetrl.bench.step import DIFFERENCE
 from octetrl.bench.turns import Row
-from octetrl.config.schema import Numerics
 
 LARGEST = ("max_abs_diff", "memory/peak_gb", "token_mult_prob_error")  # ends of names
 ON_POLICY = "mismatch/age_0/max_abs_diff"
 
 
 def rows_of(bench: RolesBench, turns: Sequence[RolesTurn]) -> list[Row]:
-    """A row for each precision, numerics and arm, in the order of the turns."""
-    by_arm: dict[tuple[str, Numerics, RolesArm], list[RolesTurn]] = {}
+    """A row for each precision and arm, in the order of the turns."""
+    by_arm: dict[tuple[str, RolesArm], list[RolesTurn]] = {}
     for turn in turns:
-        by_arm.setdefault((turn.precision, turn.numerics, turn.arm), []).append(turn)
+        by_arm.setdefault((turn.precision, turn.arm), []).append(turn)
     rows = {key: _row(bench, rounds) for key, rounds in by_arm.items()}
-    for (precision, numerics, _), row in rows.items():
-        both = rows.get((precision, numerics, RolesArm()))
+    for (precision, _), row in rows.items():
+        both = rows.get((precision, RolesArm()))
         if both is not None:
             row["step/speedup_over_both"] = float(both["time/step"]) / float(row["time/step"])
     return list(rows.values())
@@ -42,7 +41,6 @@ def _row(bench: RolesBench, rounds: Sequence[RolesTurn]) -> Row:
     trainers, engines = first.arm.roles or (bench.cluster.num_workers,) * 2
     row: Row = {
         "precision": first.precision,
-        "step/numerics": first.numerics,
         "arm": first.arm.name,
         **cluster_fields(bench.cluster, step.device, bench.cluster.num_workers),
         "cluster/trainers": trainers,

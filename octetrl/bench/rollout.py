@@ -41,7 +41,7 @@ from octetrl.bench.turns import Row, compared, take_in_turn
 from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
-from octetrl.config.schema import EngineConfig, Fp8Config, Numerics, TrainerConfig
+from octetrl.config.schema import EngineConfig, Fp8Config, TrainerConfig
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import cache_format
@@ -69,7 +69,6 @@ class Bench:
     max_batch: int = 256
     kv_fraction: float = 0.8
     seed: int = 0
-    numerics: tuple[Numerics, ...] = ("parity",)
     kv_cache_tokens: int | None = None  # instead of `kv_fraction` of the free memory
     prefill_chunk: int | None = None  # the model's
     router_skew: float = 0.0  # Zipf's exponent (router_skew.py)
@@ -82,7 +81,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The engine of one precision and one kind of numerics."""
+    """The engine of one precision."""
 
     engine: Engine
     policy: PrecisionPolicy
@@ -92,7 +91,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One measurement of a precision, a kind of numerics and a workload."""
+    """One measurement of a precision and a workload."""
 
     precision: str
     workload: Workload
@@ -103,7 +102,6 @@ class Turn:
     kv_bytes_per_token: float
     max_batch: int
     peak_bytes: int | None  # None on a CPU
-    numerics: Numerics = "parity"
     weights: Literal["drawn", "files"] = "drawn"
     cached_kernels: tuple[int, int] = (0, 0)  # in Triton's cache, before and after
     prefill_chunk: int = PREFILL_CHUNK
@@ -114,14 +112,14 @@ class Turn:
 def measure(bench: Bench, on_turn: Callable[[int, Turn], None] | None = None) -> list[Turn]:
     """Measure all turns and return them in order. `on_turn(round, turn)` is called after each."""
 
-    def take(_: int, arm: tuple[Workload, str, Numerics]) -> Turn:
-        workload, precision, numerics = arm
-        return take_turn(bench, precision, workload, numerics)
+    def take(_: int, arm: tuple[Workload, str]) -> Turn:
+        workload, precision = arm
+        return take_turn(bench, precision, workload)
 
-    return take_in_turn(product(bench.workloads, bench.precisions, bench.numerics), bench.rounds, take, on_turn)
+    return take_in_turn(product(bench.workloads, bench.precisions), bench.rounds, take, on_turn)
 
 
-def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Turn:
+def take_turn(bench: Bench, precision: str, workload: Workload) -> Turn:
     """Build, measure and free one engine."""
     on_gpu = bench.device.type == "cuda"
     if on_gpu:
@@ -129,7 +127,7 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
         torch.cuda.reset_peak_memory_stats(bench.device)
     kernels_before = cached_kernels()
     began = time.perf_counter()
-    arm = build_arm(bench, precision, workload, numerics)
+    arm = build_arm(bench, precision, workload)
     engine = arm.engine
     first = (first_token(workload.requests[0]),)
     engine.generate(first)
@@ -151,7 +149,6 @@ def take_turn(bench: Bench, precision: str, workload: Workload, numerics: Numeri
         kv_bytes_per_token=arm.kv_bytes_per_token,
         max_batch=bench.rows_of(workload),
         peak_bytes=torch.cuda.max_memory_allocated(bench.device) if on_gpu else None,
-        numerics=numerics,
         weights="drawn" if bench.model.folder is None else "files",
         cached_kernels=(kernels_before, cached_kernels()),
         prefill_chunk=bench.prefill_chunk or bench.model.spec.prefill_chunk,
@@ -179,10 +176,10 @@ def cached_kernels() -> int:
     return sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR") or usual).glob("*/*.cubin"))
 
 
-def build_arm(bench: Bench, precision: str, workload: Workload, numerics: Numerics = "parity") -> Arm:
+def build_arm(bench: Bench, precision: str, workload: Workload) -> Arm:
     """Build the engine of one precision with its weights and, if its cache is calibrated, KV scales."""
     spec, device = bench.model.spec, bench.device
-    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
+    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]))
     backend = choose_backend(device, None) if policy.uses_fp8("rollout") else "emulated"
     model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend, fp8_weights=False)
     fill_weights(model, bench.model, bench.seed)
@@ -235,10 +232,10 @@ def first_token(request: GenerationRequest) -> GenerationRequest:
 
 
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
-    """A row for each workload, precision and numerics: medians over its rounds; of peaks and counts the largest."""
-    workloads: dict[str, dict[tuple[str, Numerics], list[Turn]]] = {}
+    """A row for each workload and precision: medians over its rounds; of peaks and counts the largest."""
+    workloads: dict[str, dict[str, list[Turn]]] = {}
     for turn in turns:
-        workloads.setdefault(turn.workload.name, {}).setdefault((turn.precision, turn.numerics), []).append(turn)
+        workloads.setdefault(turn.workload.name, {}).setdefault(turn.precision, []).append(turn)
     rows: list[Row] = []
     for by_arm in workloads.values():
         of_arm = {arm: _row(rounds) for arm, rounds in by_arm.items()}
@@ -256,7 +253,6 @@ def _row(rounds: Sequence[Turn]) -> Row:
     row: Row = {
         "precision": first.precision,
         "workload": first.workload.name,
-        "rollout/numerics": first.numerics,
         "weights": first.weights,
         "rounds": len(rounds),
         "rollout/tokens_per_second": statistics.median(speeds),

@@ -20,7 +20,7 @@ from octetrl.system.host_memory import available_host_bytes
 
 def estimated_bytes(plan: ClusterRollout, precision: str, workers: int) -> int:
     """Weights of each worker. `workers`: 0 is the embedded one."""
-    recipe = plan.recipe(plan.bench.workloads[0], precision, "parity", workers)
+    recipe = plan.recipe(plan.bench.workloads[0], precision, workers)
     spec = plan.bench.model.spec
     part, precisions = spec.cut(largest_cut(spec, recipe.cluster.tensor_parallel)), precision_policy(spec, recipe.fp8)
     found = precisions.precisions()

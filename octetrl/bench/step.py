@@ -29,7 +29,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 
@@ -47,7 +46,6 @@ from octetrl.config.schema import (
     Fp8Config,
     LoraConfig,
     ModelConfig,
-    Numerics,
     Recipe,
     RolloutConfig,
     TrainerConfig,
@@ -97,7 +95,6 @@ class StepBench:
     calibration: tuple[str, ...] = ()  # modes to compare, of precisions with a calibrated cache
     calibration_micro_batches: int = 2
     seed: int = 0
-    numerics: tuple[Numerics, ...] = ("parity",)
     learn_beside_tail: bool = False  # on several workers (beside_tail.py)
     lora: LoraConfig | None = None  # only adapters are trained; their A and B are random
 
@@ -135,10 +132,9 @@ class StepTimes(PhaseTimes):
 
 @dataclass(frozen=True, slots=True)
 class StepTurn:
-    """One measurement of a precision and a kind of numerics."""
+    """One measurement of a precision."""
 
     precision: str
-    numerics: Numerics
     steps: tuple[StepTimes, ...]
     calibration: dict[str, list[float]]  # mode -> seconds of the measured micro-batches, one a round
     calibration_tokens: int
@@ -149,14 +145,13 @@ class StepTurn:
 
 def measure(bench: StepBench, on_turn: Callable[[int, StepTurn], None] | None = None) -> list[StepTurn]:
     """Measure all turns and return them in order. `on_turn(round, turn)` is called after each."""
-    arms = product(bench.precisions, bench.numerics)
-    return take_in_turn(arms, bench.rounds, lambda _, arm: take_turn(bench, *arm), on_turn)
+    return take_in_turn(bench.precisions, bench.rounds, lambda _, precision: take_turn(bench, precision), on_turn)
 
 
-def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
+def take_turn(bench: StepBench, precision: str) -> StepTurn:
     """Build, measure and free one worker."""
     began = time.perf_counter()
-    arm = StepArm(bench, build_bench_worker(bench, precision, numerics))
+    arm = StepArm(bench, build_bench_worker(bench, precision))
     arm.warm_up()
     up = arm.now()
     steps = tuple(arm.step(number) for number in range(bench.steps))
@@ -164,7 +159,6 @@ def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
     calibration, calibration_tokens = arm.calibration_seconds()
     turn = StepTurn(
         precision=precision,
-        numerics=numerics,
         steps=tuple(arm.for_all(step, optimizer_seconds) for step in steps),
         calibration=calibration,
         calibration_tokens=calibration_tokens,
@@ -178,12 +172,12 @@ def take_turn(bench: StepBench, precision: str, numerics: Numerics) -> StepTurn:
     return turn
 
 
-def build_bench_worker(bench: StepBench, precision: str, numerics: Numerics = "parity") -> Worker:
+def build_bench_worker(bench: StepBench, precision: str) -> Worker:
     """Build the worker as a run does. The weights of a preset are created on the device."""
-    return bench_worker(bench.model, step_recipe(bench, precision, numerics), bench.device)
+    return bench_worker(bench.model, step_recipe(bench, precision), bench.device)
 
 
-def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
+def step_recipe(bench: StepBench, precision: str) -> Recipe:
     """The recipe of a run with this workload."""
     longest = bench.workload.longest
     siblings = len(bench.workload.siblings)
@@ -191,7 +185,6 @@ def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
     return Recipe(
         model=ModelConfig(path="random", init="random", context_length=context, lora=bench.lora),
         fp8=Fp8Config(**PRECISIONS[precision]),
-        numerics=numerics,
         rollout=RolloutConfig(
             prompts_per_step=siblings // bench.group_size,
             group_size=bench.group_size,
@@ -208,7 +201,7 @@ def step_recipe(bench: StepBench, precision: str, numerics: Numerics) -> Recipe:
 
 def estimate_bytes(bench: StepBench, precision: str) -> int:
     """The estimate of `octetrl check` for training: trainer, weights and codes, with the KV cache freed."""
-    recipe, spec, on_gpu = step_recipe(bench, precision, "parity"), bench.model.spec, bench.device.type == "cuda"
+    recipe, spec, on_gpu = step_recipe(bench, precision), bench.model.spec, bench.device.type == "cuda"
     found = estimate(recipe, spec, precision_policy(spec, recipe.fp8), on_gpu=on_gpu, engine=True)
     return found.training_bytes
 

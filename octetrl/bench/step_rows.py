@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from itertools import product
 
 from octetrl.bench.memory import checkpointed_layers
 from octetrl.bench.step import DIFFERENCE, PhaseTimes, StepBench, StepTurn, estimate_bytes
 from octetrl.bench.turns import Row, compared
-from octetrl.config.schema import Numerics
 from octetrl.telemetry.metrics import MISMATCH
 
 
 def rows_of(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
-    """A row for each precision and numerics: medians over all steps; of memory and mismatch the largest value."""
-    by_arm: dict[tuple[str, Numerics], list[StepTurn]] = {}
+    """A row for each precision: medians over all steps; of memory and mismatch the largest value."""
+    by_arm: dict[str, list[StepTurn]] = {}
     for turn in turns:
-        by_arm.setdefault((turn.precision, turn.numerics), []).append(turn)
+        by_arm.setdefault(turn.precision, []).append(turn)
     rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
     for phase in ("step", "produce", "learn"):
         for arm, found in compared({arm: 1.0 / float(row[f"time/{phase}"]) for arm, row in rows.items()}).items():
@@ -47,7 +45,6 @@ def _row(bench: StepBench, rounds: Sequence[StepTurn]) -> Row:
         "step/optimizer_states": bench.trainer.optimizer.states,
         "step/master": bench.trainer.optimizer.master,
         "step/gradient_sums": bench.trainer.gradients,
-        "step/numerics": rounds[0].numerics,
         "time/step": total,
         "step/tokens_per_second": sum(map(sum, bench.workload.siblings)) / total,
         "step/generated_tokens_per_second": bench.workload.generated_tokens / phases["produce"],
@@ -92,9 +89,8 @@ def capture_fields(steps: Sequence[PhaseTimes]) -> dict[str, float]:
 def calibration_rows(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
     """A row for each mode of each precision that calibrates: its time beyond `off`, and its share of the step."""
     rows: list[Row] = []
-    for precision, numerics in product(bench.precisions, bench.numerics):
-        arm = [turn for turn in turns if (turn.precision, turn.numerics) == (precision, numerics)]
-        rounds = [turn for turn in arm if turn.calibration]
+    for precision in bench.precisions:
+        rounds = [turn for turn in turns if turn.precision == precision and turn.calibration]
         if not rounds:
             continue
         step = statistics.median(one.total for turn in rounds for one in turn.steps)
@@ -105,7 +101,6 @@ def calibration_rows(bench: StepBench, turns: Sequence[StepTurn]) -> list[Row]:
         for mode, seconds in times.items():
             row: Row = {
                 "precision": precision,
-                "numerics": numerics,
                 "calibration": mode,
                 "calibration/ms": statistics.median(seconds) * 1e3,
                 "calibration/min_ms": min(seconds) * 1e3,

@@ -1,6 +1,6 @@
 """Measures training speed: forward and backward of packed micro-batches under several precisions, by the real trainer.
 
-An arm is a precision with one kind of numerics. A turn builds one arm's trainer alone on the device, runs one untimed
+A turn builds one arm's trainer alone on the device, runs one untimed
 step and then `steps` timed ones. It times three parts separately: the gradient of all micro-batches, the optimizer's
 update, and the new FP8 codes of the weights. Turns alternate, A B B A, so a device that slows down affects both. A row
 has the median over all steps.
@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ from octetrl.bench.turns import Row, compared, take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
 from octetrl.config.model_work import pair_products, token_weights
-from octetrl.config.schema import Fp8Config, ModelConfig, Numerics, Recipe, TrainerConfig
+from octetrl.config.schema import Fp8Config, ModelConfig, Recipe, TrainerConfig
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
@@ -78,7 +77,6 @@ class TrainBench:
     optimizer: bool = True
     profile: bool = False
     seed: int = 0
-    numerics: tuple[Numerics, ...] = ("parity",)
     router_skew: float = 0.0  # Zipf's exponent (router_skew.py)
 
     @property
@@ -95,10 +93,9 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TrainTurn:
-    """One measurement of a precision and a kind of numerics."""
+    """One measurement of a precision."""
 
     precision: str
-    numerics: Numerics
     steps: tuple[StepTime, ...]
     work: Work
     loss: float
@@ -111,16 +108,16 @@ class TrainTurn:
 def measure(bench: TrainBench, on_turn: Callable[[int, TrainTurn], None] | None = None) -> list[TrainTurn]:
     """Measure all turns and return them in order. If the bench profiles, it profiles the last round."""
 
-    def take(number: int, arm: tuple[str, Numerics]) -> TrainTurn:
-        return take_turn(bench, *arm, profiled=bench.profile and number == bench.rounds)
+    def take(number: int, precision: str) -> TrainTurn:
+        return take_turn(bench, precision, profiled=bench.profile and number == bench.rounds)
 
-    return take_in_turn(product(bench.precisions, bench.numerics), bench.rounds, take, on_turn)
+    return take_in_turn(bench.precisions, bench.rounds, take, on_turn)
 
 
-def take_turn(bench: TrainBench, precision: str, numerics: Numerics, *, profiled: bool = False) -> TrainTurn:
+def take_turn(bench: TrainBench, precision: str, *, profiled: bool = False) -> TrainTurn:
     """Build, measure and free one trainer."""
     began = time.perf_counter()
-    trainer = build_trainer(bench, precision, numerics)
+    trainer = build_trainer(bench, precision)
     work = draw_work(bench.mix, bench.micro_batches, bench.trained_share, trainer.layout, bench.model.spec, bench.seed)
     arm = _Arm(trainer, work.batch, _replay(trainer, work.batch), bench.optimizer)
     arm.step()  # compiles, allocates
@@ -134,7 +131,6 @@ def take_turn(bench: TrainBench, precision: str, numerics: Numerics, *, profiled
     assert math.isfinite(loss), f"{precision}: the loss is {loss}"
     turn = TrainTurn(
         precision=precision,
-        numerics=numerics,
         steps=steps,
         work=work,
         loss=loss,
@@ -148,10 +144,10 @@ def take_turn(bench: TrainBench, precision: str, numerics: Numerics, *, profiled
     return turn
 
 
-def build_trainer(bench: TrainBench, precision: str, numerics: Numerics = "parity") -> Trainer:
+def build_trainer(bench: TrainBench, precision: str) -> Trainer:
     """Build the trainer of one precision with its weights."""
     spec = bench.model.spec
-    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]), numerics)
+    policy = precision_policy(spec, Fp8Config(**PRECISIONS[precision]))
     backend = choose_backend(bench.device, None) if policy.uses_fp8("train") else "emulated"
     model = Decoder(spec, policy, "train", dtype=torch.bfloat16, device=bench.device, backend=backend)
     fill_weights(model, bench.model, bench.seed)
@@ -261,11 +257,10 @@ def model_flops(spec: ModelSpec, lengths: Sequence[int], trained_tokens: int) ->
 
 
 def rows_of(bench: TrainBench, turns: Sequence[TrainTurn]) -> list[Row]:
-    """A row for each precision and numerics: medians over the steps of all rounds, and the largest peak of memory. The
-    ratio to `bf16` compares equal numerics."""
-    by_arm: dict[tuple[str, Numerics], list[TrainTurn]] = {}
+    """A row for each precision: medians over the steps of all rounds, and the largest peak of memory."""
+    by_arm: dict[str, list[TrainTurn]] = {}
     for turn in turns:
-        by_arm.setdefault((turn.precision, turn.numerics), []).append(turn)
+        by_arm.setdefault(turn.precision, []).append(turn)
     rows = {arm: _row(bench, rounds) for arm, rounds in by_arm.items()}
     for arm, found in compared({arm: float(row["train/tokens_per_second"]) for arm, row in rows.items()}).items():
         rows[arm] |= {f"train/{name}": value for name, value in found.items()}
@@ -289,7 +284,6 @@ def _row(bench: TrainBench, rounds: Sequence[TrainTurn]) -> Row:
         "train/checkpointing": bench.trainer.activation_checkpointing,
         "train/checkpointed_layers": checkpointed_layers(bench.trainer, bench.model.spec),
         "train/weight_codes": bench.trainer.weight_codes,
-        "train/numerics": rounds[0].numerics,
         "train/tokens_per_second": work.tokens / statistics.median(seconds),
         "train/tokens_per_second_min": work.tokens / max(seconds),
         "train/tokens_per_second_max": work.tokens / min(seconds),
@@ -327,7 +321,7 @@ def profile_rows(turns: Sequence[TrainTurn]) -> tuple[list[Row], list[Row]]:
         if turn.trace is None:
             continue
         walls = [step.gradient + (step.optimizer or 0.0) + step.requantize for step in turn.steps]
-        head: Row = {"precision": turn.precision, "numerics": turn.numerics}
+        head: Row = {"precision": turn.precision}
         parts += [head | row for row in part_rows(turn.trace, PROFILED_STEPS, statistics.median(walls))]
         kernels += [head | row for row in kernels_of_parts(turn.trace, PROFILED_STEPS)]
     return parts, kernels

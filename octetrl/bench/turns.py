@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from octetrl.config.schema import Numerics
-
 Row = dict[str, str | int | float]  # of a result's file and of its table: values by name
 Arm = TypeVar("Arm")
 Turn = TypeVar("Turn")
@@ -38,13 +36,9 @@ def take_in_turn(
     return taken
 
 
-def compared(speeds: Mapping[tuple[str, Numerics], float]) -> dict[tuple[str, Numerics], dict[str, float]]:
-    """For each (precision, numerics): `speedup_over_bf16` with the same numerics, and `cost_of_parity`, by how much
-    `fast` is faster than `parity`. A ratio is left out if its other side was not measured."""
-    rows: dict[tuple[str, Numerics], dict[str, float]] = {}
-    for (precision, numerics), here in speeds.items():
-        plain, fast = speeds.get(("bf16", numerics)), speeds.get((precision, "fast"))
-        rows[precision, numerics] = {} if plain is None else {"speedup_over_bf16": here / plain}
-        if fast is not None and numerics == "parity":
-            rows[precision, numerics]["cost_of_parity"] = fast / here - 1
-    return rows
+def compared(speeds: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """For each precision: `speedup_over_bf16`, which is left out if BF16 was not measured."""
+    plain = speeds.get("bf16")
+    return {
+        precision: {} if plain is None else {"speedup_over_bf16": here / plain} for precision, here in speeds.items()
+    }

@@ -30,7 +30,7 @@ def bench_worker(
     return Worker(
         recipe,
         spec=model.spec.cut(TensorCut(peers.group.rank, peers.group.size)),
-        policy=precision_policy(model.spec, recipe.fp8, recipe.numerics),
+        policy=precision_policy(model.spec, recipe.fp8),
         tokenizer=tokenizer_of(model),
         algorithm=build_algorithm(recipe.algorithm),
         load_weights=lambda decoder, loading: fill_weights(decoder, model, recipe.seed, loading),

@@ -203,7 +203,7 @@ def measure_cluster(step: StepBench, cluster: ClusterConfig, workers: str | None
         turns = measure(plan, _say)
     rows = rows_of(plan, turns)
     title = f"step, {step.model.name} on {step.device.type} workers, {step.workload.name}"
-    names = ("precision", "step/numerics", "cluster/kind", "cluster/workers")
+    names = ("precision", "cluster/kind", "cluster/workers")
     columns = shown(columns_of(beside_tail=step.learn_beside_tail), rows)
     print_table(title, names, columns, rows, legend_of(LEGEND, columns))
     for line in [*capture_warnings(rows, names, CAPTURES), *noise_warnings(rows), *digest_warnings(turns)]:
@@ -246,7 +246,7 @@ def check_codes(counts: Sequence[int], cluster: ClusterConfig, trainer: TrainerC
 def check_tail(plan: ClusterBench) -> None:
     """Raise UserError if no number of workers can learn beside the tail of its rollout, or not with these options."""
     if plan.step.learn_beside_tail:
-        recipe = plan.recipe(plan.precisions[0], "parity", max(plan.counts))
+        recipe = plan.recipe(plan.precisions[0], max(plan.counts))
         if max(plan.counts) < 2:
             raise UserError("--learn-beside-tail: one worker samples and trains in turns; raise --gpus or --cpus")
         for problem in tail_problems(recipe):
@@ -258,5 +258,5 @@ def _say(number: int, turn: ClusterTurn) -> None:
 
     for step in turn.steps:
         phases = f"produce {step.produce:.2f} s, learn {step.learn:.2f} s, publish {step.publish * 1e3:.1f} ms"
-        arm = f"round {number}  {turn.precision}, {turn.numerics}, {name_of(turn.workers)}"
+        arm = f"round {number}  {turn.precision}, {name_of(turn.workers)}"
         typer.echo(f"{arm}: {phases}, largest difference {step.max_abs_diff:.2e}, up in {turn.startup_seconds:.1f} s")

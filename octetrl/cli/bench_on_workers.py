@@ -74,7 +74,7 @@ def measure_rollout(bench: Bench, cluster: ClusterConfig, workers: str | None, f
     with connected(cluster):
         turns = measure(plan, _say_rollout)
     rows = rows_of(plan, turns)
-    names = ("precision", "workload", "rollout/numerics", "cluster/kind", "cluster/workers")
+    names = ("precision", "workload", "cluster/kind", "cluster/workers")
     title = f"rollout, {bench.model.name} on {bench.device.type} workers"
     print_table(title, names, ROLLOUT_COLUMNS, rows, ROLLOUT_LEGEND)
     for line in noise_warnings(rows):
@@ -112,9 +112,7 @@ def measure_train(bench: TrainBench, cluster: ClusterConfig, workers: str | None
         turns = measure(plan, _say_train)
     rows = rows_of(plan, turns)
     title = f"train, {bench.model.name} on {bench.device.type} workers, {bench.name}"
-    print_table(
-        title, ("precision", "train/numerics", "cluster/kind", "cluster/workers"), TRAIN_COLUMNS, rows, TRAIN_LEGEND
-    )
+    print_table(title, ("precision", "cluster/kind", "cluster/workers"), TRAIN_COLUMNS, rows, TRAIN_LEGEND)
     for line in noise_warnings(rows):
         typer.echo(line, err=True)
     typer.echo(f"wrote {write_result('train', name, rows, folder)}")
@@ -136,7 +134,7 @@ def micro_batches_of(given: int | None, cluster: ClusterConfig | None) -> int:
 def _say_rollout(number: int, turn: RolloutTurn) -> None:
     from octetrl.bench.on_workers import name_of
 
-    arm = f"round {number}  {turn.workload.name}  {turn.precision}, {turn.numerics}, {name_of(turn.workers)}"
+    arm = f"round {number}  {turn.workload.name}  {turn.precision}, {name_of(turn.workers)}"
     speed = f"{turn.workload.generated_tokens / turn.seconds:,.0f} tokens/s in {turn.seconds:.1f} s"
     typer.echo(f"{arm}: {speed}, up in {turn.startup_seconds:.1f} s")
 
@@ -144,7 +142,7 @@ def _say_rollout(number: int, turn: RolloutTurn) -> None:
 def _say_train(number: int, turn: ClusterTrainTurn) -> None:
     from octetrl.bench.on_workers import name_of
 
-    arm = f"round {number}  {turn.precision}, {turn.numerics}, {name_of(turn.workers)}"
+    arm = f"round {number}  {turn.precision}, {name_of(turn.workers)}"
     seconds = sum(step.train for step in turn.steps)
     speed = f"{turn.work.tokens * len(turn.steps) / seconds:,.0f} tokens/s"
     typer.echo(f"{arm}: {speed}, up in {turn.startup_seconds:.1f} s")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from octetrl.config.load import PRECISIONS
-from octetrl.config.schema import EngineConfig, Numerics, TrainerConfig
+from octetrl.config.schema import EngineConfig, TrainerConfig
 from octetrl.config.section import Section
 from octetrl.shapes.presets import refuse_unknown_model
 from octetrl.system.errors import UserError, nearest
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from octetrl.config.cluster import ClusterConfig
 
 RESULTS = Path("benchmarks/results")
-NUMERICS: tuple[Numerics, ...] = ("parity", "fast")
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
 
@@ -78,7 +77,7 @@ Out = Annotated[
 ]
 Name = Annotated[
     str | None,
-    typer.Option(help="The JSON is BENCH_MODEL_NAME.json. Default: BENCH_MODEL.json, with the numerics if not parity."),
+    typer.Option(help="The JSON is BENCH_MODEL_NAME.json. Default: BENCH_MODEL.json."),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, prompts, lengths and sampling.")]
 Checkpointing = Annotated[
@@ -106,14 +105,6 @@ WeightCodes = Annotated[
     ),
 ]
 Offload = Annotated[bool, typer.Option("--offload", help="Keep moments and masters in host memory.")]
-NumericsList = Annotated[
-    str,
-    typer.Option(
-        "--numerics",
-        metavar="parity,fast",
-        help="parity: one order of sums on both sides. fast: faster forms of some ops. Give both to compare.",
-    ),
-]
 RouterSkew = Annotated[
     float,
     typer.Option(
@@ -162,16 +153,11 @@ def precisions_of(text: str) -> tuple[str, ...]:
     return choices("--precision", text, tuple(PRECISIONS))
 
 
-def numerics_of(text: str) -> tuple[Numerics, ...]:
-    names = choices("--numerics", text, NUMERICS)
-    return tuple(one for name in names for one in NUMERICS if one == name)
-
-
-def result_suffix(name: str | None, numerics: tuple[Numerics, ...] = ("parity",)) -> str:
-    """The end of the result file's name: `--name`, or the numerics if they are not `parity` alone. Raises UserError
-    for a name that cannot be part of a file name."""
+def result_suffix(name: str | None) -> str:
+    """The end of the result file's name, from `--name`. Raises UserError for a name that cannot be part of a file
+    name."""
     if name is None:
-        return "" if numerics == ("parity",) else "_" + "_".join(numerics)
+        return ""
     if _NAME.fullmatch(name) is None:
         given = f"--name: {name[:60]!r} cannot be part of a file name"
         raise UserError(f"{given}; give 1 to 64 letters, digits, '-', '_' or '.', not only dots, such as 256")

@@ -153,7 +153,7 @@ def measure_roles(step: StepBench, cluster: ClusterConfig, arms: tuple[RolesArm,
     with connected(cluster):
         turns = measure(plan, _say)
     rows = rows_of(plan, turns)
-    columns, names = shown(COLUMNS, rows), ("precision", "step/numerics", "arm")
+    columns, names = shown(COLUMNS, rows), ("precision", "arm")
     title = (
         f"steps in a row, {step.model.name} on {cluster.num_workers} {step.device.type} workers, {step.workload.name}"
     )
@@ -169,7 +169,7 @@ def check_arms(plan: RolesBench) -> None:
 
     for arm in plan.arms:
         for precision in plan.step.precisions:
-            recipe = plan.recipe(precision, "parity", arm)
+            recipe = plan.recipe(precision, arm)
             for problem in (*tail_problems(recipe), *cluster_problems(recipe.cluster)):
                 raise UserError(in_options(problem.text))
             if cannot_keep(recipe.cluster, precision_policy(plan.model.spec, recipe.fp8).kv_mode) is not None:
@@ -186,5 +186,5 @@ def check_arms(plan: RolesBench) -> None:
 
 def _say(number: int, turn: RolesTurn) -> None:
     steps = ", ".join(f"{seconds:.2f}" for seconds in turn.seconds)
-    arm = f"round {number}  {turn.precision}, {turn.numerics}, {turn.arm.name}"
+    arm = f"round {number}  {turn.precision}, {turn.arm.name}"
     typer.echo(f"{arm}: steps of {steps} s, after {turn.startup_seconds:.1f} s")

@@ -28,7 +28,6 @@ from octetrl.cli.bench_options import (
     MaxBatch,
     Model,
     Name,
-    NumericsList,
     Out,
     PrecisionList,
     PrefillChunk,
@@ -39,7 +38,6 @@ from octetrl.cli.bench_options import (
     device_of,
     legend_of,
     model_of,
-    numerics_of,
     precisions_of,
     result_suffix,
     results_folder,
@@ -155,7 +153,6 @@ def rollout(
     always_draft: AlwaysDraft = False,
     profile: Profile = False,
     router_skew: RouterSkew = 0.0,
-    numerics: NumericsList = "parity",
     backend: Backend = OURS,
     name: Name = None,
     out: Out = None,
@@ -171,17 +168,17 @@ def rollout(
     alone = {"--profile": profile, "--drafts": drafts is not None, "--router-skew": router_skew > 0}
     cluster = cluster_of(gpus, cpus, address, "local", workers, tensor_parallel, refused=alone)
     precisions, folder = precisions_of(precision), results_folder(out)
-    modes, kinds = numerics_of(numerics), _draft_kinds(drafts, refused=numerics != "parity" or profile or rounds > 1)
+    kinds = _draft_kinds(drafts, refused=profile or rounds > 1)
     drafted = (kinds, _draft_settings(kinds, draft_tokens, max_batch if always_draft else None))
     _check_shape(workload, (requests, prompt, answer))
     _check_lengths(lengths, sigma, (hints, separate_siblings), (workload, prompt, answer, group_size))
-    shapes, suffix = _shapes(workload or ()), result_suffix(name, modes)
+    shapes, suffix = _shapes(workload or ()), result_suffix(name)
     from octetrl.bench.rollout import Bench
 
     on_gpu = (chosen := device_of(device_name(cluster, device), cluster)).type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
-    only_ours = any((profile, kinds, modes != ("parity",), prefill_chunk, router_skew, cluster))
+    only_ours = any((profile, kinds, prefill_chunk, router_skew, cluster))
     backends = backends_of(backend, on_gpu=on_gpu, refused=only_ours, warmup=warmup, hints=hints)
     found = model_of(model, layers, on_gpu=on_gpu)
     check_skew(router_skew, found.name, found.spec)
@@ -199,7 +196,6 @@ def rollout(
         max_batch=max_batch,
         kv_fraction=kv_fraction,
         seed=seed,
-        numerics=modes,
         router_skew=router_skew,
         prefill_chunk=prefill_chunk,
     )
@@ -213,7 +209,7 @@ def rollout(
 
 def _draft_kinds(text: str | None, *, refused: bool) -> list[str]:
     if text is not None and refused:
-        raise UserError("--drafts: it measures numerics parity, one round and no profile; leave the other options out")
+        raise UserError("--drafts: it measures one round and no profile; leave the other options out")
     kinds = [] if text is None else [kind.strip() for kind in text.split(",")]
     for kind in kinds:
         try:
@@ -258,8 +254,6 @@ def _measure(
     rows = rows_of(measure(plan, _say))
     title = f"rollout, {plan.model.name} on {plan.device.type}"
     names, columns = ["precision", "workload"], filled(COLUMNS, rows)
-    if plan.numerics != ("parity",):
-        names.append("rollout/numerics")
     print_table(title, names, columns, rows, legend_of(LEGEND, columns))
     path = write_result("rollout", name, rows, folder)  # before the profile, which might fail
     if profile:
@@ -335,8 +329,7 @@ def _workloads(asked: _Asked, model: BenchModel) -> Iterator[Workload]:
 
 def _say(number: int, turn: Turn) -> None:
     speed = f"{turn.metrics.tokens_per_second:,.0f} tokens/s in {turn.metrics.seconds:.1f} s"
-    arm = turn.precision if turn.numerics == "parity" else f"{turn.precision}, {turn.numerics}"
-    typer.echo(f"round {number}  {turn.workload.name}  {arm}: {speed}, up in {turn.startup_seconds:.1f} s")
+    typer.echo(f"round {number}  {turn.workload.name}  {turn.precision}: {speed}, up in {turn.startup_seconds:.1f} s")
 
 
 def _print_kernels(kernels: Sequence[Row]) -> None:
@@ -345,9 +338,9 @@ def _print_kernels(kernels: Sequence[Row]) -> None:
 
     by_arm: dict[tuple[object, ...], list[Row]] = {}
     for row in kernels:
-        by_arm.setdefault((row["precision"], row["rollout/numerics"], row["workload"]), []).append(row)
-    for (precision, numerics, workload), rows in by_arm.items():
-        table = Table(title=f"one decode step, {precision}, {numerics}, {workload}")
+        by_arm.setdefault((row["precision"], row["workload"]), []).append(row)
+    for (precision, workload), rows in by_arm.items():
+        table = Table(title=f"one decode step, {precision}, {workload}")
         table.add_column("kernel", no_wrap=True)
         for heading in ("calls", "us", "share"):
             table.add_column(heading, justify="right")

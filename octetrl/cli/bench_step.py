@@ -44,7 +44,6 @@ from octetrl.cli.bench_options import (
     MaxBatch,
     Model,
     Name,
-    NumericsList,
     Offload,
     Out,
     PrecisionList,
@@ -60,7 +59,6 @@ from octetrl.cli.bench_options import (
     make_folder,
     model_of,
     most_of,
-    numerics_of,
     precisions_of,
     refuse_empty,
     result_suffix,
@@ -98,7 +96,6 @@ COLUMNS = {  # key of a row: heading, format
     "time/learn": ("learn\ns", ",.2f"),
     "step/learn_share": ("of the\nstep", ".1%"),
     "step/learn_speedup_over_bf16": ("to\nbf16", ".2f"),
-    "step/step_cost_of_parity": ("parity\ncosts", ".1%"),
     "step/publish_ms": ("publish\nms", ",.1f"),
     "step/publish_share": ("of the\nstep", ".2%"),
     "step/publish_gb_per_second": ("GB/s", ",.0f"),
@@ -200,7 +197,6 @@ def step(
     sums: GradientSums = SUMS,
     max_batch: MaxBatch = 256,
     kv_fraction: KVFraction = 0.85,
-    numerics: NumericsList = "parity",
     lora: Lora = None,
     layers: Layers = None,
     out: Out = None,
@@ -223,7 +219,7 @@ def step(
     cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
     of_roles = (roles, max_staleness, weights_in_flight)
     arms = arms_of(*of_roles, cluster=cluster, workers=workers, beside_tail=learn_beside_tail)
-    precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
+    precisions, folder = precisions_of(precision), results_folder(out)
     config = trainer_config(checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, sums)
     from octetrl.bench.step import StepBench
 
@@ -247,11 +243,10 @@ def step(
         calibration=_modes_of(calibration),
         calibration_micro_batches=calibration_micro_batches,
         seed=seed,
-        numerics=chosen_numerics,
         learn_beside_tail=learn_beside_tail,
         lora=_lora_of(lora),
     )
-    suffix = result_suffix(name, chosen_numerics)
+    suffix = result_suffix(name)
     if arms is not None and cluster is not None:
         words = f"{found.name}_{result_name(cluster)}_roles_{roles}".replace("+", "_")
         return measure_roles(plan, cluster, arms, folder, f"{words}{suffix}")
@@ -278,7 +273,7 @@ def _check_lora(plan: StepBench) -> None:
     from octetrl.bench.step import step_recipe
 
     for precision in plan.precisions if plan.lora is not None else ():
-        recipe = step_recipe(plan, precision, "parity")
+        recipe = step_recipe(plan, precision)
         for problem in (*training_memory_problems(recipe), *expert_problems(recipe, plan.model.spec)):
             if any(field.startswith("model.lora") for field in problem.fields):
                 raise UserError(f"--lora: {problem.text}")
@@ -347,12 +342,12 @@ def _measure(plan: StepBench, folder: Path, suffix: str, cluster: ClusterConfig 
         "" if plan.learn_share == 1.0 else f", learning time extrapolated from {plan.learn_share:.0%} of the groups"
     )
     title = f"step, {plan.model.name} on {plan.device.type}, {plan.workload.name}{learnt}"
-    columns, names = shown(COLUMNS, rows), ("precision", "step/numerics")
+    columns, names = shown(COLUMNS, rows), ("precision",)
     print_table(title, names, columns, rows, legend_of(LEGEND, columns))
     costs = calibration_rows(plan, turns)
     if costs:
         title = f"calibration, forward and backward of {costs[0]['calibration/tokens']:,} tokens"
-        print_table(title, ("precision", "numerics", "calibration"), CALIBRATION_COLUMNS, costs)
+        print_table(title, ("precision", "calibration"), CALIBRATION_COLUMNS, costs)
     for line in capture_warnings(rows, names, CAPTURES):
         typer.echo(line, err=True)
     path = write_result("step", f"{model}{suffix}", rows, folder, calibration=costs)
@@ -363,7 +358,7 @@ def _say(number: int, turn: StepTurn) -> None:
     for step in turn.steps:
         phases = f"produce {step.produce:.2f} s, learn {step.learn:.2f} s, publish {step.publish * 1e3:.1f} ms"
         difference = f"largest difference {step.max_abs_diff:.2e} over {step.compared_tokens:,} tokens"
-        arm = f"round {number}  {turn.precision}, {turn.numerics}"
+        arm = f"round {number}  {turn.precision}"
         typer.echo(f"{arm}: {phases}, {difference}, up in {turn.startup_seconds:.1f} s")
         if step.pace is not None:
             before, settling, steady = step.pace.before, step.pace.settling, step.pace.steady

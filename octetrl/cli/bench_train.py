@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +26,6 @@ from octetrl.cli.bench_options import (
     Master,
     Model,
     Name,
-    NumericsList,
     Offload,
     Out,
     PrecisionList,
@@ -43,7 +41,6 @@ from octetrl.cli.bench_options import (
     make_folder,
     model_of,
     most_of,
-    numerics_of,
     precisions_of,
     result_suffix,
     results_folder,
@@ -61,7 +58,6 @@ ON_GPU, ON_CPU = (16_384, "4096", 2048), (64, "16", 16)  # tokens of a micro-bat
 COLUMNS = {  # key of a row: heading, format
     "train/tokens_per_second": ("tokens/s", ",.0f"),
     "train/speedup_over_bf16": ("to\nbf16", ".2f"),
-    "train/cost_of_parity": ("parity\ncosts", ".1%"),
     "train/gradient_ms": ("fwd+bwd\nms", ",.1f"),
     "train/whole_tokens_per_second": ("tokens/s\nwhole", ",.0f"),
     "train/tflops": ("TFLOP/s", ".1f"),
@@ -145,7 +141,6 @@ def train(
     offload: Offload = False,
     gradient_sums: GradientSums = SUMS,
     router_skew: RouterSkew = 0.0,
-    numerics: NumericsList = "parity",
     layers: Layers = None,
     profile: Profile = None,
     out: Out = None,
@@ -162,7 +157,7 @@ def train(
     """Measure training speed under several precisions: forward, backward, update, and the time by part."""
     alone = {"--profile": bool(profile), "--no-optimizer": not optimizer, "--router-skew": router_skew > 0}
     cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
-    precisions, chosen_numerics, folder = precisions_of(precision), numerics_of(numerics), results_folder(out)
+    precisions, folder = precisions_of(precision), results_folder(out)
     config = trainer_config(
         checkpointing, weight_codes, logprob_chunk, optimizer_states, master, offload, gradient_sums, updates=optimizer
     )
@@ -190,10 +185,9 @@ def train(
         optimizer=optimizer,
         profile=_profiles(profile, on_gpu=on_gpu),
         seed=seed,
-        numerics=chosen_numerics,
         router_skew=router_skew,
     )
-    suffix = result_suffix(name, chosen_numerics)
+    suffix = result_suffix(name)
     if cluster is not None:
         return measure_train(plan, cluster, workers, folder, f"{found.name}_{result_name(cluster)}{suffix}")
     _measure(plan, folder, found.name + suffix)
@@ -210,7 +204,7 @@ def _measure(plan: TrainBench, folder: Path, name: str) -> None:
     turns = measure(plan, _say)
     rows = rows_of(plan, turns)
     title = f"train, {plan.model.name} on {plan.device.type}, {plan.name}"
-    print_table(title, ("precision", "train/numerics"), COLUMNS, rows, LEGEND)
+    print_table(title, ("precision",), COLUMNS, rows, LEGEND)
     parts, kernels = profile_rows(turns)
     _print_parts(plan, parts)
     path = write_result("train", name, rows, folder, parts=parts, kernels=kernels)
@@ -290,12 +284,12 @@ def _check_lengths(mix: Any, tokens: int, positions: int, model: str) -> None:
 def _say(number: int, turn: TrainTurn) -> None:
     seconds = sum(step.gradient for step in turn.steps)
     speed = f"{turn.work.tokens * len(turn.steps) / seconds:,.0f} tokens/s on average"
-    arm = f"round {number}  {turn.precision}, {turn.numerics}"
+    arm = f"round {number}  {turn.precision}"
     typer.echo(f"{arm}: {speed}, up in {turn.startup_seconds:.1f} s")
 
 
 def _print_parts(plan: TrainBench, parts: Sequence[Row]) -> None:
-    for arm in product(plan.precisions, plan.numerics):
-        rows = [row for row in parts if (row["precision"], row["numerics"]) == arm]
+    for precision in plan.precisions:
+        rows = [row for row in parts if row["precision"] == precision]
         if rows:
-            print_table(f"one step by part, {', '.join(arm)}, {plan.name}", ("part",), PART_COLUMNS, rows)
+            print_table(f"one step by part, {precision}, {plan.name}", ("part",), PART_COLUMNS, rows)

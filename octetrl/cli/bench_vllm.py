@@ -64,7 +64,7 @@ def backends_of(text: str, *, on_gpu: bool, refused: bool, warmup: int | None, h
         return backends
     if refused:
         raise UserError(
-            "--backend: vLLM has no --profile, --drafts, --numerics, --prefill-chunk or --router-skew, and runs on one"
+            "--backend: vLLM has no --profile, --drafts, --prefill-chunk or --router-skew, and runs on one"
             " GPU; leave them out"
         )
     given = {"--warmup": warmup is not None, "--hints": hints}

@@ -38,7 +38,7 @@ from octetrl.config.validate_overdraw import describe_overdraw
 from octetrl.config.validate_speculation import drafts_without_effect
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.python_object import search_beside
-from octetrl.fp8.parity import refused_gate, slow_paths, why_no_fixed_order, why_not_equal
+from octetrl.fp8.parity import refused_gate, slow_paths, why_measured, why_no_fixed_order
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import spec_from_config
 from octetrl.models.published_codes import describe_published_codes
@@ -132,7 +132,7 @@ def _plan(
         return problems, None
     try:
         problems += [problem.text for problem in spec_problems(recipe, spec)]
-        policy = precision_policy(spec, recipe.fp8, recipe.numerics)
+        policy = precision_policy(spec, recipe.fp8)
         problems += _policy_problems(recipe, spec, policy, device)
         print_lines("model", _model(recipe, spec, preset))
         print_lines("precision", chain(_precision(recipe, spec, policy, device), backend_lines(recipe)))
@@ -295,7 +295,7 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
             elif policy.cached_as(tensor.name) == "bf16":
                 yield "", f"{tensor.name} stays BF16: fp8.kv_cache_tensors is {recipe.fp8.kv_cache_tensors}"
     yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
-    yield from _numerics(recipe, policy, device)
+    yield from _parity(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
     if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
         text = f"FP8 training is hardly faster than BF16 with {given:,} tokens a micro-batch at this width;"
@@ -303,15 +303,14 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
         yield "warning", f"{text}{larger} take precision: bf16"
 
 
-def _numerics(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
+def _parity(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
     """Whether the two sides' log-probs will be equal, and if not why; which side of a GPU's run is not fused."""
-    why = why_not_equal(recipe, policy, on_gpu=device.on_gpu)
+    why = why_measured(recipe, policy, on_gpu=device.on_gpu)
     if why is None:
         stale = " of samples that are not stale" if recipe.cluster.max_staleness else ""
-        yield "numerics", f"parity: one order of sums on both sides, so equal log-probs{stale}"
+        yield "parity", f"promised: one order of sums on both sides, so equal log-probs{stale}"
     else:
-        yield "numerics", f"{policy.numerics}; equal log-probs are not promised:"
-        yield "", why
+        yield "parity", f"measured: {why}"
     for line in slow_paths(recipe, policy, on_gpu=device.on_gpu):
         yield "warning", line
     unread = drafts_without_effect(recipe)

@@ -42,10 +42,10 @@ def backend_lines(recipe: Recipe) -> Iterator[tuple[str, str]]:
     size = recipe.cluster.tensor_parallel
     if size > 1:
         yield "tensor parallelism", f"by vLLM itself, {size} ranks; each has columns of o_proj and of down_proj"
-    yield "log-probs", "of the sampled tokens, after the temperature; those of the trainer differ, see numerics"
+    yield "log-probs", "of the sampled tokens, after the temperature; those of the trainer differ"
     if (recipe.cluster.roles or (0, recipe.cluster.num_workers))[1] > 1:
         yield "", "a request has the same seed on every worker; vLLM's sums, and so a token, may depend on the batch"
-    yield "parity", "not promised; `octetrl doctor RECIPE --backend vllm` measures the difference"
+    yield "", "`octetrl doctor RECIPE --backend vllm` measures the difference"
     if recipe.fp8.kv_cache == "calibrated":
         yield "KV scales", "one for K and one for V of each layer: the largest of the heads' scales; Q's is 1"
     algorithm = recipe.algorithm

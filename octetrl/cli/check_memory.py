@@ -267,7 +267,7 @@ def _teacher(recipe: Recipe) -> tuple[ModelSpec, Precisions] | None:
     except UserError as error:
         raise UserError(f"algorithm.teacher: {error}") from None
     fp8 = Fp8Config(train=algorithm.teacher_precision == "fp8")
-    return spec, precision_policy(spec, fp8, recipe.numerics).precisions()
+    return spec, precision_policy(spec, fp8).precisions()
 
 
 def _room(estimate: MemoryEstimate, device_bytes: int, sharing: int) -> Iterator[tuple[str, str]]:

@@ -72,7 +72,7 @@ def server_lines(recipe: Recipe, server: OpenaiConfig, *, imports: bool) -> Iter
     else:
         yield "answers", "text; the server applies its own chat template, and counts its tokens"
         yield "log-probs", "none, and no token ids: environments with several turns are refused"
-    yield "parity", "not promised: no weights are compared, and no log-probs with a trainer's"
+    yield "parity", "measured: no weights are compared, and no log-probs with a trainer's"
     yield "training", "refused with this backend"
     evaluation = recipe.evaluation
     yield "sampling", f"{evaluation.samples} a task, temperature {evaluation.temperature:g}"

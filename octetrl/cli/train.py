@@ -12,7 +12,7 @@ import typer
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.ctrl_c import Stopped
 from octetrl.cli.loading import loading_pytorch
-from octetrl.config.load import load_recipe
+from octetrl.config.load import is_of_run, load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.run.allowed_changes import CONTENT
@@ -85,9 +85,8 @@ def train(
 
 def _refuse_another_folder(recipe: Path, resolved: Recipe, overrides: list[str]) -> None:
     """Refuse the config.yaml of a run folder that was moved or copied: its output_dir is still the old folder."""
-    is_of_run = recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir()
     is_given = any(override.partition("=")[0].strip() == "output_dir" for override in overrides)
-    if is_of_run and not is_given and Path(resolved.output_dir).resolve() != recipe.parent.resolve():
+    if is_of_run(recipe) and not is_given and Path(resolved.output_dir).resolve() != recipe.parent.resolve():
         raise UserError(
             f"--resume: '{recipe}' lies in the folder of a run, but its output_dir is '{resolved.output_dir}'; add"
             f" output_dir={recipe.parent} to continue the run in '{recipe.parent}', or output_dir={resolved.output_dir}"

@@ -54,6 +54,9 @@ PRECISIONS: dict[str, Tree] = {
     "fp8": {"rollout": True, "train": True, "kv_cache": "none"},
     "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated"},
 }
+RETIRED: dict[tuple[str, ...], Any] = {  # fields that recipes no longer have, and the value that changes nothing
+    ("numerics",): "parity",
+}
 _OVERRIDE = "override "  # how the text of a problem begins that is an override's alone
 COMMAND_LINE, PYTHON = "command line", "octetrl.train"
 MOST_BYTES = 1 << 20  # size limit of a recipe file
@@ -195,7 +198,23 @@ def _read_file(path: Path, extended_by: str | None) -> Tree:
         raise UserError(
             f"{path}: this is {type_of(tree)}, not `section: ...` lines{reader}; `octetrl recipes` lists examples"
         )
-    return drop_defaults_of_others(tree)
+    return drop_defaults_of_others(_without_retired(tree) if is_of_run(path) else tree)
+
+
+def is_of_run(path: Path) -> bool:
+    """Whether it is the recipe in the folder of a run, which has every field that recipes had when the run began."""
+    return path.name == "config.yaml" and (path.parent / "checkpoints").is_dir()
+
+
+def _without_retired(tree: Tree) -> Tree:
+    """The tree without `RETIRED` fields that change nothing. Any other value is left for the message."""
+    for (*sections, key), value in RETIRED.items():
+        section: Any = tree
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and key in section and section[key] == value:
+            del section[key]
+    return tree
 
 
 def _parse_overrides(overrides: Iterable[str]) -> tuple[list[tuple[tuple[str, ...], Any]], list[Problem]]:

@@ -23,7 +23,6 @@ from octetrl.config.speculation import SpeculationConfig
 from octetrl.shapes.blocks import KVMode, KVTensors
 
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
-Numerics = Literal["parity", "fast"]
 
 
 class LoraConfig(Section):
@@ -343,9 +342,6 @@ class Recipe(Section):
     precision: Precision | None = None
     """Sets fp8.rollout, fp8.train and fp8.kv_cache together. bf16: no FP8. fp8_rollout: FP8 rollout. fp8: FP8 rollout
     and training. fp8_full: both, and a calibrated FP8 KV cache."""
-    numerics: Numerics = "parity"
-    """`parity`: every op before a log-prob adds in one fixed order, so the trainer's log-probs equal the engine's bit
-    for bit. `fast`: some ops use a faster form, and the two sides agree up to rounding."""
     model: ModelConfig
     fp8: Fp8Config = Fp8Config()
     rollout: RolloutConfig = RolloutConfig()

@@ -106,7 +106,7 @@ class ExaminedWorker:
         self.recipe, self.examination = recipe, examination
         self.spec: ModelSpec = model_spec(recipe)
         validate_with_spec(recipe, self.spec)
-        self.policy: PrecisionPolicy = precision_policy(self.spec, recipe.fp8, recipe.numerics)
+        self.policy: PrecisionPolicy = precision_policy(self.spec, recipe.fp8)
         self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder(recipe), model_spec(recipe).vocab_size)
         self.prompts = first_prompts(recipe, self.spec, self.tokenizer, examination)
         self.recorder = LogprobRecorder()
@@ -140,7 +140,7 @@ class ExaminedWorker:
         drawn = f"{len(self.prompts)} prompts x {asked.sequences} answers of {asked.answer_tokens} tokens"
         if self.woke_branches:
             drawn += "; every adapter's B is zero and would hide its branch: small numbers stand in for it"
-        return f"{what}, {recipe.precision or 'precision as given'}, {recipe.numerics}, on {self.device.type}: {drawn}"
+        return f"{what}, {recipe.precision or 'precision as given'}, on {self.device.type}: {drawn}"
 
     @property
     def temperature(self) -> float:

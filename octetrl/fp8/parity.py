@@ -1,4 +1,5 @@
-"""When a run promises bit-equal log-probs on both sides, and when a GPU can run the fused forwards.
+"""Whether a run promises bit-equal log-probs on both sides or only measures how far they differ, and when a GPU can run
+the fused forwards.
 
 Only this file decides either question. `octetrl check`, the run and the worker all call it. It does not import torch,
 so `octetrl check` can answer before anything is built.
@@ -6,19 +7,26 @@ so `octetrl check` can answer before anything is built.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import PrecisionPolicy, Side
 
+Parity = Literal["promised", "measured"]
 
-def why_not_equal(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> str | None:
-    """Why the trainer's and the engine's log-probs of a sample may differ under the same weights. None if they are
-    promised to have the same bits (docs/parity.md)."""
+
+def parity_of(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> Parity:
+    """Whether the trainer's and the engine's log-probs of a sample have the same bits under the same weights
+    (docs/parity.md), so that one token that differs may end the run. Otherwise the mismatch is only measured."""
+    return "promised" if why_measured(recipe, policy, on_gpu=on_gpu) is None else "measured"
+
+
+def why_measured(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> str | None:
+    """Why `parity_of` is "measured". None if it is "promised"."""
     if recipe.algorithm.learns_from != "rollouts":
         return f"{recipe.algorithm.name} samples no rollouts to compare"
     if recipe.engine.backend != "octetrl":
         return f"its kernels add in other orders than the trainer's (engine.backend: {recipe.engine.backend})"
-    if policy.numerics != "parity":
-        return "the faster sums agree up to rounding only (numerics: fast)"
     if not policy.same_on_both_sides:
         return "linears are FP8 on one side only"
     if policy.kv_mode != "none" and not recipe.fp8.kv_replay:
@@ -53,7 +61,7 @@ def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> s
 def refused_gate(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> str | None:
     """What is wrong with an explicit `mismatch.fail_on_difference: true`: it would never end a run that promises
     nothing. None if nothing is wrong."""
-    why = why_not_equal(recipe, policy, on_gpu=on_gpu)
+    why = why_measured(recipe, policy, on_gpu=on_gpu)
     if recipe.mismatch.fail_on_difference is not True or why is None:
         return None
     return (

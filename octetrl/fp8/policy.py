@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from octetrl.config.memory import Precisions
-from octetrl.config.schema import Fp8Config, Numerics
+from octetrl.config.schema import Fp8Config
 from octetrl.shapes.blocks import KVMode
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
@@ -49,7 +49,6 @@ class PrecisionPolicy:
     ]  # of what the layers cache; BF16 where the recipe or `CachedTensor.never_fp8` says so
     power_of_two: bool
     square_wgrad: bool  # wgrad's activations in blocks of 128 tokens x 128 channels, not 128 x 1
-    numerics: Numerics = "parity"  # whether sums keep one order; it changes neither the FP8 tensors nor the digest
 
     def format_of(self, name: str, side: Side) -> Format:
         """Format of the linear `name`; KeyError for a name that is not in the model."""
@@ -127,7 +126,7 @@ def tokens_that_pay(hidden_size: int) -> int:
     return -(-PAYS_FROM // hidden_size**2)
 
 
-def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity") -> PrecisionPolicy:
+def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
     """The table for this model and these settings.
 
     Raises UserError if an `ignore` pattern matches no linear, because a typing error would silently change the
@@ -158,15 +157,14 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "pari
         cache=_cached_formats(spec, fp8),
         power_of_two=fp8.power_of_two,
         square_wgrad=fp8.wgrad_blocks == "square",
-        numerics=numerics,
     )
 
 
-def scoring_policy(spec: ModelSpec, fp8: Fp8Config, numerics: Numerics = "parity") -> PrecisionPolicy:
+def scoring_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
     """The table of a reward model that scores. It is FP8 if the rollout is, because scoring is part of the rollout.
     `fp8.ignore` and `fp8.kv_cache_tensors` do not apply, because they name linears and cached tensors of the policy."""
     own = {"train": fp8.rollout, "ignore": (), "kv_cache_tensors": "both"}
-    return precision_policy(spec, fp8.model_copy(update=own), numerics)
+    return precision_policy(spec, fp8.model_copy(update=own))
 
 
 def _check_cache_tensors(spec: ModelSpec, fp8: Fp8Config) -> None:

@@ -35,7 +35,6 @@ def top_logprobs(
     below: int,
     temperature: float,
     chunk: int,
-    fast: bool = False,
     cut: HeadCut | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ids (int64 [N, K]) of the likeliest tokens with an id below `below`, likeliest first; and float32 [N, K + 1]:
@@ -44,7 +43,7 @@ def top_logprobs(
     ids_NK = torch.empty(hidden_NE.shape[0], k, dtype=torch.int64, device=hidden_NE.device)
     logprobs_NK1 = torch.empty(hidden_NE.shape[0], k + 1, dtype=torch.float32, device=hidden_NE.device)
     for rows in pieces(0, hidden_NE.shape[0], chunk):
-        z_CV = lm_head_logits(hidden_NE[rows], weight_VE, fast, cut).div_(temperature)
+        z_CV = lm_head_logits(hidden_NE[rows], weight_VE, cut).div_(temperature)
         ids_NK[rows] = z_CV[:, :below].topk(k, dim=1).indices
         z_CK1 = _with_rest(z_CV, ids_NK[rows])
         logprobs_NK1[rows] = z_CK1.log_softmax(1)
@@ -58,12 +57,11 @@ def logprobs_at(
     *,
     temperature: float,
     chunk: int,
-    fast: bool = False,
     cut: HeadCut | None = None,
 ) -> Tensor:
     """Log-prob of each given token and of all others together, float32 [N, K + 1], differentiable in hidden and weight.
     The ids of a row are distinct."""
-    made: Tensor = _LogprobsAt.apply(hidden_NE, weight_VE, ids_NK, temperature, chunk, fast, cut)
+    made: Tensor = _LogprobsAt.apply(hidden_NE, weight_VE, ids_NK, temperature, chunk, cut)
     return made
 
 
@@ -76,19 +74,18 @@ class _LogprobsAt(torch.autograd.Function):
         ids_NK: Tensor,
         temperature: float,
         chunk: int,
-        fast: bool,
         cut: HeadCut | None,
     ) -> Tensor:
         rows_N, k = ids_NK.shape
         logprobs_NK1 = torch.empty(rows_N, k + 1, dtype=torch.float32, device=hidden_NE.device)
         rest_N = torch.empty(rows_N, dtype=torch.float32, device=hidden_NE.device)
         for rows in pieces(0, ids_NK.shape[0], chunk):
-            z_CV = lm_head_logits(hidden_NE[rows], weight_VE, fast, cut).div_(temperature)
+            z_CV = lm_head_logits(hidden_NE[rows], weight_VE, cut).div_(temperature)
             z_CK1 = _with_rest(z_CV, ids_NK[rows])
             rest_N[rows] = z_CK1[:, -1]
             logprobs_NK1[rows] = z_CK1.log_softmax(1)
         ctx.save_for_backward(hidden_NE, weight_VE, ids_NK, rest_N, logprobs_NK1)
-        ctx.temperature, ctx.chunk, ctx.fast, ctx.cut = temperature, chunk, fast, cut
+        ctx.temperature, ctx.chunk, ctx.cut = temperature, chunk, cut
         return logprobs_NK1
 
     @staticmethod
@@ -99,18 +96,18 @@ class _LogprobsAt(torch.autograd.Function):
             return (
                 torch.zeros_like(hidden_NE) if needs[0] else None,
                 torch.zeros_like(weight_VE) if needs[1] else None,
-                *(None, None, None, None, None),
+                *(None, None, None, None),
             )
         dz_NK1 = grads[0] - grads[0].sum(1, keepdim=True) * logprobs_NK1.exp()
 
         def gradient_into(rows: slice, dlogits_CV: Tensor) -> None:
-            z_CV = lm_head_logits(hidden_NE[rows], weight_VE, ctx.fast, ctx.cut).div_(ctx.temperature)
+            z_CV = lm_head_logits(hidden_NE[rows], weight_VE, ctx.cut).div_(ctx.temperature)
             dz_CV = z_CV.sub_(rest_N[rows, None]).exp_().mul_(dz_NK1[rows, -1:])  # of the others
             dz_CV.scatter_(1, ids_NK[rows], dz_NK1[rows, :-1])
             dlogits_CV.copy_(dz_CV.div_(ctx.temperature))
 
         gradients = linear_logprobs_backward(hidden_NE, weight_VE, gradient_into, ctx.chunk, needs, ctx.cut)
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _with_rest(z_CV: Tensor, ids_CK: Tensor) -> Tensor:

@@ -26,8 +26,6 @@ class Linear(nn.Module):
     On a GPU this module multiplies by cuBLAS, whose order of summation may depend on M if M is small. The fused
     forwards use `bf16_gemm`, which has one order for every M. At small M their bits may therefore differ from this
     module's.
-
-    `fast`: the fused forwards also use `F.linear`, bias included.
     """
 
     def __init__(
@@ -37,11 +35,9 @@ class Linear(nn.Module):
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
-        *,
-        fast: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.fast = in_features, out_features, fast
+        self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(initial_weight(out_features, in_features, dtype, device))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.lora: LoraAdapter | None = None

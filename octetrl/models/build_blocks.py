@@ -104,7 +104,7 @@ class LayerBuilder:
         elif is_fp8:
             made = Float8Linear(width, rows, layout.bias, **common, **fp8)
         else:
-            made = Linear(width, rows, layout.bias, **common, fast=not plain and self.policy.numerics == "fast")
+            made = Linear(width, rows, layout.bias, **common)
         parts = lora_parts(layout, self.lora) if self.lora is not None else ()
         if self.lora is not None and parts:
             rank, alpha = self.lora.rank, self.lora.alpha

@@ -119,7 +119,6 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
         self.lora, self.group = lora, group
-        self.fast = policy.numerics == "fast"
         self._without_gradient = frozenset(spec.without_gradient())
         self.cut = None if group.size == 1 else VocabularyRows(spec.vocab_size, group)
         self.embedding = build_embedding(spec.vocab_size, spec.hidden_size, self.cut, dtype=dtype, device=device)
@@ -162,25 +161,25 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 [N, V], not differentiable: for sampling."""
-        return lm_head_logits(hidden_NE.detach(), self.lm_head_weight.detach(), self.fast, self.cut)
+        return lm_head_logits(hidden_NE.detach(), self.lm_head_weight.detach(), self.cut)
 
     def logprobs(
         self, hidden_NE: Tensor, targets_N: Tensor, temperature: float = 1.0, chunk: int = 1024
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of each target and entropy, float32 [N], differentiable (kernels/gemm/linear_logprobs.py)."""
-        return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.fast, self.cut)
+        return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.cut)
 
     def logprobs_at(self, hidden_NE: Tensor, ids_NK: Tensor, temperature: float, chunk: int) -> Tensor:
         """Log-probs of K given tokens a row and of all others, float32 [N, K + 1], differentiable."""
-        head_VE, fast, cut = self.lm_head_weight, self.fast, self.cut
-        return logprobs_at(hidden_NE, head_VE, ids_NK, temperature=temperature, chunk=chunk, fast=fast, cut=cut)
+        head_VE = self.lm_head_weight
+        return logprobs_at(hidden_NE, head_VE, ids_NK, temperature=temperature, chunk=chunk, cut=self.cut)
 
     def top_logprobs(
         self, hidden_NE: Tensor, k: int, below: int, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Ids [N, K] of the likeliest tokens below `below`; log-probs of these and of all others [N, K + 1]."""
-        head, fast, cut = self.lm_head_weight.detach(), self.fast, self.cut
-        return top_logprobs(hidden_NE, head, k, below=below, temperature=temperature, chunk=chunk, fast=fast, cut=cut)
+        head = self.lm_head_weight.detach()
+        return top_logprobs(hidden_NE, head, k, below=below, temperature=temperature, chunk=chunk, cut=self.cut)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

@@ -29,7 +29,7 @@ MAY_CHANGE = (
     "environment.max_failure_share",  # when to stop; it computes nothing
 )
 CANNOT_CHANGE = (
-    *("precision", "numerics", "model", "fp8", "data", "seed", "critic.path"),
+    *("precision", "model", "fp8", "data", "seed", "critic.path"),
     *("algorithm.name", "algorithm.conversations", "algorithm.teacher", "algorithm.teacher_precision"),
     *("environment.kind", "environment.dataset", "environment.columns", "environment.parameters"),
     *("environment.split", "environment.subset", "environment.eval_split"),

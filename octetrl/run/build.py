@@ -32,7 +32,7 @@ from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.ahead import Ahead
 from octetrl.run.beside_tail import BesideTail
 from octetrl.run.contents import Contents, contents_of
-from octetrl.run.device import gpus_beside, resolve_device, seed_everything
+from octetrl.run.device import gpus_beside, resolve_device, runs_on_gpu, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats, build_scorers
 from octetrl.run.own_objective import try_objective
@@ -63,12 +63,12 @@ def build_run(
     what the run learns from, before a model is loaded.
     """
     cluster = recipe.cluster
-    on_gpu = cluster.num_gpus > 0 if cluster.uses_ray else resolve_device(cluster).type == "cuda"
+    on_gpu = runs_on_gpu(cluster)
     seed_everything(recipe.seed)
     recipe = with_context_length(recipe)
     spec = model_spec(recipe)
     validate_with_spec(recipe, spec)
-    policy = precision_policy(spec, recipe.fp8, recipe.numerics)
+    policy = precision_policy(spec, recipe.fp8)
     refused = refused_gate(recipe, policy, on_gpu=on_gpu)
     if trains and refused is not None:
         raise UserError(refused)

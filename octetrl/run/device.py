@@ -30,6 +30,11 @@ def resolve_device(cluster: ClusterConfig) -> torch.device:
     return torch.device("cuda" if available and cluster.device != "cpu" and not cluster.on_cpus else "cpu")
 
 
+def runs_on_gpu(cluster: ClusterConfig) -> bool:
+    """Whether the run's models are on GPUs, of this process or of its workers."""
+    return cluster.num_gpus > 0 if cluster.uses_ray else resolve_device(cluster).type == "cuda"
+
+
 def gpus_beside(cluster: ClusterConfig) -> int:
     """Number of GPUs that this machine has, if the recipe does not say how many to use and a run would use one. Else
     0."""

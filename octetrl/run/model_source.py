@@ -88,7 +88,7 @@ def precision_of(name: str | Path, given: str | None) -> tuple[str | None, dict[
         return given or "bf16", {}
     recipe = load_recipe(path)
     fp8 = recipe.fp8.model_dump(mode="json")
-    return recipe.precision, {"fp8": fp8, "numerics": recipe.numerics, "dtype": recipe.model.dtype}
+    return recipe.precision, {"fp8": fp8, "dtype": recipe.model.dtype}
 
 
 def _checkpoint(run: Path, step: str) -> Path:

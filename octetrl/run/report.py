@@ -19,7 +19,9 @@ from octetrl.config.validate_overdraw import describe_overdraw
 from octetrl.config.validate_roles import describe_roles
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.given import is_given
+from octetrl.fp8.parity import parity_of
 from octetrl.fp8.policy import formats_by_layer, precision_policy
+from octetrl.run.device import runs_on_gpu
 from octetrl.run.model_source import BEST
 from octetrl.run.run_files import CHECKPOINTS, REPORT
 from octetrl.run.run_identity import read_run_id
@@ -68,6 +70,7 @@ def banner(run: Run) -> Screen:
     model = f"{model_name(settings['model'])}, {_millions(model_spec(recipe).num_parameters)} parameters{trained}"
     rows = [
         ("precision", settings["precision"]),
+        ("parity", str(in_force(recipe).get("parity", ""))),
         ("device", _device(recipe, run.console)),
         ("roles", describe_roles(recipe) or ""),
         ("data", _data(run)),
@@ -81,11 +84,13 @@ def banner(run: Run) -> Screen:
 
 
 def in_force(recipe: Recipe) -> dict[str, object]:
-    """What the model makes of settings, for run.json: the formats of its linears, in words, by layers; and what is done
-    with the KV cache if weights change in flight."""
+    """What the model makes of settings, for run.json: the formats of its linears, in words, by layers; `parity`, where
+    there are rollouts; and what is done with the KV cache if weights change in flight."""
     plain = "float32" if recipe.model.dtype == "float32" else "BF16"
-    policy = precision_policy(model_spec(recipe), recipe.fp8, recipe.numerics)
+    policy = precision_policy(model_spec(recipe), recipe.fp8)
     found: dict[str, object] = {"linears": formats_by_layer(policy, plain)}
+    if recipe.algorithm.learns_from == "rollouts":
+        found["parity"] = parity_of(recipe, policy, on_gpu=runs_on_gpu(recipe.cluster))
     changes = in_flight(recipe.cluster, policy.kv_mode)
     return found if changes == "off" else {**found, "weights_in_flight": changes}
 

@@ -159,6 +159,8 @@ class RunRecord:
         shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
         layers = [f"{where}: {formats}" for where, formats in _pairs(self.where.get("linears"))]
         shown += [("linears by layer", "; ".join([*layers, f"embedding, norms, lm_head: {dtype}"]))] * bool(layers)
+        if "parity" in self.where:
+            shown.append(("parity", str(self.where["parity"])))
         shown += _workers(_at(self.recipe, "cluster"))
         if "weights_in_flight" in self.where:
             shown.append(("weights in flight", str(self.where["weights_in_flight"])))

@@ -69,7 +69,7 @@ def build_worker(
     worker = Worker(
         recipe,
         spec=spec.cut(TensorCut(peers.group.rank, peers.group.size)),
-        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        policy=precision_policy(spec, recipe.fp8),
         tokenizer=tokenizer or load_tokenizer(tokenizer_folder(recipe), spec.vocab_size),
         algorithm=algorithm,
         load_weights=lambda model, loading: fill_weights(model, recipe, loading),

@@ -152,7 +152,7 @@ def teacher_fp8(recipe: Recipe) -> Fp8Config:
 
 
 def teacher_policy(recipe: Recipe, spec: ModelSpec) -> PrecisionPolicy:
-    return precision_policy(spec, teacher_fp8(recipe), recipe.numerics)
+    return precision_policy(spec, teacher_fp8(recipe))
 
 
 def load_teacher(

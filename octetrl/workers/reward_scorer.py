@@ -54,7 +54,7 @@ class RewardModelScorer:
             self._chat = ChatTokens(
                 load_tokenizer(folder, spec.vocab_size), system_prompt, context_length=spec.max_positions
             )
-            policy = scoring_policy(spec, recipe.fp8, recipe.numerics)
+            policy = scoring_policy(spec, recipe.fp8)
             model = scalar_decoder(recipe, spec, policy, device, fp8_weights=False)
             load_shared(model, peers, lambda model, rows: load_weights(model, folder, loading=rows))
             model.drop_fp8_weights()

@@ -98,7 +98,7 @@ def _trained(
     recipe: Recipe, spec: ModelSpec, device: torch.device, peers: Peers, lora: LoraConfig | None = None
 ) -> ScalarDecoder:
     """A model to be trained, before its weights are loaded. It has memory only for the weights that it will keep."""
-    policy = precision_policy(spec, recipe.fp8, recipe.numerics)
+    policy = precision_policy(spec, recipe.fp8)
     updates_all = lora is None and peers.share.count == 1
     model = scalar_decoder(recipe, spec, policy, device, lora, fp8_weights=updates_all)
     keep_owned_rows(model, peers)

@@ -26,7 +26,7 @@ from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
-from octetrl.fp8.parity import why_not_equal
+from octetrl.fp8.parity import Parity, parity_of
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.records import (
     Completion,
@@ -178,8 +178,8 @@ class Worker:
                 if self.recipe.fp8.calibration == "exact":
                     amax_LS = observe_kv(self.trainer, batch)  # one more forward, with the new weights
                 self._take_scales(amax_LS)
-        promised = on_policy and self.promises_parity
-        mismatch = mismatch_of(update.logprobs, update.policy_version - 1, equality_is_promised=promised)
+        is_promised = on_policy and self.parity == "promised"
+        mismatch = mismatch_of(update.logprobs, update.policy_version - 1, equality_is_promised=is_promised)
         exchanged = self.trainer.weights.take_exchange()
         return PolicyUpdate(update.policy_version, joined(update.metrics, mismatch, took, calibrated, exchanged))
 
@@ -259,6 +259,6 @@ class Worker:
         return self.engine.weights_digest(covers_all=self.recipe.cluster.num_workers > 1)
 
     @property
-    def promises_parity(self) -> bool:
+    def parity(self) -> Parity:
         """Whether the trainer's log-probs of samples drawn with its weights are the engine's to the bit."""
-        return why_not_equal(self.recipe, self.policy, on_gpu=self.device.type == "cuda") is None
+        return parity_of(self.recipe, self.policy, on_gpu=self.device.type == "cuda")

@@ -217,8 +217,8 @@ def test_a_bad_environment(override: str, says: str, here: Path, capsys: pytest.
 
 def test_a_gate_that_could_never_end_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gate = "mismatch.fail_on_difference=true"
-    said = refused(capsys, "train", "r.yaml", "numerics=fast", gate)
-    assert "mismatch.fail_on_difference: true" in said and "numerics: fast" in said
+    said = refused(capsys, "train", "r.yaml", "precision=fp8_rollout", gate)
+    assert "mismatch.fail_on_difference: true" in said and "FP8 on one side only" in said
     allowed = refused(capsys, "train", "r.yaml", "mismatch.fail_on_difference=maybe")
     assert "'maybe' is not allowed; choose one of auto, true, false" in allowed
 

@@ -42,8 +42,7 @@ def test_every_precision_is_measured_beside_bf16(tmp_path: Path, capsys: Capture
         assert row["rollout/generated_tokens"] == 24
         assert row["rollout/batch_occupancy"] == 1
         assert row["rollout/tokens_per_second"] > 0
-        assert (row["weights"], row["rollout/numerics"]) == ("drawn", "parity")
-    assert "numerics" not in text and "costs" not in text
+        assert row["weights"] == "drawn"
     assert rows[0]["rollout/speedup_over_bf16"] == 1
     assert rows[2]["rollout/kv_bytes_per_token"] == rows[0]["rollout/kv_bytes_per_token"] / 2
 
@@ -63,21 +62,8 @@ def test_hints_and_chunks(tmp_path: Path, capsys: Capture) -> None:
     assert [row["workload"] for row in record["rows"]] == ["4x40+6 lognormal 0.7 grouped hinted"]
 
 
-def test_numerics_side_by_side(tmp_path: Path, capsys: Capture) -> None:
-    sizes = ("--workload", "2x4+3", "--group-size", "2", "--precision", "bf16,fp8_full")
-    text, record = bench(tmp_path, capsys, *sizes, "--numerics", "parity,fast")
-    assert (tmp_path / "rollout_tiny_parity_fast.json").is_file()
-    assert [row["rollout/numerics"] for row in record["rows"]] == ["parity", "fast"] * 2
-    assert all(("rollout/cost_of_parity" in row) == (row["rollout/numerics"] == "parity") for row in record["rows"])
-    cells = [line.split("│") for line in text.splitlines() if "│" in line]
-    assert [cell[3].strip() for cell in cells] == ["parity", "fast"] * 2
-    said = [line.split("  ")[2].split(":")[0] for line in text.splitlines() if line.startswith("round ")]
-    assert said == ["bf16", "bf16, fast", "fp8_full", "fp8_full, fast"]
-    assert "numerics" in text and "costs" in text
-
-
 def test_the_file_has_the_name_it_is_given(tmp_path: Path, capsys: Capture) -> None:
-    sizes = ("--workload", "2x4+3", "--group-size", "2", "--precision", "bf16", "--numerics", "fast")
+    sizes = ("--workload", "2x4+3", "--group-size", "2", "--precision", "bf16")
     bench(tmp_path, capsys, *sizes, "--name", "Long_answers-1.5")
     assert [path.name for path in tmp_path.iterdir()] == ["rollout_tiny_Long_answers-1.5.json"]
 
@@ -146,8 +132,6 @@ def test_a_long_name_costs_no_figures(tmp_path: Path, capsys: Capture) -> None:
         (["--hints"], "--hints: all answers have one length"),
         (["--separate-siblings"], "--separate-siblings: siblings of one length are always one request"),
         (["--prefill-chunk", "8"], "--prefill-chunk"),
-        (["--numerics", "parity,exact"], "--numerics: 'exact' is not one of parity, fast"),
-        (["--numerics", "fast,fast"], "names a value twice"),
         (["--name", "a/b"], "--name: 'a/b' cannot be part of a file name"),
         (["--workload", "4x4+4\n"], "--workload: '4x4+4\\n' is not REQUESTSxPROMPT+ANSWER"),
         (["--name", ""], "--name: '' cannot be part of a file name"),

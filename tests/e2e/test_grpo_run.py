@@ -70,6 +70,8 @@ def test_a_run_leaves_a_whole_folder(precision: str, finished: Finished, model: 
     assert saved == tiny_recipe(
         model, folder, {"precision": precision, "checkpoint.every": 1, "logging.tensorboard": True}
     )
+    parity = json.loads((folder / "run.json").read_bytes())["parity"]
+    assert parity == ("measured" if precision == "fp8_rollout" else "promised")
     lines = read_lines(folder / "metrics.jsonl")
     assert of(lines, "step") == [1, 2, 3]
     assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [f"step_00000{n}.jsonl" for n in (1, 2, 3)]

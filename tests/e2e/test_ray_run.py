@@ -263,7 +263,7 @@ def test_the_bench_of_a_step_runs_on_two_workers(
     on_two = ["--cpus", "2", "--address", "auto", "--workers", "embedded,2", "--layers", "1", "--precision", "fp8_full"]
     assert run_command(["bench", "step", *on_two, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert "fp8_full, parity, 2 workers: produce" in shown.out and not shown.err
+    assert "fp8_full, 2 workers: produce" in shown.out and not shown.err
     embedded, two = json.loads((tmp_path / "step_tiny_1_layers_2_cpus.json").read_text())["rows"]
     assert (embedded["cluster/kind"], two["cluster/kind"], two["cluster/workers"]) == ("embedded", "ray", 2)
     assert embedded["rollout/digest"] == two["rollout/digest"] and two["mismatch/max_abs_diff"] == 0.0
@@ -278,7 +278,7 @@ def test_the_bench_of_roles_compares_them_on_two_workers(
     assert run_command(["bench", "step", *on_two, *in_flight, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     warned = [line for line in shown.err.splitlines() if "cannot be shorter than" not in line]  # of so short steps
-    assert "fp8_full, parity, 1+1, recompute_cache: steps of" in shown.out and not warned
+    assert "fp8_full, 1+1, recompute_cache: steps of" in shown.out and not warned
     assert "…" not in shown.out
     rows = json.loads((tmp_path / "step_tiny_1_layers_2_cpus_roles_1_1.json").read_text())["rows"]
     assert [row["arm"] for row in rows] == ["both", "1+1", "1+1, recompute_cache"]

@@ -156,7 +156,7 @@ def test_a_run_is_not_named_beside_a_server_and_not_trained_with_it(
         assert "grpo needs answers of the weights that it trains, with their log-probs" in capsys.readouterr().err
     assert run_command(["check", "--eval", recipe, *backend(live)]) == 0
     shown = capsys.readouterr().out
-    assert f"tiny at {live.url}/v1" in shown and "not promised" in shown and shown.endswith("no problems\n")
+    assert f"tiny at {live.url}/v1" in shown and "measured: no weights" in shown and shown.endswith("no problems\n")
     assert "no effect with engine.backend: openai; the server has its own" in shown
     assert run_command(["check", "--eval", recipe, *backend(live, "engine.openai.api_key_variable=NO_SUCH_KEY")]) == 2
     assert "the environment variable NO_SUCH_KEY is not set; export NO_SUCH_KEY=" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octetrl.records import GenerationRequest
 from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import CONTEXT, FULL, TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
@@ -29,8 +28,6 @@ from tests.parity.sides import (
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 
 pytestmark = pytest.mark.gpu
-# Of 15 runs on an H200 the mean difference was 0.00757 to 0.01183, the largest 0.0264 to 0.0491: 28% above the highest.
-FAST_MEAN, FAST_MAX = 0.0151, 0.063
 
 ALL = [(family, precision) for family in FULL for precision in PRECISIONS]
 ALL += [("qwen3", precision) for precision in ONE_TENSOR]
@@ -167,13 +164,3 @@ def test_codes_made_anew_in_training_are_the_engines() -> None:
     )
     assert_equal_in_every_step(remade)
     assert_same(kept, remade)
-
-
-def test_fast_numerics_agree_to_rounding() -> None:
-    spec = FULL["qwen3"]
-    sides = Sides(spec, "bf16", "cuda", numerics="fast")
-    asked: list[GenerationRequest] = random_requests(random.Random(6), spec, 3, prompts=(1, 300), answers=(20, 60))
-    answers = sides.engine(kv_cache_tokens=1 << 14, context_length=512).generate(asked)
-    engines, trainers = sides.logprobs(asked, answers)
-    apart = (engines - trainers).abs()
-    assert apart.mean() < FAST_MEAN and apart.max() < FAST_MAX, f"mean {apart.mean():.4f}, max {apart.max():.4f}"

@@ -83,7 +83,7 @@ def test_results_name_commits_that_git_has() -> None:
 ROWS = [
     {"precision": "bf16", "workload": "64x512+1024", "tokens": 12345.6, "share": 0.0123},
     {"precision": "fp8", "workload": "64x512+1024", "tokens": 20001, "share": 1e-6},
-    {"precision": "fp8", "workload": "8x512+4096", "tokens": 777, "numerics": "fast"},
+    {"precision": "fp8", "workload": "8x512+4096", "tokens": 777, "mode": "fast"},
 ]
 DOCUMENT = """
 <!-- figures: benchmarks/results/rollout_h200.json | - | tokens | share -->

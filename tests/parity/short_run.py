@@ -125,7 +125,7 @@ def worker_of(recipe: Recipe, spec: ModelSpec, device: str, peers: Peers = ALONE
     return Worker(
         recipe,
         spec=spec.cut(TensorCut(peers.group.rank, peers.group.size)),
-        policy=precision_policy(spec, recipe.fp8, recipe.numerics),
+        policy=precision_policy(spec, recipe.fp8),
         tokenizer=NoText(),
         algorithm=build_algorithm(recipe.algorithm),
         load_weights=lambda model, _: draw_weights(model, 1),

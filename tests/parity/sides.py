@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import EngineConfig, Fp8Config, LoraConfig, Numerics, TrainerConfig
+from octetrl.config.schema import EngineConfig, Fp8Config, LoraConfig, TrainerConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.engine.weights import put_weights, share_weights, weight_set
@@ -80,14 +80,13 @@ class Sides:
         device: str = "cpu",
         *,
         seed: int = 0,
-        numerics: Numerics = "parity",
         calibrate_on: Sequence[Sequence[int]] | None = None,
         lora: LoraConfig | None = None,
         folder: Path | None = None,
     ) -> None:
         """folder: a Hugging Face folder whose weights are taken; None: random ones of the seed."""
         self.spec, self.device = spec, torch.device(device)
-        self.policy = precision_policy(spec, (PRECISIONS | ONE_TENSOR)[precision], numerics)
+        self.policy = precision_policy(spec, (PRECISIONS | ONE_TENSOR)[precision])
         backend = choose_backend(device)
         self.trainer_model = Decoder(spec, self.policy, "train", device=device, backend=backend, lora=lora)
         if folder is None:

@@ -13,7 +13,7 @@ What a row's bits depend on. On a GPU the rows of a product are padded to one of
 cuBLAS adds along K in one order (tests/gpu/test_sampling.py), so a row has the same bits in every batch. This was
 checked for large vocabularies, whose tiles fill the GPU without splitting K. A vocabulary below `LARGE_VOCAB` always
 uses `SMALL_VOCAB_ROWS` rows, which costs little. The caller's rows are the first of the padded ones, so no copy is
-made. `fast` does not pad: it multiplies the given rows in cuBLAS's order for that number of rows.
+made.
 
 The log-sum-exp processes the vocabulary in chunks of `VOCAB_CHUNK`, one program for each chunk of each row. A chunk has
 m_c = max z, s_c = sum exp(z - m_c) and w_c = sum exp(z - m_c) (z - m_c). A second kernel joins the chunks in ascending
@@ -60,15 +60,13 @@ class TokenStatistics(NamedTuple):
     lse_N: Tensor  # float32; the backward needs it
 
 
-def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, fast: bool = False, cut: HeadCut | None = None) -> Tensor:
-    """float32 logits [N, V]. hidden and weight have one dtype. A row's bits depend on no other row, except with
-    `fast`. `cut`: the weight has only some rows of lm_head, and the others' logits are gathered."""
+def lm_head_logits(hidden_NE: Tensor, weight_VE: Tensor, cut: HeadCut | None = None) -> Tensor:
+    """float32 logits [N, V]. hidden and weight have one dtype. A row's bits depend on no other row. `cut`: the weight
+    has only some rows of lm_head, and the others' logits are gathered."""
     if cut is not None:
         return cut.whole(_logits_of_rows(hidden_NE, weight_VE))
     assert hidden_NE.dtype == weight_VE.dtype, f"lm_head: hidden {hidden_NE.dtype}, weight {weight_VE.dtype}"
     if hidden_NE.is_cuda:
-        if fast:
-            return torch.mm(hidden_NE, weight_VE.t(), out_dtype=torch.float32)
         return _padded_logits(hidden_NE, weight_VE)
     logits_NV = torch.empty(hidden_NE.shape[0], weight_VE.shape[0], dtype=torch.float32)
     hidden_NE = hidden_NE.double()
@@ -244,12 +242,11 @@ class _LinearLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         temperature_N: Tensor,
         chunk: int,
-        fast: bool,
         cut: HeadCut | None,
     ) -> tuple[Tensor, Tensor]:
         statistics_3N = hidden_NE.new_empty(3, hidden_NE.shape[0], dtype=torch.float32)
         for rows in pieces(0, hidden_NE.shape[0], chunk):
-            logits_CV = lm_head_logits(hidden_NE[rows], weight_VE, fast, cut)
+            logits_CV = lm_head_logits(hidden_NE[rows], weight_VE, cut)
             if logits_CV.is_cuda:
                 out = TokenStatistics(*statistics_3N[:, rows].unbind())
                 statistics_triton(logits_CV, targets_N[rows], temperature_N[rows], out=out)
@@ -258,7 +255,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 statistics_3N[:, rows] = torch.stack(made)
             del logits_CV  # before the next chunk's
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, temperature_N, statistics_3N)
-        ctx.chunk, ctx.fast, ctx.cut = chunk, fast, cut
+        ctx.chunk, ctx.cut = chunk, cut
         ctx.set_materialize_grads(False)  # the entropy costs nothing if no loss uses it
         logprobs_N, entropy_N, _ = statistics_3N.clone().unbind()
         return logprobs_N, entropy_N
@@ -271,14 +268,14 @@ class _LinearLogprobs(torch.autograd.Function):
             return (
                 torch.zeros_like(hidden_NE) if needs_hidden else None,
                 torch.zeros_like(weight_VE) if needs_weight else None,
-                *(None, None, None, None, None),
+                *(None, None, None, None),
             )
         dlogprobs_N = torch.zeros_like(temperature_N) if grads[0] is None else grads[0].contiguous()
         dentropy_N = None if grads[1] is None else grads[1].contiguous()
 
         def gradient_into(rows: slice, dlogits_CV: Tensor) -> None:
             logits_gradient(
-                lm_head_logits(hidden_NE[rows], weight_VE, ctx.fast, ctx.cut),
+                lm_head_logits(hidden_NE[rows], weight_VE, ctx.cut),
                 targets_N[rows],
                 temperature_N[rows],
                 statistics_3N[2, rows],
@@ -291,7 +288,7 @@ class _LinearLogprobs(torch.autograd.Function):
         needs = (needs_hidden, needs_weight)
         with part("lm_head"):
             gradients = linear_logprobs_backward(hidden_NE, weight_VE, gradient_into, ctx.chunk, needs, ctx.cut)
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 def linear_logprobs(
@@ -300,17 +297,15 @@ def linear_logprobs(
     targets_N: Tensor,
     temperature: float | Tensor = 1.0,
     chunk: int = 1024,
-    fast: bool = False,
     cut: HeadCut | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, float32 [N]; differentiable in both inputs.
 
     hidden_NE, weight_VE: one dtype. targets_N: int64. temperature: above 0, one number or one for each row. `chunk`:
-    rows whose logits exist at one time; it changes memory and speed, not the result. `fast`, `cut`: as in
-    `lm_head_logits`.
+    rows whose logits exist at one time; it changes memory and speed, not the result. `cut`: as in `lm_head_logits`.
     """
     assert hidden_NE.shape[0] == targets_N.shape[0], f"{hidden_NE.shape[0]} rows, {targets_N.shape[0]} targets"
     temperature_N = _temperatures(temperature, hidden_NE.shape[0], hidden_NE.device)
     with part("lm_head"):
-        logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk, fast, cut)
+        logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature_N, chunk, cut)
     return logprobs_N, entropy_N

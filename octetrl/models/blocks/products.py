@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_wgrad
@@ -60,8 +59,6 @@ def base_product(linear: Projection, x: Operand, *, early: bool = False) -> Tens
         y_TN = fp8_gemm(codes, linear.forward_operand(), early=early and linear.has_codes)
     else:
         assert isinstance(x, Tensor)
-        if linear.fast:
-            return F.linear(x, linear.weight, linear.bias)
         y_TN = bf16_gemm(x, linear.weight, early=early, is_part=isinstance(linear, CutLinear))
     return y_TN if linear.bias is None else y_TN + linear.bias
 

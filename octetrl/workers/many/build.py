@@ -35,7 +35,7 @@ def build_many_workers(
     recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console: Console, *, trains: bool
 ) -> ManyLearningWorkers | SeparateWorkers:
     """Starts or joins Ray, and loads the model on every worker. Raises UserError."""
-    fp8_training = precision_policy(spec, recipe.fp8, recipe.numerics).uses_fp8("train")
+    fp8_training = precision_policy(spec, recipe.fp8).uses_fp8("train")
     problem = whole_weights_problem(recipe.cluster, recipe.trainer.weight_codes, trains_fp8=fp8_training)
     if trains and problem is not None:
         raise UserError(problem)

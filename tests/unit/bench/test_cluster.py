@@ -152,8 +152,8 @@ def times(produce: float, learn: float, gather: float = 0.0) -> ClusterTimes:
 def test_rows_name_a_worker_that_samples_something_else() -> None:
     plan = bench(1, 2)
     turns = [
-        ClusterTurn("bf16", "parity", 1, (times(4.0, 3.5),), (10.0,), 0, "a", 1.0),
-        ClusterTurn("bf16", "parity", 2, (times(2.0, 2.0, 0.25), times(2.0, 2.0, 0.25)), (5.0, 6.0), 0, "b", 1.0),
+        ClusterTurn("bf16", 1, (times(4.0, 3.5),), (10.0,), 0, "a", 1.0),
+        ClusterTurn("bf16", 2, (times(2.0, 2.0, 0.25), times(2.0, 2.0, 0.25)), (5.0, 6.0), 0, "b", 1.0),
     ]
     one, two = rows_of(plan, turns)
     assert (one["time/step"], two["time/step"], two["step/efficiency"]) == (8.0, 4.5, 8.0 / 9.0)
@@ -162,7 +162,7 @@ def test_rows_name_a_worker_that_samples_something_else() -> None:
     assert two["publish/link_gb_per_second"] == 16.0 and "publish/link_gb_per_second" not in one
     assert (two["memory/peak_gb"], two["memory/peak_gb/worker_0"], one["memory/peak_gb"]) == (6.0, 5.0, 10.0)
     (warning,) = digest_warnings(turns)
-    assert warning == ("warning: bf16, parity: 2 workers sampled other tokens or log-probs than 1 worker (b, not a)")
+    assert warning == ("warning: bf16: 2 workers sampled other tokens or log-probs than 1 worker (b, not a)")
 
 
 @pytest.mark.parametrize(

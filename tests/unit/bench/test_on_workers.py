@@ -182,9 +182,9 @@ def test_every_worker_has_micro_batches() -> None:
             "rollout",
             cluster_rollout,
             ["--lengths", "lognormal", "--requests", "8"],
-            "lognormal 0.7 grouped  bf16, parity, 2 ",
+            "lognormal 0.7 grouped  bf16, 2 ",
         ),
-        ("train", cluster_train, ["--layers", "1", "--steps", "1", "--rounds", "1"], "bf16, parity, 2 workers: "),
+        ("train", cluster_train, ["--layers", "1", "--steps", "1", "--rounds", "1"], "bf16, 2 workers: "),
     ],
     ids=["rollout", "train"],
 )

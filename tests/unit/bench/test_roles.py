@@ -106,7 +106,7 @@ def test_tasks_are_new_in_every_step_and_the_same_in_every_run() -> None:
 
 
 def turn_of(arm: RolesArm, seconds: tuple[float, ...], *lines: dict[str, float], digest: str = "a") -> RolesTurn:
-    return RolesTurn("bf16", "parity", arm, lines, seconds, "double" if arm.roles else "", digest, 9.0)
+    return RolesTurn("bf16", arm, lines, seconds, "double" if arm.roles else "", digest, 9.0)
 
 
 def test_rows_have_means_and_the_largest_differences() -> None:
@@ -125,9 +125,7 @@ def test_rows_have_means_and_the_largest_differences() -> None:
     assert (ahead["mismatch/max_abs_diff"], ahead["rollout/on_policy_share"]) == (7.0, 0.25)
     assert (ahead["mismatch/age_0/max_abs_diff"], ahead["mismatch/age_0/tokens"]) == (0.5, 14.0)
     assert both["step/samples_per_second"] == 16 / 6.0
-    assert digest_warnings(turns) == [
-        "warning: bf16, parity: 1+1 sampled other tokens or log-probs than both (b, not a)"
-    ]
+    assert digest_warnings(turns) == ["warning: bf16: 1+1 sampled other tokens or log-probs than both (b, not a)"]
 
 
 def test_the_arms_of_the_options() -> None:
@@ -177,9 +175,9 @@ def test_an_arm_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_arm_makes_a_whole_untimed_step_and_its_pipeline_is_full_until_the_last_timed_one() -> None:
     plan = bench(BOTH, steps=4)
     for arm, untimed, whole in ((BOTH, 3, 7), (TAIL, 3, 7), (apart(max_staleness=0), 3, 7), (apart(), 3, 8)):
-        assert (plan.untimed(arm), plan.recipe("bf16", "parity", arm).steps) == (untimed, whole), arm.name
+        assert (plan.untimed(arm), plan.recipe("bf16", arm).steps) == (untimed, whole), arm.name
     ahead = apart(max_staleness=3)
-    assert (plan.untimed(ahead), plan.recipe("bf16", "parity", ahead).steps) == (5, 12), "3 batches after the last step"
+    assert (plan.untimed(ahead), plan.recipe("bf16", ahead).steps) == (5, 12), "3 batches after the last step"
     assert bench(BOTH, warmup=0).untimed(BOTH) == 1
 
 
@@ -205,7 +203,7 @@ def test_a_turn_says_where_weights_arrive() -> None:
 def test_the_estimate_has_what_only_the_engine_reads() -> None:
     """Codes of weights that are trained in BF16."""
     plan = bench(BOTH)
-    recipe, spec = plan.recipe("fp8_rollout", "parity", BOTH), TINY.spec
+    recipe, spec = plan.recipe("fp8_rollout", BOTH), TINY.spec
     policy = precision_policy(spec, recipe.fp8)
     trainer = estimate(recipe, spec, policy, on_gpu=False, engine=False)
     alone = on_each_worker(recipe, trainer, None).training_bytes
@@ -213,17 +211,17 @@ def test_the_estimate_has_what_only_the_engine_reads() -> None:
 
 
 def test_times_that_compare_nothing_have_a_warning() -> None:
-    names = ("precision", "step/numerics", "arm")
+    names = ("precision", "arm")
     quick, slow = {"time/capture": 0.1, "time/rollout": 2.0}, {"time/capture": 1.0, "time/rollout": 5.0}
     turns = [turn_of(BOTH, (10.0,), slow), turn_of(apart(), (4.0,), slow), turn_of(apart("keep_cache"), (6.0,), quick)]
     rows = rows_of(bench(BOTH, apart()), turns)
     assert [row["time/capture"] for row in rows] == [1.0, 1.0, 0.1]
     assert list(capture_warnings(rows, names, "repeat it")) == [
-        "warning: bf16, parity, both: 10% of its timed steps captured CUDA graphs; new sizes compile once; repeat it",
-        "warning: bf16, parity, 1+1: 25% of its timed steps captured CUDA graphs; new sizes compile once; repeat it",
+        "warning: bf16, both: 10% of its timed steps captured CUDA graphs; new sizes compile once; repeat it",
+        "warning: bf16, 1+1: 25% of its timed steps captured CUDA graphs; new sizes compile once; repeat it",
     ]
     (line,) = drain_warnings(rows)
-    assert line.startswith("warning: bf16, parity, 1+1: a step of 4.00 s cannot be shorter than the 5.00 s of its own")
+    assert line.startswith("warning: bf16, 1+1: a step of 4.00 s cannot be shorter than the 5.00 s of its own")
     assert line.endswith("give more --steps or longer answers")
     assert not list(capture_warnings(rows_of(bench(BOTH), [turn_of(BOTH, (1.0,), {})]), names, "")), "not on a CPU"
 

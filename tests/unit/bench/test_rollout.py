@@ -258,15 +258,6 @@ def test_the_engine_reads_weights_in_their_format() -> None:
     assert full.kv_bytes_per_token == values
 
 
-def test_numerics_stand_side_by_side() -> None:
-    turns = measure(replace(bench("bf16", "fp8_full"), numerics=("parity", "fast")))
-    arms = [("bf16", "parity"), ("bf16", "fast"), ("fp8_full", "parity"), ("fp8_full", "fast")]
-    assert [(turn.precision, turn.numerics) for turn in turns] == arms
-    assert [(row["precision"], row["rollout/numerics"]) for row in rows_of(turns)] == arms
-    engines = [build_arm(bench("bf16"), "bf16", SMALL, numerics).engine for numerics in ("parity", "fast")]
-    assert [engine._runner.model.fast for engine in engines] == [False, True]
-
-
 def test_a_start_says_what_it_found_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none"))
     assert bench_rollout.cached_kernels() == 0
@@ -325,14 +316,6 @@ def test_rows_are_medians_and_ratios() -> None:
     assert (plain["rollout/tokens_per_second"], full["rollout/tokens_per_second"]) == (6.0, 12.0)
     assert (plain["rollout/speedup_over_bf16"], full["rollout/speedup_over_bf16"]) == (1.0, 2.0)
     assert "rollout/speedup_over_bf16" not in rows_of(turns[3:])[0]
-    assert "rollout/cost_of_parity" not in plain | full
-
-
-def test_ratios_are_of_like_with_like() -> None:
-    speeds = {("bf16", "parity"): 4.0, ("bf16", "fast"): 5.0, ("fp8", "parity"): 10.0, ("fp8", "fast"): 10.0}
-    rows = rows_of([turn_of(Said(speed), name, numerics=how) for (name, how), speed in speeds.items()])
-    assert [row["rollout/speedup_over_bf16"] for row in rows] == [1.0, 1.0, 2.5, 2.0]
-    assert [row.get("rollout/cost_of_parity") for row in rows] == [pytest.approx(0.25), None, 0.0, None]
 
 
 def test_steps_are_shown_where_one_followed_another() -> None:

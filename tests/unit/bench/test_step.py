@@ -28,7 +28,7 @@ from octetrl.bench.step import (
 from octetrl.bench.step_rows import calibration_rows, rows_of
 from octetrl.bench.workload import LengthRange, uniform_lengths
 from octetrl.cli.bench_options import with_layers
-from octetrl.config.schema import LoraConfig, Numerics, OptimizerConfig, TrainerConfig
+from octetrl.config.schema import LoraConfig, OptimizerConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache
 from octetrl.records import Completion, FinishReason
 from octetrl.system.errors import UserError
@@ -285,9 +285,8 @@ def turn_of(
     precision: str,
     *steps: StepTimes,
     calibration: dict[str, list[float]] | None = None,
-    numerics: Numerics = "parity",
 ) -> StepTurn:
-    return StepTurn(precision, numerics, steps, calibration or {}, 10, 0 if precision == "bf16" else 10**9, 0.5, 1.0)
+    return StepTurn(precision, steps, calibration or {}, 10, 0 if precision == "bf16" else 10**9, 0.5, 1.0)
 
 
 def test_rows_have_shares_and_ratios() -> None:
@@ -317,23 +316,6 @@ def test_a_row_says_how_many_layers_are_checkpointed(mode: str, given: int | Non
         replace(bench("bf16"), model=find_model("tiny"), trainer=trainer), [turn_of("bf16", times(1, 1, 1))]
     )
     assert row["step/checkpointed_layers"] == layers
-
-
-def test_parity_costs_what_fast_would_save_and_each_numerics_has_its_own_bf16() -> None:
-    plan = replace(bench("bf16", "fp8"), numerics=("parity", "fast"))
-    turns = [
-        turn_of(precision, times(*phases), numerics=numerics)
-        for precision, numerics, phases in (
-            ("bf16", "parity", (6.0, 3.0, 1.0)),
-            ("bf16", "fast", (4.0, 3.0, 1.0)),
-            ("fp8", "parity", (3.0, 1.5, 0.5)),
-            ("fp8", "fast", (2.0, 1.5, 0.5)),
-        )
-    ]
-    plain, plain_fast, fp8, fp8_fast = rows_of(plan, turns)
-    assert plain["step/step_cost_of_parity"] == 0.25 and fp8["step/produce_cost_of_parity"] == 0.5
-    assert fp8["step/learn_cost_of_parity"] == 0.0 and "step/step_cost_of_parity" not in plain_fast
-    assert (fp8["step/step_speedup_over_bf16"], fp8_fast["step/step_speedup_over_bf16"]) == (2.0, 2.0)
 
 
 def test_calibration_is_what_it_adds_to_off_scaled_to_the_step() -> None:

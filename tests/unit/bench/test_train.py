@@ -28,7 +28,7 @@ from octetrl.bench.train import (
 )
 from octetrl.bench.turns import compared, in_turn
 from octetrl.bench.workload import LengthRange
-from octetrl.config.schema import Fp8Config, Numerics, TrainerConfig
+from octetrl.config.schema import Fp8Config, TrainerConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.system.errors import UserError
 from octetrl.trainer.forward import KVReplay
@@ -76,14 +76,9 @@ def test_work_is_the_same_for_every_layout_and_trains_on_its_share() -> None:
 
 
 def test_arms_are_compared_with_their_like() -> None:
-    speeds = {("bf16", "parity"): 2.0, ("bf16", "fast"): 3.0, ("fp8", "parity"): 4.0, ("fp8", "fast"): 9.0}
-    assert compared(speeds) == {
-        ("bf16", "parity"): {"speedup_over_bf16": 1.0, "cost_of_parity": 0.5},
-        ("bf16", "fast"): {"speedup_over_bf16": 1.0},
-        ("fp8", "parity"): {"speedup_over_bf16": 2.0, "cost_of_parity": 1.25},
-        ("fp8", "fast"): {"speedup_over_bf16": 3.0},
-    }
-    assert compared({("fp8", "parity"): 4.0}) == {("fp8", "parity"): {}}
+    ratios = {"bf16": {"speedup_over_bf16": 1.0}, "fp8": {"speedup_over_bf16": 2.0}}
+    assert compared({"bf16": 2.0, "fp8": 4.0}) == ratios
+    assert compared({"fp8": 4.0}) == {"fp8": {}}
 
 
 def test_a_sequence_that_is_all_trained_keeps_its_first_token() -> None:
@@ -136,15 +131,6 @@ def test_precisions_alternate_and_learn_the_same() -> None:
         assert row["train/tokens"] == 96 and row["steps"] == 2 and row["train/optimizer_ms"]
         assert float(row["train/tokens_per_second_min"]) <= float(row["train/tokens_per_second"])
         assert "train/ceiling_share" not in row and "memory/peak_gb" not in row, "a CPU has neither"
-
-
-def test_each_numerics_is_the_models() -> None:
-    plan = replace(bench("bf16", "fp8"), numerics=("parity", "fast"))
-    turns = measure(plan)
-    arms: list[tuple[str, Numerics]] = [("bf16", "parity"), ("bf16", "fast"), ("fp8", "parity"), ("fp8", "fast")]
-    assert [(turn.precision, turn.numerics) for turn in turns] == arms
-    assert [(row["precision"], row["train/numerics"]) for row in rows_of(plan, turns)] == arms
-    assert [build_trainer(plan, *turn).model.policy.numerics for turn in arms] == [numerics for _, numerics in arms]
 
 
 def test_accumulating_is_training_without_the_update() -> None:
@@ -277,12 +263,10 @@ def test_codes_that_are_remade_are_a_remedy_in_fp8_and_then_take_what_bf16_takes
 # --- from turns to rows -------------------------------------------------------------------------------------
 
 
-def turn_of(
-    seconds: tuple[float, ...], precision: str = "bf16", trace: Trace | None = None, numerics: Numerics = "parity"
-) -> TrainTurn:
+def turn_of(seconds: tuple[float, ...], precision: str = "bf16", trace: Trace | None = None) -> TrainTurn:
     work = draw_work(Mix(LengthRange(16, 16)), 1, 0.75, PackingLayout(32), TINY.spec, seed=0)
     steps = tuple(StepTime(one, 0.25, 0.125) for one in seconds)
-    return TrainTurn(precision, numerics, steps, work, 0.5, 1.0, 3 * 10**9, 2 * 10**9, trace)
+    return TrainTurn(precision, steps, work, 0.5, 1.0, 3 * 10**9, 2 * 10**9, trace)
 
 
 def test_rows_are_medians_ratios_and_shares_of_the_ceiling() -> None:
@@ -300,18 +284,6 @@ def test_rows_are_medians_ratios_and_shares_of_the_ceiling() -> None:
     assert "train/speedup_over_bf16" not in rows_of(plan, turns[2:])[0]
 
 
-def test_parity_costs_what_fast_would_save_and_each_numerics_has_its_own_bf16() -> None:
-    plan = replace(bench("bf16", "fp8"), numerics=("parity", "fast"))
-    arms: list[tuple[str, Numerics, float]] = [
-        ("bf16", "parity", 4.0), ("bf16", "fast", 2.0), ("fp8", "parity", 2.0), ("fp8", "fast", 0.5)
-    ]  # fmt: skip
-    turns = [turn_of((seconds,), precision, numerics=numerics) for precision, numerics, seconds in arms]
-    plain, plain_fast, fp8, fp8_fast = rows_of(plan, turns)
-    assert (plain["train/cost_of_parity"], fp8["train/cost_of_parity"]) == (1.0, 3.0)
-    assert "train/cost_of_parity" not in plain_fast and "train/cost_of_parity" not in fp8_fast
-    assert (fp8["train/speedup_over_bf16"], fp8_fast["train/speedup_over_bf16"]) == (2.0, 4.0)
-
-
 @pytest.mark.parametrize(
     ("mode", "given", "layers"), [("none", None, 0), ("layer", None, 4), ("attention", 3, 3), ("layer", 0, 0)]
 )
@@ -327,9 +299,9 @@ def test_a_row_says_how_the_trainer_was(mode: str, given: int | None, layers: in
 def test_the_time_table_is_of_the_unprofiled_wall_time() -> None:
     trace = Trace((), {}, (Kernel("_adamw_kernel", None, 0.0, 1e6),))  # of two steps
     parts, kernels = profile_rows([turn_of((1.0,)), turn_of((1.0, 2.0, 0.625), "fp8", trace=trace)])
-    assert [(row["precision"], row["numerics"], row["part"], row["ms_per_step"]) for row in parts] == [
-        ("fp8", "parity", "optimizer", 500.0),
-        ("fp8", "parity", GAPS, 875.0),
+    assert [(row["precision"], row["part"], row["ms_per_step"]) for row in parts] == [
+        ("fp8", "optimizer", 500.0),
+        ("fp8", GAPS, 875.0),
     ]
     assert math.isclose(sum(float(row["share"]) for row in parts), 1.0)
     assert [row["kernel"] for row in kernels] == ["_adamw_kernel"]

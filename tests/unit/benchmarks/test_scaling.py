@@ -93,14 +93,6 @@ def test_a_model_larger_than_one_gpu_is_compared_with_the_fewest(tmp_path: Path)
     assert texts.count("80.0%") == 3 and any("the speed with the fewest" in text for text in texts)
 
 
-def test_each_numerics_is_a_line_of_its_own(tmp_path: Path) -> None:
-    rows = [row("fp8", count, **{"step/numerics": kind}) for count in (1, 2) for kind in ("parity", "fast")]
-    path = write(tmp_path / "step_a.json", rows)
-    series = series_of(read_points(path))
-    assert list(series) == [("qwen3-0.6b", "fp8", "parity"), ("qwen3-0.6b", "fp8", "fast")]
-    assert {"fp8", "fp8, fast"} <= set(drawn(path)[1]) and "| `fp8`, `fast` |" in table(series)
-
-
 def test_workers_on_the_cpu_are_called_so(tmp_path: Path) -> None:
     path = write(tmp_path / "step_a.json", [row("fp8", count) | {"cluster/device": "cpu"} for count in (1, 2)])
     texts = drawn(path)[1]
@@ -211,5 +203,5 @@ def test_a_page_without_a_place_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:
-    rows = [row("<b>&", 1, **{"step/numerics": "<i>"}), row("<b>&", 2, **{"step/numerics": "<i>"})]
-    assert "<b>&, <i>" in drawn(write(tmp_path / "step_a.json", rows))[1]
+    rows = [row("<b>&", 1), row("<b>&", 2)]
+    assert "<b>&" in drawn(write(tmp_path / "step_a.json", rows))[1]

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from octetrl.cli.bench_table import MOST, filled, fitting, print_table
 
-NAMES = ("precision", "train/numerics")
+NAMES = ("precision", "train/checkpointing")
 COLUMNS = {f"time/{n}": (f"seconds\nof part {n}", ".2f") for n in range(9)}
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
-    rows = [{"precision": f"fp8_{n}", "train/numerics": "parity"} for n in range(count)]
+    rows = [{"precision": f"fp8_{n}", "train/checkpointing": "layer"} for n in range(count)]
     return [row | {f"time/{n}": 1000 * place + n for n in range(8)} for place, row in enumerate(rows)]  # the last: none
 
 

@@ -30,7 +30,7 @@ def bench(verb: str, out: Path, capsys: Capture, *arguments: str) -> tuple[str, 
 
 def test_training_is_measured_beside_bf16(tmp_path: Path, capsys: Capture) -> None:
     text, record = bench("train", tmp_path / "new", capsys, *SMALL_TRAIN, "--layers", "2", "--rounds", "2")
-    said = [line.split("  ")[1].split(",")[0] for line in text.splitlines() if line.startswith("round ")]
+    said = [line.split("  ")[1].split(":")[0] for line in text.splitlines() if line.startswith("round ")]
     assert said == ["bf16", "fp8", "fp8", "bf16"]
     assert (tmp_path / "new" / "train_tiny_2_layers.json").is_file() and record["bench"] == "train"
     plain, fp8 = record["rows"]
@@ -71,15 +71,6 @@ def test_some_layers_are_checkpointed_and_the_file_has_a_name(tmp_path: Path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["train_tiny_three-of.4.json"]
 
 
-def test_training_by_numerics(tmp_path: Path, capsys: Capture) -> None:
-    text, record = bench("train", tmp_path, capsys, *SMALL_TRAIN, "--precision", "bf16", "--numerics", "parity,fast")
-    parity, fast = record["rows"]
-    assert (parity["train/numerics"], fast["train/numerics"]) == ("parity", "fast")
-    assert "train/cost_of_parity" in parity and "train/cost_of_parity" not in fast
-    assert fast["train/speedup_over_bf16"] == 1, "to its own"
-    assert (tmp_path / "train_tiny_1_layers_parity_fast.json").is_file() and "bf16, fast: " in text
-
-
 def test_lognormal_lengths_without_an_optimizer(tmp_path: Path, capsys: Capture) -> None:
     lengths = ("--tokens", "64", "--lengths", "lognormal", "--mean", "12", "--sigma", "1", "--no-optimizer")
     _, record = bench("train", tmp_path, capsys, *lengths, "--precision", "bf16", "--steps", "1", "--rounds", "1")
@@ -98,11 +89,10 @@ def test_the_whole_step_by_phase(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_a_step_has_its_own_file(tmp_path: Path, capsys: Capture) -> None:
-    short = ("--precision", "bf16", "--warmup", "0", "--numerics", "fast,parity", "--name", "both")
+    short = ("--precision", "bf16", "--warmup", "0", "--name", "both")
     _, record = bench("step", tmp_path, capsys, *short, "--lengths", "lognormal", "--sigma", "0.4")
-    assert [row["workload"] for row in record["rows"]] == ["4x8+8 lognormal 0.4 grouped"] * 2
-    assert {row["mismatch/token_mult_prob_error"] for row in record["rows"] if row["step/numerics"] == "parity"} == {1}
-    assert [row["step/numerics"] for row in record["rows"]] == ["fast", "parity"]
+    assert [row["workload"] for row in record["rows"]] == ["4x8+8 lognormal 0.4 grouped"]
+    assert {row["mismatch/token_mult_prob_error"] for row in record["rows"]} == {1}
     assert [path.name for path in tmp_path.iterdir()] == ["step_tiny_1_layers_both.json"]
 
 
@@ -173,8 +163,6 @@ WRONG = [
     ("step", ["--lengths", "lognormal", "--answer-tokens", "4-12"], "--answer-tokens: '4-12' is a span"),
     ("step", ["--gradient-sums", "bf16"], "--gradient-sums: 'bf16' is not one of float32, bfloat16"),
     ("train", ["--no-optimizer", "--offload"], "--offload: with --no-optimizer there is nothing to keep"),
-    ("train", ["--numerics", "parity,quick"], "--numerics: 'quick' is not one of parity, fast"),
-    ("step", ["--numerics", "fast,fast"], "--numerics: 'fast,fast' names a value twice; name each once"),
     ("train", ["--name", "a/b"], "--name: 'a/b' cannot be part of a file name; give 1 to 64 letters, digits, '-', '_'"),
     ("train", ["--name", ".."], "--name: '..' cannot be part of a file name"),
     ("train", ["--name", ""], "--name: '' cannot be part of a file name"),

@@ -33,7 +33,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("metrics.jsonl", "is a file of the run"),
         ("config.yaml", "is a file of the run"),
         ("checkpoints/step_000003/manifest.json", "is a file of the run"),
-        ("put_back.jsonl", "where a page ends in .html"),
         ("lock", "where a page ends in .html"),
         ("warnings.jsonl", "where a page ends in .html"),
     ],

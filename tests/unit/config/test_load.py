@@ -274,6 +274,19 @@ def test_a_dumped_recipe_is_the_same_recipe(tmp_path_factory: pytest.TempPathFac
     assert load_recipe(path) == recipe
 
 
+def test_a_run_keeps_the_fields_that_were_retired_since_and_a_recipe_does_not(tmp_path: Path) -> None:
+    run, recipe = tmp_path / "run" / "config.yaml", tmp_path / "config.yaml"
+    (run.parent / "checkpoints").mkdir(parents=True)
+    for path in (run, recipe):
+        path.write_text("numerics: parity\nmodel: {path: models/m}\nenvironment: {dataset: chain_sum}\n")
+    assert load_recipe(run).model.path == "models/m"
+    with pytest.raises(UserError, match="numerics: unknown key"):
+        load_recipe(recipe)
+    run.write_text(run.read_text().replace("parity", "fast"))
+    with pytest.raises(UserError, match="numerics: unknown key"):
+        load_recipe(run)
+
+
 def test_a_mapping_made_in_code_is_checked_like_a_file() -> None:
     assert recipe_from_mapping({"model": {"path": "m"}, "precision": "fp8", "environment": {"dataset": "d"}}).fp8.train
     with pytest.raises(UserError, match=r"environment\.dataset: missing"):

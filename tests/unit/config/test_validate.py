@@ -98,7 +98,6 @@ IMPOSSIBLE = [
     ([("rollout.stop", [""])], "rollout.stop"),
     ([*SFT, ("precision", "fp8_full")], "has no data for calibration"),
     ([("precision", "fp8_full"), ("engine.prefix_cache", "keep")], "old codes with the new scales"),
-    ([("engine.speculation.name", "ngram"), ("numerics", "fast")], "use numerics 'parity', or engine.speculation.name"),
     ([("engine.speculation.name", "ngram"), ("engine.max_batch", 1)], "leaves no place for drafts"),
     ([("algorithm.name", "dpo")], "algorithm.conversations: dpo needs"),
     ([("environment.tools", ["calculater"])], "no tool 'calculater'; did you mean 'calculator'?"),

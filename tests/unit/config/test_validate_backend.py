@@ -21,7 +21,7 @@ from octetrl.config.validate_backend import backend_spec_problems, without_effec
 from octetrl.config.validate_tensor import tensor_problems
 from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
 from octetrl.config.weight_buffer import choose_buffer
-from octetrl.fp8.parity import refused_gate, why_not_equal
+from octetrl.fp8.parity import refused_gate, why_measured
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
 from octetrl.shapes.presets import preset_config
@@ -184,8 +184,8 @@ def test_a_local_version_is_the_version(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_equality_is_not_promised() -> None:
     policy = precision_policy(spec_from_config(preset_config("qwen3-0.6b")), recipe_with(FULL).fp8)
-    assert why_not_equal(recipe_with(FULL), policy, on_gpu=True) is None
-    assert "engine.backend: vllm" in str(why_not_equal(recipe_with(FULL, VLLM), policy, on_gpu=True))
+    assert why_measured(recipe_with(FULL), policy, on_gpu=True) is None
+    assert "engine.backend: vllm" in str(why_measured(recipe_with(FULL, VLLM), policy, on_gpu=True))
     strict = recipe_with(FULL, VLLM, ("mismatch.fail_on_difference", True))
     assert "cannot stop this run" in str(refused_gate(strict, policy, on_gpu=True))
 
@@ -195,7 +195,6 @@ def test_check_says_what_remains() -> None:
     assert lines["corrections"] == "tis (at most 2)"
     assert lines["gate"].endswith("warns above 1.03, stops above 1.2")
     assert "largest of the heads' scales" in lines["KV scales"]
-    assert lines["parity"].startswith("not promised; `octetrl doctor RECIPE --backend vllm`")
     assert lines["rollout backend"].endswith("in the trainer's process, with weights of its own")
     bare = dict(backend_lines(recipe_with(VLLM, ("algorithm.corrections", []))))
     assert "not corrected" in bare["corrections"] and "KV scales" not in bare

@@ -23,7 +23,7 @@ def refusal(sizes: dict[str, int], preset: str = "tiny-moe", **sections: Any) ->
     model = sections.pop("model", {})
     mapping = {"model": {"path": "m", **model}, "environment": {"dataset": "d"}, **sections}
     recipe, spec = recipe_from_mapping(mapping), spec_from_config(preset_config(preset) | sizes)
-    policy = precision_policy(spec, recipe.fp8, recipe.numerics)
+    policy = precision_policy(spec, recipe.fp8)
     found = experts_refused_on_gpu(recipe, spec, policy.precisions())
     assert found is None or "\n" not in found
     return found

@@ -11,7 +11,7 @@ import torch
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.fp8.backends import BackendName
-from octetrl.fp8.parity import refused_gate, slow_paths, why_not_equal, why_not_fused
+from octetrl.fp8.parity import parity_of, refused_gate, slow_paths, why_measured, why_not_fused
 from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
@@ -56,16 +56,16 @@ def test_a_model_is_fused_where_the_recipe_says_so(precision: str, dtype: str, e
         ({"precision": "fp8_rollout"}, "FP8 on one side only"),
         ({"precision": "fp8_full", "fp8": {"kv_replay": False}}, "fp8.kv_replay: false"),
         ({"engine": {"prefix_cache": "keep"}}, "engine.prefix_cache: keep"),
-        ({"numerics": "fast"}, "numerics: fast"),
         (SUPERVISED, "sft samples no rollouts"),
     ],
 )
 def test_an_explicit_gate_is_refused_where_it_could_never_close(sections: dict[str, Any], why: str | None) -> None:
     for asked in ("auto", True, False):
         recipe = recipe_of(**sections, mismatch={"fail_on_difference": asked})
-        policy = precision_policy(SPEC, recipe.fp8, recipe.numerics)
-        reason, refused = (ask(recipe, policy, on_gpu=False) for ask in (why_not_equal, refused_gate))
+        policy = precision_policy(SPEC, recipe.fp8)
+        reason, refused = (ask(recipe, policy, on_gpu=False) for ask in (why_measured, refused_gate))
         assert (reason is None) == (why is None)
+        assert parity_of(recipe, policy, on_gpu=False) == ("promised" if why is None else "measured")
         assert (refused is not None) == (asked is True and why is not None)
         if why is not None and refused is not None:
             assert why in refused and refused.startswith("mismatch.fail_on_difference: true") and "auto" in refused
