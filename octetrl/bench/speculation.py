@@ -22,7 +22,7 @@ from octetrl.engine.engine import Engine
 from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.speculation import DraftSource
-from octetrl.records import Completion, GenerationRequest
+from octetrl.records import Completion
 
 NGRAM = "ngram"
 MOST_TURNS = 5  # of a kind of drafts
@@ -51,9 +51,6 @@ class ForcedDrafts:
         """Nothing to do: the answers are known."""
 
     def end(self, sequence: RunningSequence, *, keeps: bool = True) -> None:
-        """Nothing to do: the answers are known."""
-
-    def forget(self, request: GenerationRequest) -> None:
         """Nothing to do: the answers are known."""
 
     def reset(self) -> None:

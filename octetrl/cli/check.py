@@ -34,7 +34,6 @@ from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import spec_problems
 from octetrl.config.validate_experts import experts_refused_on_gpu
-from octetrl.config.validate_overdraw import describe_overdraw
 from octetrl.config.validate_speculation import drafts_without_effect
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.python_object import search_beside
@@ -218,9 +217,6 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
     else:
         size = f"{rollout.prompts_per_step} prompts x {rollout.group_size} siblings a step"
         yield "algorithm", f"{algorithm.name}, {size}, temperature {rollout.temperature:g}"
-        overdraw = describe_overdraw(recipe)
-        if overdraw is not None:
-            yield "over-drawing", overdraw
         tail = describe_tail(recipe)
         if tail is not None:
             yield "beside tail", tail

@@ -65,5 +65,5 @@ def _text(metric: Metric) -> str:
 
 
 def _letters(text: str) -> str:
-    """Without case and what stands between words: `overdraw` is found in "Over-drawing"."""
+    """Without case and what stands between words: `kvcache` is found in "KV cache"."""
     return "".join(letter for letter in text.lower() if letter.isalnum())

@@ -56,6 +56,8 @@ PRECISIONS: dict[str, Tree] = {
 }
 RETIRED: dict[tuple[str, ...], Any] = {  # fields that recipes no longer have, and the value that changes nothing
     ("numerics",): "parity",
+    ("rollout", "overdraw"): 1.0,
+    ("rollout", "overdraw_return"): "next_step",
 }
 _OVERRIDE = "override "  # how the text of a problem begins that is an override's alone
 COMMAND_LINE, PYTHON = "command line", "octetrl.train"

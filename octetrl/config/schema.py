@@ -134,13 +134,6 @@ class RolloutConfig(Section):
     like top_k."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
-    overdraw: float = Field(default=1.0, ge=1.0, le=1.5)
-    """Over-drawing: prompts that a step draws, as a multiple of `prompts_per_step`. The slowest groups are left out,
-    and the next step draws their prompts first. A step gets shorter, but its batch prefers short answers. 1: off. Set
-    1.2 if few long answers take most of a step."""
-    overdraw_return: Literal["next_step", "long_step"] = "next_step"
-    """Over-drawing: when the prompts that were left out are drawn again. next_step: first in the next step. long_step:
-    in a step of their own as soon as they fill one. Only such steps then wait for long answers."""
     learn_beside_tail: bool = False
     """Train on complete groups while the last answers of a step are still sampled. The last answers continue on one
     worker, and the others train. Completions and log-probs stay the same bits. Gradients differ by the roundings of the

@@ -33,7 +33,6 @@ from octetrl.config.smallest_cache import cache_problems
 from octetrl.config.validate_backend import backend_problems, backend_spec_problems
 from octetrl.config.validate_environment import environment_problems
 from octetrl.config.validate_experts import expert_problems
-from octetrl.config.validate_overdraw import overdraw_problems
 from octetrl.config.validate_roles import role_problems
 from octetrl.config.validate_sandbox import sandbox_problems
 from octetrl.config.validate_speculation import speculation_problems
@@ -103,7 +102,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     yield from mixture_problems(recipe)
     yield from problems_of_each(recipe, lambda one: environment_problems(one, training and not recipe.environments))
     yield from problems_of_each(recipe, sandbox_problems)
-    yield from chain(speculation_problems(recipe), overdraw_problems(recipe), backend_problems(recipe, training))
+    yield from chain(speculation_problems(recipe), backend_problems(recipe, training))
     yield from chain(_trainer_problems(recipe), tail_problems(recipe) if training else ())
     yield from chain(cluster_problems(recipe.cluster), role_problems(recipe))
     yield from _run_problems(recipe)

@@ -123,11 +123,6 @@ def refuse_for_turns(recipe: Recipe) -> None:
             "engine.openai.answers: text has no token ids, and the turns of this environment are joined token by token;"
             " use a server that gives them (answers: tokens), or an environment with one turn"
         )
-    if recipe.rollout.overdraw > 1.0:
-        raise UserError(
-            f"rollout.overdraw: {recipe.rollout.overdraw:g} compares lengths of single answers, but this environment"
-            " has several turns; set it to 1"
-        )
     if recipe.rollout.learn_beside_tail:
         raise UserError(
             "rollout.learn_beside_tail: it needs answers of one turn, but this environment has several; set it to false"

@@ -67,7 +67,6 @@ def tail_problems(recipe: Recipe) -> Iterator[Problem]:
             ("trainer.router.balance_loss", "trainer.router.z_loss"),
             "the routers' losses are means over all micro-batches of the step; set both to 0,",
         ),
-        (recipe.rollout.overdraw > 1.0, ("rollout.overdraw",), "it keeps groups when all are drawn; set it to 1,"),
         (recipe.engine.backend != "octetrl", ("engine.backend",), "its answers cannot move; use octetrl,"),
         (
             any(one.reward_model is not None for one in recipe.each_environment.values()),

@@ -9,7 +9,7 @@ draft changes no token (speculation.py).
 Ended answers are kept by prompt, as bytes; this costs nothing while a batch is large. A prompt's tables are built when
 its first running answer asks for a draft, and dropped when its last one ends. A new session sorts the answers of the
 last one by request and sibling. A resumed run gives them back in that order (`remember`). It reads them from the run's
-files, so what is in no file is not kept: cancelled answers, and groups that over-drawing puts back (`forget`). With one
+files, so cancelled answers, which are in no file, are not kept. With one
 worker in the run's process, and room for all answers, a resumed run makes the drafts of a run that was never stopped.
 Workers of a resumed run know the answers of all workers, and not just their own.
 """
@@ -27,7 +27,7 @@ from octetrl.config.speculation import SpeculationConfig
 from octetrl.engine.draft_budget import DraftLosses
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.speculation import DraftSource
-from octetrl.records import EarlierAnswer, GenerationRequest
+from octetrl.records import EarlierAnswer
 
 INDEXED_TOKENS = 1 << 15  # of a prompt's kept answers, the latest first
 TEXT = 1 << 32
@@ -151,19 +151,6 @@ class NGramDrafts:
         if keeps:
             place = sequence.group.index, sequence.sibling
             self._keep(prompt, sequence.token_ids[sequence.prompt_length :], place, request.id)
-
-    def forget(self, request: GenerationRequest) -> None:
-        """Drops the request's answers of this session."""
-        prompt = _packed(request.prompt_token_ids)
-        answers = self._answers.get(prompt, [])
-        left = [one for one in answers if (one.place[0], one.request_id) != (self._session, request.id)]
-        if len(left) == len(answers):
-            return
-        self._kept -= sum(one.num_tokens for one in answers) - sum(one.num_tokens for one in left)
-        self._answers[prompt] = left
-        self._is_sorted = False
-        if not left:
-            self._drop(prompt)
 
     def _keep(self, prompt_ids: Prompt, answer: Sequence[int], place: tuple[int, int], request_id: str) -> None:
         prompt = _packed(prompt_ids)

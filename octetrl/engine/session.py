@@ -132,10 +132,6 @@ class Session:
         self._drop([sibling for sibling in self._unfinished() if sibling.group is group])
         self._rest()
 
-    def forget(self, request: GenerationRequest) -> None:
-        """No draft of a later session comes from the request's answers, which have ended or were cancelled."""
-        self._speculator.forget(request)
-
     def _unfinished(self) -> list[RunningSequence]:
         return [*self._scheduler.running, *self._scheduler.waiting]
 

@@ -37,7 +37,6 @@ from octetrl.engine.model_runner import ModelRunner, Results, Sampled
 from octetrl.engine.request import RunningSequence, Step
 from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.transcript import Batch, Transcript
-from octetrl.records import GenerationRequest
 
 PAUSE = 64  # forwards without drafts after one that was not finite
 
@@ -58,9 +57,6 @@ class DraftSource(Protocol):
 
     def end(self, sequence: RunningSequence, *, keeps: bool = True) -> None:
         """The sequence has ended; `token_ids` has all of its tokens. `keeps` false: it was cancelled."""
-
-    def forget(self, request: GenerationRequest) -> None:
-        """No draft of a later session comes from the request's answers, which have ended."""
 
     def reset(self) -> None:
         """A new session: no sequence of the last one comes back."""
@@ -271,11 +267,6 @@ class Speculator:
             return
         self._num_known.pop(sequence, None)
         self._source.end(sequence, keeps=keeps)
-
-    def forget(self, request: GenerationRequest) -> None:
-        """No draft of a later session comes from the request's answers."""
-        if self._source is not None:
-            self._source.forget(request)
 
 
 def _rounds(

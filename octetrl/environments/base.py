@@ -115,43 +115,21 @@ class Taskset:
             )
         self._order = EndlessOrder(len(tasks), seed)
         self._position = 0
-        self._put_back: list[int] = []  # positions that come before the others
-        self._drawn: list[tuple[int, Task]] = []  # of the last batch, with their positions
 
     def next_batch(self, n: int) -> list[Task]:
-        """The next `n` training tasks, those that were put back first. A batch may span the end of an epoch."""
-        again, self._put_back = self._put_back[:n], self._put_back[n:]
-        return self._draw(n, again)
-
-    def next_new_batch(self, n: int) -> list[Task]:
-        """The next `n` training tasks; those that were put back wait."""
-        return self._draw(n, [])
-
-    def _draw(self, n: int, again: Sequence[int]) -> list[Task]:
-        self._drawn = [(position, self._tasks[self._order[position]]) for position in again]
+        """The next `n` training tasks. A batch may span the end of an epoch."""
+        drawn: list[Task] = []
         expected_to = self._position
-        while len(self._drawn) < n:
+        while len(drawn) < n:
             if self._position >= expected_to:
                 end_of_epoch = (self._position // len(self._tasks) + 1) * len(self._tasks)
-                expected_to = min(self._position + n - len(self._drawn), end_of_epoch)
+                expected_to = min(self._position + n - len(drawn), end_of_epoch)
                 expect_tasks(self._tasks, map(self._order.__getitem__, range(self._position, expected_to)))
             task = self._tasks[self._order[self._position]]
             self._position += 1
             if task.prompt not in self._held_out_prompts:
-                self._drawn.append((self._position - 1, task))
-        return [task for _, task in self._drawn]
-
-    @property
-    def num_put_back(self) -> int:
-        """Tasks that come before the others."""
-        return len(self._put_back)
-
-    def put_back(self, tasks: Sequence[Task]) -> None:
-        """Some tasks of the last batch come before new ones in a later `next_batch`, in this order."""
-        positions: dict[int, list[int]] = {}  # a small data set may have a task twice in a batch
-        for position, task in self._drawn:
-            positions.setdefault(id(task), []).append(position)
-        self._put_back += [positions[id(task)].pop(0) for task in tasks]
+                drawn.append(task)
+        return drawn
 
     def leave_out(self, prompts: Collection[str]) -> None:
         """Skip these prompts in training too: other environments of the run hold them out. Raises UserError if no task
@@ -193,8 +171,7 @@ class Taskset:
 
     def state(self) -> dict[str, Any]:
         """The position in the order, as plain data for JSON."""
-        again = {"put_back": list(self._put_back)} if self._put_back else {}
-        return {"position": self._position, "fingerprint": self._fingerprint, **again}
+        return {"position": self._position, "fingerprint": self._fingerprint}
 
     def restore(self, state: Mapping[str, Any], *, has_changed: bool = False) -> None:
         """Continue from a result of `state()`. Raises UserError if the tasks or the seed were different then, unless
@@ -205,7 +182,6 @@ class Taskset:
                 " resume with the same data, or start a new run from its weights"
             )
         self._position = state["position"]
-        self._put_back = list(state.get("put_back", ()))
 
     @cached_property
     def _fingerprint(self) -> str:

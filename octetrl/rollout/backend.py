@@ -123,18 +123,10 @@ class RolloutSession(Protocol):
 
 @runtime_checkable
 class KnowsLengths(Protocol):
-    """A session that knows how long unfinished answers are. Only over-drawing (overdraw.py) needs it."""
+    """A session that knows how long unfinished answers are. Learning beside the tail needs it."""
 
     def answer_lengths(self) -> Mapping[str, int]:
         """Tokens so far of each unfinished request's longest unfinished answer."""
-
-
-@runtime_checkable
-class ForgetsAnswers(Protocol):
-    """A session whose ended answers become drafts of later sessions (`engine.speculation`)."""
-
-    def forget(self, request: GenerationRequest, /) -> None:
-        """The answers of this request do not. They have ended, or were cancelled."""
 
 
 @runtime_checkable

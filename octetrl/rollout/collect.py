@@ -24,14 +24,12 @@ each rollout to its end, in one open session. The scorer then sees the last mess
         `prompts`
 
 The taskset's state records the tasks that a step took, so a resumed run continues after them. The last refill may give
-more groups than `prompts`; all of them are trained on. With `max_refills` 0 there is no refill. `overdraw` draws more
-tasks and leaves out the slowest groups instead (overdraw.py).
+more groups than `prompts`; all of them are trained on. With `max_refills` 0 there is no refill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from octetrl.environments.scoring_round import RestartingScorer, ScoresAll, TimedScorer
 from octetrl.environments.turns.dialogue import Dialogues
@@ -43,7 +41,6 @@ from octetrl.rollout.collected import Collecting
 from octetrl.rollout.collection_settings import CollectionSettings, Generates, Tasks
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.rollout.first_requests import TooLong, request_of, without_answers
-from octetrl.rollout.overdraw import collect_overdrawn
 
 
 def collect_batch(
@@ -59,11 +56,6 @@ def collect_batch(
     give. `lengths`: of earlier answers; those of this step are added. `on_group`: gets each scored group early."""
     state = Collecting(ExpectedLengths() if lengths is None else lengths, on_group)
     restarts = _reward_restarts(environment)
-    if collection.overdraw > 1.0:
-        assert not isinstance(environment, Dialogues), "`refuse_for_turns` comes first"
-        batch = collect_overdrawn(tasks, keeps, environment, workers, collection, state)
-        restarts = _reward_restarts(environment) - restarts
-        return replace(batch, reward_restarts=restarts, reward_times=reward_times(environment))
     groups: list[RolloutGroup] = []
     kept: list[RolloutGroup] = []
     wanted, draws = collection.prompts, 0

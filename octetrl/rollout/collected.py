@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from octetrl.records import RolloutGroup, Task
+from octetrl.records import RolloutGroup
 from octetrl.rollout.backend import SessionRecord
 from octetrl.rollout.drive import Occupancy
 from octetrl.rollout.expected_lengths import ExpectedLengths
@@ -35,8 +35,6 @@ class CollectedBatch:
     occupancy: Occupancy = field(default_factory=Occupancy)
     reward_restarts: int = 0  # reward processes that were replaced
     of_order: Mapping[str, float] = field(default_factory=dict)  # metrics of the order of the tasks
-    put_back: tuple[Task, ...] = ()  # whose groups were too slow and are left out (overdraw.py)
-    of_overdraw: Mapping[str, float] = field(default_factory=dict)  # metrics of that
     session: SessionRecord | None = None  # None: nothing could be sampled
     reward_times: Mapping[str, float] = field(default_factory=dict)
 
@@ -50,7 +48,7 @@ class CollectedBatch:
             "reward_restarts": self.reward_restarts,
         }
         metrics = {f"rollout/{name}": float(count) for name, count in counts.items()}
-        return {**metrics, **self.occupancy.metrics, **self.of_order, **self.of_overdraw}
+        return {**metrics, **self.occupancy.metrics, **self.of_order}
 
     @property
     def measured(self) -> Mapping[str, float]:

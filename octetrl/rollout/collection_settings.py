@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from octetrl.config.schema import RolloutConfig
-from octetrl.config.validate_overdraw import overdrawn
 from octetrl.records import Completion, GenerationRequest, OnCompletions, SamplingParams, Task
 from octetrl.rollout.backend import OnSession, RolloutSession, not_asked
 from octetrl.rollout.chat_tokens import ChatTokens
@@ -55,8 +54,6 @@ class CollectionSettings:
     step: int = 0  # new for every collection: seeds follow from it
     prompts: int = 1  # groups that a step wants (`collect_batch`)
     max_refills: int = 0  # further draws to get them
-    overdraw: float = 1.0  # tasks that a step draws, of `prompts` (overdraw.py)
-    long_steps: bool = False  # tasks that were put back are drawn in steps of their own, not in the next
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     context_length: int = 1 << 30  # tokens that a conversation may have
     answer_limits: Callable[[Task], tuple[int, ...]] | None = (
@@ -81,14 +78,7 @@ class CollectionSettings:
             config.max_prompt_tokens,
             seed,
             prompts=config.prompts_per_step,
-            overdraw=config.overdraw,
-            long_steps=config.overdraw_return == "long_step",
         )
-
-    @property
-    def drawn_prompts(self) -> int:
-        """Tasks that a step draws."""
-        return overdrawn(self.prompts, self.overdraw)
 
     def at_step(self, step: int) -> CollectionSettings:
         return replace(self, step=step)

@@ -43,10 +43,6 @@ class ExpectedLengths:
             groups = min(groups + 1, MEMORY)
             self.of_class[name] = (mean + (mean_tokens - mean) / groups, groups)
 
-    def expect_at_least(self, task: Task, tokens: int) -> None:
-        """Notes that an answer to the task had more tokens, so that the task starts early the next time."""
-        self.of_task[task.id] = max(tokens, self.of_task.get(task.id, 0))
-
     def state(self) -> dict[str, Any]:
         return {"of_task": dict(self.of_task), "of_class": {name: list(known) for name, known in self.of_class.items()}}
 

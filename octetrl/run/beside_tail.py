@@ -98,7 +98,7 @@ class BesideTail(StepMethod):
         collected = collect_batch(
             run.taskset, objective.keeps, run.rewards, workers, settings, run.lengths, on_group=on_group
         )
-        recorded = journal.record(number, collected.groups, collected.put_back)
+        recorded = journal.record(number, collected.groups)
         for batch in blocks.rest(collected.groups):
             workers.offer(batch)
         update = workers.finish_step()

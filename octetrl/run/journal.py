@@ -7,11 +7,10 @@ from pathlib import Path
 
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
-from octetrl.records import RolloutGroup, Task
+from octetrl.records import RolloutGroup
 from octetrl.telemetry.environment_metrics import by_environment, environment_metrics
 from octetrl.telemetry.failures import Failures
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, RolloutFiles, rollout_metrics
-from octetrl.telemetry.step_lines import PUT_BACK, StepLines
 
 
 class Journal:
@@ -22,35 +21,30 @@ class Journal:
         self,
         files: RolloutFiles | None = None,
         evaluations: RolloutFiles | None = None,
-        put_back: StepLines | None = None,
         *,
         environments: Collection[str] = (),
         right_from: float = 1.0,
     ) -> None:
-        self._files, self._evaluations, self._put_back = files, evaluations, put_back
+        self._files, self._evaluations = files, evaluations
         self._environments, self._right_from = environments, right_from
 
     @classmethod
     def of(cls, recipe: Recipe, run_folder: Path | None = None, resumed_step: int = 0) -> Journal:
         """Of a run: `rollouts/`, and `evaluations/` if there are any. Removes those after `resumed_step`. run_folder
         None: write none."""
-        files = held_out = put_back = None
+        files = held_out = None
         if run_folder is not None:
             evaluations = run_folder / EVALUATIONS
             evaluates = recipe.evaluation.every > 0 or evaluations.is_dir()
             files = RolloutFiles(run_folder / ROLLOUTS, resumed_step)
             held_out = RolloutFiles(evaluations, resumed_step) if evaluates else None
-            put_back = StepLines(run_folder / PUT_BACK, resumed_step)
         right_from = recipe.evaluation.right_from
-        return cls(files, held_out, put_back, environments=tuple(recipe.environments), right_from=right_from)
+        return cls(files, held_out, environments=tuple(recipe.environments), right_from=right_from)
 
-    def record(self, step: int, groups: Sequence[RolloutGroup], put_back: Sequence[Task] = ()) -> dict[str, float]:
-        """Writes the groups of a step. Returns their metrics. `put_back`: tasks that the next step draws again
-        (rollout/overdraw.py)."""
+    def record(self, step: int, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Writes the groups of a step. Returns their metrics."""
         if self._files is not None:
             self._files.write(step, groups)
-        if self._put_back is not None and put_back:
-            self._put_back.write(step, task_ids=[task.id for task in put_back])
         return rollout_metrics(groups) | environment_metrics(groups, self._environments, self._right_from)
 
     def record_evaluation(self, step: int, groups: Sequence[RolloutGroup]) -> None:

@@ -1,6 +1,6 @@
 """The run folder: locks it for one run, and cleans up after a refused run.
 
-    config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  evaluations/  checkpoints/  put_back.jsonl  lock
+    config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  evaluations/  checkpoints/  lock
     warnings.jsonl  report.html  logs/  events.out.tfevents.*
 
 Locks of the operating system prevent two live runs in one folder: one of the folder itself, and one of `lock`, which

@@ -15,7 +15,6 @@ from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.kept_cache import in_flight
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
-from octetrl.config.validate_overdraw import describe_overdraw
 from octetrl.config.validate_roles import describe_roles
 from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.given import is_given
@@ -75,7 +74,6 @@ def banner(run: Run) -> Screen:
         ("roles", describe_roles(recipe) or ""),
         ("data", _data(run)),
         ("step", _step(recipe)),
-        ("over-drawing", describe_overdraw(recipe) or ""),
         ("beside tail", describe_tail(recipe) or ""),
         ("run", _plan(recipe)),
         ("folder", recipe.output_dir),

@@ -24,7 +24,7 @@ from octetrl.system.folder_lock import folder_lock
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.run_changes import HISTORY_FILE
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
-from octetrl.telemetry.step_lines import PUT_BACK, WARNINGS
+from octetrl.telemetry.step_lines import WARNINGS
 from octetrl.workers.many.status import STATUS_FILE
 
 RECIPE_FILE = "config.yaml"
@@ -35,9 +35,9 @@ LONGEST_LOCK = 20  # bytes
 
 # What a run leaves, besides its recipe; patterns of names.
 RECORDS = (
-    *(METRICS_FILE, ROLLOUTS, EVALUATIONS, CHECKPOINTS, HISTORY_FILE, PUT_BACK, WARNINGS, REPORT),
+    *(METRICS_FILE, ROLLOUTS, EVALUATIONS, CHECKPOINTS, HISTORY_FILE, WARNINGS, REPORT),
     "events.out.tfevents.*",
-    *(f"{PUT_BACK}.partial", f"{WARNINGS}.partial", f".{REPORT}"),
+    *(f"{WARNINGS}.partial", f".{REPORT}"),
 )
 # What it writes before its recipe is there: a key that each has, and how a file begins that is being written.
 EARLY = {RUN_FILE: "run", STATUS_FILE: "workers"}

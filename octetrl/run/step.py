@@ -23,7 +23,7 @@ class GenerateThenLearn(StepMethod):
 
     def step(self, run: Run, number: int, journal: Journal) -> StepResult:
         collected = produce(run, number)
-        recorded = journal.record(number, collected.groups, collected.put_back)
+        recorded = journal.record(number, collected.groups)
         learnt = learn(run, to_samples(collected.kept, run.algorithm), number)
         return StepResult(StepMetrics.merge(recorded, collected.metrics, learnt), collected.groups)
 

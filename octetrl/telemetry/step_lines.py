@@ -1,7 +1,5 @@
-"""A run's files that have a line only for some steps. Without such steps there is no file.
+"""A run's file that has a line only for some steps. Without such steps there is no file.
 
-    put_back.jsonl   {"step": 3, "task_ids": [...]}   tasks whose groups were the slowest (`rollout.overdraw`); the next
-                                                      step draws them again
     warnings.jsonl   {"step": 3, "text": "..."}       what the console warned of; the report shows it
 
 A resumed run first removes the lines after its checkpoint's step.
@@ -17,7 +15,7 @@ from pathlib import Path
 from octetrl.system.text import ESCAPE
 from octetrl.telemetry.rollouts import not_written
 
-PUT_BACK, WARNINGS = "put_back.jsonl", "warnings.jsonl"
+WARNINGS = "warnings.jsonl"
 
 
 class StepLines:

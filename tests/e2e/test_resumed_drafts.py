@@ -49,19 +49,6 @@ def test_a_resumed_run_makes_the_same_drafts(model: Path, whole: Path, tmp_path:
     assert metrics[-1]["rollout/drafted_tokens"] > 0
 
 
-@pytest.mark.parametrize("stops", [[], ["e", "a", "1"]], ids=["ended", "cancelled"])
-def test_answers_of_groups_that_were_put_back_make_no_drafts(stops: list[str], model: Path, tmp_path: Path) -> None:
-    """They are in no file. Without stops all answers have one length, so all groups end before one is put back."""
-    (tmp_path / "tasks.jsonl").write_text("".join(TASKS.read_text().splitlines(keepends=True)[1:6]))
-    changes = DRAFTED | {"rollout.overdraw": 1.5, "rollout.stop": stops, "rollout.max_new_tokens": 28}
-    run(model, tmp_path / "whole", changes | {"environment.dataset": str(tmp_path / "tasks.jsonl")})
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    metrics = resumed(model, tmp_path / "whole", tmp_path / "run", changes)
-    assert metrics == timeless(read_lines(tmp_path / "whole/metrics.jsonl"))
-    assert all(line["rollout/put_back_groups"] == 1 for line in metrics)
-    assert metrics[-1]["rollout/drafted_tokens"] > 0
-
-
 def test_answers_that_cannot_be_read_are_named(
     model: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

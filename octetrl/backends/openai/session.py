@@ -147,10 +147,6 @@ class OpenaiSession(AdapterSession[int, ServerMetrics]):
 
     # ------------------------------------------------------------ what it did
 
-    def answer_lengths(self) -> dict[str, int]:
-        """Answers come whole: nothing is known of an unfinished one."""
-        return {sibling.group.request.id: 0 for sibling in self._running.values()}
-
     def progress(self) -> GenerationProgress:
         return self._tally.progress(len(self._running))
 

@@ -100,14 +100,6 @@ class VllmSession(AdapterSession[str, VllmMetrics]):
             "cluster.weights_in_flight: engine.backend: vllm cannot change weights while it generates; turn it off"
         )
 
-    def answer_lengths(self) -> dict[str, int]:
-        """Tokens so far of each unfinished request's longest unfinished answer."""
-        lengths: dict[str, int] = {}
-        for sibling in self._running.values():
-            name = sibling.group.request.id
-            lengths[name] = max(lengths.get(name, 0), len(sibling.logprobs))
-        return lengths
-
     # ------------------------------------------------------------ steps
 
     def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -340,10 +340,6 @@ class HostedWorker:
     def measure(self) -> GenerationMetrics | None:
         """Metrics of the open session so far; None if it has ended."""
         return self._open.measure()
-
-    def answer_lengths(self) -> Mapping[str, int]:
-        """Tokens so far of each unfinished request's longest unfinished answer."""
-        return self._open.answer_lengths()
 
     def withdraw(self) -> Withdrawn:
         """Closes the session before its answers have ended, so that they can continue on another worker."""

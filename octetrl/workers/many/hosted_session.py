@@ -1,6 +1,6 @@
 """An open session of one worker, as its process runs it: requests in, events out, no call a forward.
 
-    submit, cancel, measure, answer_lengths, withdraw, adopt -> commands
+    submit, cancel, measure, withdraw, adopt -> commands
     commands -> [loop of the computing thread: commands, session.events()] -> events -> poll
 
 The loop sleeps while there is no work. `poll` waits for the first event. A request that is refused, or a session that
@@ -83,10 +83,6 @@ class HostedSession:
         """Metrics of the session so far, read between two of its steps; None if it has ended."""
         metrics: GenerationMetrics | None = self._read(lambda session: session.metrics())
         return metrics
-
-    def answer_lengths(self) -> Mapping[str, int]:
-        """Of the session (rollout/overdraw.py), read between two of its steps; empty if it has ended."""
-        return self._read(_answer_lengths) or {}
 
     def withdraw(self) -> tuple[Mapping[tuple[str, int], Said], list[SessionEvent]]:
         """Stops all answers, between two steps. Returns what the unfinished ones have said so far, and the events that
@@ -227,10 +223,6 @@ def _asked(command: _Command) -> Future[Any] | None:
     if isinstance(command, _Read):
         return command.answer
     return command.published if isinstance(command, _Adopt) else None
-
-
-def _answer_lengths(session: BackendSession) -> Mapping[str, int]:
-    return session.answer_lengths() if isinstance(session, KnowsLengths) else {}
 
 
 def _withdrawn(session: BackendSession) -> Mapping[tuple[str, int], Said]:

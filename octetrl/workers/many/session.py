@@ -9,7 +9,7 @@ forward costs no call. Pieces have ids of their own; events carry the id of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from octetrl.engine.admission import Admission
@@ -164,17 +164,6 @@ class ManySession:
         parts: list[GenerationMetrics | None] = self._team.ask("measure", "measure")
         counted = [part for part in parts if part is not None]
         return counted[0].merged(counted[1:]) if len(counted) == len(parts) else None
-
-    def answer_lengths(self) -> dict[str, int]:
-        """Tokens so far of each unfinished request's longest unfinished answer, over all workers."""
-        parts: list[Mapping[str, int]] = self._team.ask("measure", "answer_lengths")
-        lengths = dict.fromkeys(self._assignment.unfinished, 0)
-        for worker, part in enumerate(parts):
-            for piece, tokens in part.items():
-                whole = self._assignment.request_of(worker, piece)
-                if whole is not None:
-                    lengths[whole] = max(lengths.get(whole, 0), tokens)
-        return lengths
 
     def _check_all_move(self) -> None:
         """Raises WorkerLost for a worker that answers, and yet draws no token of what it was given."""

@@ -20,7 +20,7 @@ from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.config.openai import OpenaiConfig
 from octetrl.engine.engine import Engine
 from octetrl.records import Completion, FinishReason, LogitOptions
-from octetrl.rollout.backend import BackendSession, KnowsLengths, MeasuredSession, RolloutBackend, RolloutSession
+from octetrl.rollout.backend import BackendSession, MeasuredSession, RolloutBackend, RolloutSession
 from octetrl.system.errors import UserError
 from octetrl.workers.build_engine import build_engine
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters, Setting, drain, request
@@ -106,10 +106,6 @@ def test_a_session_streams_and_cancels(backend: RolloutBackend) -> None:
         with pytest.raises(UserError, match="request with this id is not finished"):
             session.submit(request("b", 7))
         events = [*session.events(), *session.events()] if streams(backend) else []
-        assert isinstance(session, KnowsLengths)
-        read = {sibling: sum(len(one.token_ids) for one in events if one.sibling == sibling) for sibling in (0, 1)}
-        lengths = session.answer_lengths()
-        assert lengths["a"] == max(read.values()) and (lengths["b"] > 0) == streams(backend), "without its tokens too"
         session.cancel("b")
         session.cancel("unknown")
         events += drain(session)
@@ -201,7 +197,7 @@ def test_the_page_names_all_that_a_backend_and_its_session_must_have() -> None:
     inherited = {"submit", "cancel", "has_work"}  # of `AdapterSession`
     wanted = {
         name
-        for protocol in (RolloutBackend, BackendSession, MeasuredSession, RolloutSession, KnowsLengths)
+        for protocol in (RolloutBackend, BackendSession, MeasuredSession, RolloutSession)
         for name in vars(protocol)
         if not name.startswith("_")
     }

@@ -57,7 +57,6 @@ def test_a_kl_term_of_the_loss_streams() -> None:
         ({"trainer.router": {"balance_loss": 0.1}}, "the routers' losses are means over all micro-batches"),
         ({"cluster.gradients": "sharded"}, "adds every micro-batch's gradient over all workers"),
         ({"cluster.cpus": 4, "cluster.tensor_parallel": 2}, "workers that share a model run the same forwards"),
-        ({"rollout.overdraw": 1.5}, "it keeps groups when all are drawn"),
         ({"trainer.weight_codes": "remade"}, "the engine needs its codes"),
         (
             {"environment.reward_model": "model", "environment.reward": None},

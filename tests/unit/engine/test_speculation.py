@@ -65,8 +65,6 @@ class Told:
     def end(self, sequence: RunningSequence, *, keeps: bool = True) -> None:
         self.ended += [(sequence.group.request.id, sequence.sibling)] if keeps else []
 
-    def forget(self, request: GenerationRequest) -> None: ...
-
     def reset(self) -> None:
         self._known.clear()
 

@@ -75,29 +75,6 @@ def test_a_resumed_order_is_the_order_never_interrupted(batch: int, killed_after
     assert resumed.next_batch(other_batch) == whole[drawn : drawn + other_batch]
 
 
-@given(st.data())
-def test_tasks_that_are_put_back_come_first_and_every_task_once_an_epoch(data: st.DataObject) -> None:
-    taskset = Taskset(numbered(11), eval_size=2, seed=3)
-    learnt: list[str] = []
-    for _ in range(data.draw(st.integers(1, 12))):
-        state, first = json.loads(json.dumps(taskset.state())), taskset.num_put_back
-        batch = taskset.next_batch(data.draw(st.integers(1, 12)))
-        again = data.draw(st.sets(st.integers(min(first, len(batch)), len(batch)))) - {len(batch)}
-        if data.draw(st.booleans()):  # the step was killed
-            taskset = Taskset(numbered(11), eval_size=2, seed=3)
-            taskset.restore(state)
-            killed, batch = batch, taskset.next_batch(len(batch))
-            assert batch == killed
-        put_back = [batch[place] for place in sorted(again)]
-        left = taskset.num_put_back
-        taskset.put_back(put_back)
-        assert taskset.num_put_back == left + len(put_back)
-        learnt += [task.id for place, task in enumerate(batch) if place not in again]
-    learnt += [task.id for task in taskset.next_batch(taskset.num_put_back)]
-    expected = Taskset(numbered(11), eval_size=2, seed=3).next_batch(len(learnt))
-    assert Counter(learnt) == Counter(task.id for task in expected)
-
-
 def test_every_prompt_is_drawn_equally_often() -> None:
     taskset = Taskset(numbered(20), eval_size=5, seed=0)
     counts = Counter(task.id for _ in range(9) for task in taskset.next_batch(5))

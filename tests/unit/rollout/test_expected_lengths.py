@@ -19,11 +19,6 @@ def test_a_task_that_came_before_is_expected_to_take_as_long_again() -> None:
     lengths.record(task("sum/1"), 20, 120)
     assert lengths.estimate(task("sum/1"), 20) == 120
     assert lengths.estimate(task("sum/2"), 20) == 300
-    for tokens, expected in ((110, 120), (130, 130)):
-        lengths.expect_at_least(task("sum/1"), tokens)
-        assert lengths.estimate(task("sum/1"), 20) == expected
-    lengths.expect_at_least(task("sum/3"), 0)
-    assert lengths.estimate(task("sum/3"), 20) == 0
 
 
 def test_a_new_task_takes_the_mean_of_its_class_and_else_of_its_kind() -> None:

@@ -280,8 +280,8 @@ def put_metrics(last: int) -> None:
     "left",
     [
         *("metrics.jsonl", "checkpoints/step_000098/x", "rollouts/x", "events.out.tfevents.1"),
-        *("put_back.jsonl", "warnings.jsonl", "report.html", "history.jsonl"),
-        *("put_back.jsonl.partial", ".report.html"),
+        *("warnings.jsonl", "report.html", "history.jsonl"),
+        *("warnings.jsonl.partial", ".report.html"),
     ],
 )
 @pytest.mark.parametrize("resume", [False, True])

@@ -59,9 +59,8 @@ def test_the_page_is_made_from_the_table() -> None:
 
 
 def test_the_command_searches_texts_where_no_name_has_the_word(capsys: pytest.CaptureFixture[str]) -> None:
-    for word, name in (("overdraw", "rollout/put_back_groups"), ("learn_beside_tail", "rollout/moved_answers")):
-        assert run_command(["metrics", word]) == 0
-        assert name in capsys.readouterr().out
+    assert run_command(["metrics", "learn_beside_tail"]) == 0
+    assert "rollout/moved_answers" in capsys.readouterr().out
     assert run_command(["metrics", "moved"]) == 0
     assert capsys.readouterr().out.split()[:2] == ["Rollout", "rollout/moved_answers"]
     assert run_command(["metrics", "nosuchword"]) == 2
