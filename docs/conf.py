@@ -80,7 +80,7 @@ CONTENTS = {
 SHORT = {
     "tutorial": "Tutorial",
     "environments": "Environments",
-    "environment_tools": "Tools, judges, games",
+    "environment_tools": "Tools and judges",
     "sandbox": "Sandbox",
     "data": "Data",
     "lora": "LoRA",

@@ -12,7 +12,7 @@ from octetrl.config.section import Fraction, Section
 from octetrl.config.turns import TurnsConfig
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[a-z0-9_-]+$")]
-Kind = Literal["reasoning_gym", "math", "jsonl", "code", "game", "verifiers", "gymnasium", "python"]
+Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "python"]
 
 
 class EnvironmentConfig(Section):
@@ -21,7 +21,7 @@ class EnvironmentConfig(Section):
     dataset: str | None = None
     """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}, or with other
     keys (`columns`), or a data set of the Hugging Face hub, owner/name (docs/data.md). code: path of a JSONL file of
-    {"prompt", "tests"} (docs/sandbox.md). game, verifiers and gymnasium: the environment's name
+    {"prompt", "tests"} (docs/sandbox.md). verifiers and gymnasium: the environment's name
     (docs/environment_tools.md). python: your own environment, `module:name` (docs/environments.md)."""
     split: str = "train"
     """Split of a Hugging Face data set that the tasks come from."""
@@ -37,7 +37,7 @@ class EnvironmentConfig(Section):
     """For files: the reference answer is the text after the last such marker in the answer's column, for example
     "####". None: the whole column."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the dataset, game or environment (kinds reasoning_gym, game, verifiers, gymnasium)."""
+    """Parameters of the dataset or environment (kinds reasoning_gym, verifiers, gymnasium)."""
     reward: str | None = None
     """Python function `module:name` that replaces the kind's own scorer. It is called as reward(task, text) ->
     float."""
@@ -59,7 +59,7 @@ class EnvironmentConfig(Section):
     """Kind math: largest relative difference between a right answer and its reference, where one of them is a decimal.
     Whole numbers, fractions, roots and symbols are compared exactly (docs/environment_tools.md)."""
     train_size: int = Field(default=10_000, ge=1, le=10_000_000)
-    """Number of tasks generated for training (reasoning_gym, game, gymnasium). A file gives all its tasks except the
+    """Number of tasks generated for training (reasoning_gym, gymnasium). A file gives all its tasks except the
     held-out ones."""
     eval_size: int = Field(default=128, ge=0, le=1_000_000)
     """Number of held-out tasks. Their prompts do not occur in training."""

@@ -17,7 +17,6 @@ _DATASETS = {
     "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
     "code": 'the path of a JSONL file of {"prompt": ..., "tests": [...]}',
     "python": "your own environment as 'module:name'",
-    "game": "the name of a game: guess_number",
     "verifiers": "the name of an installed verifiers environment",
     "gymnasium": "the id of a Gymnasium environment, or 'module:name' of a function or class that creates one",
 }

@@ -14,7 +14,6 @@ from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
 from octetrl.environments.code.scorer import code_environment
 from octetrl.environments.foreign import ForeignTasks, unchanged_process
-from octetrl.environments.games import game_environment
 from octetrl.environments.given import Given
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer, reference_problems
@@ -72,8 +71,6 @@ def _environment_of_kind(config: EnvironmentConfig, dataset: str) -> Environment
             made = TaskEnvironment(_read_tasks(dataset, config), ExactScorer(config.answer_marker))
         case "math":
             made = TaskEnvironment(_read_tasks(dataset, config), _math_scorer(config))
-        case "game":
-            made = game_environment(dataset, config.parameters, size=size, seed=seed)
         case "gymnasium":
             made = gymnasium_environment(
                 dataset,

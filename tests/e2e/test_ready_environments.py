@@ -1,4 +1,4 @@
-"""Environments that a recipe names, in whole runs: a game of several turns, and a judge behind an endpoint."""
+"""Environments that a recipe names, in whole runs: a judge behind an endpoint."""
 
 from __future__ import annotations
 
@@ -7,28 +7,6 @@ from typing import Any
 
 from tests.e2e.tiny_run import read_lines, run
 from tests.unit.environments.judge_double import judge_double
-
-
-def test_a_game_is_played_in_turns(model: Path, tmp_path: Path) -> None:
-    changes = {
-        "environment.kind": "game",
-        "environment.dataset": "guess_number",
-        "environment.parameters": {"numbers": 3, "guesses": 3, "starts": 5},
-        "environment.reward": None,
-        "model.context_length": 1024,
-        "rollout.max_prompt_tokens": 300,
-        "rollout.max_new_tokens": 8,
-        "rollout.stop": ["1", "e"],
-        "trainer.tokens_per_micro_batch": 1024,
-        "algorithm.drop_zero_variance": False,
-        "steps": 1,
-    }
-    (line,) = run(model, tmp_path / "run", changes)
-    rows = read_lines(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
-    assert len(rows) == 8 and all(row["task_id"].startswith("guess_number/") for row in rows)
-    assert {row["status"] for row in rows} <= {"scored", "truncated"}
-    assert all(set(row["components"]) == {"found", "quickness"} for row in rows if row["status"] == "scored")
-    assert 1 <= line["environment/guesses_made"] <= 3
 
 
 def test_a_judge_scores_and_what_it_fails_has_no_reward(model: Path, tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def test_python_runs() -> None:
     assert "'days'" in answered(city="Oslo", days=8)
 
 
-def test_the_game_and_the_walk_are_built() -> None:
+def test_the_walk_is_built() -> None:
     pytest.importorskip("gymnasium")
     for section in SECTIONS:
-        if section["kind"] in ("game", "gymnasium"):
+        if section["kind"] == "gymnasium":
             environment = build_environment(EnvironmentConfig.model_validate(section))
             assert environment.tasks[0].prompt
 

@@ -101,7 +101,7 @@ IMPOSSIBLE = [
     ([("engine.speculation.name", "ngram"), ("engine.max_batch", 1)], "leaves no place for drafts"),
     ([("algorithm.name", "dpo")], "algorithm.conversations: dpo needs"),
     ([("environment.tools", ["calculater"])], "no tool 'calculater'; did you mean 'calculator'?"),
-    ([("environment.tools", ["calculator"]), ("environment.kind", "game")], "kind game has its own tools"),
+    ([("environment.tools", ["calculator"]), ("environment.kind", "gymnasium")], "kind gymnasium has its own tools"),
     ([("environment.tools", ["search"])], "environment.corpus: the tool search needs a corpus"),
     ([("environment.corpus", "docs")], "environment.corpus: only the tool search reads it"),
     ([("environment.columns", {"prompt": "question"})], "environment.columns: kind reasoning_gym reads no file"),
