@@ -3,8 +3,8 @@
     time of a step = (bytes of weights + live tokens * bytes that a token caches) / 4.3 TB/s
 
 Weights are those of linears, with scales and biases, of a router and of latent attention's `kv_a` and `kv_b`, and of
-lm_head; each is read once. Of a mixture, only experts that have a row are read. A step with B rows reads the expert
-that has the share q of all tokens with probability 1 - (1 - q)^B: with 128 experts of which a token takes 8, 98% of
+lm_head; each is read once. Of a mixture, only experts that have a row are read. A step with B rows reads an expert,
+which has the share q of all tokens, with probability 1 - (1 - q)^B: with 128 experts of which a token takes 8, 98% of
 them at 64 rows. It is computed at the mean number of rows of a step.
 
 It is a model and not a lower bound (bench/rollout.py says why). The rows of results call its values `rollout/floor_*`:
@@ -15,7 +15,6 @@ No torch.
 
 from __future__ import annotations
 
-from octetrl.bench.expert_shares import expert_shares
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.policy import PrecisionPolicy
@@ -25,8 +24,8 @@ from octetrl.shapes.spec import ModelSpec
 VALUE = 2  # bytes of BF16
 
 
-def weight_bytes(spec: ModelSpec, policy: PrecisionPolicy, rows: float, skew: float = 0.0) -> float:
-    """Bytes of weights that a decode step with `rows` sequences reads. `skew`: of the routers, as Zipf's exponent."""
+def weight_bytes(spec: ModelSpec, policy: PrecisionPolicy, rows: float) -> float:
+    """Bytes of weights that a decode step with `rows` sequences reads."""
     total = float(VALUE * spec.vocab_rows * spec.hidden_size)
     formats = {linear.name: linear.rollout for linear in policy.linears}
     for layer in range(spec.num_layers):
@@ -34,7 +33,7 @@ def weight_bytes(spec: ModelSpec, policy: PrecisionPolicy, rows: float, skew: fl
             for tensor in block.tensors(spec):
                 if isinstance(tensor, LinearLayout):
                     is_fp8 = formats[f"layers.{layer}.{place.name}.{tensor.name}"] == "fp8"
-                    total += _matrix_bytes(tensor, is_fp8) * _matrices_read(tensor, rows, skew)
+                    total += _matrix_bytes(tensor, is_fp8) * _matrices_read(tensor, rows)
                 elif isinstance(tensor, MatrixLayout):
                     total += VALUE * tensor.num_parameters
     return total
@@ -53,8 +52,7 @@ def _matrix_bytes(linear: LinearLayout, is_fp8: bool) -> int:
     return (rows * columns + scales if is_fp8 else VALUE * rows * columns) + of_bias
 
 
-def _matrices_read(linear: LinearLayout, rows: float, skew: float) -> float:
+def _matrices_read(linear: LinearLayout, rows: float) -> float:
     if not isinstance(linear, StackedLinearLayout):
         return 1.0
-    shares = expert_shares(linear.count, linear.per_token, skew)
-    return sum(1.0 - (1.0 - share) ** rows for share in shares)
+    return linear.count * (1.0 - (1.0 - linear.per_token / linear.count) ** rows)

@@ -36,7 +36,6 @@ import torch
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.bandwidth_model import modelled_seconds, weight_bytes
 from octetrl.bench.model import BenchModel, fill_weights, give_memory_back, tokenizer_of
-from octetrl.bench.router_skew import Balance, skew_routers
 from octetrl.bench.turns import Row, compared, take_in_turn
 from octetrl.bench.workload import Workload, calibration_prompts
 from octetrl.config.algorithm import GrpoConfig
@@ -71,7 +70,6 @@ class Bench:
     seed: int = 0
     kv_cache_tokens: int | None = None  # instead of `kv_fraction` of the free memory
     prefill_chunk: int | None = None  # the model's
-    router_skew: float = 0.0  # Zipf's exponent (router_skew.py)
     speculation: SpeculationConfig | None = None  # drafts take the places of `max_batch` that completions leave
 
     def rows_of(self, workload: Workload) -> int:
@@ -86,7 +84,6 @@ class Arm:
     engine: Engine
     policy: PrecisionPolicy
     kv_bytes_per_token: float
-    balance: Balance | None = None  # of a mixture's routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +102,6 @@ class Turn:
     weights: Literal["drawn", "files"] = "drawn"
     cached_kernels: tuple[int, int] = (0, 0)  # in Triton's cache, before and after
     prefill_chunk: int = PREFILL_CHUNK
-    router_skew: float = 0.0
-    balance: Balance | None = None
 
 
 def measure(bench: Bench, on_turn: Callable[[int, Turn], None] | None = None) -> list[Turn]:
@@ -145,15 +140,13 @@ def take_turn(bench: Bench, precision: str, workload: Workload) -> Turn:
         metrics=engine.metrics,
         startup_seconds=up - began,
         first_token_seconds=again - up,
-        weight_bytes=weight_bytes(bench.model.spec, arm.policy, rows, bench.router_skew),
+        weight_bytes=weight_bytes(bench.model.spec, arm.policy, rows),
         kv_bytes_per_token=arm.kv_bytes_per_token,
         max_batch=bench.rows_of(workload),
         peak_bytes=torch.cuda.max_memory_allocated(bench.device) if on_gpu else None,
         weights="drawn" if bench.model.folder is None else "files",
         cached_kernels=(kernels_before, cached_kernels()),
         prefill_chunk=bench.prefill_chunk or bench.model.spec.prefill_chunk,
-        router_skew=bench.router_skew,
-        balance=arm.balance,
     )
     engine.sleep()
     del arm, engine
@@ -184,7 +177,6 @@ def build_arm(bench: Bench, precision: str, workload: Workload) -> Arm:
     model = Decoder(spec, policy, "rollout", dtype=torch.bfloat16, device=device, backend=backend, fp8_weights=False)
     fill_weights(model, bench.model, bench.seed)
     model.requantize()
-    balance = skew_routers(model, bench.router_skew, bench.seed)
     for _, linear in model.float8_linears():
         linear.drop_weight()
     config = EngineConfig(
@@ -209,7 +201,7 @@ def build_arm(bench: Bench, precision: str, workload: Workload) -> Arm:
         engine.set_kv_scales(_kv_scales(model, workload, engine.policy_version))
     page = cache_format(spec, policy, torch.bfloat16, config.page_size)
     give_memory_back(device)  # what quantising and calibrating took is the cache's
-    return Arm(engine, policy, page.bytes_per_page / config.page_size, balance)
+    return Arm(engine, policy, page.bytes_per_page / config.page_size)
 
 
 def _kv_scales(model: Decoder, workload: Workload, policy_version: int) -> KVScales:
@@ -275,8 +267,6 @@ def _row(rounds: Sequence[Turn]) -> Row:
     }
     if first.peak_bytes is not None:
         row["memory/peak_gb"] = max(turn.peak_bytes or 0 for turn in rounds) / 1e9
-    if first.balance is not None:
-        row |= {"rollout/router_skew": first.router_skew, "router/load_max_over_mean": first.balance.load_max_over_mean}
     return row | dict(_step_times(metrics)) | dict(_bandwidth_model(rounds))
 
 

@@ -41,7 +41,6 @@ from octetrl.bench.memory import checkpointed_layers, estimate, refuse_what_does
 from octetrl.bench.mix import Mix, Work, draw_work
 from octetrl.bench.model import BenchModel, fill_weights, give_memory_back
 from octetrl.bench.parts import Trace, kernels_of_parts, part_rows, read_trace
-from octetrl.bench.router_skew import skew_routers
 from octetrl.bench.turns import Row, compared, take_in_turn
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.config.load import PRECISIONS
@@ -77,7 +76,6 @@ class TrainBench:
     optimizer: bool = True
     profile: bool = False
     seed: int = 0
-    router_skew: float = 0.0  # Zipf's exponent (router_skew.py)
 
     @property
     def name(self) -> str:
@@ -163,7 +161,6 @@ def build_trainer(bench: TrainBench, precision: str) -> Trainer:
         seed=bench.seed,
         trains=bench.optimizer,
     )
-    skew_routers(model, bench.router_skew, bench.seed)  # a bias that it adds is no parameter of the optimizer
     return trainer
 
 

@@ -105,15 +105,6 @@ WeightCodes = Annotated[
     ),
 ]
 Offload = Annotated[bool, typer.Option("--offload", help="Keep moments and masters in host memory.")]
-RouterSkew = Annotated[
-    float,
-    typer.Option(
-        metavar="ZIPF",
-        min=0.0,
-        max=4.0,
-        help="Mixtures of experts: loads of experts follow Zipf's law with this exponent. 0: the model's routers.",
-    ),
-]
 LogprobChunk = Annotated[
     int,
     typer.Option(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octetrl.bench.expert_shares import check_skew
 from octetrl.bench.workload import (
     Shape,
     Workload,
@@ -32,7 +31,6 @@ from octetrl.cli.bench_options import (
     PrecisionList,
     PrefillChunk,
     Rounds,
-    RouterSkew,
     Seed,
     Sigma,
     device_of,
@@ -152,7 +150,6 @@ def rollout(
     draft_tokens: DraftTokens = 8,
     always_draft: AlwaysDraft = False,
     profile: Profile = False,
-    router_skew: RouterSkew = 0.0,
     backend: Backend = OURS,
     name: Name = None,
     out: Out = None,
@@ -165,7 +162,7 @@ def rollout(
     tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Measure generation speed under several precisions, and compare it with a memory-bandwidth model."""
-    alone = {"--profile": profile, "--drafts": drafts is not None, "--router-skew": router_skew > 0}
+    alone = {"--profile": profile, "--drafts": drafts is not None}
     cluster = cluster_of(gpus, cpus, address, "local", workers, tensor_parallel, refused=alone)
     precisions, folder = precisions_of(precision), results_folder(out)
     kinds = _draft_kinds(drafts, refused=profile or rounds > 1)
@@ -178,10 +175,9 @@ def rollout(
     on_gpu = (chosen := device_of(device_name(cluster, device), cluster)).type == "cuda"
     if profile and not on_gpu:
         raise UserError("--profile: it times kernels on a GPU, and this would run on a CPU; leave it out")
-    only_ours = any((profile, kinds, prefill_chunk, router_skew, cluster))
+    only_ours = any((profile, kinds, prefill_chunk, cluster))
     backends = backends_of(backend, on_gpu=on_gpu, refused=only_ours, warmup=warmup, hints=hints)
     found = model_of(model, layers, on_gpu=on_gpu)
-    check_skew(router_skew, found.name, found.spec)
     remedy = "give a shorter --workload" if shapes else "shorten --prompt or --answer"
     shapes = shapes or _usual_shapes(ON_GPU if on_gpu else ON_CPU, requests, prompt, answer)
     siblings, spread = group_size or (8 if on_gpu else 4), 0.7 if sigma is None else sigma
@@ -196,7 +192,6 @@ def rollout(
         max_batch=max_batch,
         kv_fraction=kv_fraction,
         seed=seed,
-        router_skew=router_skew,
         prefill_chunk=prefill_chunk,
     )
     if cluster is not None:

@@ -17,7 +17,6 @@ COLUMNS = {  # key of a row: heading, format
     "time/startup": ("start s", ".1f"),
     "time/first_token": ("warm s", ".3f"),
     "memory/peak_gb": ("peak GB", ".1f"),
-    "router/load_max_over_mean": ("expert load\nmax/mean", ".2f"),
 }
 DRAFT_COLUMNS = {
     "rollout/tokens_per_second": ("tokens/s", ",.0f"),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octetrl.bench.expert_shares import check_skew
 from octetrl.bench.workload import DIGITS, LengthRange
 from octetrl.cli.arguments import Address, Cpus, Device, Gpus
 from octetrl.cli.bench_cluster import Gradients, TensorParallel, Workers, cluster_of, device_name, result_name
@@ -30,7 +29,6 @@ from octetrl.cli.bench_options import (
     Out,
     PrecisionList,
     Rounds,
-    RouterSkew,
     Seed,
     Sigma,
     States,
@@ -140,7 +138,6 @@ def train(
     master: Master = MASTER,
     offload: Offload = False,
     gradient_sums: GradientSums = SUMS,
-    router_skew: RouterSkew = 0.0,
     layers: Layers = None,
     profile: Profile = None,
     out: Out = None,
@@ -155,7 +152,7 @@ def train(
     tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Measure training speed under several precisions: forward, backward, update, and the time by part."""
-    alone = {"--profile": bool(profile), "--no-optimizer": not optimizer, "--router-skew": router_skew > 0}
+    alone = {"--profile": bool(profile), "--no-optimizer": not optimizer}
     cluster = cluster_of(gpus, cpus, address, gradients, workers, tensor_parallel, refused=alone)
     precisions, folder = precisions_of(precision), results_folder(out)
     config = trainer_config(
@@ -185,7 +182,6 @@ def train(
         optimizer=optimizer,
         profile=_profiles(profile, on_gpu=on_gpu),
         seed=seed,
-        router_skew=router_skew,
     )
     suffix = result_suffix(name)
     if cluster is not None:
@@ -197,7 +193,6 @@ def _measure(plan: TrainBench, folder: Path, name: str) -> None:
     from octetrl.bench.train import check_memory, measure, profile_rows, rows_of
     from octetrl.telemetry.bench_record import write_result
 
-    check_skew(plan.router_skew, plan.model.name, plan.model.spec)
     check_checkpointing(plan.trainer, plan.model)
     check_memory(plan)
     make_folder(folder)  # now, so that minutes of measuring are not lost

@@ -64,8 +64,7 @@ def backends_of(text: str, *, on_gpu: bool, refused: bool, warmup: int | None, h
         return backends
     if refused:
         raise UserError(
-            "--backend: vLLM has no --profile, --drafts, --prefill-chunk or --router-skew, and runs on one"
-            " GPU; leave them out"
+            "--backend: vLLM has no --profile, --drafts or --prefill-chunk, and runs on one GPU; leave them out"
         )
     given = {"--warmup": warmup is not None, "--hints": hints}
     for option in (name for name, is_given in given.items() if is_given and OURS not in backends):
