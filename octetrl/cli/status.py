@@ -49,11 +49,9 @@ def _print(line: str) -> None:
 def _ending(folder: Path) -> Iterator[str] | None:
     """How the run ended, from run.json. None: run.json has no ending, so the run is live or was killed."""
     from octetrl.telemetry.ending import FINISHED, read_ending
-    from octetrl.telemetry.report_data import read_recipe, read_where
-    from octetrl.telemetry.sinks import METRICS_FILE, last_step
+    from octetrl.telemetry.report_data import read_where
 
-    step = last_step(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else 0
-    ending = read_ending(read_where(folder), read_recipe(folder), [step])
+    ending = read_ending(read_where(folder))
     if ending is None:
         return None
     said = ending.text.removesuffix(".")

@@ -36,7 +36,6 @@ import yaml
 
 from octetrl.config.environment_layers import below_file, below_overrides, unknown_names
 from octetrl.config.model_layers import below_model, below_model_overrides
-from octetrl.config.objective_keys import drop_defaults_of_others
 from octetrl.config.problems import for_command_line, for_python, is_field, may_be_null, section_of
 from octetrl.config.recipe_yaml import RecipeDumper, parse_yaml
 from octetrl.config.schema import Recipe
@@ -200,7 +199,7 @@ def _read_file(path: Path, extended_by: str | None) -> Tree:
         raise UserError(
             f"{path}: this is {type_of(tree)}, not `section: ...` lines{reader}; `octetrl recipes` lists examples"
         )
-    return drop_defaults_of_others(_without_retired(tree) if is_of_run(path) else tree)
+    return _without_retired(tree) if is_of_run(path) else tree
 
 
 def is_of_run(path: Path) -> bool:

@@ -1,27 +1,20 @@
 """Check the keys of the `algorithm` section: which objective has which field, and the message for a wrong key.
 
-Two kinds of sections are prepared here before pydantic validates them:
-
-- A recipe that extends another may change the objective. A field that the new objective does not have is an error.
-  `null` removes such a field (`algorithm.clip_high=` on the command line).
-- A run's `config.yaml` from an older version has the fields of all objectives. A field of another objective is dropped
-  if it has its default value. Otherwise it is an error.
+A recipe that extends another may change the objective. A field that the new objective does not have is an error. `null`
+removes such a field before pydantic validates the section (`algorithm.clip_high=` on the command line).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from octetrl.config.algorithm import OBJECTIVES, GrpoConfig
-from octetrl.config.objective_settings import AlgorithmConfig
 from octetrl.config.other_names import OURS
 from octetrl.config.section import Problem
 from octetrl.system.errors import nearest
 
 SECTION = "algorithm"
-_FLAT = {"clip_low", "batch_size"}  # no objective has both; the section of older versions did
 DEFAULT_NAME = GrpoConfig().name
 
 
@@ -37,16 +30,6 @@ def name_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
         return dict(tree)
     section = {"name": DEFAULT_NAME, **given}
     kept = {key: value for key, value in section.items() if value is not None or not _is_foreign(section["name"], key)}
-    return {**tree, SECTION: kept}
-
-
-def drop_defaults_of_others(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove other objectives' fields with default values from a file that an older version wrote."""
-    given = tree.get(SECTION)
-    if not isinstance(given, dict) or not given.keys() >= _FLAT:
-        return dict(tree)
-    name = given.get("name", DEFAULT_NAME)
-    kept = {key: value for key, value in given.items() if not _is_foreign(name, key) or value != _default(key)}
     return {**tree, SECTION: kept}
 
 
@@ -96,11 +79,3 @@ def _listed(names: list[str]) -> str:
 def _is_foreign(name: Any, field: str) -> bool:
     section = OBJECTIVES.get(name) if isinstance(name, str) else None
     return section is not None and field not in section.model_fields and bool(owners(field))
-
-
-def _default(field: str) -> Any:
-    """The field's default in older versions, as plain data: that of the base class that defines it first."""
-    for section in OBJECTIVES[owners(field)[0]].__mro__[::-1]:
-        if issubclass(section, AlgorithmConfig) and field in section.model_fields:
-            return json.loads(json.dumps(section.model_fields[field].default))
-    raise AssertionError(f"an objective has {field}, and none of its classes does")

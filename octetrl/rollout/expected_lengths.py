@@ -47,13 +47,9 @@ class ExpectedLengths:
         return {"of_task": dict(self.of_task), "of_class": {name: list(known) for name, known in self.of_class.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes a `state`, or the lengths by task that older checkpoints hold."""
-        by_class = state.get("of_class")
-        if not isinstance(by_class, Mapping):
-            self.of_task, self.of_class = dict(state), {}
-            return
+        """Takes a `state`."""
         self.of_task = dict(state["of_task"])
-        self.of_class = {name: (float(mean), int(groups)) for name, (mean, groups) in by_class.items()}
+        self.of_class = {name: (float(mean), int(groups)) for name, (mean, groups) in state["of_class"].items()}
 
 
 def _classes(task: Task, prompt_tokens: int) -> tuple[str, str]:

@@ -32,7 +32,7 @@ class DataPlace:
 
     taskset: Mapping[str, Any]
     lengths: Mapping[str, Any]
-    random: Mapping[str, Any] | None  # None: of an older checkpoint, whose cursor alone has them
+    random: Mapping[str, Any]
 
     @classmethod
     def of(cls, taskset: Taskset, lengths: ExpectedLengths) -> DataPlace:
@@ -42,8 +42,7 @@ class DataPlace:
         """has_changed: whether the tasks may differ from those of then."""
         taskset.restore(self.taskset, has_changed=has_changed)
         lengths.restore(self.lengths)
-        if self.random is not None:
-            restore_random_state(self.random)
+        restore_random_state(self.random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,7 @@ def batches_from_json(found: Sequence[Mapping[str, Any]]) -> list[BufferedBatch]
     for one in found:
         groups = tuple(_read_group(group) for group in one["groups"])
         kept = tuple(groups[place] for place in one["kept"])
-        place = DataPlace(**{"random": None, **one["place"]})
-        batches.append(BufferedBatch(groups, kept, one["counts"], one["metrics"], place))
+        batches.append(BufferedBatch(groups, kept, one["counts"], one["metrics"], DataPlace(**one["place"])))
     return batches
 
 
@@ -124,11 +122,7 @@ def _read_group(group: Mapping[str, Any]) -> RolloutGroup:
 
 def _read_rollout(task: Task, rollout: Mapping[str, Any]) -> Rollout:
     turns = tuple(_read_turn(turn) for turn in rollout["turns"])
-    return Rollout(**{**rollout, "task": task, "turns": turns, "status": _status(rollout["status"])})
-
-
-def _status(word: str) -> RolloutStatus:
-    return RolloutStatus("truncated" if word == "overlong" else word)  # its name in older checkpoints
+    return Rollout(**{**rollout, "task": task, "turns": turns, "status": RolloutStatus(rollout["status"])})
 
 
 def _read_turn(turn: Mapping[str, Any]) -> Turn:

@@ -63,7 +63,7 @@ def contents_of(
 
 
 def read_contents(folder: Path) -> Contents:
-    """The digests in a run folder; empty for a run of an older version."""
+    """The digests in a run folder; empty if its run.json has none."""
     try:
         found = json.loads((folder / RUN_FILE).read_bytes()).get(CONTENTS)
     except (OSError, ValueError, AttributeError, RecursionError):  # run_identity.py says what is wrong with the file

@@ -68,8 +68,8 @@ class OutputFolder:
     """Open it before anything is built, so that two runs cannot both start. Call `keep` when everything is built.
 
     A context manager. If it ends before `keep` (the run was refused), it removes what it created. `run_id` is the
-    folder's: a new one, or that of the resumed run (None if that run is older than ids). `allowed`: fields that a
-    resumed run may change (allowed_changes.py).
+    folder's: a new one, or that of the resumed run (None if it has neither a run.json nor a checkpoint). `allowed`:
+    fields that a resumed run may change (allowed_changes.py).
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool, allowed: Collection[str] = ()) -> None:
@@ -116,7 +116,7 @@ class OutputFolder:
 
     def check_contents(self, contents: Contents) -> None:
         """Refuse a resumed run whose files or code differ from what it began with, unless `allowed` names them. A run
-        of an older version has no digests, and gets them now."""
+        whose run.json has no digests gets them now."""
         self._contents = contents
         if not self._resumes and not self._is_kept:
             return

@@ -53,7 +53,7 @@ class Cursor:
     taskset: Mapping[str, Any]
     conversations: Mapping[str, Any] | None
     lengths: Mapping[str, Any]
-    random: Mapping[str, Any] | None
+    random: Mapping[str, Any]
 
     @classmethod
     def of(cls, run: Run, step: int) -> Cursor:

@@ -2,8 +2,8 @@
 
 A run gets a random id when it starts. `run.json` in its folder and the manifest of each checkpoint contain it.
 `run.json` also says where the run was started or resumed last (commit, machine, versions) and the linears' formats.
-Only checkpoints of the folder's own run are resumed from, exported or pruned. Runs and checkpoints that are older than
-ids have none. A folder without `run.json` belongs to the run of its checkpoints, if they all belong to one run.
+Only checkpoints of the folder's own run are resumed from, exported or pruned. A folder without `run.json` belongs to
+the run of its checkpoints, if they all belong to one run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def new_run_id() -> str:
 
 
 def read_run_id(run_folder: Path) -> str | None:
-    """The id of the folder's run; None for a run that is older than ids. Raises UserError if it is not clear."""
+    """The id of the folder's run; None if it has no run.json and no checkpoint. Raises UserError if it is not clear."""
     path = run_folder / RUN_FILE
     try:
         run_id = json.loads(path.read_bytes())["run"]

@@ -5,14 +5,14 @@
     stopped    Ctrl-C, SIGTERM, SIGUSR1, SIGQUIT or a closed pipe
 
 A run that starts or is resumed writes run.json again, with `"ended": null`. It stays null while the run is live, and
-if its process was killed. Older runs have no such field until they end.
+if its process was killed.
 """
 
 from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,14 +103,11 @@ def _write(folder: Path, content: Mapping[str, Any]) -> None:
         json.dump(content, file)
 
 
-def read_ending(where: Mapping[str, Any], recipe: Mapping[str, Any], steps: Sequence[int]) -> Ending | None:
-    """From a run.json, a recipe and the steps with metrics. None: the run is live, or its process was killed.
-
-    A run that is older than this field has finished if it has the metrics of its last step. Metrics are written before
-    the checkpoint, so for a newer run they are no proof."""
+def read_ending(where: Mapping[str, Any]) -> Ending | None:
+    """From a run.json. None: the run is live, or its process was killed. Metrics of the last step are no proof that it
+    has finished: they are written before the checkpoint."""
     ended = where.get("ended")
     if isinstance(ended, Mapping) and ended.get("how") in (FINISHED, FAILED, STOPPED):
         why = ended.get("why")
         return Ending(ended["how"], printable(" ".join(why.split())) if isinstance(why, str) else "")
-    is_old = "ended" not in where
-    return Ending(FINISHED) if is_old and steps and 0 < steps[-1] == recipe.get("steps") else None
+    return None

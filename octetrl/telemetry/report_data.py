@@ -73,7 +73,7 @@ class RunRecord:
     @property
     def ending(self) -> Ending | None:
         """How it ended. None: it is live, or its process was killed."""
-        return read_ending(self.where, self.recipe, [int(row["step"] or 0) for row in self.rows])
+        return read_ending(self.where)
 
     @property
     def left_out(self) -> list[str]:

@@ -129,8 +129,6 @@ class SampledRow:
             end = begin + turn["num_tokens"]
             parts.append(Utterance(MODEL, turn["text"], slice(begin, end)))
             parts += [Utterance(reply["role"], reply["text"], slice(end, end)) for reply in turn.get("replies") or ()]
-            if turn.get("reply") is not None:  # the form of earlier versions
-                parts.append(Utterance("environment", turn["reply"], slice(end, end)))
             begin = end
         return parts
 

@@ -220,7 +220,7 @@ def step_of(path: Path) -> int:
 
 
 def owners(folder: Path) -> dict[str, str | None]:
-    """Run id by the checkpoint's name; None for one that is older than ids, UNKNOWN without a readable manifest."""
+    """Run id by the checkpoint's name; None for one of no run, UNKNOWN without a readable manifest."""
     return {path.name: _owner(path) for path in _steps(folder).values()}
 
 

@@ -5,8 +5,6 @@
 A file is cut in chunks. `digest` is the hash of the chunks' hashes, one after another, so that several threads can
 compute it and a writer needs no second read. The hash is xxh3-128 of the package xxhash; a machine without that package
 writes SHA-256 instead. Both release the interpreter's lock. These checksums show damage, not forgery.
-
-Checkpoints from before have `{"size": ..., "sha256": ...}`, the plain SHA-256 of the file. They are read as well.
 """
 
 from __future__ import annotations
@@ -101,16 +99,11 @@ def digest_file(path: Path, pool: ThreadPoolExecutor) -> WrittenFile:
 def altered_files(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Names of the files whose content is not that of their manifest entries. All are read, in parallel."""
     with hashing_threads() as pool:
-        found: dict[str, Callable[[], str]] = {}
-        expected: dict[str, str] = {}
-        for name, entry in entries.items():
-            if "algorithm" in entry:
-                expected[name] = entry["digest"]
-                found[name] = _chunked(folder / name, entry["size"], entry["algorithm"], entry["chunk_bytes"], pool)
-            else:
-                expected[name] = entry["sha256"]
-                found[name] = pool.submit(_sha256, folder / name).result
-        return [name for name in entries if found[name]() != expected[name]]
+        found = {
+            name: _chunked(folder / name, entry["size"], entry["algorithm"], entry["chunk_bytes"], pool)
+            for name, entry in entries.items()
+        }
+        return [name for name, digest in found.items() if digest() != entries[name]["digest"]]
 
 
 def _chunked(path: Path, size: int, algorithm: str, chunk_bytes: int, pool: ThreadPoolExecutor) -> Callable[[], str]:
@@ -134,8 +127,3 @@ def _digest_part(path: Path, first: int, end: int, algorithm: str) -> bytes:
             hasher.update(buffer[:count])
             first += count
     return hasher.digest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

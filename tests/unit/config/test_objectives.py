@@ -12,16 +12,16 @@ import pytest
 import yaml
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.algorithm import OBJECTIVES, DpoConfig, GrpoConfig
+from octetrl.config.algorithm import OBJECTIVES, GrpoConfig
 from octetrl.config.json_schema import recipe_json_schema
-from octetrl.config.load import dump_recipe, load_recipe, recipe_from_mapping
+from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.objective_keys import owners
 from octetrl.system.errors import UserError
 from tests.house.tree import REPO
 
 # --- defaults ---------------------------------------------------------------------------------------------------------
 
-FLAT: dict[str, Any] = {  # what the one section of older versions held, with GRPO's defaults
+FLAT: dict[str, Any] = {  # of all objectives, with GRPO's defaults
     "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05,
     "ratio_base": "auto", "normalize_advantages": True, "token_weighting": "token", "constant_length": 1024,
     "drop_zero_variance": True, "max_refills": 0, "overlong_buffer": 0.0, "overlong": "keep", "kl_coefficient": 0.0,
@@ -175,39 +175,6 @@ def test_null_takes_away_what_a_file_underneath_gives(tmp_path: Path) -> None:
 def test_a_section_without_a_name_is_grpos(tmp_path: Path) -> None:
     assert loaded(tmp_path, "{kl_coefficient: 0.1}") == GrpoConfig(kl_coefficient=0.1)
     assert recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}}).algorithm == GrpoConfig()
-
-
-# --- config.yaml of older versions ------------------------------------------------------------------------------------
-
-
-def old_dump(folder: Path, name: str, **changed: Any) -> Path:
-    """As it was written when one section held the fields of all objectives."""
-    given = {"conversations": "c"} if "conversations" in OBJECTIVES[name].model_fields else {}
-    given |= {"teacher": "t"} if name == "distill" else {}
-    recipe = recipe_from_mapping(
-        {"model": {"path": "m"}, "environment": {"dataset": "d"}, "algorithm": {"name": name, **given}}
-    )
-    tree = recipe.model_dump(mode="json")
-    tree["algorithm"] = {"name": name} | FLAT | OWN.get(name, {}) | given | changed
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    (folder / "now.yaml").write_text(dump_recipe(recipe))
-    return path
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_run_of_an_older_version_is_the_same_recipe(tmp_path: Path, name: str) -> None:
-    assert load_recipe(old_dump(tmp_path, name)) == load_recipe(tmp_path / "now.yaml")
-
-
-def test_other_values_for_other_objectives_are_named(tmp_path: Path) -> None:
-    path = old_dump(tmp_path, "dpo", label_smoothing=0.1, best_of_group=2, kl_in="reward")
-    with pytest.raises(UserError, match=r"algorithm\.\S*.*: dpo has no such fields; ") as caught:
-        load_recipe(path)
-    assert "kl_in" in str(caught.value) and "best_of_group belongs to rft" in str(caught.value)
-    assert "\n" not in str(caught.value) and "label_smoothing" not in str(caught.value)
-    kept = load_recipe(old_dump(tmp_path, "dpo", label_smoothing=0.1)).algorithm
-    assert isinstance(kept, DpoConfig) and kept.label_smoothing == 0.1
 
 
 # --- editors and documentation ----------------------------------------------------------------------------------------

@@ -43,10 +43,6 @@ def test_what_is_read_equals_what_was_written() -> None:
     written = [batch(task), batch(task)]
     assert batches_from_json(json.loads(batches_to_bytes(written))) == written
     assert written[0].oldest_version == 3
-    rows = json.loads(batches_to_bytes(written[:1]))
-    del rows[0]["place"]["random"]
-    (older,) = batches_from_json(rows)
-    assert older == replace(written[0], place=DataPlace({"position": 4}, {"t": 3}, None))
 
 
 def test_a_task_of_several_environments_keeps_its_environment() -> None:

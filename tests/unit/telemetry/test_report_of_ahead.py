@@ -83,9 +83,6 @@ def test_ages_whose_tokens_add_up_to_0_are_left_out(tmp_path: Path) -> None:
 def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     assert read_run(folder).ending is None and "not yet, or its process was killed" in report_page([read_run(folder)])
-    with (folder / "config.yaml").open("a") as file:
-        file.write("steps: 12\n")
-    assert read_run(folder).ending == Ending("finished"), "of a run that is older than the field"
     write_ending(folder, Ending("stopped"))
     assert not (folder / "run.json").exists(), "it would not name the run"
     (folder / "run.json").write_text('{"run": "ab"}')
@@ -109,8 +106,8 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
         assert any(line.startswith("  look: the run failed") for line in lines) == (ending.how == "failed")
     (folder / "run.json").write_text('{"ended": {"how": ["failed"], "why": 3}}')
     assert read_run(folder).ending is None
-    assert read_ending({"ended": {"how": "failed", "why": 3}}, {}, []) == Ending("failed")
-    assert read_ending({}, {"steps": 0}, [0]) is None
+    assert read_ending({"ended": {"how": "failed", "why": 3}}) == Ending("failed")
+    assert read_ending({}) is None
     (folder / "run.json").write_text("[" * 100_000)
     write_ending(folder, Ending("stopped"))
 
