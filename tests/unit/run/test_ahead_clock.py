@@ -99,7 +99,7 @@ class Line:
         no_place = SimpleNamespace(state=dict)
         cluster = SimpleNamespace(max_staleness=most, weights_in_flight="off")
         self.run: Any = SimpleNamespace(
-            config=SimpleNamespace(cluster=cluster, steps=len(draws)),
+            config=SimpleNamespace(cluster=cluster, steps=len(draws), checkpoint=SimpleNamespace(every=0)),
             algorithm=SimpleNamespace(keeps=None),
             taskset=no_place,
             rewards=None,

@@ -69,11 +69,11 @@ def test_pages_are_forgotten_before_the_first_batch_that_a_checkpoint_lacks(
     drawn: list[int] = []
     forgotten: list[int] = []
     checkpoint = SimpleNamespace(every=2, batches_ahead=how)
-    config = SimpleNamespace(cluster=SimpleNamespace(max_staleness=1), checkpoint=checkpoint, steps=6)
+    config: Any = SimpleNamespace(cluster=SimpleNamespace(max_staleness=1), checkpoint=checkpoint, steps=6)
     workers = SimpleNamespace(adopt=lambda: None, forget_prefixes=lambda: forgotten.append(len(drawn) + 1))
     run: Any = SimpleNamespace(config=config)
-    ahead = Ahead(run, workers)  # type: ignore[arg-type]
+    ahead = Ahead(config, workers)  # type: ignore[arg-type]
     ahead._learnt = config.steps
-    monkeypatch.setattr(ahead, "_draw", lambda step, waited: drawn.append(step) or batch(Task("t", "p")))
-    ahead._produce(1)
+    monkeypatch.setattr(ahead, "_draw", lambda run, step, waited: drawn.append(step) or batch(Task("t", "p")))
+    ahead._produce(run, 1)
     assert (drawn, forgotten, ahead._error) == ([1, 2, 3, 4, 5, 6], forgets_before, None)
