@@ -25,8 +25,8 @@ from rich.table import Table
 from benchmarks.record import RESULTS, write_result
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.code.scorer import CodeScorer
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.sandbox import Program, Sandbox, find_sandbox
+from octetrl.process.levels import Level
+from octetrl.process.sandbox import Program, Sandbox, find_sandbox
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 

@@ -32,8 +32,8 @@ from typing import Any, TypeVar
 from octetrl.environments.math_equal import equal, vote
 from octetrl.environments.math_text import final_answer, last_box
 from octetrl.environments.math_values import LONGEST, Value, Words, is_plain, read_value, tidied
-from octetrl.environments.process import CallableProcess
 from octetrl.environments.score import Explained
+from octetrl.process.callable_process import CallableProcess
 from octetrl.records import Task
 from octetrl.system.threads import num_cores
 

@@ -18,10 +18,10 @@ from typing import Any
 from octetrl.environments.base import Environment
 from octetrl.environments.foreign import OPTIONAL, check_tasks, result_of, unchanged_process
 from octetrl.environments.given import refuse_given
-from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.score_signature import check_call_with_conversation, check_signature
-from octetrl.environments.tracebacks import error_line
 from octetrl.environments.turns.components import components_of
+from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
+from octetrl.process.tracebacks import error_line
 from octetrl.system.errors import UserError, nearest
 
 LOAD_SECONDS = 120.0

@@ -23,7 +23,7 @@ from typing import Any
 from octetrl.environments.answers import extract_answer
 from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.made_tasks import MadeTasks
-from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
+from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.records import Task
 from octetrl.system.errors import UserError, nearest
 

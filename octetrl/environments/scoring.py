@@ -1,8 +1,8 @@
 """Rewards, each computed in a process that can be killed.
 
-`RewardWorkers` keeps a few child processes (`environments/process.py`) that have loaded the environment's `score`. Each
-scores one completion at a time, so the time of each call is known, and a call that hangs blocks only one worker. A
-failure is never scored as 0:
+`RewardWorkers` keeps a few child processes (`process/callable_process.py`) that have loaded the environment's `score`.
+Each scores one completion at a time, so the time of each call is known, and a call that hangs blocks only one worker.
+A failure is never scored as 0:
 
     a finite number                             SCORED, reward = float(value)
     a raise, NaN, None, a string, sys.exit      REWARD_ERROR, reward None, the error's text and line as detail
@@ -31,10 +31,10 @@ from types import TracebackType
 from typing import Self
 
 from octetrl.environments.base import LARGEST_REWARD, Scorer
-from octetrl.environments.process import Answer, CallableProcess, ProcessDied
 from octetrl.environments.reward_times import Growth, Patience, RewardTimes
 from octetrl.environments.score import CheckedScorer, Score
 from octetrl.environments.scoring_round import Key, score_all
+from octetrl.process.callable_process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 

@@ -23,9 +23,9 @@ from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.environments.code.scorer import packages_line
 from octetrl.environments.function_rewards import FunctionRewards
 from octetrl.environments.given import Given
-from octetrl.environments.sandbox.sandbox import sandbox_for
 from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.process.sandbox import sandbox_for
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collection_settings import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths

@@ -18,8 +18,8 @@ from typing import Any, Self, cast
 from octetrl.data.mixture import Source
 from octetrl.data.preferences import refuse_padded_end
 from octetrl.data.tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer, tool_family
-from octetrl.environments.process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.environments.tools import Family
+from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong

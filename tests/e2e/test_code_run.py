@@ -9,8 +9,8 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.config.load import load_recipe
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.sandbox import find_sandbox
+from octetrl.process.levels import Level
+from octetrl.process.sandbox import find_sandbox
 from octetrl.run.loop import train
 from octetrl.system.errors import UserError
 from tests.e2e.tiny_run import read_lines, run

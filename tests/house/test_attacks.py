@@ -8,9 +8,8 @@ import re
 
 from tests.house.tree import REPO, functions
 
-ROOM = "tests/unit/environments"
-ATTACKS = [f"{ROOM}/sandbox/test_{name}.py" for name in ("attacks", "escapes", "limits")]
-OTHERS = [f"{ROOM}/sandbox/test_sandbox.py", f"{ROOM}/code/test_scorer.py"]
+ATTACKS = [f"tests/unit/process/test_{name}.py" for name in ("attacks", "escapes", "limits")]
+OTHERS = ["tests/unit/process/test_sandbox.py", "tests/unit/environments/code/test_scorer.py"]
 NO_ATTACK = {"test_after_all_that_it_still_works", "test_memory_shared_after_a_fork_counts_once"}
 PROMISES = {"files", "memory", "deleted_files"}  # of a Protection, where a level on some machine does not give it
 

@@ -12,7 +12,7 @@ from tests.house.tree import python_files, syntax
 BROAD = ("Exception", "BaseException")
 SUPPRESSED_IN = {
     "octetrl/telemetry/console.py:leave_screen",  # while the command ends with an error of its own
-    "octetrl/environments/code/contestant.py:_described",  # the text of a foreign exception, which may raise as well
+    "octetrl/process/judge/contestant.py:_described",  # the text of a foreign exception, which may raise as well
 }
 
 

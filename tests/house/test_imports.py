@@ -25,9 +25,10 @@ ARROWS: dict[str, set[str]] = {
     "models": {"layers", "kernels", "fp8", "config", "shapes", "system"},
     "algorithms": BASE,
     "endpoint": BASE,
-    "environments": {"endpoint", *BASE},
-    "data": {"environments", *BASE},
-    "rollout": {"environments", *BASE},
+    "process": BASE,
+    "environments": {"endpoint", "process", *BASE},
+    "data": {"environments", "process", *BASE},
+    "rollout": {"environments", "process", *BASE},
     "telemetry": BASE,
     "engine": {"models", "layers", "kernels", "fp8", *BASE},
     "trainer": {"models", "layers", "kernels", "fp8", "algorithms", *BASE},
@@ -71,7 +72,7 @@ ONLY_IN = {
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/run/serve.py"},
     "transformers": {"octetrl/data/tokenizer.py", "octetrl/run/tiny_model.py"},
 }
-TORCH_FREE = ("records", "system", "shapes", "config", "endpoint", "environments", "rollout", "data")
+TORCH_FREE = ("records", "system", "shapes", "config", "endpoint", "process", "environments", "rollout", "data")
 TORCH_FREE_FILES = (
     "octetrl.telemetry.metrics",
     "octetrl.fp8.policy",

@@ -22,14 +22,14 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.config.validate_sandbox import MARGIN_SECONDS
 from octetrl.environments.base import TaskEnvironment
-from octetrl.environments.code import contestant, judging, link, nodes, remote, runs, wire
-from octetrl.environments.code.bundle import bundled
 from octetrl.environments.code.cases import TaskTests, last_python_block, output_bytes, read_tests, same_output
-from octetrl.environments.code.link import ENDED
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
-from octetrl.environments.sandbox.sandbox import Program, Sandbox, sandbox_for
 from octetrl.environments.score import Explained
+from octetrl.process.judge import contestant, judging, link, nodes, remote, runs, wire
+from octetrl.process.judge.bundle import bundled
+from octetrl.process.judge.link import ENDED
+from octetrl.process.levels import Level
+from octetrl.process.limits import Limits, Outcome, SandboxStatus
+from octetrl.process.sandbox import Program, Sandbox, sandbox_for
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 

@@ -20,9 +20,9 @@ from typing import Annotated
 from pydantic import Field
 
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.environments.sandbox.limits import Limits, Outcome, SandboxStatus
-from octetrl.environments.sandbox.sandbox import Program, sandbox_for
 from octetrl.environments.tools.definition import Tool
+from octetrl.process.limits import Limits, Outcome, SandboxStatus
+from octetrl.process.sandbox import Program, sandbox_for
 
 _ENDINGS = {
     SandboxStatus.ERROR: "The program failed.",

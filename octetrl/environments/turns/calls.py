@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.environments.foreign import ProcessState
-from octetrl.environments.tracebacks import error_line, error_trace
 from octetrl.environments.turns.conversation import Conversation, current
+from octetrl.process.tracebacks import error_line, error_trace
 from octetrl.system.errors import UserError
 
 _LOOP_ANSWERS_WITHIN = 2.0  # seconds

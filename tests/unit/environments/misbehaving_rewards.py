@@ -120,8 +120,8 @@ class Entries:
 
 def in_a_sandbox_once(task: Task, completion_text: str) -> float:
     """The first call runs a sandbox without an end, and notes its process in the file that the task names."""
-    from octetrl.environments.sandbox.levels import Level
-    from octetrl.environments.sandbox.sandbox import Limits, Program, find_sandbox
+    from octetrl.process.levels import Level
+    from octetrl.process.sandbox import Limits, Program, find_sandbox
 
     if not Path(task.id).exists():
         box = find_sandbox(only=Level.LIMITS)

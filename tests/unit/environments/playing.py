@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octetrl.environments.tools import Family
-from octetrl.environments.tracebacks import error_line
 from octetrl.environments.turns import Conversation
 from octetrl.environments.turns.calls import CallResult
 from octetrl.environments.turns.conversation import current
 from octetrl.environments.turns.dialogue import Dialogue, Failed, Limits, RequestedCall
+from octetrl.process.tracebacks import error_line
 from octetrl.records import Completion, FinishReason, RolloutStatus, Task
 
 Player = Callable[[Conversation], str]

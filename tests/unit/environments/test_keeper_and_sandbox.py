@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.sandbox import find_sandbox
 from octetrl.environments.scoring import RewardWorkers
+from octetrl.process.levels import Level
+from octetrl.process.sandbox import find_sandbox
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 from tests.required import missing
@@ -44,7 +44,7 @@ def folders_of(worker: int) -> list[Path]:
 def warden_of(worker: int) -> int:
     lists = (path.read_text() for path in Path(f"/proc/{worker}/task").glob("*/children"))
     pids = [int(word) for text in lists for word in text.split()]
-    (warden,) = (pid for pid in pids if b"sandbox.warden" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (warden,) = (pid for pid in pids if b"process.warden" in Path(f"/proc/{pid}/cmdline").read_bytes())
     return warden
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from octetrl.environments.base import TaskEnvironment, Taskset
 from octetrl.environments.made_tasks import MadeTasks
-from octetrl.environments.plain_data import from_text, to_text
 from octetrl.environments.reasoning_gym import EntryGenerator, EntryTask, check_dataset, reasoning_gym_environment
 from octetrl.environments.scoring import RewardWorkers
+from octetrl.process.plain_data import from_text, to_text
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 

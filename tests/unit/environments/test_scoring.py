@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments import process
 from octetrl.environments.score import Score
 from octetrl.environments.scoring import RewardWorkers, check_sendable
+from octetrl.process import callable_process as process
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 

@@ -7,8 +7,8 @@ import pytest
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.code.scorer import CodeScorer
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.sandbox import find_sandbox
+from octetrl.process.levels import Level
+from octetrl.process.sandbox import find_sandbox
 from octetrl.system.errors import UserError
 from tests.required import missing
 

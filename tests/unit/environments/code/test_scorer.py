@@ -22,11 +22,11 @@ from octetrl.environments.code.scorer import (
     lacking_packages,
     packages_line,
 )
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
-from octetrl.environments.sandbox.sandbox import Program, find_sandbox
 from octetrl.environments.score import Explained
 from octetrl.environments.scoring import RewardWorkers
+from octetrl.process.levels import Level
+from octetrl.process.limits import Outcome, SandboxStatus
+from octetrl.process.sandbox import Program, find_sandbox
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 from tests.required import missing

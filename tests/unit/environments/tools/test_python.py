@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
-from octetrl.environments.sandbox.sandbox import Sandbox, find_sandbox
 from octetrl.environments.tools.python import python_tool, with_last_value_printed
+from octetrl.process.levels import Level
+from octetrl.process.limits import Outcome, SandboxStatus
+from octetrl.process.sandbox import Sandbox, find_sandbox
 from octetrl.system.errors import UserError
 from tests.required import missing
 

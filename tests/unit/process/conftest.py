@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from octetrl.environments.sandbox.levels import Level, Protection
-from octetrl.environments.sandbox.limits import MIB, Limits, Outcome
-from octetrl.environments.sandbox.sandbox import Program, find_sandbox
+from octetrl.process.levels import Level, Protection
+from octetrl.process.limits import MIB, Limits, Outcome
+from octetrl.process.sandbox import Program, find_sandbox
 from octetrl.system.errors import UserError
 from tests.required import missing
-from tests.unit.environments.sandbox.traces import sandbox_folders, sandbox_processes, that_stay
+from tests.unit.process.traces import sandbox_folders, sandbox_processes, that_stay
 
 SMALL = Limits(
     wall_seconds=30.0,  # a machine short of cores must not be taken for a limit

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.sandbox import disk
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.limits import Outcome, SandboxStatus
-from octetrl.environments.sandbox.restraints import choose_user
-from octetrl.environments.sandbox.system_calls import ALWAYS
-from tests.unit.environments.sandbox.conftest import Box
-from tests.unit.environments.sandbox.traces import sandbox_processes
+from octetrl.process import disk
+from octetrl.process.levels import Level
+from octetrl.process.limits import Outcome, SandboxStatus
+from octetrl.process.restraints import choose_user
+from octetrl.process.system_calls import ALWAYS
+from tests.unit.process.conftest import Box
+from tests.unit.process.traces import sandbox_processes
 
 NO_ROOM = {SandboxStatus.DISK_LIMIT, SandboxStatus.ERROR}
 

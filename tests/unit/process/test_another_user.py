@@ -13,7 +13,7 @@ import pytest
 
 from tests.house.tree import REPO
 from tests.required import VARIABLE, lines_of, missing
-from tests.unit.environments.sandbox.traces import NO_REACH, NOT_READABLE
+from tests.unit.process.traces import NO_REACH, NOT_READABLE
 
 TESTS = ["test_attacks.py", "test_escapes.py", "test_limits.py", "test_sandbox.py", "../code/test_scorer.py"]
 # Limits that Linux holds for any user alike, clocks, and how many run at once; of the judge what it makes of values,
@@ -31,7 +31,7 @@ def test_the_same_as_nobody(record_property: Callable[[str, object], None]) -> N
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("these tests run without root's rights already")
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "tests.unit.environments.sandbox.traces", "-m", "pytest", "-rfs"]
+    command = [sys.executable, "-m", "tests.unit.process.traces", "-m", "pytest", "-rfs"]
     code = "".join(file.read_text() for file in (here.parent / "code").glob("*.py"))
     assert all(name in code for name in JUDGED), "none of them may be gone unnoticed"
     judged = " or ".join(f"({name.replace(' ', ' and ')})" for name in JUDGED)

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from octetrl.environments.sandbox.interpreter import Interpreter
-from octetrl.environments.sandbox.landlock import KEEPS_SIGNALS, landlock_version
-from octetrl.environments.sandbox.linux import sees_descriptors_of_others
-from octetrl.environments.sandbox.system_calls import can_filter
-from octetrl.environments.sandbox.watch import lists_children
+from octetrl.process.interpreter import Interpreter
+from octetrl.process.landlock import KEEPS_SIGNALS, landlock_version
+from octetrl.process.linux import sees_descriptors_of_others
+from octetrl.process.system_calls import can_filter
+from octetrl.process.watch import lists_children
 
 WARDEN_ROOT = "/warden"  # in bubblewrap's root: where this package is
-_PACKAGE = f"{WARDEN_ROOT}/octetrl/environments/sandbox"
+_PACKAGE = f"{WARDEN_ROOT}/octetrl/process"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # not zero: a shared mapping of it is not counted
 _ROOT_KEEPS = ("SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "KILL", "SYS_PTRACE")  # the warden, not the program
 

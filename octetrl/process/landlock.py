@@ -16,7 +16,7 @@ import stat
 import struct
 import sys
 
-from octetrl.environments.sandbox.linux import system_call
+from octetrl.process.linux import system_call
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEVICE = 1, 2, 4, 8, 1 << 14, 1 << 15

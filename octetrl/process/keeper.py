@@ -30,8 +30,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from octetrl.environments.sandbox.linux import adopt_orphans, die_with_parent
-from octetrl.environments.sandbox.watch import lists_children, memory_bytes, processes
+from octetrl.process.linux import adopt_orphans, die_with_parent
+from octetrl.process.watch import lists_children, memory_bytes, processes
 from octetrl.system.imports import uncollected
 
 LOST_SOCKET = 113
@@ -43,7 +43,7 @@ _PIECE = 4096  # bytes that a pipe accepts without blocking if it polls as writa
 _END_SECONDS = 10.0
 _LEAVE_SECONDS = 0.5  # for descendants that clean up when the worker has ended
 _WARDEN_SECONDS = 3.0  # for sandboxes, which remove their folders, on a machine that is short of cores
-_WARDEN = b"octetrl.environments.sandbox.warden"  # in the command line of a sandbox
+_WARDEN = b"octetrl.process.warden"  # in the command line of a sandbox
 _LONGEST_PAUSE, _SHORTEST_PAUSE = 0.25, 0.01
 _FASTEST_FILL = 8 << 30  # largest expected growth of memory, in bytes per second
 
@@ -253,7 +253,7 @@ def _serve(descriptor: int) -> None:
 
 
 def _failure(call: int, error: BaseException) -> dict[str, Any]:
-    from octetrl.environments.tracebacks import error_line, error_trace
+    from octetrl.process.tracebacks import error_line, error_trace
     from octetrl.system.errors import UserError
 
     if isinstance(error, UserError):
@@ -267,7 +267,7 @@ class _Link:
     descriptors that it did not open, or may have forked, so that its child returned here."""
 
     def __init__(self, descriptor: int) -> None:
-        from octetrl.environments.plain_data import to_text
+        from octetrl.process.plain_data import to_text
 
         self._to_text = to_text
         self._descriptor = descriptor

@@ -14,9 +14,9 @@ import resource
 import signal
 from collections.abc import Callable
 
-from octetrl.environments.sandbox.landlock import KEEPS_SIGNALS, landlock_version, restrict
-from octetrl.environments.sandbox.linux import die_with_parent, give_up_privileges_for_good, install_filter
-from octetrl.environments.sandbox.system_calls import can_filter, filter_program
+from octetrl.process.landlock import KEEPS_SIGNALS, landlock_version, restrict
+from octetrl.process.linux import die_with_parent, give_up_privileges_for_good, install_filter
+from octetrl.process.system_calls import can_filter, filter_program
 
 _FIRST_PRIVATE_USER = 2_000_000_000
 _OVERFLOW_USER = 65534  # "nobody", and every user without an id here

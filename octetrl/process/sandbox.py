@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.environments.sandbox.interpreter import Interpreter, find_interpreters
-from octetrl.environments.sandbox.levels import (
+from octetrl.process.interpreter import Interpreter, find_interpreters
+from octetrl.process.levels import (
     DEVICES,
     WARDEN_ROOT,
     Level,
@@ -44,15 +44,12 @@ from octetrl.environments.sandbox.levels import (
     lacking,
     protection,
 )
-from octetrl.environments.sandbox.limits import DEFAULTS, MIB, Limits, Outcome, SandboxStatus
+from octetrl.process.limits import DEFAULTS, MIB, Limits, Outcome, SandboxStatus
 from octetrl.system.errors import UserError
 from octetrl.system.threads import num_cores
 
 _PACKAGE = Path(__file__).parent
-_BOOT = (
-    "import sys; sys.path.append(sys.argv[2]);"
-    " from octetrl.environments.sandbox.warden import main; main(int(sys.argv[1]))"
-)
+_BOOT = "import sys; sys.path.append(sys.argv[2]); from octetrl.process.warden import main; main(int(sys.argv[1]))"
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "{work}",
@@ -182,7 +179,7 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
 
 
 def _start_warden(sandbox: Sandbox, program: Program, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
-    root, command = str(_PACKAGE.parents[2]), []
+    root, command = str(_PACKAGE.parents[1]), []
     if sandbox.level is Level.BUBBLEWRAP:
         room_bytes = program.limits.disk_bytes + 4 * len(program.source) + MIB
         root, command = WARDEN_ROOT, bubblewrap_command(sandbox.interpreter, _PACKAGE, room_bytes)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octetrl.environments.plain_data import from_text, to_text
+from octetrl.process.plain_data import from_text, to_text
 
 KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["~tuple", "~dict", "~", "call"])
 LEAVES = KEYS | st.floats(allow_nan=False) | st.binary()

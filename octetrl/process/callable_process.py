@@ -33,8 +33,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from octetrl.environments.keeper import LONGEST_ANSWER, LOST_SOCKET
-from octetrl.environments.plain_data import from_text
+from octetrl.process.keeper import LONGEST_ANSWER, LOST_SOCKET
+from octetrl.process.plain_data import from_text
 from octetrl.system.errors import UserError
 
 Cause = Literal["raised", "memory", "user"]
@@ -91,7 +91,7 @@ class CallableProcess:
         arguments = f"{data.fileno()}, {theirs.fileno()}, {os.getpid()}, {memory_mib or 0}"
         with data, theirs:
             child = subprocess.Popen(
-                [sys.executable, "-c", f"from octetrl.environments.keeper import keep; keep({arguments})"],
+                [sys.executable, "-c", f"from octetrl.process.keeper import keep; keep({arguments})"],
                 pass_fds=[data.fileno(), theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,

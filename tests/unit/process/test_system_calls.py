@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.sandbox import system_calls
-from octetrl.environments.sandbox.system_calls import (
+from octetrl.process import system_calls
+from octetrl.process.system_calls import (
     ALWAYS,
     BY_ARGUMENT,
     CLONE3,

@@ -12,7 +12,7 @@ import signal
 import time
 from functools import cache
 
-from octetrl.environments.sandbox.linux import sees_descriptors_of_others
+from octetrl.process.linux import sees_descriptors_of_others
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")

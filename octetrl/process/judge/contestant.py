@@ -21,8 +21,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from octetrl.environments.code.nodes import CLASSES, Nodes
-from octetrl.environments.code.wire import pack, unpack_global
+from octetrl.process.judge.nodes import CLASSES, Nodes
+from octetrl.process.judge.wire import pack, unpack_global
 
 _LINK = 3
 _LONGEST_FIELDS = 1 << 12  # of an exception

@@ -21,9 +21,9 @@ import signal
 import sys
 import time
 
-from octetrl.environments.sandbox import disk, watch
-from octetrl.environments.sandbox.linux import adopt_orphans, hide_from_other_processes
-from octetrl.environments.sandbox.restraints import OutOfMemoryOrder, private_user, process_limit, restrain
+from octetrl.process import disk, watch
+from octetrl.process.linux import adopt_orphans, hide_from_other_processes
+from octetrl.process.restraints import OutOfMemoryOrder, private_user, process_limit, restrain
 
 _TICK_SECONDS = 0.02
 _DISK_SHARE = 0.2  # largest share of the time that is spent counting files

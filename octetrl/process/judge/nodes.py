@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from octetrl.environments.code.wire import Malformed, pack, unpack
+from octetrl.process.judge.wire import Malformed, pack, unpack
 
 NODE_FIELDS: dict[str, tuple[str, ...]] = {"ListNode": ("val", "next"), "TreeNode": ("val", "left", "right")}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 NOBODY = 65534
 NO_REACH = "the interpreter is in a private folder and can't be put within another user's reach here"
 NOT_READABLE = "another user can't read this working tree"
-_WARDEN = "octetrl.environments.sandbox.warden"
+_WARDEN = "octetrl.process.warden"
 _NEW_MOUNTS, _BIND_ALL, _PRIVATE_ALL = 0x20000, (1 << 12) | (1 << 14), (1 << 14) | (1 << 18)
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.environments.sandbox import levels
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.limits import MIB, Limits, SandboxStatus
-from octetrl.environments.sandbox.sandbox import Program, find_sandbox, run_python, sandbox_for
-from octetrl.environments.sandbox.watch import lists_children, processes
+from octetrl.process import levels
+from octetrl.process.levels import Level
+from octetrl.process.limits import MIB, Limits, SandboxStatus
+from octetrl.process.sandbox import Program, find_sandbox, run_python, sandbox_for
+from octetrl.process.watch import lists_children, processes
 from octetrl.system.errors import UserError
 from tests.required import missing
-from tests.unit.environments.sandbox.conftest import SMALL, Box
-from tests.unit.environments.sandbox.traces import sandbox_folders, sandbox_processes
+from tests.unit.process.conftest import SMALL, Box
+from tests.unit.process.traces import sandbox_folders, sandbox_processes
 
 
 def test_what_it_prints_and_how_it_ends(sandbox: Box) -> None:
@@ -179,7 +179,7 @@ def test_many_callers(sandbox: Box) -> None:
 def test_the_run_can_be_cut_off(sandbox: Box) -> None:
     """A killed reward worker must leave nothing: the socket's end is the sandbox's."""
     code = (
-        "from octetrl.environments.sandbox.sandbox import *\n"
+        "from octetrl.process.sandbox import *\n"
         f"sandbox = find_sandbox(only=Level('{sandbox.protection.level}'))\n"
         "print('go', flush=True)\n"
         "sandbox.run(Program('import time; time.sleep(600)', limits=Limits(wall_seconds=600.0)))"
@@ -227,7 +227,7 @@ def test_a_recipe_asks_for_a_level_and_limits() -> None:
 
 
 def test_a_caller_waits_for_a_free_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octetrl.environments.sandbox import sandbox as module
+    from octetrl.process import sandbox as module
 
     monkeypatch.setattr(module, "_slots", threading.BoundedSemaphore(1))
     try:

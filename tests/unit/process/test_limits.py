@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from octetrl.environments.sandbox.limits import SandboxStatus
-from tests.unit.environments.sandbox.conftest import Box
+from octetrl.process.limits import SandboxStatus
+from tests.unit.process.conftest import Box
 
 TOO_LONG = {SandboxStatus.WALL_TIMEOUT, SandboxStatus.CPU_LIMIT}
 TOO_DEEP = {SandboxStatus.CRASHED, SandboxStatus.MEMORY_LIMIT, SandboxStatus.ERROR, SandboxStatus.CPU_LIMIT}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
-_PACKAGE = "octetrl.environments.code"
+_PACKAGE = "octetrl.process.judge"
 _PROGRAM = """
 import sys, types
 path = ""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from octetrl.environments.code.nodes import ListNode, Nodes, TreeNode
-from octetrl.environments.code.wire import Malformed
+from octetrl.process.judge.nodes import ListNode, Nodes, TreeNode
+from octetrl.process.judge.wire import Malformed
 
 
 def refuse(*_: Any) -> Any:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.sandbox.levels import Level
-from octetrl.environments.sandbox.limits import SandboxStatus
-from tests.unit.environments.sandbox.conftest import Box
+from octetrl.process.levels import Level
+from octetrl.process.limits import SandboxStatus
+from tests.unit.process.conftest import Box
 
 READ_THE_REST = """
 import os

@@ -25,10 +25,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from octetrl.environments.code.link import TEST_FILE, TESTS, Link
-from octetrl.environments.code.nodes import CLASSES
-from octetrl.environments.code.remote import same
-from octetrl.environments.code.runs import added_calls
+from octetrl.process.judge.link import TEST_FILE, TESTS, Link
+from octetrl.process.judge.nodes import CLASSES
+from octetrl.process.judge.remote import same
+from octetrl.process.judge.runs import added_calls
 
 ASKED = "asked"
 _SAME = "__same__"

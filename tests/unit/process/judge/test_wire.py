@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.environments.code.wire import KEPT, Malformed, pack, pack_global, unpack
+from octetrl.process.judge.wire import KEPT, Malformed, pack, pack_global, unpack
 
 VALUES: list[Any] = [
     None, True, 0, -(10**400), 10**5000, 0.1, math.inf, "", "\ud800\x00é", b"\xff", bytearray(b"a"), 1j,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import stat
 
-from octetrl.environments.sandbox.linux import sees_descriptors_of_others
+from octetrl.process.linux import sees_descriptors_of_others
 
 
 def folder_use(folder: str, max_files: int) -> tuple[int, int]:
