@@ -21,8 +21,7 @@ from octetrl.environments.given import refuse_given
 from octetrl.environments.score_signature import check_call_with_conversation, check_signature
 from octetrl.environments.turns.components import components_of
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
-from octetrl.process.tracebacks import error_line
-from octetrl.system.errors import UserError, nearest
+from octetrl.system.errors import UserError, error_line, nearest
 
 LOAD_SECONDS = 120.0
 

@@ -4,13 +4,14 @@ Rewards run foreign code on text that a policy wrote: they may hang, crash, prin
 own a call that hangs can be killed. reasoning_gym's generators run here for another reason: some of them iterate over
 sets of strings, and only a process with a fixed PYTHONHASHSEED gives the same task in every run.
 
-The child's side is `keeper.py`: a worker that runs the callable, and a keeper that ends all processes that the callable
-leaves running. The worker's answers are read as plain data (`plain_data.py`), never as a pickle. So code that takes
-over a worker can choose its answers, but cannot run anything in the parent. An answer must have the number of the
-current call. The kernel names the process that sent it; messages from children of the worker are ignored.
+The child's side is `worker.py`: a worker that runs the callable, and a supervisor (`supervisor.py`) that ends all
+processes that the callable leaves running. The worker's answers are read as plain data (`plain_data.py`), never as a
+pickle. So code that takes over a worker can choose its answers, but cannot run anything in the parent. An answer must
+have the number of the current call. The kernel names the process that sent it; messages from children of the worker are
+ignored.
 
-The child is a plain `python -c`. A fork would lose torch's threads, and `multiprocessing` would import the parent's
-main module. The child has a session of its own, so Ctrl-C reaches only the parent. It ends with its parent even while
+The supervisor is a plain `python -c`. A fork would lose torch's threads, and `multiprocessing` would import the
+parent's main module. It has a session of its own, so Ctrl-C reaches only the parent. It ends with its parent even while
 the callable hangs, so no process survives a `kill -9` of the run. Output of the callable goes to stderr.
 """
 
@@ -18,14 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import pickle
 import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 import weakref
@@ -33,16 +32,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from octetrl.process.keeper import LONGEST_ANSWER, LOST_SOCKET
-from octetrl.process.plain_data import from_text
+from octetrl.process.plain_data import LONGEST_MESSAGE, framed, from_text, take_frame
+from octetrl.process.supervised import Supervised
+from octetrl.process.worker import LOST_SOCKET
 from octetrl.system.errors import UserError
 
 Cause = Literal["raised", "memory", "user"]
 _CREDENTIALS = struct.Struct("iII")  # of the sender: process, user, group
 _READS = 64  # most reads of one `take`, so that messages from other processes cannot block the caller
 _SEND_SECONDS = 30.0
-_REPORT_SECONDS = 1.0  # to wait for the report of a keeper whose worker has closed its socket
-_END_SECONDS = 5.0  # to wait for a keeper that was told to end
+_REPORT_SECONDS = 1.0  # to wait for the report of a supervisor whose worker has closed its socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +83,20 @@ class CallableProcess:
     def __init__(self, function: Callable[..., Any], *, memory_mib: int | None = None) -> None:
         payload = pickle.dumps(function)
         self._socket, data = socket.socketpair()
-        control, theirs = socket.socketpair()
         if sys.platform == "linux":
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.setblocking(False)
-        arguments = f"{data.fileno()}, {theirs.fileno()}, {os.getpid()}, {memory_mib or 0}"
-        with data, theirs:
-            child = subprocess.Popen(
-                [sys.executable, "-c", f"from octetrl.process.keeper import keep; keep({arguments})"],
-                pass_fds=[data.fileno(), theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+        with data:
+            self._supervised = Supervised(
+                [sys.executable, "-c", "from octetrl.process.worker import main; main()", type(function).__name__],
+                [data],
                 stdout=2,
-                start_new_session=True,
                 env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": _import_path()},
             )
-        self._keeper = _Keeper(child, control)
-        self._finalizer = weakref.finalize(self, _end, self._keeper, self._socket)
+            order = {"data": data.fileno(), "parent": os.getpid(), "memory_bytes": (memory_mib or 0) << 20}
+            self._supervised.order(order, _SEND_SECONDS)
+        self._worker: int | None = None
+        self._finalizer = weakref.finalize(self, _end, self._supervised, self._socket)
         self._calls = itertools.count(1)
         self._call = 0  # number of the call whose answer is awaited; 0: the greeting
         self._buffer = bytearray()
@@ -110,8 +107,12 @@ class CallableProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker."""
-        return self._keeper.worker()
+        """Process id of the worker; 0 if none was started."""
+        if self._worker is None:
+            started = (self._supervised.message(_SEND_SECONDS) or {}).get("started")
+            self._worker = started if isinstance(started, int) and started > 1 else 0
+            self._supervised.group = self._worker
+        return self._worker
 
     @property
     def is_stopped(self) -> bool:
@@ -177,7 +178,7 @@ class CallableProcess:
         self._finalizer()
 
     def _write(self, data: bytes) -> None:
-        rest = memoryview(len(data).to_bytes(8, "big") + data)
+        rest = memoryview(framed(data))
         deadline = time.monotonic() + _SEND_SECONDS
         while rest:
             try:
@@ -192,118 +193,41 @@ class CallableProcess:
 
     def _whole_answer(self) -> Answer | None:
         """The first answer in the buffer that belongs to the running call."""
-        while len(self._buffer) >= 8:
-            size = int.from_bytes(self._buffer[:8], "big")
-            if size > LONGEST_ANSWER:
-                self.kill()
-                raise ProcessDied(f"the process sent {size:,} bytes for an answer; {LONGEST_ANSWER:,} are allowed")
-            if len(self._buffer) < 8 + size:
-                return None
-            frame = bytes(self._buffer[8 : 8 + size])
-            del self._buffer[: 8 + size]
-            try:
+        try:
+            while (frame := take_frame(self._buffer, LONGEST_MESSAGE)) is not None:
                 call, answer = _read_answer(frame)
-            except ValueError as error:
-                self.kill()
-                raise ProcessDied(f"the process sent what is no answer ({str(error)[:100]})") from error
-            if call == self._call:
-                self.is_ready = self.is_ready or answer.error is None
-                return answer
+                if call == self._call:
+                    self.is_ready = self.is_ready or answer.error is None
+                    return answer
+        except ValueError as error:
+            self.kill()
+            raise ProcessDied(f"the process sent what is no answer ({str(error)[:100]})") from error
         return None
 
     def _death(self) -> ProcessDied:
-        report = self._keeper.report()
+        """How the worker ended. Its supervisor's messages are checked like its own, because a worker has the rights to
+        take over its supervisor."""
+        report = self._supervised.message(_REPORT_SECONDS) if self.pid else None
+        if report is None and self.pid and _state_of(self.pid) in ("", "Z", "X"):
+            report = self._supervised.message(_SEND_SECONDS)  # it has ended; the supervisor lacks a core, or is busy
+        code = self._supervised.exit_code(0.1) if report is None else None
         self.kill()
-        if report.memory_mib:
-            text = f"its processes held {report.memory_mib:,} MiB"
-            return ProcessDied(text, memory_mib=report.memory_mib)
-        if report.code is None:
-            return ProcessDied(report.text, signal=report.signal)
-        if report.code == LOST_SOCKET:
-            return ProcessDied("the process closed descriptors that were not its own")
-        if report.code < 0:
-            return ProcessDied(f"the process was killed by signal {-report.code}", signal=-report.code)
-        return ProcessDied(f"the process exited with code {report.code}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """How a worker ended. code: its exit code, or minus the signal's number; None: `text` describes the end."""
-
-    code: int | None = None
-    memory_mib: int = 0
-    text: str = ""
-    signal: int = 0  # that ended its keeper
-
-
-class _Keeper:
-    """The run's handle on a keeper. Its messages are checked like those of the worker, because a worker has the rights
-    to take over its keeper."""
-
-    def __init__(self, child: subprocess.Popen[bytes], control: socket.socket) -> None:
-        self._child, self._control = child, control
-        self._worker: int | None = None
-        self._said = b""
-
-    def worker(self) -> int:
-        """The worker's process id; 0 if no worker was started."""
-        if self._worker is None:
-            self._worker = _number(self._line(_SEND_SECONDS), "worker") or 0
-        return self._worker
-
-    def report(self) -> _Report:
-        """Wait for the keeper's report, which it sends after the end of its worker."""
-        line = self._line(_REPORT_SECONDS) if self.worker() else b""
-        if not line and self._worker and (state := _state_of(self._worker)) in ("", "Z", "X"):
-            line = self._line(_SEND_SECONDS if state else _REPORT_SECONDS)  # it has ended; the keeper lacks a core
-        if line:
-            return _Report(
-                _number(line, "code"), _number(line, "memory_mib") or 0, "the process was ended", signal.SIGKILL
-            )
-        code = self._child.poll()
-        if code is None:
-            return _Report(text="the process closed its connection and still runs")
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return _Report(text=f"the process that keeps the worker {how}", signal=max(0, -code))
-
-    def end(self) -> None:
-        """End the keeper, and with it all processes below it; kill it if it does not answer."""
-        if self._child.returncode is not None:  # the kernel may have given its number to another process
-            return
-        with contextlib.suppress(OSError):  # it has ended
-            self._control.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + _END_SECONDS
-        while self._heard(deadline - time.monotonic()):
-            pass
-        try:
-            self._child.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._child.kill()  # the kernel then kills the worker
-        if self._child.wait() != 0 and self._worker:  # it could not clean up
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._worker, signal.SIGKILL)
-        self._control.close()
-
-    def _line(self, seconds: float) -> bytes:
-        """The next line; empty if none arrives in time."""
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._said:
-            if not self._heard(deadline - time.monotonic()):
-                return b""
-        line, _, self._said = self._said.partition(b"\n")
-        return line
-
-    def _heard(self, seconds: float) -> bool:
-        """Read what the keeper sends next. Returns whether anything arrived in time."""
-        if seconds <= 0 or self._control.fileno() < 0 or len(self._said) > 1 << 16:
-            return False
-        self._control.settimeout(seconds)
-        try:
-            data = self._control.recv(4096)
-        except OSError:  # the time is over, or the keeper has ended
-            return False
-        self._said += data
-        return bool(data)
+        if code is not None:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            return ProcessDied(f"the process that keeps the worker {how}", signal=max(0, -code))
+        match report:
+            case None:
+                return ProcessDied("the process closed its connection and still runs")
+            case {"stopped": "memory_limit", "memory_bytes": int(held)}:
+                mib = -(-held >> 20)
+                return ProcessDied(f"its processes held {mib:,} MiB", memory_mib=mib)
+            case {"exit": code} if code == LOST_SOCKET:
+                return ProcessDied("the process closed descriptors that were not its own")
+            case {"exit": int(code)} if code < 0:
+                return ProcessDied(f"the process was killed by signal {-code}", signal=-code)
+            case {"exit": int(code)}:
+                return ProcessDied(f"the process exited with code {code}")
+        return ProcessDied("the process was ended", signal=signal.SIGKILL)
 
 
 def _state_of(pid: int) -> str:
@@ -321,17 +245,9 @@ def _wait(process: CallableProcess, event: int, seconds: float) -> None:
     poll.poll(seconds * 1000)
 
 
-def _end(keeper: _Keeper, data: socket.socket) -> None:
+def _end(supervised: Supervised, data: socket.socket) -> None:
     data.close()
-    keeper.end()
-
-
-def _number(line: bytes, name: str) -> int | None:
-    try:
-        found = json.loads(line)[name]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return found if isinstance(found, int) else None
+    supervised.end()
 
 
 def _read_answer(frame: bytes) -> tuple[int, Answer]:

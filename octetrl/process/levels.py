@@ -19,10 +19,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from octetrl.process.interpreter import Interpreter
-from octetrl.process.landlock import KEEPS_SIGNALS, landlock_version
-from octetrl.process.linux import sees_descriptors_of_others
+from octetrl.process.kernel import KEEPS_SIGNALS, landlock_version, sees_descriptors_of_others
 from octetrl.process.system_calls import can_filter
-from octetrl.process.watch import lists_children
+from octetrl.process.usage import lists_children
 
 WARDEN_ROOT = "/warden"  # in bubblewrap's root: where this package is
 _PACKAGE = f"{WARDEN_ROOT}/octetrl/process"

@@ -1,4 +1,4 @@
-"""Converts plain data to JSON text and back, for answers of processes that run foreign code.
+"""Plain data as JSON text and back, for answers of processes that run foreign code; messages over a stream socket.
 
 Reading the text only creates plain values. Reading a pickle would call functions that the pickle names. Lists, strings,
 numbers, None and dictionaries with string keys are written as JSON. Tuples, sets, bytes and other dictionaries are
@@ -7,27 +7,27 @@ written as an object with one key that names the type, so that the reader restor
     (1, {2: "x"})    {"~tuple": [1, {"~dict": [[2, "x"]]}]}
 
 A value of a subclass is restored as its base class: a numpy string as a string, a numpy integer as an integer.
+
+A message is eight bytes of length, and as many bytes.
 """
 
 from __future__ import annotations
 
-import base64
+import binascii
 import json
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any
 
-from octetrl.system.errors import type_of
-
+LONGEST_MESSAGE = 64 << 20  # bytes that a run accepts of a process with foreign code
 _MARK = "~"
 
 
-def to_text(value: Any) -> str:
+def to_text(value: object) -> str:
     """JSON text of `value`. Raises TypeError, naming the type, if it contains anything but plain data."""
     return json.dumps(_marked(value), separators=(",", ":"))
 
 
-def from_text(text: str | bytes) -> Any:
+def from_text(text: str | bytes) -> object:
     """The value from which `to_text` made `text`. Raises ValueError for any other text."""
     try:
         return json.loads(text, object_hook=_unmarked)
@@ -35,7 +35,24 @@ def from_text(text: str | bytes) -> Any:
         raise ValueError(f"no plain data: {error}") from error
 
 
-def _marked(value: Any) -> Any:
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(8, "big") + message
+
+
+def take_frame(data: bytearray, longest: int | None = None) -> bytes | None:
+    """Remove the first message from `data` and return it; None if it is not complete. Raises ValueError for one of more
+    than `longest` bytes."""
+    size = int.from_bytes(data[:8], "big")
+    if longest is not None and len(data) >= 8 and size > longest:
+        raise ValueError(f"{size:,} bytes; {longest:,} are allowed")
+    if len(data) < 8 + size:
+        return None
+    message = bytes(data[8 : 8 + size])
+    del data[: 8 + size]
+    return message
+
+
+def _marked(value: object) -> object:
     if value is None or isinstance(value, bool | str | int | float):
         return value
     if isinstance(value, list):
@@ -48,24 +65,25 @@ def _marked(value: Any) -> Any:
         kind = "tuple" if isinstance(value, tuple) else "frozenset" if isinstance(value, frozenset) else "set"
         return {_MARK + kind: [_marked(each) for each in value]}
     if isinstance(value, bytes | bytearray):
-        return {"~bytes": base64.b64encode(value).decode()}
+        return {"~bytes": binascii.b2a_base64(value, newline=False).decode()}
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise TypeError(f"{type_of(value)} is not plain data; give text, numbers, lists, tuples, sets, dictionaries")
+    kind = type(value).__name__
+    raise TypeError(f"a {kind} is not plain data; give text, numbers, lists, tuples, sets, dictionaries")
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {
+_KINDS: dict[str, Callable] = {
     "~tuple": tuple,
     "~set": set,
     "~frozenset": frozenset,
     "~dict": lambda pairs: {key: each for key, each in pairs},  # not dict(): it would take the text "ab" for a pair
-    "~bytes": lambda text: base64.b64decode(text, validate=True),
+    "~bytes": lambda text: binascii.a2b_base64(text, strict_mode=True),
 }
 
 
-def _unmarked(found: dict[str, Any]) -> Any:
+def _unmarked(found: dict[str, object]) -> object:
     mark = next(iter(found), "")
     if len(found) == 1 and mark in _KINDS:
         return _KINDS[mark](found[mark])

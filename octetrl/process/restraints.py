@@ -1,21 +1,26 @@
 """Restricts the sandboxed process, between fork and exec, before foreign code runs.
 
-The order matters, because each step needs rights that a later one gives up: a session of its own, its descriptors, its
-resource limits, another user (as root), no new privileges, Landlock, the system-call filter. All descriptors except the
-streams and the socket (number 3) close at exec.
+The order matters, because each step needs rights that a later one gives up: resource limits, another user (as root), no
+new privileges, Landlock, the system-call filter. All descriptors except the streams and the socket (number 3) close at
+exec.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 import resource
 import signal
 from collections.abc import Callable
 
-from octetrl.process.landlock import KEEPS_SIGNALS, landlock_version, restrict
-from octetrl.process.linux import die_with_parent, give_up_privileges_for_good, install_filter
+from octetrl.process.kernel import (
+    KEEPS_SIGNALS,
+    die_with_parent,
+    give_up_privileges_for_good,
+    install_filter,
+    landlock_version,
+    restrict,
+)
 from octetrl.process.system_calls import can_filter, filter_program
 
 _FIRST_PRIVATE_USER = 2_000_000_000
@@ -65,26 +70,6 @@ def _is_somebodys(user: int) -> bool:
     return False
 
 
-class OutOfMemoryOrder:
-    """Whom the kernel kills first when the machine is out of memory: the program rather than the process that watches
-    it, whose end would cost the verdict. Where /proc is read-only the order stays as it is."""
-
-    def __init__(self) -> None:
-        self._file: int | None = None
-        with contextlib.suppress(OSError):
-            self._file = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-            self._before = os.pread(self._file, 16, 0)
-
-    def first_to_go(self) -> None:
-        """Of this process, and so of those that it starts next."""
-        if self._file is not None:
-            os.pwrite(self._file, b"1000", 0)
-
-    def as_before(self) -> None:
-        if self._file is not None:
-            os.pwrite(self._file, self._before, 0)
-
-
 def process_limit(processes: int, *, alone: bool) -> int:
     """What RLIMIT_NPROC must say for a sandbox to have `processes`. The kernel counts those of a user id: as root it is
     the sandbox's own; in a user namespace they are its own since Linux 5.14, the warden among them; elsewhere they are
@@ -108,28 +93,23 @@ def _threads_of_user(user: int) -> int:
     return count
 
 
-def restrain(
-    descriptors: list[int], request: dict, user: int, work: str, landlock: tuple[list[str], list[str]]
-) -> None:
-    """Called in the child. descriptors: become 0, 1, ...; work: the folder of `user`, to be in; landlock: what may be
-    read and what may be written, where the level has it."""
-    os.setsid()
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-    _set_limits(request["limits"])
+def restrain(order: dict, user: int, work: str, landlock: tuple[list[str], list[str]]) -> None:
+    """Called in the child, which has its streams and its session. work: the folder of `user`, to be in; landlock: what
+    may be read and what may be written, where the level has it."""
+    _set_limits(order["limits"])
     same_user = os.geteuid() != 0
     if not same_user:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     os.chdir(work)
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)  # once more: another user's process forgets it
     give_up_privileges_for_good()
-    version = landlock_version() if request["level"] != "limits" else 0
+    version = landlock_version() if order["level"] != "limits" else 0
     if version:
         restrict(*landlock)
     if can_filter():
-        shares_user = same_user and request["level"] != "bubblewrap"
+        shares_user = same_user and order["level"] != "bubblewrap"
         signals_open = shares_user and version < KEEPS_SIGNALS
         install_filter(filter_program(same_user=shares_user, signals_open=signals_open, pid=os.getpid()))
     for signal_number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:

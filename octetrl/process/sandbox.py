@@ -18,7 +18,6 @@ of Python. Forking a warm interpreter would be faster, but each program could se
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -26,7 +25,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -45,11 +44,12 @@ from octetrl.process.levels import (
     protection,
 )
 from octetrl.process.limits import DEFAULTS, MIB, Limits, Outcome, SandboxStatus
+from octetrl.process.supervised import Supervised
 from octetrl.system.errors import UserError
 from octetrl.system.threads import num_cores
 
 _PACKAGE = Path(__file__).parent
-_BOOT = "import sys; sys.path.append(sys.argv[2]); from octetrl.process.warden import main; main(int(sys.argv[1]))"
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from octetrl.process.warden import main; main()"
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "{work}",
@@ -143,11 +143,10 @@ def _try_out(sandbox: Sandbox) -> str | None:
 
 
 def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outcome:
-    ours, theirs = socket.socketpair()
     in_bubblewrap = sandbox.level is Level.BUBBLEWRAP
     place = "/tmp" if in_bubblewrap else tempfile.gettempdir()
     folder = os.path.join(place, f"octetrl-sandbox-{os.getpid()}-{os.urandom(6).hex()}")
-    request = {
+    order = {
         "level": sandbox.level,
         "command": [sandbox.interpreter.executable, "-I", "-B", "{program}/main.py"],
         "environment": _ENVIRONMENT,
@@ -159,84 +158,35 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
         "folder": folder,
         "link": None if link is None else link.fileno(),
     }
-    with ours:
-        with theirs, link or contextlib.nullcontext():
-            try:
-                warden = _start_warden(sandbox, program, [theirs, *([link] if link else [])])
-            except OSError as error:
-                return _failed(f"the sandbox did not start: {error}")
+    with link or contextlib.nullcontext():
         try:
-            seconds = program.limits.wall_seconds + _GRACE_SECONDS
-            started, report = _exchange(ours, request | {"number": warden.pid}, seconds)
-        finally:
-            ours.close()  # closing this socket ends everything that still runs
-            said = _see_off(warden)
-            if not in_bubblewrap and os.path.lexists(folder):  # the warden was killed
-                shutil.rmtree(folder, ignore_errors=True)
+            warden = _start_warden(sandbox, program, () if link is None else (link,))
+        except OSError as error:
+            return _failed(f"the sandbox did not start: {error}")
+    started, said = False, ""
+    try:
+        seconds = program.limits.wall_seconds + _GRACE_SECONDS
+        warden.order(order | {"number": warden.pid}, seconds)
+        report = warden.message(seconds)
+        if report is not None and "started" in report:
+            started, warden.group = True, 0 if in_bubblewrap else report["started"]
+            report = warden.message(seconds)
+    finally:
+        said = " ".join(warden.end().split())
+        if not in_bubblewrap and os.path.lexists(folder):  # the warden was killed
+            shutil.rmtree(folder, ignore_errors=True)
     if report is None:
         report = {"error": f"the sandbox ended without a report: {said[-300:] or 'it said nothing'}"}
     return _outcome(report, started=started)
 
 
-def _start_warden(sandbox: Sandbox, program: Program, sockets: list[socket.socket]) -> subprocess.Popen[bytes]:
+def _start_warden(sandbox: Sandbox, program: Program, sockets: Sequence[socket.socket]) -> Supervised:
     root, command = str(_PACKAGE.parents[1]), []
     if sandbox.level is Level.BUBBLEWRAP:
         room_bytes = program.limits.disk_bytes + 4 * len(program.source) + MIB
         root, command = WARDEN_ROOT, bubblewrap_command(sandbox.interpreter, _PACKAGE, room_bytes)
-    descriptors = [end.fileno() for end in sockets]
-    return subprocess.Popen(
-        [*command, sandbox.interpreter.executable, "-I", "-S", "-B", "-c", _BOOT, str(descriptors[0]), root],
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        cwd="/",
-        env={},
-    )
-
-
-def _exchange(channel: socket.socket, request: Mapping[str, Any], seconds: float) -> tuple[bool, dict[str, Any] | None]:
-    """Send the request. Returns whether the program started, and the report; None when none comes."""
-    text = json.dumps(request).encode()
-    channel.settimeout(seconds)
-    started = False
-    try:
-        channel.sendall(len(text).to_bytes(8, "big") + text)
-        report = _message(channel)
-        if "started" in report:
-            started = True
-            report = _message(channel)
-    except (OSError, EOFError):  # TimeoutError is an OSError
-        return started, None
-    return started, report
-
-
-def _message(channel: socket.socket) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(_read(channel, int.from_bytes(_read(channel, 8), "big")))
-    return message
-
-
-def _read(channel: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = channel.recv(min(size - len(data), 1 << 16))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
-
-
-def _see_off(warden: subprocess.Popen[bytes]) -> str:
-    """Wait for the warden to end; kill it if it does not. Returns its stderr."""
-    assert warden.stderr is not None
-    try:
-        _, said = warden.communicate(timeout=15.0)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(warden.pid, signal.SIGKILL)
-        _, said = warden.communicate()
-    return " ".join(said.decode("utf-8", "replace").split())
+    command += [sandbox.interpreter.executable, "-I", "-S", "-B", "-c", _BOOT, root]
+    return Supervised(command, sockets, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={})
 
 
 def _outcome(report: Mapping[str, Any], *, started: bool) -> Outcome:

@@ -36,7 +36,7 @@ import platform
 import struct
 from collections.abc import Iterable
 
-from octetrl.process.linux import takes_filters
+from octetrl.process.kernel import takes_filters
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}

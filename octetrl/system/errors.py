@@ -9,6 +9,7 @@ end first. Any other exception is a bug.
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from octetrl.system.text import printable
 
 MOST_NAMES = 2_000  # of a folder's files that are compared with a name
 TERMINATED = 128 + 15  # exit code: a shell's for SIGTERM
+_ERROR_LENGTH, _TRACE_LENGTH = 300, 4000  # characters of a foreign exception
 LONGEST_LINE = 1_000  # characters of a message's line; the quoted input may have megabytes
 
 
@@ -56,6 +58,28 @@ class Terminated(SystemExit):
     def __init__(self, by: str = "SIGTERM") -> None:
         super().__init__(TERMINATED)
         self.by = by
+
+
+def error_line(error: BaseException) -> str:
+    """Return `ValueError: text (file.py:12)` for an exception of foreign code: the place where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())[:_ERROR_LENGTH]
+    return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def error_trace(error: BaseException) -> str:
+    """Return the traceback below our own frame; only its end if it is long."""
+    whole = error.__traceback__
+    below = whole.tb_next if whole is not None else None
+    return "".join(traceback.format_exception(type(error), error, below or whole)).strip()[-_TRACE_LENGTH:]
+
+
+def _text_of(error: BaseException) -> str:
+    """The exception's text. The broad `except` is needed: `__str__` of a foreign exception may raise as well."""
+    try:
+        return str(error)
+    except BaseException as inner:
+        return f"its text raises {type(inner).__name__}"
 
 
 def type_of(value: object) -> str:

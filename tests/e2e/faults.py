@@ -139,11 +139,11 @@ class Attempt:
         if kind == "driver":
             return [self.driver.pid]
         if kind == "reward":
-            keepers = [
+            supervisors = [
                 name for name, parts in command_lines()
-                if parent_of(name) == self.driver.pid and "keeper import keep" in " ".join(parts) and _scores(name)
+                if parent_of(name) == self.driver.pid and "CheckedScorer" in parts
             ]  # fmt: skip
-            return [name for name, _ in command_lines() if parent_of(name) in keepers]
+            return [name for name, _ in command_lines() if parent_of(name) in supervisors]
         folder = self.find_ray()
         if folder is None:
             return []
@@ -245,12 +245,6 @@ def _mentions(pid: int, text: bytes) -> bool:
         return pid != os.getpid() and text in Path("/proc", str(pid), "cmdline").read_bytes()
     except OSError:
         return False
-
-
-def _scores(keeper: int) -> bool:
-    """Whether a keeper's process has a memory limit, as those of rewards have, and not those of generators."""
-    command = Path("/proc", str(keeper), "cmdline").read_bytes()
-    return not command.rstrip(b"\0").endswith(b", 0)")
 
 
 def _plasma() -> set[Path]:

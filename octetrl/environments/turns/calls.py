@@ -39,8 +39,7 @@ from typing import Any
 
 from octetrl.environments.foreign import ProcessState
 from octetrl.environments.turns.conversation import Conversation, current
-from octetrl.process.tracebacks import error_line, error_trace
-from octetrl.system.errors import UserError
+from octetrl.system.errors import UserError, error_line, error_trace
 
 _LOOP_ANSWERS_WITHIN = 2.0  # seconds
 

@@ -41,14 +41,14 @@ def orphan() -> int:
     return int(os.read(read, 20))
 
 
-def exit_beside_a_slow_keeper() -> None:
-    """The keeper runs again half a second later."""
-    keeper = os.getppid()
-    os.kill(keeper, signal.SIGSTOP)
+def exit_beside_a_slow_supervisor() -> None:
+    """The supervisor runs again half a second later."""
+    supervisor = os.getppid()
+    os.kill(supervisor, signal.SIGSTOP)
     if os.fork() == 0:
         os.closerange(3, 256)
         time.sleep(0.5)
-        os.kill(keeper, signal.SIGCONT)
+        os.kill(supervisor, signal.SIGCONT)
     os._exit(3)
 
 
@@ -189,14 +189,14 @@ def misuse_of_the_process(completion_text: str) -> float | None:
                 pass
         case "become another program":
             os.execvp("sleep", ["sleep", "60"])
-        case "kill the keeper":
+        case "kill the supervisor":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
-        case "stop the keeper":
+        case "stop the supervisor":
             os.kill(os.getppid(), signal.SIGSTOP)
             time.sleep(60)
-        case "exit beside a slow keeper":
-            exit_beside_a_slow_keeper()
+        case "exit beside a slow supervisor":
+            exit_beside_a_slow_supervisor()
         case "send junk":
             os.write(socket_to_the_run(), (5).to_bytes(8, "big") + b"junk!")
             time.sleep(60)

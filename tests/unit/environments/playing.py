@@ -12,8 +12,8 @@ from octetrl.environments.turns import Conversation
 from octetrl.environments.turns.calls import CallResult
 from octetrl.environments.turns.conversation import current
 from octetrl.environments.turns.dialogue import Dialogue, Failed, Limits, RequestedCall
-from octetrl.process.tracebacks import error_line
 from octetrl.records import Completion, FinishReason, RolloutStatus, Task
+from octetrl.system.errors import error_line
 
 Player = Callable[[Conversation], str]
 

@@ -17,7 +17,7 @@ import pytest
 
 from octetrl.environments.score import Score
 from octetrl.environments.scoring import RewardWorkers, check_sendable
-from octetrl.process import callable_process as process
+from octetrl.process import callable_process, supervised
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 
@@ -86,7 +86,7 @@ def test_no_reward_is_an_error_and_not_a_zero(workers: RewardWorkers, text: str,
         ("close descriptors", "the process closed descriptors that were not its own"),
         ("replace descriptors", "the process closed descriptors that were not its own"),
         ("become another program", "the process closed its connection and still runs"),
-        ("kill the keeper", "the process that keeps the worker was killed by signal 9"),
+        ("kill the supervisor", "the process that keeps the worker was killed by signal 9"),
         ("send junk", "the process sent what is no answer ("),
     ],
 )
@@ -99,11 +99,11 @@ def test_a_process_that_ends_is_a_crash(text: str, detail: str) -> None:
         assert workers.restarts == (2 if "signal 9" in detail else 1)  # that may have come from outside: once more
 
 
-def test_a_keeper_that_gets_no_core_still_says_how_its_worker_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_gets_no_core_still_says_how_its_worker_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its report comes later than it does on a machine with little work."""
-    monkeypatch.setattr(process, "_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(callable_process, "_REPORT_SECONDS", 0.05)
     with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=60.0) as workers:
-        (bad,) = scores_of(workers, "exit beside a slow keeper")
+        (bad,) = scores_of(workers, "exit beside a slow supervisor")
     assert (bad.status, bad.detail) == (RolloutStatus.REWARD_CRASH, "the process exited with code 3")
 
 
@@ -172,11 +172,11 @@ def test_a_reward_may_say_why(workers: RewardWorkers) -> None:
     assert plain == Score(RolloutStatus.SCORED, 2.0)
 
 
-def test_a_stopped_keeper_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_END_SECONDS", 0.2)
+def test_a_stopped_supervisor_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised, "_END_SECONDS", 0.2)
     with RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=1.5) as workers:
         pid = int(scores_of(workers, "pid")[0].reward or 0)
-        assert scores_of(workers, "stop the keeper")[0].status is RolloutStatus.REWARD_TIMEOUT
+        assert scores_of(workers, "stop the supervisor")[0].status is RolloutStatus.REWARD_TIMEOUT
         assert has_ended(pid)
         assert scores_of(workers, "abc")[0].reward == 3.0
 

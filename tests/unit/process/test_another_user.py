@@ -15,7 +15,8 @@ from tests.house.tree import REPO
 from tests.required import VARIABLE, lines_of, missing
 from tests.unit.process.traces import NO_REACH, NOT_READABLE
 
-TESTS = ["test_attacks.py", "test_escapes.py", "test_limits.py", "test_sandbox.py", "../code/test_scorer.py"]
+TESTS = ["test_attacks.py", "test_escapes.py", "test_limits.py", "test_sandbox.py"]
+OF_CODE = REPO / "tests/unit/environments/code"
 # Limits that Linux holds for any user alike, clocks, and how many run at once; of the judge what it makes of values,
 # within the program's process.
 ONCE = (
@@ -32,11 +33,12 @@ def test_the_same_as_nobody(record_property: Callable[[str, object], None]) -> N
         pytest.skip("these tests run without root's rights already")
     here = Path(__file__).parent
     command = [sys.executable, "-m", "tests.unit.process.traces", "-m", "pytest", "-rfs"]
-    code = "".join(file.read_text() for file in (here.parent / "code").glob("*.py"))
+    code = "".join(file.read_text() for file in OF_CODE.glob("*.py"))
     assert all(name in code for name in JUDGED), "none of them may be gone unnoticed"
     judged = " or ".join(f"({name.replace(' ', ' and ')})" for name in JUDGED)
     command += ["-k", f"({' and '.join(f'not {name}' for name in ONCE)}) or (test_scorer and ({judged}))"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", *(str(here / name) for name in TESTS)]
+    files = [*(here / name for name in TESTS), OF_CODE / "test_scorer.py"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/"}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):  # a report of root's is no file that nobody may write
         environment.pop(name, None)

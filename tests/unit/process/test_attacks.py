@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.process import disk
+from octetrl.process import usage
 from octetrl.process.levels import Level
 from octetrl.process.limits import Outcome, SandboxStatus
 from octetrl.process.restraints import choose_user
@@ -286,7 +286,7 @@ def test_files_that_vanish_while_they_are_counted(tmp_path: Path, monkeypatch: p
             return None
 
     monkeypatch.setattr(os, "scandir", Racing)
-    size, files = disk.folder_use(str(tmp_path), 10)
+    size, files = usage.folder_use(str(tmp_path), 10)
     assert files == 3 and size >= 2 << 16
 
 

@@ -20,7 +20,7 @@ from octetrl.process import levels
 from octetrl.process.levels import Level
 from octetrl.process.limits import MIB, Limits, SandboxStatus
 from octetrl.process.sandbox import Program, find_sandbox, run_python, sandbox_for
-from octetrl.process.watch import lists_children, processes
+from octetrl.process.usage import lists_children, processes
 from octetrl.system.errors import UserError
 from tests.required import missing
 from tests.unit.process.conftest import SMALL, Box
