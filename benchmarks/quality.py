@@ -57,8 +57,7 @@ from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.trainer.packing import pack
 from octetrl.workers.build import fill_weights
 from octetrl.workers.model_shape import model_spec
-from octetrl.workers.own_engine import own_engine
-from octetrl.workers.worker import Worker
+from octetrl.workers.worker import Worker, own_engine
 
 Row = dict[str, object]
 PERPLEXITY_LIMIT = 0.01

@@ -33,9 +33,8 @@ from octetrl.telemetry.console import Console
 from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import start_team, workers_on
-from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.separate import SeparateWorkers
-from octetrl.workers.many.team import Team
+from octetrl.workers.many.team import Deadlines, Team
 from octetrl.workers.many.workers import ManyWorkers, TeamContext
 from octetrl.workers.worker import Worker
 

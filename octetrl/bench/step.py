@@ -69,8 +69,7 @@ from octetrl.telemetry.metrics import MISMATCH
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
 from octetrl.trainer.without_update import accumulate_gradients, observe_kv
-from octetrl.workers.own_engine import own_engine
-from octetrl.workers.worker import Worker
+from octetrl.workers.worker import Worker, own_engine
 
 DIFFERENCE = "mismatch/max_abs_diff"
 CALIBRATION_ROUNDS = 3

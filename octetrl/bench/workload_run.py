@@ -23,7 +23,7 @@ from octetrl.environments.score import Score
 from octetrl.environments.scoring_round import Key
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.collected import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import method_of
 from octetrl.run.state import Run

@@ -48,7 +48,7 @@ from octetrl.models.blocks.block import Block
 from octetrl.models.decoder import Decoder
 from octetrl.shapes.blocks import KVMode
 from octetrl.telemetry.mismatch import kl_terms
-from octetrl.workers.own_engine import own_engine
+from octetrl.workers.worker import own_engine
 
 WEIGHTS, ACTIVATIONS, LM_HEAD, OTHERS = "weights", "activations", "lm_head", "norms, embedding"  # and cached tensors
 Kinds = frozenset[str]

@@ -37,8 +37,7 @@ from octetrl.doctor.other_engine import Measured, Summary, summary_of
 from octetrl.environments.python_object import search_beside
 from octetrl.system.errors import RunFailed
 from octetrl.workers.many.build import start_team
-from octetrl.workers.many.deadlines import Deadlines
-from octetrl.workers.many.team import Team
+from octetrl.workers.many.team import Deadlines, Team
 
 REST, LINEARS, CACHE = "nothing in FP8", "+ linears", "+ KV cache"
 Examine = Callable[[Recipe], Summary]

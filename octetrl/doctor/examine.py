@@ -47,8 +47,7 @@ from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.without_update import accumulate_gradients
 from octetrl.workers.build import fill_weights
 from octetrl.workers.model_shape import model_spec, with_context_length
-from octetrl.workers.own_engine import own_engine
-from octetrl.workers.worker import Worker
+from octetrl.workers.worker import Worker, own_engine
 
 SMALL_CHUNK = 16  # prefill chunk of the engine with other batches
 BRANCH_STD = 0.02  # of the numbers that replace an adapter's zero B

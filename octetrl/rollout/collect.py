@@ -25,22 +25,37 @@ each rollout to its end, in one open session. The scorer then sees the last mess
 
 The taskset's state records the tasks that a step took, so a resumed run continues after them. The last refill may give
 more groups than `prompts`; all of them are trained on. With `max_refills` 0 there is no refill.
+
+**Answers of one turn** are scored as soon as each ends. Their lengths are ragged: while the longest are still being
+sampled, the others already have their scores. A group is passed to `Collecting.on_group` as soon as all its answers
+have theirs. **Conversations** run in one session; their scores and length penalties are added at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
-from octetrl.environments.scoring_round import RestartingScorer, ScoresAll, TimedScorer
+from octetrl.environments.score import Score
+from octetrl.environments.scoring_round import RestartingScorer, ScoresAll, ScoringRound, TimedScorer, begin_round
 from octetrl.environments.turns.dialogue import Dialogues
-from octetrl.records import GenerationRequest, RolloutGroup, Task
-from octetrl.rollout.collect_answers import collect_answers
-from octetrl.rollout.collect_conversations import collect_conversations
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Task,
+    Turn,
+)
 from octetrl.rollout.collected import CollectedBatch as CollectedBatch
-from octetrl.rollout.collected import Collecting
-from octetrl.rollout.collection_settings import CollectionSettings, Generates, Tasks
+from octetrl.rollout.collected import Collecting, CollectionSettings, Generates, Tasks
+from octetrl.rollout.converse import ConversationSettings, first_request, seed_of, with_score
+from octetrl.rollout.drive import Drive
 from octetrl.rollout.expected_lengths import ExpectedLengths
-from octetrl.rollout.first_requests import TooLong, request_of, without_answers
+from octetrl.system.text import TextTooLong
 
 
 def collect_batch(
@@ -125,3 +140,170 @@ def collect_groups(
         )
         for place, task, request in zip(places, tasks, requests, strict=True)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """A prompt that gets no answer, and the reason."""
+
+    detail: str
+
+
+def request_of(
+    task: Task, place: int, collection: CollectionSettings, lengths: ExpectedLengths
+) -> GenerationRequest | TooLong:
+    """The request of the task at this place of the step, for all its siblings."""
+    limit = collection.max_prompt_tokens
+    try:
+        prompt_token_ids = collection.chat.of(task).prompt_tokens(task.prompt, limit)
+    except TextTooLong as error:
+        return TooLong(f"the prompt has {error} (rollout.max_prompt_tokens)")
+    if len(prompt_token_ids) > limit:
+        return TooLong(f"the prompt has {len(prompt_token_ids)} tokens, rollout.max_prompt_tokens is {limit}")
+    return GenerationRequest(
+        id=first_request(place, task),
+        prompt_token_ids=prompt_token_ids,
+        sampling=collection.sampling,
+        num_siblings=collection.group_size,
+        seed=seed_of(collection.seed, collection.step, place),
+        expected_tokens=lengths.estimate(task, len(prompt_token_ids)),
+        answer_limits=() if collection.answer_limits is None else collection.answer_limits(task),
+    )
+
+
+def without_answers(task: Task, prompt: TooLong, collection: CollectionSettings) -> tuple[Rollout, ...]:
+    """The rollouts of a group whose prompt was too long."""
+    status = RolloutStatus.PROMPT_TOO_LONG
+    one = Rollout(task=task, turns=(), status=status, reward=None, detail=prompt.detail)
+    return (one,) * collection.group_size
+
+
+def collect_answers(
+    requests: Sequence[tuple[int, Task, GenerationRequest]],
+    scorer: ScoresAll,
+    workers: Generates,
+    collection: CollectionSettings,
+    state: Collecting,
+) -> dict[tuple[int, int], Rollout]:
+    """Rollouts by (place, sibling), for (place, task, request for its siblings)."""
+    early = None if state.on_group is None else EarlyGroups(requests, collection, state.on_group)
+    with begin_round(scorer) as scoring:
+
+        def score(ended: Sequence[tuple[int, int, Completion]]) -> bool:
+            for index, sibling, completion in ended:
+                place, task, _ = requests[index]
+                if completion.finish_reason is FinishReason.FAILED:
+                    continue
+                scoring.submit((place, sibling), task, completion.text)
+            scoring.advance()
+            if early is not None:
+                early.take(ended, scoring)
+            return not scoring.is_done
+
+        generated = workers.generate([request for _, _, request in requests], score, state.end_session)
+        scores = scoring.finish()
+    for (_, task, request), completions in zip(requests, generated, strict=True):
+        mean = sum(len(one.token_ids) for one in completions) // len(completions)
+        state.lengths.record(task, len(request.prompt_token_ids), mean)
+    return {
+        (place, sibling): without_answer(task, completion)
+        if completion.finish_reason is FinishReason.FAILED
+        else rollout_of(task, request, completion, scores[place, sibling], collection)
+        for (place, task, request), completions in zip(requests, generated, strict=True)
+        for sibling, completion in enumerate(completions)
+    }
+
+
+class EarlyGroups:
+    """Groups that are complete before the last answer has ended."""
+
+    def __init__(
+        self,
+        requests: Sequence[tuple[int, Task, GenerationRequest]],
+        collection: CollectionSettings,
+        on_group: Callable[[int, RolloutGroup], None],
+    ) -> None:
+        self._requests, self._collection, self._on_group = requests, collection, on_group
+        self._answers: dict[int, dict[int, Completion]] = {index: {} for index in range(len(requests))}
+        self._ended: list[int] = []  # whose answers have all ended, and perhaps not their scores
+
+    def take(self, ended: Sequence[tuple[int, int, Completion]], scoring: ScoringRound) -> None:
+        """Passes on the groups that are complete now."""
+        for index, sibling, completion in ended:
+            self._answers[index][sibling] = completion
+            if len(self._answers[index]) == self._requests[index][2].num_siblings:
+                self._ended.append(index)
+        scores = scoring.so_far() if self._ended else {}
+        for index in list(self._ended):
+            place, task, request = self._requests[index]
+            answers = sorted(self._answers[index].items())
+            if all((place, sibling) in scores for sibling, _ in answers):
+                self._ended.remove(index)
+                rollouts = (
+                    rollout_of(task, request, one, scores[place, sibling], self._collection) for sibling, one in answers
+                )
+                self._on_group(place, RolloutGroup(task, tuple(rollouts)))
+
+
+def rollout_of(
+    task: Task, request: GenerationRequest, completion: Completion, score: Score, collection: CollectionSettings
+) -> Rollout:
+    """One answer with its score and its length penalty."""
+    was_cut = score.status is RolloutStatus.SCORED and completion.finish_reason is FinishReason.LENGTH
+    penalty = collection.penalty
+    return Rollout(
+        task=task,
+        turns=(Turn(request.prompt_token_ids, completion),),
+        status=RolloutStatus.TRUNCATED if was_cut else score.status,
+        reward=score.reward,
+        detail=score.detail,
+        penalty=0.0 if penalty is None else penalty(len(completion.token_ids), was_cut=was_cut),
+        trace=score.trace,
+        answered=score.answered,
+    )
+
+
+def without_answer(task: Task, failed: Completion) -> Rollout:
+    """A rollout that got no answer, with the reason."""
+    return Rollout(task=task, turns=(), status=RolloutStatus.GENERATION_ERROR, reward=None, detail=failed.detail)
+
+
+def collect_conversations(
+    requests: Sequence[tuple[int, Task, GenerationRequest]],
+    dialogue: Dialogues,
+    workers: Generates,
+    collection: CollectionSettings,
+    state: Collecting,
+) -> dict[tuple[int, int], Rollout]:
+    """Rollouts by (place, sibling), for (place, task, request for its siblings) of each first turn."""
+    settings = ConversationSettings(collection.chat, collection.sampling, collection.context_length)
+    with nullcontext() if dialogue.scorer is None else begin_round(dialogue.scorer) as scoring:
+        with workers.session(state.end_session) as session:
+            drive = Drive(dialogue, session, settings, state.occupancy, scoring)
+            drive.run(requests, run_seed=collection.seed, step=collection.step)
+        scores = {} if scoring is None else scoring.finish()
+    finished = drive.finished
+    _keep_lengths(finished, state.lengths)
+    for key, score in scores.items():
+        finished[key] = with_score(finished[key], score)
+    return {key: _penalized(rollout, collection) for key, rollout in finished.items()}
+
+
+def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: ExpectedLengths) -> None:
+    """Stores the lengths of conversations that ended normally. A failed one might have become longer."""
+    drawn: dict[int, list[Rollout]] = {}
+    for (place, _), rollout in sorted(finished.items(), key=lambda one: one[0]):
+        if rollout.status.has_reward:
+            drawn.setdefault(place, []).append(rollout)
+    for rollouts in drawn.values():
+        tokens = [sum(len(turn.completion.token_ids) for turn in rollout.turns) for rollout in rollouts]
+        prompt = rollouts[0].turns[0].prompt_token_ids
+        lengths.record(rollouts[0].task, len(prompt), sum(tokens) // len(tokens))
+
+
+def _penalized(rollout: Rollout, collection: CollectionSettings) -> Rollout:
+    """Adds the penalty for the rollout's longest answer, because the limit applies to each answer."""
+    if collection.penalty is None or rollout.reward is None:
+        return rollout
+    longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
+    return replace(rollout, penalty=collection.penalty(longest, was_cut=rollout.status is RolloutStatus.TRUNCATED))

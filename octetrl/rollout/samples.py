@@ -4,16 +4,18 @@ Advantages are relative to the rollouts that have a reward. A rollout whose rewa
 baseline nor trained on. A rollout that the algorithm does not train on (for example an overlong one) still counts in
 the baseline. One without an advantage (None) is not trained on either. Every generated token gets the advantage;
 prompts and replies are masked.
+
+**Token versions.** The policy version that sampled each token, where weights changed while an answer was sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Protocol
 
-from octetrl.records import Rollout, RolloutGroup, Sample
+from octetrl.records import Completion, Rollout, RolloutGroup, Sample, Turn
 from octetrl.rollout.chat_tokens import conversation_tokens
-from octetrl.rollout.token_versions import versions_of_turns
 
 
 class CreditAssignment(Protocol):
@@ -57,3 +59,29 @@ def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
         group=group,
         cut_off=rollout.status.is_cut_off,
     )
+
+
+def versions_by_token(completion: Completion) -> list[int]:
+    """Of each token of the completion."""
+    version, start, found = completion.policy_version, 0, []
+    for begin, next_version in completion.updates:
+        found += [version] * (begin - start)
+        version, start = next_version, begin
+    return found + [version] * (len(completion.token_ids) - start)
+
+
+def versions_of_turns(turns: Sequence[Turn]) -> tuple[int, tuple[int, ...] | None]:
+    """The oldest version that sampled a token of a conversation, and that of each of its tokens; tokens of a prompt
+    have the version of the first token after them. None instead if one version sampled all."""
+    found: list[int] = []
+    for turn in turns:
+        found += [turn.completion.policy_version] * len(turn.prompt_token_ids)
+        found += versions_by_token(turn.completion)
+    oldest = min(found)
+    return oldest, None if oldest == max(found) else tuple(found)
+
+
+def versions_of(sample: Sample) -> Sequence[int]:
+    """Of each token of a sample that an engine sampled."""
+    assert sample.policy_version is not None, "no engine sampled it"
+    return sample.token_versions or tuple(repeat(sample.policy_version, len(sample.token_ids)))

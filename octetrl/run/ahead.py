@@ -35,8 +35,7 @@ from octetrl.config.schema import Recipe
 from octetrl.records import Completion, GenerationRequest, OnCompletions, Sample, SessionEvent, joined
 from octetrl.rollout.backend import OnSession, RolloutSession, not_asked
 from octetrl.rollout.collect import collect_batch
-from octetrl.rollout.samples import to_samples
-from octetrl.rollout.token_versions import versions_of
+from octetrl.rollout.samples import to_samples, versions_of
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.journal import Journal
 from octetrl.run.plain_tasks import with_plain_tasks

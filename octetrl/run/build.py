@@ -27,7 +27,7 @@ from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.process.sandbox import sandbox_for
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.collected import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.ahead import Ahead
 from octetrl.run.beside_tail import BesideTail

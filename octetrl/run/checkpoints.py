@@ -31,7 +31,7 @@ from octetrl.run.state import Run
 from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint
 from octetrl.trainer.checkpoint import StagedCheckpoint
-from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.team import WorkerLost
 
 
 class Checkpoints:

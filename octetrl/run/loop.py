@@ -25,9 +25,9 @@ from octetrl.run.build import build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.device import generators_put_back
 from octetrl.run.earlier_answers import remember_answers
-from octetrl.run.empty_steps import EmptySteps
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
+from octetrl.run.health import EmptySteps, SlowRewards, SoundCheckpoints
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.journal import NO_FILES, Journal
 from octetrl.run.output_folder import OutputFolder
@@ -35,8 +35,6 @@ from octetrl.run.recipe_model import with_found_model
 from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.run_files import CHECKPOINTS, RECIPE_FILE
-from octetrl.run.slow_rewards import SlowRewards
-from octetrl.run.sound_checkpoints import SoundCheckpoints
 from octetrl.run.state import Run, StepResult
 from octetrl.run.step import GenerateThenLearn
 from octetrl.system.errors import UserError
@@ -50,7 +48,7 @@ from octetrl.telemetry.sample_texts import sample_texts
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, steps_until
 from octetrl.trainer.checkpoint import check_complete, latest_of, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
-from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.team import WorkerLost
 
 SHOWN_SAMPLES = 20  # steps whose rollouts TensorBoard shows
 

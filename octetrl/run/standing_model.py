@@ -25,7 +25,7 @@ from octetrl.run.model_source import precision_of, recipe_of_run
 from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
 from octetrl.workers.local import LocalWorkers
-from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.team import WorkerLost
 from octetrl.workers.many.workers import ManyWorkers
 from octetrl.workers.model_shape import model_spec
 

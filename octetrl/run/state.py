@@ -14,7 +14,7 @@ from octetrl.data.mixture import Mixture
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.environments.base import Taskset
 from octetrl.records import RolloutGroup
-from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.collected import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.environment_parts import Rewards

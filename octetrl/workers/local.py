@@ -25,11 +25,10 @@ from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
-from octetrl.workers.own_engine import remember
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.reward_scorer import RewardModelScorer
 from octetrl.workers.training_progress import counted, most_tokens, rollout_shown
-from octetrl.workers.worker import Worker
+from octetrl.workers.worker import Worker, remember
 
 
 class LocalLearningWorkers:

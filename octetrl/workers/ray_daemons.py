@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.team import WorkerLost
 
 NAMES = ("raylet", "gcs_server")
 LOOK_SECONDS = 0.5

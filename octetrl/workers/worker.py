@@ -9,6 +9,12 @@
     load
 
 workers/models.py builds the models, all with one `PrecisionPolicy`.
+
+**Own engine.** What this project's engine offers beyond `RolloutBackend` (rollout/backend.py): its KV scales, all
+metrics, drafts.
+
+The doctor compares it op by op with the trainer, and `bench step` reads its capacity. They work with this engine alone;
+everything else goes through the protocol.
 """
 
 from __future__ import annotations
@@ -24,12 +30,14 @@ from torch import Tensor
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
+from octetrl.engine.engine import Engine
 from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.parity import Parity, parity_of
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.records import (
     Completion,
+    EarlierAnswer,
     GenerationRequest,
     OnCompletions,
     OnProgress,
@@ -38,8 +46,16 @@ from octetrl.records import (
     Published,
     joined,
 )
-from octetrl.rollout.backend import BackendSession, OnSession, RolloutBackend, SessionRecord, not_asked
+from octetrl.rollout.backend import (
+    BackendSession,
+    OnSession,
+    RemembersAnswers,
+    RolloutBackend,
+    SessionRecord,
+    not_asked,
+)
 from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 from octetrl.telemetry.mismatch import mismatch_of
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -262,3 +278,19 @@ class Worker:
     def parity(self) -> Parity:
         """Whether the trainer's log-probs of samples drawn with its weights are the engine's to the bit."""
         return parity_of(self.recipe, self.policy, on_gpu=self.device.type == "cuda")
+
+
+def own_engine(worker: Worker) -> Engine:
+    """The engine of a worker. UserError if it has another backend."""
+    if not isinstance(worker.engine, Engine):
+        raise UserError(
+            f"this worker generates with {type(worker.engine).__name__}, and the doctor and `bench step` look into"
+            " OctetRL's own engine; run them without another backend"
+        )
+    return worker.engine
+
+
+def remember(worker: Worker, answers: Sequence[EarlierAnswer]) -> None:
+    """Gives answers of earlier steps to a worker's engine, for its drafts. Another backend makes none from them."""
+    if isinstance(worker.engine, RemembersAnswers):
+        worker.engine.remember(answers)

@@ -23,8 +23,7 @@ from octetrl.run.state import StepResult
 from octetrl.system.errors import RunFailed
 from octetrl.trainer import checkpoint
 from octetrl.workers.many import build
-from octetrl.workers.many.deadlines import WorkerLost
-from octetrl.workers.many.team import Call
+from octetrl.workers.many.team import Call, WorkerLost
 from tests.e2e.faults import measured
 from tests.e2e.killed_run import _processes
 from tests.e2e.test_evaluation import DRAWING

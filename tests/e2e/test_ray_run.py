@@ -32,8 +32,8 @@ from octetrl.run.journal import Journal
 from octetrl.run.loop import one_step, train
 from octetrl.run.state import Run, StepResult
 from octetrl.system.errors import UserError
-from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.status import STATUS_FILE
+from octetrl.workers.many.team import Deadlines, WorkerLost
 from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
 from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe

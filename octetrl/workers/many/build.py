@@ -19,12 +19,11 @@ from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
 from octetrl.workers.build import build_worker
 from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.nodes import check_nodes
 from octetrl.workers.many.plan import BuildWorker
 from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.tail import TailWorkers
-from octetrl.workers.many.team import Team
+from octetrl.workers.many.team import Deadlines, Team
 from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers, TeamContext
 
 if TYPE_CHECKING:

@@ -47,10 +47,9 @@ from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerPlan, Worker
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.many.worker_log import last_lines, print_into
-from octetrl.workers.own_engine import remember
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.training_progress import counted
-from octetrl.workers.worker import Worker
+from octetrl.workers.worker import Worker, remember
 
 Result = TypeVar("Result")
 

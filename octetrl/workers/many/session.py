@@ -18,9 +18,8 @@ from octetrl.records import GenerationProgress, GenerationRequest, OnProgress, S
 from octetrl.rollout.backend import GenerationMetrics
 from octetrl.system.errors import UserError
 from octetrl.workers.many.assignment import Assignment, RequestPiece, Room
-from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.plan import SessionNews
-from octetrl.workers.many.team import Call, Team
+from octetrl.workers.many.team import Call, Deadlines, Team
 
 POLL_SECONDS = 0.5  # that a worker waits for the first event
 NOTHING_YET = GenerationProgress(0, 0, 0, 0, 0.0)

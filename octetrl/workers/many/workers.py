@@ -43,11 +43,10 @@ from octetrl.trainer.peers import serve_store
 from octetrl.workers.clock import Clock
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs, deal
-from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.plan import WorkerState
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.status import size
-from octetrl.workers.many.team import PartOfTeam, Team
+from octetrl.workers.many.team import Deadlines, PartOfTeam, Team, WorkerLost
 from octetrl.workers.training_progress import most_tokens, rollout_shown
 
 LINGER_SECONDS = 0.05  # of `generate`, whose completions nobody waits for

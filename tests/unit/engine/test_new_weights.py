@@ -15,7 +15,7 @@ import pytest
 from octetrl.engine.engine import Engine
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, LogitOptions, WeightSet
-from octetrl.rollout.token_versions import versions_by_token
+from octetrl.rollout.samples import versions_by_token
 from tests.unit.engine.test_session import ROOMS, drain, finished
 from tests.unit.engine.tiny_engine import SPEC, policy_of, request, tiny_engine, tiny_model
 

@@ -16,8 +16,7 @@ from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import Completion, FinishReason, GenerationRequest, OnCompletions, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups
-from octetrl.rollout.collected import Collecting
-from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.collected import Collecting, CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.tiny_model import train_tokenizer
 

@@ -17,7 +17,7 @@ from octetrl.records import (
     Task,
 )
 from octetrl.rollout.collect import CollectedBatch, collect_batch
-from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.collected import CollectionSettings
 
 
 class Chat:

@@ -8,8 +8,7 @@ import pytest
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
-from octetrl.rollout.samples import to_samples
-from octetrl.rollout.token_versions import versions_of
+from octetrl.rollout.samples import to_samples, versions_of
 from tests.objectives import objective
 
 TASK = Task(id="a", prompt="?")

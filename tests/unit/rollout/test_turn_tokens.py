@@ -17,8 +17,7 @@ from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import GenerationRequest, Reply, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.rollout.collect import collect_groups
-from octetrl.rollout.collected import Collecting
-from octetrl.rollout.collection_settings import CollectionSettings
+from octetrl.rollout.collected import Collecting, CollectionSettings
 from octetrl.rollout.samples import to_samples
 from tests.objectives import objective
 from tests.unit.rollout.talking import TalkingWorkers, logprob_of

@@ -27,7 +27,7 @@ from octetrl.records import (
     Turn,
 )
 from octetrl.rollout.collect import CollectedBatch, collect_batch
-from octetrl.rollout.token_versions import versions_by_token
+from octetrl.rollout.samples import versions_by_token
 from octetrl.run.ahead import Ahead, Lead, _Stoppable
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.device import random_state

@@ -36,8 +36,7 @@ from octetrl.rollout.backend import BackendSession, GenerationMetrics
 from octetrl.system.errors import UserError
 from octetrl.trainer.packing import pack
 from octetrl.workers.build import BuiltWorker, build_worker
-from octetrl.workers.own_engine import own_engine, remember
-from octetrl.workers.worker import Worker
+from octetrl.workers.worker import Worker, own_engine, remember
 from tests.e2e.live_server import live_server
 from tests.e2e.tiny_run import make_model
 from tests.parity.shapes import TINY

@@ -20,12 +20,11 @@ from octetrl.rollout.backend import OnSession, SessionRecord
 from octetrl.telemetry.console import Console
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.hosted_session import HostedSession
 from octetrl.workers.many.plan import WorkerPlan, WorkerState
 from octetrl.workers.many.tail import TailWorkers
-from octetrl.workers.many.team import Call
+from octetrl.workers.many.team import Call, Deadlines
 from octetrl.workers.many.workers import TeamContext
 from tests.unit.workers.many.thread_team import ThreadTeam
 

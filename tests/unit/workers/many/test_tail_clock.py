@@ -28,10 +28,9 @@ from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.workers.many import session, tail
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.deadlines import Deadlines
 from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerState
 from octetrl.workers.many.tail import PartQueue, TailSession, TailWorkers
-from octetrl.workers.many.team import Call
+from octetrl.workers.many.team import Call, Deadlines
 from octetrl.workers.many.workers import TeamContext
 
 TOKEN, MICRO_BATCH, GROUPS, SHORT, LONG = 0.01, 1.0, 8, 100, 1500  # seconds, seconds, groups of 2, tokens

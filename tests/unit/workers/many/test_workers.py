@@ -17,7 +17,7 @@ from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
 from octetrl.system.errors import UserError
 from octetrl.trainer.shared_weights import SharedWeights
-from octetrl.workers.many.deadlines import WorkerLost
+from octetrl.workers.many.team import WorkerLost
 from octetrl.workers.many.workers import BACKLOG_SECONDS, SCORING_SECONDS, ManyWorkers, WorkersDiffer
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model

@@ -26,12 +26,11 @@ from octetrl.telemetry.console import Console
 from octetrl.workers.build import build_worker
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import admission_of, workers_on
-from octetrl.workers.many.deadlines import Deadlines, WorkerLost
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan
 from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.status import StatusReport
-from octetrl.workers.many.team import Call
+from octetrl.workers.many.team import Call, Deadlines, WorkerLost
 from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer
 from octetrl.workers.model_shape import model_spec
 from tests.e2e.test_turns import UNTIMED

@@ -1,20 +1,37 @@
-"""Steps without a trained token: why a step taught nothing, and when that ends the run.
+"""What the loop looks at after each step: empty steps, slow rewards, sound checkpoints.
+
+**Empty steps** have no trained token. Why did a step teach nothing, and when does that end the run?
 
     no rollout has a reward          at the first step the run ends: its prompts are too long, or its score fails
     rewards, but no trained token    a warning, because the next tasks may give a signal
 
 After `failures.max_empty_steps` such steps in a row the run ends, whatever the reason. A step that has nothing to learn
 because a model that was trained solves its tasks does not count.
+
+**Slow rewards.** The time that a step waits for rewards, and a warning that names the slowest task.
+
+**Sound checkpoints.** Keeps the last sound checkpoint of a run, as judged by the collapse check, and names it when the
+run ends.
+
+The last checkpoint up to the last sound step is exempt from pruning, and so is the last one from before a collapse. If
+the recipe keeps two or more checkpoints, a sound run keeps no additional one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
+from octetrl.environments.mixed.scorer import MixedTimes
+from octetrl.environments.reward_times import RewardTimes
+from octetrl.environments.scoring_round import TimedScorer
+from octetrl.environments.turns.dialogue import Dialogues
+from octetrl.run.checkpoints import Checkpoints
 from octetrl.system.errors import RunFailed
+from octetrl.telemetry.collapse import Collapse, CollapseError, CollapseGate
 
 
 class EmptySteps:
@@ -152,3 +169,94 @@ _WITHOUT_REWARD = (
     "environment_error",
     "environment_timeout",
 )
+
+
+SHARE, SECONDS = 0.5, 1.0  # of the step, and at least, that are worth a warning
+
+
+class SlowRewards:
+    """Warns once a run, if a step waits for rewards for more than half of its time."""
+
+    def __init__(self, rewards: object) -> None:
+        self._times = _times_of(rewards)
+        self._has_warned = False
+
+    def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """metrics: of the step, with `time/reward`."""
+        waited, whole = metrics.get("time/reward", 0.0), metrics.get("time/step", 0.0)
+        waited = min(waited, metrics.get("time/wait_for_batch", waited))  # a batch ahead: the step learnt meanwhile
+        if self._has_warned or waited < SECONDS or waited < SHARE * whole:
+            return None
+        self._has_warned = True
+        said = f"step {step}: {waited:.1f} of {whole:.1f} s were spent waiting for rewards"
+        last = None if self._times is None else self._times.last
+        slowest = 0.0 if last is None else last.slowest
+        crashed, replaced = metrics.get("rollout/reward_crash", 0.0), metrics.get("rollout/reward_restarts", 0.0)
+        if crashed and slowest < SHARE * waited:
+            restarts = f", in which {replaced:.0f} reward processes were replaced" if replaced else ""
+            return (
+                f"{said}{restarts} ({crashed:.0f} reward_crash: the score ended its process);"
+                f" rollouts/step_{step:06d}.jsonl says why"
+            )
+        section = "environment"
+        if last is not None and last.slowest_task:
+            said += f" (the slowest call, {slowest:.1f} s, was task '{last.slowest_task}')"
+        if isinstance(self._times, MixedTimes):
+            name = last.slowest_task.partition("/")[0] if last is not None else ""
+            section = section_name(name or "NAME")
+        return f"{said}; make the score faster, or raise {section}.reward_workers"
+
+
+def _times_of(rewards: object) -> RewardTimes | None:
+    scorer = rewards.scorer if isinstance(rewards, Dialogues) else rewards
+    return scorer.times if isinstance(scorer, TimedScorer) else None
+
+
+REMEDY = "start a new run from it with a lower trainer.optimizer.lr or trainer.optimizer.max_grad_norm"
+
+
+class SoundCheckpoints:
+    """`past`: the lines of metrics.jsonl that a resumed run has behind it."""
+
+    def __init__(self, checkpoints: Checkpoints, recipe: Recipe, past: Iterable[Mapping[str, float | None]]) -> None:
+        self._checkpoints, self._fails = checkpoints, recipe.collapse == "fail"
+        self._gate = None if recipe.collapse == "off" else CollapseGate(recipe.rollout.group_size)
+        self._num_pruned, self._once_more = 0, False
+        if self._gate is not None:
+            self._gate.replay(past)
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> Collapse | None:
+        return None if self._gate is None else self._gate.look(step, metrics)
+
+    def prune(self) -> None:
+        """Prunes after a step in which a checkpoint became visible, and after the next step, which shows whether the
+        saved weights are sound."""
+        num_saved = self._checkpoints.num_saved
+        is_new = num_saved != self._num_pruned
+        if is_new or self._once_more:
+            bounds = () if self._gate is None else (self._gate.sound_until, self._gate.sound_before_collapse)
+            self._checkpoints.prune([bound for bound in bounds if bound is not None])
+        self._num_pruned, self._once_more = num_saved, is_new
+
+    def warning(self, collapse: Collapse | None) -> str | None:
+        """The warning about a collapse. With `collapse: fail` raises CollapseError instead."""
+        if collapse is None:
+            return None
+        text = f"{collapse}; {named(self._checkpoints.latest_until(collapse.sound_until))}"
+        if self._fails:
+            raise CollapseError(f"{text}; stopped, because of collapse: fail")
+        return text
+
+    def last_sound(self, failed_step: int) -> str:
+        """Names the last checkpoint whose weights went through a whole step, for a run that failed in `failed_step`."""
+        until = failed_step - 2 if self._gate is None else self._gate.sound_until
+        return named(self._checkpoints.latest_until(until))
+
+
+def named(path: Path | None) -> str:
+    if path is None:
+        return (
+            "no checkpoint is known to be sound; start again with a lower trainer.optimizer.lr, or with other weights"
+            " if the first step failed"
+        )
+    return f"the last checkpoint from before is {path}: {REMEDY}"

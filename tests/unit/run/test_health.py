@@ -12,8 +12,7 @@ from octetrl.environments.mixed.scorer import MixedTimes
 from octetrl.environments.order import furthest_behind, shares_of
 from octetrl.environments.reward_times import GROW_SECONDS, LEAST_TRIED, Growth, Patience, RewardTimes
 from octetrl.rollout.collect import reward_times
-from octetrl.run.empty_steps import EmptySteps
-from octetrl.run.slow_rewards import SlowRewards
+from octetrl.run.health import EmptySteps, SlowRewards
 from octetrl.system.errors import RunFailed
 
 TRAINED = {"loss": 0.1, "reward/count": 8.0, "rollout/count": 8.0, "rollout/prompt_too_long": 0.0}
