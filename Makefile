@@ -49,7 +49,7 @@ fmt: $(READY)  ## rewrite the code as ruff formats it
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-schema: $(READY)  ## rewrite recipes/recipe.schema.json, which editors read, and docs/recipe.md, from the recipe's schema
+schema: $(READY)  ## rewrite recipes/recipe.schema.json, which editors read, from the recipe's schema
 	$(PYTHON) -m octetrl.config.recipe_page
 
 docs: $(READY)  ## build the site of docs/ into build/site/; a warning is an error

@@ -1,8 +1,8 @@
 """The site made of these pages: `make docs` writes it to build/site/.
 
-The pages are plain Markdown and read well without the site. What only the site needs is added here: the order of the
-contents, the API's signatures and docstrings (`<!-- api: octetrl.train -->` in api.md), and the figures on the first
-page, which are read from `benchmarks/results/`.
+The pages are plain Markdown and read well without the site. What only the site needs is added here: the lists of recipe
+fields and metrics, the order of the contents, the API's signatures and docstrings (`<!-- api: octetrl.train -->` in
+api.md), and the figures on the first page, which are read from `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+
+from octetrl.config import recipe_page
+from octetrl.config.json_schema import recipe_json_schema
+from octetrl.telemetry import glossary
 
 HERE = Path(__file__).parent
 REPO = HERE.parent
@@ -196,6 +200,10 @@ def on_source(app: Any, docname: str, source: list[str]) -> None:
     text = source[0]
     if docname == "index":
         text = text.replace("<!-- tiles -->", tiles()) + tree_of_contents()
+    if docname == "recipe":
+        text = recipe_page.page(recipe_json_schema())
+    if docname == "metrics":
+        text = glossary.page()
     if docname == "contributing":
         text = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
     text = re.sub(r"^<!-- api: (\w+) (\S+)(?: \| ([\w ]+))? -->$", directive, text, flags=re.MULTILINE)

@@ -1,6 +1,6 @@
-"""docs/recipe.md: every field of a recipe with its type, default and meaning, from the JSON schema of json_schema.py.
+"""The site's page of recipe fields: each with its type, default and meaning, from the JSON schema of json_schema.py.
 
-`make schema` writes the page beside the schema. A test fails if it is out of date. A section that several others have,
+A section that several others have,
 such as an optimizer, is written once. Objectives share most of their fields: each meaning of a field is one row, which
 lists its default for each objective where they differ. All rows of a field are beside one another.
 """
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from octetrl.config.algorithm import OBJECTIVES
 
-PAGE_FILE = Path(__file__).parents[2] / "docs" / "recipe.md"
 HEAD = """\
 # Recipe fields
 
@@ -257,14 +255,7 @@ def _text(text: str) -> str:
     return " ".join(words)
 
 
-def write_page(schema: Schema, path: Path = PAGE_FILE) -> None:
-    """Write the page; an installed package without docs/ has no place for it."""
-    if path.parent.is_dir():
-        path.write_text(page(schema), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    from octetrl.config.json_schema import recipe_json_schema, write_json_schema
+    from octetrl.config.json_schema import write_json_schema
 
     write_json_schema()
-    write_page(recipe_json_schema())

@@ -286,7 +286,7 @@ def _on_the_console() -> list[str]:
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """The site's page of metrics."""
     lines = [
         "# Metrics",
         "",
@@ -299,8 +299,8 @@ def page() -> str:
         "",
         "A run writes one line a step to `metrics.jsonl`, with these names. A metric that a step does not measure is",
         "missing in its line; it is never 0 instead. Parts in braces stand for any word. This page is made from the",
-        "table in `octetrl/telemetry/glossary.py` (`python -m octetrl.telemetry.glossary > docs/metrics.md`); a test",
-        "compares the two, and checks that every metric of a run is in it.",
+        "table in `octetrl/telemetry/glossary.py`; a test checks that",
+        "every metric of a run is in it.",
     ]
     lines += _on_the_console()
     for family, metrics in METRICS.items():
@@ -308,7 +308,3 @@ def page() -> str:
         rows = [f"| `{m.name}` | {m.unit} | {m.meaning}{f' {m.look}' if m.look else ''} |" for m in metrics]
         lines += [re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", row) for row in rows]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")
