@@ -23,8 +23,8 @@ from octetrl.process.kernel import KEEPS_SIGNALS, landlock_version, sees_descrip
 from octetrl.process.system_calls import can_filter
 from octetrl.process.usage import lists_children
 
-WARDEN_ROOT = "/warden"  # in bubblewrap's root: where this package is
-_PACKAGE = f"{WARDEN_ROOT}/octetrl/process"
+WARDEN_PACKAGE = "/warden/octetrl"  # in bubblewrap's root: where the warden's files are
+_PACKAGE = f"{WARDEN_PACKAGE}/process"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # not zero: a shared mapping of it is not counted
 _ROOT_KEEPS = ("SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "KILL", "SYS_PTRACE")  # the warden, not the program
 

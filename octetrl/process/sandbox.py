@@ -36,7 +36,7 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.process.interpreter import Interpreter, find_interpreters
 from octetrl.process.levels import (
     DEVICES,
-    WARDEN_ROOT,
+    WARDEN_PACKAGE,
     Level,
     Protection,
     bubblewrap_command,
@@ -49,7 +49,14 @@ from octetrl.system.errors import UserError
 from octetrl.system.threads import num_cores
 
 _PACKAGE = Path(__file__).parent
-_BOOT = "import sys; sys.path.append(sys.argv[1]); from octetrl.process.warden import main; main()"
+# Without octetrl/__init__.py, whose imports would take half of the warden's start.
+_BOOT = """
+import sys
+package = sys.modules["octetrl"] = type(sys)("octetrl")
+package.__path__ = [sys.argv[1]]
+from octetrl.process.warden import main
+main()
+"""
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "{work}",
@@ -181,11 +188,11 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
 
 
 def _start_warden(sandbox: Sandbox, program: Program, sockets: Sequence[socket.socket]) -> Supervised:
-    root, command = str(_PACKAGE.parents[1]), []
+    package, command = str(_PACKAGE.parent), []
     if sandbox.level is Level.BUBBLEWRAP:
         room_bytes = program.limits.disk_bytes + 4 * len(program.source) + MIB
-        root, command = WARDEN_ROOT, bubblewrap_command(sandbox.interpreter, _PACKAGE, room_bytes)
-    command += [sandbox.interpreter.executable, "-I", "-S", "-B", "-c", _BOOT, root]
+        package, command = WARDEN_PACKAGE, bubblewrap_command(sandbox.interpreter, _PACKAGE, room_bytes)
+    command += [sandbox.interpreter.executable, "-I", "-S", "-B", "-c", _BOOT, package]
     return Supervised(command, sockets, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={})
 
 

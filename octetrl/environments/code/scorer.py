@@ -24,9 +24,9 @@ from octetrl.config.validate_sandbox import MARGIN_SECONDS
 from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.code.cases import TaskTests, last_python_block, output_bytes, read_tests, same_output
 from octetrl.environments.score import Explained
-from octetrl.process.judge import contestant, judging, link, nodes, remote, runs, wire
-from octetrl.process.judge.bundle import bundled
+from octetrl.process.judge import judging, wire
 from octetrl.process.judge.link import ENDED
+from octetrl.process.judge.programs import contestant_program, judge_program
 from octetrl.process.levels import Level
 from octetrl.process.limits import Limits, Outcome, SandboxStatus
 from octetrl.process.sandbox import Program, Sandbox, sandbox_for
@@ -72,14 +72,6 @@ class CodeScorer:
     def _sandbox(self) -> Sandbox:
         return sandbox_that_judges(self.config)
 
-    @cached_property
-    def _contestant(self) -> str:
-        return bundled(wire, nodes, contestant)
-
-    @cached_property
-    def _judge(self) -> str:
-        return bundled(wire, nodes, remote, link, runs, judging)
-
     def _call(self, tests: TaskTests, source: str) -> tuple[list[bool], str]:
         """Judge asserts or calls, in two sandboxes that are connected by a socket."""
         limits = Limits.from_config(self.config)
@@ -96,8 +88,8 @@ class CodeScorer:
             "test_seconds": self.test_seconds,
         }
         played, judged = self._sandbox.run_pair(
-            Program(self._contestant, json.dumps({"source": source, "seconds": limits.wall_seconds}), of_code),
-            Program(self._judge, json.dumps(order), of_judge),
+            Program(contestant_program(), json.dumps({"source": source, "seconds": limits.wall_seconds}), of_code),
+            Program(judge_program(), json.dumps(order), of_judge),
         )
         _refuse_failures(played, judged)
         if played.status is SandboxStatus.BROKE_SANDBOX:

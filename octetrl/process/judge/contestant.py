@@ -1,8 +1,8 @@
 """The code's side of a judgement: runs the model's code (the contestant) when the judge asks, then answers its calls.
 
-It is the main program of a sandbox of its own (`bundle.py`). The model's code runs in the same process, so nothing here
-is a protection: the code may change this program or write to the socket itself. The judge's side must therefore treat
-every message as an attack (`link.py`).
+It is the main program of a sandbox of its own (`programs.py`). The model's code runs in the same process, so nothing
+here is a protection: the code may change this program or write to the socket itself. The judge's side must therefore
+treat every message as an attack (`link.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Joins several files of this package into one program, for a sandbox without the package."""
+"""The two programs of a judgement, each in one text: a sandbox does not have this package."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+from octetrl.process.judge import contestant, judging, link, nodes, remote, runs, wire
 
 _PACKAGE = "octetrl.process.judge"
 _PROGRAM = """
@@ -19,7 +22,17 @@ module.main()
 """
 
 
-def bundled(*modules: ModuleType) -> str:
+@cache
+def contestant_program() -> str:
+    return _joined(wire, nodes, contestant)
+
+
+@cache
+def judge_program() -> str:
+    return _joined(wire, nodes, remote, link, runs, judging)
+
+
+def _joined(*modules: ModuleType) -> str:
     """A program that runs `main` of the last module; each module may import the ones before it."""
     files = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
     assert all(name.rpartition(".")[0] == _PACKAGE for name, _ in files)
