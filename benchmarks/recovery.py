@@ -51,7 +51,7 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights
-from octetrl.run.run_files import CHECKPOINTS
+from octetrl.run.folder.layout import CHECKPOINTS
 from octetrl.run.tiny_model import write_tokenizer
 from octetrl.shapes.presets import preset_config, refuse_unknown_model
 from octetrl.shapes.spec import ModelSpec

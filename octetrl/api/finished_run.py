@@ -14,7 +14,7 @@ from octetrl.config.schema import Recipe
 from octetrl.environments.given import Given
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
-from octetrl.run.run_files import RECIPE_FILE
+from octetrl.run.folder.layout import RECIPE_FILE
 from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.sinks import METRICS_FILE
 

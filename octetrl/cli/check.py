@@ -41,10 +41,10 @@ from octetrl.fp8.parity import refused_gate, slow_paths, why_measured, why_no_fi
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import spec_from_config
 from octetrl.models.published_codes import describe_published_codes
+from octetrl.run.folder.layout import RECIPE_FILE
 from octetrl.run.model_source import is_of_hub
 from octetrl.run.own_objective import try_objective
 from octetrl.run.recipe_model import with_found_model
-from octetrl.run.run_files import RECIPE_FILE
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.blocks import StackedLinearLayout
 from octetrl.shapes.presets import preset_config

@@ -94,7 +94,7 @@ def evaluate(
     _refuse_early(targets, recipe, resolved, all_tasks, out)
     for target in targets:
         refuse_no_model(target)
-    from octetrl.run.journal import check_failures
+    from octetrl.run.folder.journal import check_failures
     from octetrl.telemetry.failures import FailureShareError
 
     with nullcontext() if out is None or is_json(out) else reserved(out):

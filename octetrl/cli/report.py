@@ -10,7 +10,7 @@ import typer
 
 from octetrl.cli.check_lines import terminal_columns
 from octetrl.cli.out_file import refuse_file, whole_file
-from octetrl.run.run_files import REPORT
+from octetrl.run.folder.layout import REPORT
 from octetrl.system.errors import UserError, refuse_empty
 from octetrl.system.text import ESCAPE
 

@@ -37,7 +37,7 @@ from octetrl.rollout.backend import OnSession, RolloutSession, not_asked
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples, versions_of
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
-from octetrl.run.journal import Journal
+from octetrl.run.folder.journal import Journal
 from octetrl.run.plain_tasks import with_plain_tasks
 from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.run.step import learn

@@ -17,7 +17,7 @@ from octetrl.config.schema import Recipe
 from octetrl.records import PackedBatch, RolloutGroup
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import CreditAssignment, to_samples
-from octetrl.run.journal import Journal
+from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.packing import PackingLayout, pack

@@ -31,10 +31,10 @@ from octetrl.rollout.collected import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.ahead import Ahead
 from octetrl.run.beside_tail import BesideTail
-from octetrl.run.contents import Contents, contents_of
 from octetrl.run.device import gpus_beside, resolve_device, runs_on_gpu, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats, build_scorers
+from octetrl.run.folder.contents import Contents, contents_of
 from octetrl.run.own_objective import try_objective
 from octetrl.run.state import Run, StepMethod
 from octetrl.run.step import GenerateThenLearn, LearnFromData

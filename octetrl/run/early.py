@@ -14,8 +14,8 @@ from octetrl.config.made_first import way_to_make
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.config.validate_environment import FILES
+from octetrl.run.folder.layout import RECIPE_FILE, refuse_held
 from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
-from octetrl.run.run_files import RECIPE_FILE, refuse_held
 from octetrl.system.errors import UserError, nearest, nearest_file
 from octetrl.system.hub_name import hub_dataset
 from octetrl.telemetry.sinks import missing_wandb

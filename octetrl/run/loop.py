@@ -27,14 +27,14 @@ from octetrl.run.device import generators_put_back
 from octetrl.run.earlier_answers import remember_answers
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import evaluate
+from octetrl.run.folder.journal import NO_FILES, Journal
+from octetrl.run.folder.layout import CHECKPOINTS, RECIPE_FILE
+from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.run.health import EmptySteps, SlowRewards, SoundCheckpoints
 from octetrl.run.interrupt import StopRequest
-from octetrl.run.journal import NO_FILES, Journal
-from octetrl.run.output_folder import OutputFolder
 from octetrl.run.recipe_model import with_found_model
 from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
-from octetrl.run.run_files import CHECKPOINTS, RECIPE_FILE
 from octetrl.run.state import Run, StepResult
 from octetrl.run.step import GenerateThenLearn
 from octetrl.system.errors import UserError

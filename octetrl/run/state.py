@@ -18,7 +18,7 @@ from octetrl.rollout.collected import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.environment_parts import Rewards
-from octetrl.run.journal import Journal, check_failures
+from octetrl.run.folder.journal import Journal, check_failures
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.protocol import LearningWorkers, Workers

@@ -12,7 +12,7 @@ from octetrl.config.objective_settings import DatasetSettings
 from octetrl.records import Sample
 from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.samples import to_samples
-from octetrl.run.journal import Journal
+from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.packing import pack

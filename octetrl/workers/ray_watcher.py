@@ -25,7 +25,7 @@ from pathlib import Path
 
 STATUS_FILE = "workers.json"  # workers/many/status.py
 LOGS = "logs/worker_[0-9]*.log"
-LOCK_FILE = "lock"  # run/run_files.py
+LOCK_FILE = "lock"  # run/folder/layout.py
 MARK = "OCTETRL_RAY_FOLDER"  # in the environment of Ray's processes
 BYE = b"."  # from a run that ends by itself
 STOPPED = b"!"  # from one that the user ended at once, and that said so

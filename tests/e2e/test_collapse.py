@@ -11,7 +11,7 @@ import yaml
 
 from octetrl.cli.main import run_command
 from octetrl.run import loop
-from octetrl.run.journal import Journal
+from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepResult
 from octetrl.telemetry.metrics import StepMetrics
 from tests.e2e.tiny_run import recipe_tree, tiny_recipe

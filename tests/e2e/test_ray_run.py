@@ -28,7 +28,7 @@ from octetrl.records import Completion
 from octetrl.run import loop
 from octetrl.run.build import build_run
 from octetrl.run.export import export_run
-from octetrl.run.journal import Journal
+from octetrl.run.folder.journal import Journal
 from octetrl.run.loop import one_step, train
 from octetrl.run.state import Run, StepResult
 from octetrl.system.errors import UserError

@@ -24,7 +24,7 @@ import yaml
 from safetensors.torch import load_file
 
 from octetrl.cli.main import run_command
-from octetrl.run.allowed_changes import changes_between, refuse_changes
+from octetrl.run.folder.allowed_changes import changes_between, refuse_changes
 from octetrl.run.loop import train
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from octetrl.run.build import build_run
-from octetrl.run.journal import NO_FILES
+from octetrl.run.folder.journal import NO_FILES
 from octetrl.run.loop import _calibrate_first
 from octetrl.run.state import Run
 from octetrl.run.step import GenerateThenLearn

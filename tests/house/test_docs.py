@@ -8,7 +8,7 @@ import re
 import pytest
 
 from octetrl.cli.verbs import VERBS
-from octetrl.run.allowed_changes import MAY_CHANGE
+from octetrl.run.folder.allowed_changes import MAY_CHANGE
 from tests.house.tree import REPO, python_files, syntax, text_files
 
 FORBIDDEN = {

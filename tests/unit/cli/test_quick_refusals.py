@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.load import load_recipe
-from octetrl.run.output_folder import OutputFolder
+from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.system.errors import UserError
 from tests.house.tree import REPO
 

@@ -32,7 +32,7 @@ from octetrl.run.ahead import Ahead, Lead, _Stoppable
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.device import random_state
 from octetrl.run.evaluate import evaluate
-from octetrl.run.journal import Journal
+from octetrl.run.folder.journal import Journal
 from octetrl.run.loop import _write_samples, one_step
 from octetrl.run.resume import Cursor
 from octetrl.run.state import Run

@@ -10,7 +10,7 @@ from octetrl.cli.main import run_command
 from octetrl.config.load import dump_recipe
 from octetrl.run import demo
 from octetrl.run.demo import COLD_START, FINISHED, MADE, MARKER, note_phase, prepare_folder
-from octetrl.run.output_folder import OutputFolder
+from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.system.errors import Terminated, UserError
 from octetrl.system.folder_lock import folder_lock
 from tests.e2e.tiny_run import tiny_recipe

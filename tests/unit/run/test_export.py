@@ -17,8 +17,8 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights, take_published_codes
 from octetrl.run.export import export_run
-from octetrl.run.run_files import CHECKPOINTS
-from octetrl.run.run_identity import write_run_id
+from octetrl.run.folder.identity import write_run_id
+from octetrl.run.folder.layout import CHECKPOINTS
 from octetrl.run.trained_model import weights_folder
 from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec

@@ -19,8 +19,8 @@ from octetrl.models.hf_weights import save_weights
 from octetrl.records import SamplingParams
 from octetrl.run import evaluate, generate, standing_model
 from octetrl.run.export import export_run
+from octetrl.run.folder.layout import CHECKPOINTS
 from octetrl.run.generate import generate_text
-from octetrl.run.run_files import CHECKPOINTS
 from octetrl.run.standing_model import load_standing_model
 from octetrl.run.tiny_model import write_tokenizer
 from octetrl.run.trained_model import read_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from octetrl.config.load import recipe_from_mapping
-from octetrl.run.allowed_changes import changes_between, record_changes
+from octetrl.run.folder.allowed_changes import changes_between, record_changes
 from octetrl.telemetry.report_data import read_run
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.run_changes import HISTORY_FILE

@@ -18,7 +18,7 @@ from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.records import RolloutGroup
 from octetrl.run.build import build_run, method_of
-from octetrl.run.journal import NO_FILES, Journal
+from octetrl.run.folder.journal import NO_FILES, Journal
 from octetrl.run.loop import one_step
 from octetrl.run.state import Run
 from octetrl.shapes.spec import ModelSpec

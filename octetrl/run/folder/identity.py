@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from octetrl.run.run_files import CHECKPOINTS
+from octetrl.run.folder.layout import CHECKPOINTS
 from octetrl.system.errors import UserError
 from octetrl.system.replaced_file import replaced_file
 from octetrl.telemetry.ending import LIVE

@@ -17,9 +17,9 @@ import yaml
 
 from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
-from octetrl.run import output_folder
-from octetrl.run.output_folder import OutputFolder
-from octetrl.run.run_identity import read_run_id
+from octetrl.run.folder import output_folder
+from octetrl.run.folder.identity import read_run_id
+from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 

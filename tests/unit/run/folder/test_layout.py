@@ -9,9 +9,9 @@ import pytest
 
 from octetrl.config.load import dump_recipe, load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
-from octetrl.run.output_folder import OutputFolder
-from octetrl.run.run_files import forget_run, is_held, refuse_live
-from octetrl.run.run_identity import read_run_id
+from octetrl.run.folder.identity import read_run_id
+from octetrl.run.folder.layout import forget_run, is_held, refuse_live
+from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.system.errors import UserError
 
 HALF_WRITTEN = {

@@ -14,8 +14,8 @@ from octetrl.environments.base import NoTasks, TaskEnvironment, Taskset
 from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import Task
-from octetrl.run.allowed_changes import CONTENT
-from octetrl.run.contents import (
+from octetrl.run.folder.allowed_changes import CONTENT
+from octetrl.run.folder.contents import (
     NOT_COMPARED,
     Contents,
     _source,

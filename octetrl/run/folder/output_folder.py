@@ -5,7 +5,7 @@
 
 Locks of the operating system prevent two live runs in one folder: one of the folder itself, and one of `lock`, which
 names the process and may be deleted. They end with the process. The resolved recipe in
-`config.yaml` and the run's id (`run_identity.py`) prevent a mix of two different runs. A new run starts only in a
+`config.yaml` and the run's id (`identity.py`) prevent a mix of two different runs. A new run starts only in a
 folder without files of another run.
 
 A refused run removes only the files and the empty folders that it created itself. Another run may have started in a
@@ -29,7 +29,7 @@ from typing import IO
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.lora import targets_of
 from octetrl.config.schema import Recipe
-from octetrl.run.allowed_changes import (
+from octetrl.run.folder.allowed_changes import (
     Change,
     changed_after,
     changes_between,
@@ -37,8 +37,9 @@ from octetrl.run.allowed_changes import (
     refuse_changes,
     refuse_contents,
 )
-from octetrl.run.contents import CONTENTS, Contents, changed_contents, read_contents
-from octetrl.run.run_files import (
+from octetrl.run.folder.contents import CONTENTS, Contents, changed_contents, read_contents
+from octetrl.run.folder.identity import new_run_id, read_run_id, refuse_foreign_checkpoints, write_run_id
+from octetrl.run.folder.layout import (
     CHECKPOINTS,
     LOCK,
     RECIPE_FILE,
@@ -49,7 +50,6 @@ from octetrl.run.run_files import (
     records_in,
     refuse_held,
 )
-from octetrl.run.run_identity import new_run_id, read_run_id, refuse_foreign_checkpoints, write_run_id
 from octetrl.system.errors import UserError
 from octetrl.system.folder_lock import folder_lock
 from octetrl.system.replaced_file import replaced_file
