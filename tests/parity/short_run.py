@@ -48,11 +48,9 @@ class ShortRun:
     logprobs: list[tuple[float, ...]] = field(default_factory=list)  # of each answer, by the engine
 
     def times_left_out(self) -> list[dict[str, float]]:
-        """The metrics without what the clock says."""
-        return [
-            {name: value for name, value in step.items() if "time/" not in name and "per_second" not in name}
-            for step in self.metrics
-        ]
+        """The metrics without what the clock says, and without what each worker of a team has of its own."""
+        own = ("time/", "per_second", "memory/", "publish/bytes")
+        return [{name: x for name, x in step.items() if not any(part in name for part in own)} for step in self.metrics]
 
 
 def short_run(
