@@ -186,7 +186,7 @@ class Ahead(StepMethod):
             for step in range(first, self._recipe.steps + 1):
                 waited = self._wait_for(step)
                 self._workers.adopt()
-                if self._is_first_after_checkpoint(step):
+                if self._forgets_pages(step):
                     self._workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
                 self._hand_over(finished)
                 finished = step, self._draw(run, step, waited)
@@ -216,11 +216,11 @@ class Ahead(StepMethod):
             self._draws = True
         return time.perf_counter() - began
 
-    def _is_first_after_checkpoint(self, step: int) -> bool:
-        """Whether a run that is resumed with saved batches begins by drawing the batch of `step`."""
-        config = self._recipe.checkpoint
-        is_due = bool(config.every) and (step - 1 - self._lead.most) % config.every == 0
-        return is_due and config.batches_ahead == "saved"
+    def _forgets_pages(self, step: int) -> bool:
+        """Whether pages are kept, and a run that is resumed with saved batches begins by drawing that of `step`."""
+        checkpoint, learnt = self._recipe.checkpoint, step - 1 - self._lead.most
+        is_due = learnt > 0 and checkpoint.every > 0 and learnt % checkpoint.every == 0
+        return is_due and checkpoint.batches_ahead == "saved" and self._recipe.engine.prefix_cache == "keep"
 
     def _draw(self, run: Run, step: int, waited: float) -> BufferedBatch:
         in_flight = self._recipe.cluster.weights_in_flight != "off"  # `publish` has the pause

@@ -61,15 +61,19 @@ def test_metadata_that_json_cannot_hold_is_refused_in_one_line() -> None:
     assert "\n" not in str(no.value)
 
 
-@pytest.mark.parametrize(("how", "forgets_before"), [("saved", [2, 4, 6]), ("drawn_again", [])])
-def test_pages_are_forgotten_before_the_first_batch_that_a_checkpoint_lacks(
-    how: str, forgets_before: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("how", "pages", "forgets_before"),
+    [("saved", "keep", [4, 6]), ("drawn_again", "keep", []), ("saved", "drop_on_publish", [])],
+)
+def test_kept_pages_are_forgotten_before_the_first_batch_that_a_checkpoint_lacks(
+    how: str, pages: str, forgets_before: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one version ahead the checkpoint after step 2 has the batch of step 3, and a resumed run draws that of 4."""
     drawn: list[int] = []
     forgotten: list[int] = []
-    checkpoint = SimpleNamespace(every=2, batches_ahead=how)
-    config: Any = SimpleNamespace(cluster=SimpleNamespace(max_staleness=1), checkpoint=checkpoint, steps=6)
+    checkpoint, engine = SimpleNamespace(every=2, batches_ahead=how), SimpleNamespace(prefix_cache=pages)
+    cluster = SimpleNamespace(max_staleness=1)
+    config: Any = SimpleNamespace(cluster=cluster, checkpoint=checkpoint, engine=engine, steps=6)
     workers = SimpleNamespace(adopt=lambda: None, forget_prefixes=lambda: forgotten.append(len(drawn) + 1))
     run: Any = SimpleNamespace(config=config)
     ahead = Ahead(config, workers)  # type: ignore[arg-type]
