@@ -42,7 +42,7 @@ test-faults: $(READY)  ## kill a run on several workers at MOMENTS=20 random mom
 lint: $(READY)  ## ruff's rules
 	$(PYTHON) -m ruff check .
 
-types: $(READY)  ## mypy over the package and its benchmarks
+types: $(READY)  ## mypy over the package and lab/
 	$(PYTHON) -m mypy
 
 fmt: $(READY)  ## rewrite the code as ruff formats it

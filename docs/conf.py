@@ -2,7 +2,7 @@
 
 The pages are plain Markdown and read well without the site. What only the site needs is added here: the lists of recipe
 fields and metrics, the order of the contents, the API's signatures and docstrings (`<!-- api: octetrl.train -->` in
-api.md), and the figures on the first page, which are read from `benchmarks/results/`.
+api.md), and the figures on the first page, which are read from `lab/results/`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def tree_of_contents() -> str:
 
 def rows(name: str) -> list[dict[str, Any]]:
     """The rows of a result."""
-    result = json.loads((REPO / "benchmarks/results" / f"{name}.json").read_text(encoding="utf-8"))
+    result = json.loads((REPO / "lab/results" / f"{name}.json").read_text(encoding="utf-8"))
     return list(result["rows"])
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from octetrl.bench.turns import Row
     from octetrl.config.cluster import ClusterConfig
 
-RESULTS = Path("benchmarks/results")
+RESULTS = Path("lab/results")
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
 
@@ -73,7 +73,7 @@ Sigma = Annotated[
 ]
 Out = Annotated[
     str | None,
-    typer.Option(metavar="FOLDER", help="Folder of the JSON. Default: benchmarks/results if there, else here."),
+    typer.Option(metavar="FOLDER", help="Folder of the JSON. Default: lab/results if there, else here."),
 ]
 Name = Annotated[
     str | None,

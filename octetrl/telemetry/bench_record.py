@@ -8,8 +8,8 @@ checkout's commit, or the version of an installed package.
 
 A commit's name may be wrong for a tree with other changes. `source_digest` shows that, because it is computed from the
 package's files (source_digest.py). `python -m octetrl.telemetry.source_digest COMMIT` prints the digest that a commit
-must have. A result of a script in `benchmarks/` also has `benchmarks_digest`, computed from all scripts there:
-`source_digest --benchmarks COMMIT`.
+must have. A result of a script in `lab/` also has `benchmarks_digest`, computed from all scripts there:
+`source_digest --lab COMMIT`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from octetrl.system.text import counted
-from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, source_digest
+from octetrl.telemetry.source_digest import LAB, SCRIPTS, source_digest
 
 ROOT = Path(__file__).parents[2]  # root of the checkout, if there is one
 Rows = Sequence[Mapping[str, object]]
@@ -73,7 +73,7 @@ def where_it_runs() -> dict[str, object]:
 def _command() -> str:
     """Return the command as typed, without `--out`, which is a path on one machine.
 
-    Examples: `octetrl bench rollout ...`, or from the checkout `python -m benchmarks.precisions --steps 20`."""
+    Examples: `octetrl bench rollout ...`, or from the checkout `python -m lab.precisions --steps 20`."""
     script = Path(sys.argv[0]).resolve()
     words = [script.name]
     if script.suffix == ".py" and script.is_relative_to(ROOT):
@@ -86,9 +86,9 @@ def _command() -> str:
 
 
 def _script_digest() -> dict[str, str]:
-    if not Path(sys.argv[0]).resolve().is_relative_to(BENCHMARKS):
+    if not Path(sys.argv[0]).resolve().is_relative_to(LAB):
         return {}
-    return {"benchmarks_digest": source_digest(BENCHMARKS, SCRIPTS)}
+    return {"benchmarks_digest": source_digest(LAB, SCRIPTS)}
 
 
 def _machine() -> str:

@@ -2,7 +2,7 @@
 
     python -m octetrl.telemetry.source_digest            digest of the files that this Python imports
     python -m octetrl.telemetry.source_digest COMMIT     digest of the package in that commit; needs git
-    python -m octetrl.telemetry.source_digest --benchmarks [COMMIT]
+    python -m octetrl.telemetry.source_digest --lab [COMMIT]
 
 Both digests are equal for a clean checkout, and for a copy of its files without .git.
 
@@ -10,8 +10,7 @@ The digest is a hash of one line per file, `<git's id of its content> <path insi
 stores the ids of a commit. The id of a file is the SHA-1 of `blob <size>\\0<content>`. Every file in `octetrl/` counts,
 also one that is not in git, except `__pycache__` and `octetrl/recipes`, a link to the recipes, which are not code.
 
-`--benchmarks` prints the digest of every `.py` file in `benchmarks/` instead. The result of such a script contains both
-digests.
+`--lab` prints the digest of every `.py` file in `lab/` instead. The result of such a script contains both digests.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-BENCHMARKS = PACKAGE.parent / "benchmarks"  # only in a checkout
+LAB = PACKAGE.parent / "lab"  # only in a checkout
 SCRIPTS = ".py"  # ending of the files that count there; results are in the same folder
 DIGITS = 16
 NOT_COUNTED = {"__pycache__", "recipes"}
@@ -38,10 +37,12 @@ def source_digest(folder: Path = PACKAGE, ending: str = "") -> str:
 
 
 def digest_of_commit(commit: str, folder: Path = PACKAGE, ending: str = "") -> str | None:
-    """Compute the digest of the files in `commit`. None: git, the repository, the folder or the commit is missing."""
-    if shutil.which("git") is None or not folder.is_dir():
+    """Compute the digest of the files in `commit`. None: git, the repository, the commit or the folder in it is
+    missing."""
+    if shutil.which("git") is None or not folder.parent.is_dir():
         return None
-    command = ["git", "-C", str(folder), "ls-tree", "-r", "-z", commit, "."]
+    tree = f"{commit}:./{folder.name}"
+    command = ["git", "-C", str(folder.parent), "ls-tree", "-r", "-z", "--full-tree", tree]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         return None
@@ -61,8 +62,8 @@ def _digest(ids: Mapping[str, str]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Print one digest. Exit status 2: the commit is unknown."""
-    of_scripts = arguments[:1] == ["--benchmarks"]
-    counted = (BENCHMARKS, SCRIPTS) if of_scripts else (PACKAGE, "")
+    of_scripts = arguments[:1] == ["--lab"]
+    counted = (LAB, SCRIPTS) if of_scripts else (PACKAGE, "")
     commits = arguments[of_scripts:]
     if not commits:
         print(source_digest(*counted))

@@ -160,9 +160,9 @@ def test_the_file_goes_where_results_are_kept(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     assert run_command(["bench", "rollout", "--device", "cpu", *small]) == 0
     assert (tmp_path / "rollout_tiny.json").is_file()
-    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    (tmp_path / "lab/results").mkdir(parents=True)
     assert run_command(["bench", "rollout", "--device", "cpu", *small]) == 0
-    assert (tmp_path / "benchmarks/results/rollout_tiny.json").is_file()
+    assert (tmp_path / "lab/results/rollout_tiny.json").is_file()
     (tmp_path / "file").write_text("")
     capsys.readouterr()
     assert run_command(["bench", "rollout", "--device", "cpu", "--out", "file", *small]) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.kernels.fused_rows import SHAPES, Shape, bit_cases, differing, norm_case, normal, qkv_case, silu_case
+from lab.kernels.fused_rows import SHAPES, Shape, bit_cases, differing, norm_case, normal, qkv_case, silu_case
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_both
 from octetrl.kernels.rows.rms_norm import rms_norm

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.kernels.quantize import any_value, both_case, differing, differing_of, silu_case
+from lab.kernels.quantize import any_value, both_case, differing, differing_of, silu_case
 from octetrl.fp8.backends import fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
 from octetrl.fp8.relative_error import relative_error

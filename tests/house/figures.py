@@ -1,8 +1,8 @@
-"""How the house tests hold the numbers of README and docs to the files in `benchmarks/results/`.
+"""How the house tests hold the numbers of README and docs to the files in `lab/results/`.
 
 **A table** that shows measurements has a marker right above it, which mirrors its columns:
 
-    <!-- figures: benchmarks/results/step_qwen3-8b.json | - | time/step | mismatch/tokens -->
+    <!-- figures: lab/results/step_qwen3-8b.json | - | time/step | mismatch/tokens -->
 
 Each number of a column is that field of some row of the file, rounded as it is shown. `1,234` is 1234; `1.2%` is 0.012;
 `12k` is 12000. A column that is `-` holds no measurement. Only some rows of the file count:
@@ -22,7 +22,7 @@ column `measured_model` a name is that of the model, as the command of the resul
 **Prose** with measured numbers (those with %, ms, µs, GB, tokens/s, TFLOP/s, TB/s, and decimals with `times`), a table
 of decimals and an indented block have a marker as their first line, one of
 
-    <!-- figures: benchmarks/results/a.json | error -->     each number is that field of some row of the file
+    <!-- figures: lab/results/a.json | error -->     each number is that field of some row of the file
     <!-- by hand: where the numbers come from -->           nobody checks them but the author
 
 The second may stand anywhere in the paragraph. A page that is by hand throughout says `<!-- by hand, the whole page:
@@ -42,7 +42,7 @@ import re
 from functools import cache
 from typing import Any
 
-from benchmarks.record import is_dirty, model_of
+from lab.record import is_dirty, model_of
 from tests.house.markdown import Paragraph, Table
 from tests.house.tree import REPO
 

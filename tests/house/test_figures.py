@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.telemetry.source_digest import BENCHMARKS, SCRIPTS, digest_of_commit
+from octetrl.telemetry.source_digest import LAB, SCRIPTS, digest_of_commit
 from tests.house.figures import NUMBER, check_paragraph, check_table, is_dirty, measured_rows
 from tests.house.markdown import Table, paragraphs, tables
 from tests.house.tree import REPO
@@ -52,7 +52,7 @@ def test_tables_of_the_readme_without_a_marker_hold_no_numbers() -> None:
 
 
 def test_results_say_where_they_come_from() -> None:
-    for path in sorted((REPO / "benchmarks/results").glob("*.json")):
+    for path in sorted((REPO / "lab/results").glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         assert set(result) >= HEAD, f"{path.name} lacks {sorted(HEAD - set(result))}"
         assert result["date"] <= LAST_WITHOUT_DIGEST or "source_digest" in result, f"{path.name} has no source_digest"
@@ -70,7 +70,7 @@ def test_results_name_commits_that_git_has() -> None:
     )
     if shallow.stdout.strip() == "true":
         pytest.skip("a shallow clone has no older commits")
-    results = {path.name: json.loads(path.read_text()) for path in (REPO / "benchmarks/results").glob("*.json")}
+    results = {path.name: json.loads(path.read_text()) for path in (REPO / "lab/results").glob("*.json")}
     unknown = {
         name
         for name, result in results.items()
@@ -86,7 +86,7 @@ ROWS = [
     {"precision": "fp8", "workload": "8x512+4096", "tokens": 777, "mode": "fast"},
 ]
 DOCUMENT = """
-<!-- figures: benchmarks/results/rollout_h200.json | - | tokens | share -->
+<!-- figures: lab/results/rollout_h200.json | - | tokens | share -->
 | precision | tokens/s | saturated |
 |---|---:|---|
 | `bf16` | {} | {} |
@@ -100,7 +100,7 @@ def table_of(header: list[str], columns: list[str], *cells: str) -> Table:
 @pytest.mark.parametrize("cells", [("12,346", "1.2%"), ("12.3k", "0.012"), ("12,345.6", "1.23%"), ("12346 a", "-")])
 def test_right_figures_pass(cells: tuple[str, str]) -> None:
     (table,) = tables(DOCUMENT.format(*cells))
-    assert table.marker == "benchmarks/results/rollout_h200.json" and table.columns == ["-", "tokens", "share"]
+    assert table.marker == "lab/results/rollout_h200.json" and table.columns == ["-", "tokens", "share"]
     check_table(table, ROWS)
 
 
@@ -186,13 +186,13 @@ def test_a_result_is_of_a_dirty_tree_if_its_files_are_not_its_commits() -> None:
     digest = digest_of_commit("HEAD")
     assert not is_dirty({"commit": "HEAD", "source_digest": digest})
     assert is_dirty({"commit": "HEAD", "source_digest": "0" * 16})
-    scripts = digest_of_commit("HEAD", BENCHMARKS, SCRIPTS)
+    scripts = digest_of_commit("HEAD", LAB, SCRIPTS)
     assert not is_dirty({"commit": "HEAD", "source_digest": digest, "benchmarks_digest": scripts})
     assert is_dirty({"commit": "HEAD", "source_digest": digest, "benchmarks_digest": "0" * 16})
     assert is_dirty({"commit": "abc-dirty"}) and not is_dirty({"commit": "abc", "source_digest": "0" * 16})
 
 
-RESULT = "benchmarks/results/train_qwen3-8b_attention_remade.json"
+RESULT = "lab/results/train_qwen3-8b_attention_remade.json"
 TABLE = "| a | b |\n|---|---|\n| x | 1.5 |\n| y | 2 |"
 
 
@@ -222,16 +222,16 @@ def test_prose_says_where_its_numbers_come_from(text: str, says: str | None) -> 
 
 
 def test_a_pattern_tells_files_apart() -> None:
-    rows = measured_rows("benchmarks/results/rollout_*.json")
+    rows = measured_rows("lab/results/rollout_*.json")
     assert {"llama-3.1-8b", "qwen3-0.6b"} <= {row["file"] for row in rows}
     with pytest.raises(AssertionError, match="no file is"):
-        measured_rows("benchmarks/results/no_such_*.json")
+        measured_rows("lab/results/no_such_*.json")
 
 
 def test_several_files_follow_each_other_with_a_comma() -> None:
-    first, second = (f"benchmarks/results/step_qwen3-8b_2_gpus{end}.json" for end in ("", "_bf16"))
+    first, second = (f"lab/results/step_qwen3-8b_2_gpus{end}.json" for end in ("", "_bf16"))
     rows = measured_rows(f"{first},{second}")
     assert [row["precision"] for row in rows] == ["fp8_full"] * 2 + ["bf16"] * 2
     assert {row["measured_model"] for row in rows} == {"qwen3-8b"}
     with pytest.raises(AssertionError, match="no file is"):
-        measured_rows(f"{first},benchmarks/results/no_such.json")
+        measured_rows(f"{first},lab/results/no_such.json")

@@ -62,7 +62,8 @@ ARROWS["api"] = set(ARROWS) - {
     "server",
 }  # the library: nothing but octetrl/__init__.py imports it
 
-ONLY_IN = {
+ONLY_IN: dict[str, set[str]] = {
+    "lab": set(),  # the scripts behind our own figures: not shipped
     "ray": {"octetrl/workers/ray.py", "octetrl/workers/ray_cluster.py"},
     "wandb": {"octetrl/telemetry/sinks.py"},
     "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/run/serve.py"},

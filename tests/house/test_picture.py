@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks import scaling
-from benchmarks.picture import LEARNING, PICTURE, SPEED, VLLM, apart, draw
-from benchmarks.record import RESULTS
+from lab import scaling
+from lab.picture import LEARNING, PICTURE, SPEED, VLLM, apart, draw
+from lab.record import RESULTS
 
 
 def texts(svg: str) -> list[str]:
@@ -19,15 +19,15 @@ def texts(svg: str) -> list[str]:
 
 def test_the_picture_is_of_the_present_results() -> None:
     drawn = PICTURE.read_text(encoding="utf-8")
-    assert drawn == draw(RESULTS), "run `python -m benchmarks.picture`"
+    assert drawn == draw(RESULTS), "run `python -m lab.picture`"
 
 
 def test_picture_and_table_of_several_gpus_are_of_the_present_results() -> None:
     points = [point for path in scaling.shown_on(scaling.PAGE) for point in scaling.read_points(path)]
     series = scaling.series_of(points)
     _, between, _ = scaling.split_page(scaling.PAGE)
-    assert scaling.PICTURE.read_text(encoding="utf-8") == scaling.draw(series), "run `python -m benchmarks.scaling`"
-    assert between.strip() == scaling.table(series).strip(), "run `python -m benchmarks.scaling`"
+    assert scaling.PICTURE.read_text(encoding="utf-8") == scaling.draw(series), "run `python -m lab.scaling`"
+    assert between.strip() == scaling.table(series).strip(), "run `python -m lab.scaling`"
 
 
 def test_it_shows_what_the_files_hold_and_no_more(tmp_path: Path) -> None:

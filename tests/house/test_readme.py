@@ -10,7 +10,7 @@ import pytest
 from tests.house.markdown import code_blocks, commands, links
 from tests.house.tree import REPO
 
-OUR_FOLDERS = ("recipes/", "examples/", "benchmarks/", "docs/", "tests/", "octetrl/", "setup/")
+OUR_FOLDERS = ("recipes/", "examples/", "lab/", "docs/", "tests/", "octetrl/", "setup/")
 
 
 def readme() -> str:

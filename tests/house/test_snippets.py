@@ -165,7 +165,7 @@ rollout: {group_sze: 4}
 ```
 
 ```bash
-python -m benchmarks.no_such_script
+python -m lab.no_such_script
 ```
 
 <!-- not run: it needs the internet -->

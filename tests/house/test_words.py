@@ -23,7 +23,7 @@ SEARCHED = (
     "octetrl/",
     "examples/",
     "setup/",
-    "benchmarks/",
+    "lab/",
     "tests/",
 )
 

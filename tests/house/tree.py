@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-CODE = ("octetrl", "tests", "benchmarks", "examples", "setup")
+CODE = ("octetrl", "tests", "lab", "examples", "setup")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

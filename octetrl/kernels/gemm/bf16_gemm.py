@@ -4,7 +4,7 @@ cuBLAS adds along K in ascending order into one accumulator if y has enough tile
 narrow, deep weight (a `down` projection below M = 512) it splits K, and a row's bits change with the batch. Only in
 that case this kernel runs. It is a plain loop over K, and its bits equal cuBLAS's at M >= 512 with any tiles.
 
-`fp8_gemm_table.json` lists these weights under "bf16", as found by `benchmarks/kernels/gemm.py`. A weight of a shape
+`fp8_gemm_table.json` lists these weights under "bf16", as found by `lab/kernels/gemm.py`. A weight of a shape
 that was not measured uses this kernel until y has two tiles per multiprocessor. Beyond that, cuBLAS has no reason to
 split K. All other products use `F.linear`. Under "straight" are the fastest tiles of such weights, of mixtures and of
 latent attention; a decode step has few tiles of them.

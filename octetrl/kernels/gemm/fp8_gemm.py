@@ -4,7 +4,7 @@
 
 cuBLAS adds in this order too (fp8/scaled_mm.py). A row of y therefore has the same bits from every kernel here and for
 every M: decoding one token at a time and training on a whole pack agree. The choice of a kernel affects speed only. It
-depends on (N, K, M) and comes from `fp8_gemm_table.json`, which `benchmarks/kernels/gemm.py` measures and writes:
+depends on (N, K, M) and comes from `fp8_gemm_table.json`, which `lab/kernels/gemm.py` measures and writes:
 
     triton       one tile per program. Codes come by TMA. Scales are loaded in the loop, so Triton stages them through
                  shared memory with the tiles

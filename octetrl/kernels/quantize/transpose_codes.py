@@ -4,7 +4,7 @@
 
 A worker that quantises a weight gets both orientations in one read (quantize_weight.py). A worker that receives codes
 from others has the rows alone. `copy_` of a transposed view moves single bytes, at less than a tenth of the memory's
-speed (benchmarks/kernels/quantize.py). Here a thread reads four neighbouring rows of a column and packs their bytes
+speed (lab/kernels/quantize.py). Here a thread reads four neighbouring rows of a column and packs their bytes
 into one word, so what goes through shared memory and to the result are words. transpose_many_codes.py takes all weights
 of a model in one launch.
 

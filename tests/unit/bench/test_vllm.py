@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.picture import VLLM, draw
+from lab.picture import VLLM, draw
 from octetrl.backends.vllm.measure import AskedRequest, Measured
 from octetrl.bench.model import find_model
 from octetrl.bench.rollout import Bench

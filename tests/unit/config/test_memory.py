@@ -289,7 +289,7 @@ def test_mixtures_on_one_h200(preset: str, trainer: Any, lora: Any, gigabytes: f
     precisions = precision_policy(spec, trained.fp8).precisions()
     found = estimate_memory(trained, spec, precisions, on_gpu=True, device_bytes=150 * 10**9).training_bytes
     if isinstance(gigabytes, str):
-        result = json.loads((REPO / "benchmarks/results/step_moonlight-16b-a3b.json").read_text())
+        result = json.loads((REPO / "lab/results/step_moonlight-16b-a3b.json").read_text())
         gigabytes = result["rows"][0]["memory/learn_peak_gb"]
     assert found / 10**9 == pytest.approx(gigabytes, rel=0.005)
 

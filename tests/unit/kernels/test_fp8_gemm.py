@@ -15,7 +15,7 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from benchmarks.kernels.gemm import bf16_candidates, fp8_candidates, may_run, table_text
+from lab.kernels.gemm import bf16_candidates, fp8_candidates, may_run, table_text
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error

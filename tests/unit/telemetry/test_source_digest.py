@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.telemetry.bench_record import write_result
-from octetrl.telemetry.source_digest import BENCHMARKS, DIGITS, SCRIPTS, digest_of_commit, main, source_digest
+from octetrl.telemetry.source_digest import DIGITS, LAB, SCRIPTS, digest_of_commit, main, source_digest
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -69,16 +69,16 @@ def test_of_a_folder_only_the_files_of_an_ending_may_count(package: Path) -> Non
 def test_only_a_result_of_a_benchmark_script_has_a_digest_of_the_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for script, of_scripts in ((BENCHMARKS / "memory.py", True), (tmp_path / "octetrl", False)):
+    for script, of_scripts in ((LAB / "memory.py", True), (tmp_path / "octetrl", False)):
         monkeypatch.setattr(sys, "argv", [str(script)])
         record = json.loads(write_result("memory", "a", [], tmp_path).read_text())
         assert record["source_digest"] == source_digest()
-        assert record.get("benchmarks_digest") == (source_digest(BENCHMARKS, SCRIPTS) if of_scripts else None)
+        assert record.get("benchmarks_digest") == (source_digest(LAB, SCRIPTS) if of_scripts else None)
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--benchmarks"]) == 0
-    assert capsys.readouterr().out.strip() == source_digest(BENCHMARKS, SCRIPTS)
+    assert main(["--lab"]) == 0
+    assert capsys.readouterr().out.strip() == source_digest(LAB, SCRIPTS)
     assert main([]) == 0
     assert capsys.readouterr().out.strip() == source_digest()
     assert main(["no-such-commit"]) == 2

@@ -1,0 +1,272 @@
+"""The fused row kernels of the rollout: first their bits against the chains that they replace, then their time.
+
+    python -m lab.kernels.fused_rows [--out FOLDER] [--sweep]
+
+Bits: residual, norm and codes; SiLU and codes; QKV to pages in every format of the cache; for three models' shapes and
+1 to 4,096 tokens, some of them padding. Time: Qwen3-8B's shape, medians over replays of a CUDA graph in which each
+launch takes the next of many sets of inputs, more than 200 MB together, so that none is read from L2; the chain's time
+stands beside. Bytes are those that a kernel must read and write (weights and angles left out). `--sweep` times other
+tiles too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lab.kernels.clock import median_us
+from lab.record import RESULTS, need_hopper, write_result
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
+from octetrl.fp8.format import E4M3
+from octetrl.kernels.attention import qkv_store as qkv_module
+from octetrl.kernels.attention.kv_store import kv_store, v_pages_shape
+from octetrl.kernels.attention.qkv_store import qkv_store
+from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.rows import silu_mul_quantize as silu_module
+from octetrl.kernels.rows.add_rms_norm import add_rms_norm
+from octetrl.kernels.rows.rms_norm import rms_norm
+from octetrl.kernels.rows.rope import rope
+from octetrl.kernels.rows.silu_mul import silu_mul
+from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
+from octetrl.layers.rotary import RotaryTable
+
+EPS, PAGE_SIZE, POSITIONS = 1e-6, 128, 8192
+PADDING = (11, 7)  # one token of so many, the first of them
+CACHES = {  # K's and V's dtype, and whether scales are per token
+    "bf16": (torch.bfloat16, torch.bfloat16, False),
+    "fp8_calibrated": (E4M3, E4M3, False),
+    "fp8_dynamic": (E4M3, E4M3, True),
+    "fp8_v_calibrated": (torch.bfloat16, E4M3, False),
+}
+Row = dict[str, object]
+Outputs = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    qk_norm: bool
+
+
+SHAPES = {
+    "qwen3-8b": Shape(4096, 12288, 32, 8, 128, True),
+    "qwen3-0.6b": Shape(1024, 3072, 16, 8, 128, True),
+    "llama-3.2-1b": Shape(2048, 8192, 32, 8, 64, False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one set of inputs, beside the chain that it replaces; each has its own copy of what it writes."""
+
+    op: str
+    precision: str
+    fused: Callable[[], Outputs]
+    chain: Callable[[], Outputs]
+    moved: int  # bytes
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def norm_case(shape: Shape, tokens: int, quantize: bool, add: bool = True) -> Case:
+    delta, residual = normal(tokens, shape.hidden) if add else None, 3 * normal(tokens, shape.hidden)
+    weight, other = 1 + normal(shape.hidden) / 10, residual.clone()
+
+    def fused() -> Outputs:
+        if quantize:
+            return [residual, *add_rms_norm(delta, residual, weight, EPS, quantize=True)[1]]
+        return [residual, add_rms_norm(delta, residual, weight, EPS, quantize=False)[1]]
+
+    def chain() -> Outputs:
+        if delta is not None:
+            torch.add(other, delta, out=other)
+        normed = rms_norm(other, weight, EPS)
+        return [other, *quantize_activation(normed)] if quantize else [other, normed]
+
+    written = 1 + 4 / 128 if quantize else 2
+    moved = tokens * shape.hidden * (2 + 4 * add + written)
+    return Case("add_rms_norm" if add else "rms_norm", "fp8" if quantize else "bf16", fused, chain, int(moved))
+
+
+def silu_case(shape: Shape, tokens: int) -> Case:
+    gate_up = 2 * normal(tokens, 2 * shape.intermediate)
+    moved = tokens * shape.intermediate * (4 + 1 + 4 / 128)
+
+    def fused() -> Outputs:
+        return [*silu_mul_quantize(gate_up)]
+
+    def chain() -> Outputs:
+        return [*quantize_activation(silu_mul(gate_up))]
+
+    return Case("silu_mul_quantize", "fp8", fused, chain, int(moved))
+
+
+@lru_cache
+def rotary_table(head_size: int) -> RotaryTable:
+    return RotaryTable(head_size, 1e6, None, POSITIONS, device="cuda")
+
+
+def slots_of(tokens: int) -> Tensor:
+    """Runs of 200 tokens in shuffled pages; every eleventh token is padding."""
+    token = torch.arange(tokens, device="cuda")
+    pages = torch.randperm(2 * (tokens // 200 + 1), device="cuda")
+    place = token % 200
+    slot = pages[2 * (token // 200) + place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE
+    return torch.where(token % PADDING[0] == PADDING[1], -1, slot)
+
+
+def pages(shape: Shape, tokens: int, precision: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
+    """Caches, and their scales with the counter. A few values are past the per-head scales."""
+    k_dtype, v_dtype, by_token = CACHES[precision]
+    size = (2 * (tokens // 200 + 1), shape.kv_heads, PAGE_SIZE, shape.head_size)
+    caches = (
+        torch.zeros(size, device="cuda").to(k_dtype),
+        torch.zeros(v_pages_shape(*size, v_dtype)).cuda().to(v_dtype),
+    )
+    scales: list[Tensor | None] = [None, None, None, None]
+    for which, cache in enumerate(caches):
+        if cache.dtype == E4M3 and by_token:
+            scales[2 + which] = torch.ones(size[:3], device="cuda")
+        elif cache.dtype == E4M3:
+            scales[which] = torch.linspace(0.004, 0.008, shape.kv_heads, device="cuda")
+    return caches, (*scales, torch.zeros(2, shape.kv_heads, dtype=torch.int64, device="cuda"))
+
+
+def qkv_case(shape: Shape, tokens: int, precision: str) -> Case:
+    split = (shape.heads, shape.kv_heads, shape.kv_heads)
+    qkv = normal(tokens, sum(split) * shape.head_size)
+    q_norm, k_norm = (1 + normal(shape.head_size) / 10 if shape.qk_norm else None for _ in range(2))
+    table = rotary_table(shape.head_size)
+    slots = slots_of(tokens)
+    positions = torch.where(slots < 0, 0, torch.randint(POSITIONS, (tokens,), device="cuda"))
+    (caches, scales), (other_caches, other_scales) = (pages(shape, tokens, precision) for _ in range(2))
+    place = (EPS, table.cos_SR, table.sin_SR, positions)
+
+    def written(caches: Sequence[Tensor], scales: Sequence[Tensor | None]) -> Outputs:
+        return [*caches, *(scale for scale in scales if scale is not None)]
+
+    def fused() -> Outputs:
+        q = qkv_store(qkv, q_norm, k_norm, *place, *caches, slots, *scales)
+        return [q, *written(caches, scales)]
+
+    def chain() -> Outputs:
+        q, k, v = qkv.view(tokens, -1, shape.head_size).split(split, dim=1)
+        if q_norm is not None and k_norm is not None:
+            q, k = rms_norm(q, q_norm, EPS), rms_norm(k, k_norm, EPS)
+        rotary = table(positions)
+        q, k = rope(q, *rotary), rope(k, *rotary)
+        kv_store(k, v, *other_caches, slots, *other_scales)
+        return [q, *written(other_caches, other_scales)]
+
+    stored = shape.kv_heads * sum(cache.element_size() for cache in caches)
+    kept = tokens - len(range(PADDING[1], tokens, PADDING[0]))
+    moved = shape.head_size * (tokens * 4 * shape.heads + kept * (4 * shape.kv_heads + stored))
+    return Case("qkv_store", precision, fused, chain, moved)
+
+
+def bit_cases(shape: Shape, tokens: int) -> Iterator[Case]:
+    for quantize in (False, True):
+        yield norm_case(shape, tokens, quantize)
+        yield norm_case(shape, tokens, quantize, add=False)
+    yield silu_case(shape, tokens)
+    for precision in CACHES:
+        yield qkv_case(shape, tokens, precision)
+
+
+def differing(case: Case) -> int:
+    """How many bytes of what the kernel wrote are not the chain's."""
+    count = 0
+    for got, want in zip(case.fused(), case.chain(), strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        ours, theirs = (x.clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (got, want))
+        count += int((ours != theirs).sum())
+    return count
+
+
+def check_bits() -> bool:
+    good = True
+    for name, shape in SHAPES.items():
+        for tokens in (1, 7, 64, 128, 256, 4096):
+            counts = {f"{case.op} {case.precision}": differing(case) for case in bit_cases(shape, tokens)}
+            wrong = {op: count for op, count in counts.items() if count}
+            print(f"{'FAIL' if wrong else 'OK'}  {name}, {tokens} tokens: {len(counts)} kernels  {wrong or ''}")
+            good = good and not wrong
+    return good
+
+
+def timed(make: Callable[[], Case], tokens: int, chain: bool = True, **setting: object) -> Row:
+    first = make()
+    cases = [first, *(make() for _ in range(200_000_000 // first.moved))]
+    us = median_us(*(case.fused for case in cases))
+    row: Row = {"op": first.op, "precision": first.precision, "workload": f"{tokens} tokens", **setting, "us": us}
+    row |= {"tb_per_s": first.moved / us / 1e6, "floor_share": first.moved * 1e6 / us / MEMORY_BYTES_PER_SECOND}
+    return row | {"chain_us": median_us(*(case.chain for case in cases))} if chain else row
+
+
+def timings() -> Iterator[Row]:
+    shape = SHAPES["qwen3-8b"]
+    for tokens in (128, 8192):
+        for quantize in (False, True):
+            yield timed(partial(norm_case, shape, tokens, quantize), tokens)
+        yield timed(partial(silu_case, shape, tokens), tokens)
+        for precision in CACHES:
+            yield timed(partial(qkv_case, shape, tokens, precision), tokens)
+
+
+def sweep() -> Iterator[Row]:
+    """Other tiles than those in use."""
+    shape = SHAPES["qwen3-8b"]
+    for tokens in (128, 8192):
+        for columns, warps in ((1024, 2), (1024, 4), (2048, 4), (4096, 8), (4096, 16)):
+            silu_module.TILES = {columns: warps}
+            yield timed(partial(silu_case, shape, tokens), tokens, False, tile=f"{columns} columns, {warps} warps")
+        for heads in (2, 4, 8, 16):
+            qkv_module.HEADS = qkv_module.HEADS_OF_MANY = heads
+            for many in (1, 1 << 30):
+                qkv_module.MANY_TOKENS = many
+                tile = f"{heads} heads" + (", V by tokens" if many == 1 else "")
+                yield timed(partial(qkv_case, shape, tokens, "fp8_calibrated"), tokens, False, tile=tile)
+
+
+def show(rows: list[Row]) -> None:
+    names = ("op", "precision", "workload", "tile", "us", "tb_per_s", "floor_share", "chain_us")
+    columns = [name for name in names if any(name in row for row in rows)]
+    table = Table(*columns, title="fused row kernels, Qwen3-8B's shape")
+    for row in rows:
+        cells = [row.get(name, "") for name in columns]
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--sweep", action="store_true")
+    arguments = parser.parse_args()
+    need_hopper("kernels.fused_rows")
+    torch.manual_seed(0)
+    good = check_bits()
+    rows = list(timings())
+    show(rows)
+    print(f"wrote {write_result('kernels', 'fused_rows', rows, arguments.out)}")
+    if arguments.sweep:
+        show(list(sweep()))
+    raise SystemExit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
