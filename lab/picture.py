@@ -4,7 +4,7 @@
 
 Left: generation speed by precision, from `rollout_qwen3-8b.json`, and vLLM's from `vllm_qwen3-8b*.json` if there
 are such files: of each precision its fastest run. Right: SmolLM2's held-out accuracy while training, from
-`learning_smollm2-135m-instruct.json` (learning_curve.py), a thin line per seed and a thick mean; without the file there
+`learning_smollm2-135m-instruct.json` (learning.py), a thin line per seed and a thick mean; without the file there
 is no such panel.
 
 The SVG is written by hand, so that the same results give the same bytes. It has colours for light and for dark pages.

@@ -1,10 +1,10 @@
-"""What all scripts share: the folder of the results, how a result is written, and the check for a GPU."""
+"""What all scripts share: how one ends, the folder of the results, how a result is written, and the check for a GPU."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,19 @@ FORMER = LAB.with_name("benchmarks")  # what this folder was called until 2026-1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-def need_hopper(bench: str, or_else: str = "") -> None:
-    """End the program with one line unless there is a Hopper GPU or a later one. `or_else`: what works without."""
+def run_command(name: str, main: Callable[[], None]) -> None:
+    """Run `main`. A wrong input is one line, and ends the process with 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"lab.{name}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def need_hopper(bench: str) -> None:
+    """End the program with one line unless there is a Hopper GPU or a later one."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        print(f"lab.{bench}: no Hopper GPU here; run it on one{or_else}", file=sys.stderr)
+        print(f"lab.{bench}: no Hopper GPU here; run it on one", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -15,6 +15,7 @@ tokens/s of one GPU. A thin line continues the speed with the fewest GPUs, and t
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,9 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from lab.command import run_command
 from lab.picture import STYLE, apart, line, text
-from lab.record import is_dirty, model_of
+from lab.record import is_dirty, model_of, run_command
 from octetrl.system.errors import UserError
-from octetrl.system.json_file import parse_json, read_text
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "scale.md"
@@ -41,9 +40,6 @@ PHASES = {
     "Learning": "learn/tokens_per_second",
     "Whole step": "step/tokens_per_second",
 }
-NUMBERS = (COUNT, "time/step", *PHASES.values(), "step/publish_ms")
-TEXTS = ("precision", "workload", DEVICE)
-LARGEST = 1e12  # of any number; a picture of larger ones would have no ticks
 TABLE = (  # heading, field, format
     ("step, s", "time/step", ".1f"),
     ("rollout, tokens/s", "produce/tokens_per_second", ",.0f"),
@@ -87,80 +83,37 @@ class Point:
 
 def read_points(path: Path) -> list[Point]:
     """The rows of several workers in a result of `octetrl bench step`. Raises UserError."""
-    result = parse_json(read_text(path, REMEDY), str(path), REMEDY)
-    is_step = isinstance(result, dict) and result.get("bench") == "step" and {"commit", "rows"} <= result.keys()
-    if not is_step or not isinstance(result["rows"], list):
-        raise UserError(f"{path}: not a result of `octetrl bench step`; {REMEDY}")
-    of_ray = [row for row in result["rows"] if isinstance(row, dict) and COUNT in row]
-    has_ray = any(row.get("cluster/kind") != "embedded" for row in of_ray)
-    rows = [row for row in of_ray if row.get("cluster/kind") != "embedded" or not has_ray]
-    if not rows:
-        raise UserError(f"{path}: no row has a number of workers; {REMEDY}")
-    if any(ROLES in row for row in rows):
-        raise UserError(f"{path}: results of --roles do not fit, they have no tokens/s of each phase; {REMEDY}")
-    for row in rows:
-        _refuse_wrong(path, row)
-    if not isinstance(result.get("machine"), str) or not isinstance(result["commit"], str):
-        raise UserError(f"{path}: it does not name its machine and commit; {REMEDY}")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in result["rows"] if COUNT in row and ROLES not in row]
+    on_ray = [row for row in rows if row.get("cluster/kind") != "embedded"]
     model = model_of(result)
-    if model is None:
-        raise UserError(f"{path}: its command does not name the model; measure it again with --model")
-    return [Point(row, path, model, result["machine"], is_dirty(result)) for row in rows]
-
-
-def _refuse_wrong(path: Path, row: Row) -> None:
-    for name in NUMBERS:
-        if not _is_number(row.get(name)) or not 0 < row[name] <= LARGEST:
-            raise UserError(f"{path}: {name} is {_shown(row.get(name))}, a number above 0 is needed; {REMEDY}")
-    if row[COUNT] != int(row[COUNT]):
-        raise UserError(f"{path}: {COUNT} is {row[COUNT]}, a whole number is needed; {REMEDY}")
-    for _, name, _ in TABLE:
-        if row.get(name) is not None and not (_is_number(row[name]) and 0 <= row[name] <= LARGEST):
-            raise UserError(f"{path}: {name} is {_shown(row[name])}, a number from 0 on is needed; {REMEDY}")
-    for name in TEXTS:
-        if not isinstance(row.get(name), str):
-            raise UserError(f"{path}: {name} is {_shown(row.get(name))}, a text is needed; {REMEDY}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:60]
+    if not rows or model is None:
+        raise UserError(f"{path}: it names no model, or no row has a number of workers; {REMEDY}")
+    return [Point(row, path, model, result["machine"], is_dirty(result)) for row in on_ray or rows]
 
 
 def series_of(points: Sequence[Point]) -> Series:
     """The points by line. Raises UserError for results that one picture cannot show."""
-    first = points[0]
+    _refuse_others([(point.machine, *(point.row.get(field) for field in ("workload", DEVICE))) for point in points])
     found: Series = {}
     for point in points:
-        _refuse_other("machine", first, first.machine, point, point.machine)
-        for field in ("workload", DEVICE):
-            _refuse_other(field, first, first.row.get(field), point, point.row.get(field))
         key = (point.model, str(point.row.get("precision")))
         one = found.setdefault(key, {})
         count = int(point.row[COUNT])
         if count in one:
-            both = " and ".join(dict.fromkeys([one[count].file.name, point.file.name]))
-            raise UserError(f"{both}: two rows are of {key[0]}, {key[1]}, {count} workers; give one of them")
-        for other in one.values():
-            for field in SAME:
-                if field in point.row and field in other.row:
-                    _refuse_other(field, other, other.row[field], point, point.row[field])
+            raise UserError(f"two rows are of {key[0]}, {key[1]}, {count} workers; give one of them")
         one[count] = point
+    for one in found.values():
+        for field in SAME:
+            _refuse_others([point.row[field] for point in one.values() if field in point.row])
     if all(len(one) < 2 for one in found.values()):
-        names = ", ".join(dict.fromkeys(point.file.name for point in points))
-        raise UserError(f"{names}: no precision was measured with several numbers of workers; {REMEDY}")
+        raise UserError(f"no precision was measured with several numbers of workers; {REMEDY}")
     return {key: dict(sorted(one.items())) for key, one in found.items()}
 
 
-def _refuse_other(field: str, first: Point, one: object, point: Point, other: object) -> None:
-    if one != other:
-        name = (field.partition("/")[2] or field).replace("_", " ").removesuffix("s") + "s"
-        files = " and ".join(dict.fromkeys([first.file.name, point.file.name]))
-        where = f"{files}: their {name} differ, '{one}' and '{other}'"
-        raise UserError(f"{where}; give results that differ only in model, precision and number of workers")
+def _refuse_others(values: Sequence[object]) -> None:
+    if len(set(values)) > 1:
+        raise UserError(f"the results differ in more than model, precision and number of workers: {set(values)}")
 
 
 # ---------------------------------------------------------------- table
@@ -198,7 +151,7 @@ def _cell(value: float | None, form: str) -> str:
 
 def split_page(page: Path) -> tuple[str, str, str]:
     """The page up to the table, the table, and the rest. Raises UserError if the page does not say where it is."""
-    document = read_text(page, "give a Markdown page with --page")
+    document = page.read_text(encoding="utf-8")
     before, begin, rest = document.partition(BEGIN)
     between, end, after = rest.partition(END)
     if not begin or not end:
@@ -330,19 +283,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page for the table")
     given = parser.parse_args(words)
     before, _, after = split_page(given.page)
-    if given.out.resolve() == given.page.resolve():
-        raise UserError(f"--out: '{given.out}' is the page; give a file for the picture")
     series = series_of([point for path in given.results or shown_on(given.page) for point in read_points(path)])
-    write(given.out, draw(series))
-    write(given.page, f"{before}\n\n{table(series)}\n{after}")
+    given.out.write_text(draw(series), encoding="utf-8")
+    given.page.write_text(f"{before}\n\n{table(series)}\n{after}", encoding="utf-8")
     print(f"{table(series)}wrote {given.out} and {given.page}")
-
-
-def write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); give another file") from None
 
 
 if __name__ == "__main__":

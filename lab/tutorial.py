@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.picture import STYLE
-from lab.record import RESULTS, write_result
+from lab.record import RESULTS, run_command, write_result
 from octetrl.config.load import load_recipe
 from octetrl.system.errors import UserError
 
@@ -156,7 +155,7 @@ def draw(rows: list[Row]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", default=Path("runs/tutorial"), help="folder of the run")
     parser.add_argument("--before", type=Path, default=Path("runs/before"), help="evaluation of the model as it was")
@@ -169,19 +168,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.picture is not None:
         PICTURE.write_text(draw(json.loads(arguments.picture.read_text())["rows"]), encoding="utf-8")
         print(f"wrote {PICTURE}")
-        return 0
+        return
     before, first = evaluation(arguments.before)
     after, last = evaluation(arguments.after)
     rows, answers = curve(arguments.run, before, after), pairs(first, last)
     sampled = samples(arguments.run, [1, rows[-1]["step"]])
     show(rows, answers, arguments.tasks)
     print(f"wrote {write_result('tutorial', arguments.name, rows, arguments.out, answers=answers, samples=sampled)}")
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except UserError as error:
-        print(f"lab.tutorial: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_command("tutorial", main)

@@ -1,0 +1,1 @@
+"""Benchmarks of single kernels: `python -m lab.kernels NAME` (__main__.py)."""

@@ -1,7 +1,4 @@
-"""The clock of the kernel benchmarks: microseconds of a call in a CUDA graph, so that launching costs nothing.
-
-It is here and not in `octetrl/bench/` because Triton's timer needs Triton, which only `octetrl/kernels/` imports.
-"""
+"""The clock and the rows of the kernels' benchmarks. Times are of calls in a CUDA graph, so launching costs nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +6,20 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from triton.testing import do_bench_cudagraph
+
+from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 
 REPEAT_MS = 50
 REPLAYS, LAUNCHES = 7, 20  # timed replays of a graph, and how many calls it holds at least
+ROTATED_BYTES = 220_000_000  # of inputs that take turns: more than L2 holds
+Row = dict[str, object]
+Call = Callable[[], object]
 
 
-def median_us(*calls: Callable[[], object]) -> float:
+def median_us(*calls: Call) -> float:
     """Microseconds of one call. A replay of the graph makes each of `calls` once.
 
     Give calls with different inputs, more than the L2 cache holds together, to time reads from memory.
@@ -30,7 +34,7 @@ def median_us(*calls: Callable[[], object]) -> float:
     return 1e3 * float(do_bench_cudagraph(all_calls, rep=REPEAT_MS, return_mode="median")) / len(calls)
 
 
-def quick_median_us(calls: Sequence[Callable[[], object]]) -> float:
+def quick_median_us(calls: Sequence[Call]) -> float:
     """`median_us` with a fixed, small number of calls, for choosing among thousands of kernels."""
     calls = list(calls) * -(-LAUNCHES // len(calls))
     calls[0]()
@@ -43,13 +47,13 @@ def quick_median_us(calls: Sequence[Callable[[], object]]) -> float:
     return _median_of_replays(graph.replay, REPLAYS) / len(calls)
 
 
-def median_us_with_launches(call: Callable[[], object], repeats: int = 7) -> float:
+def median_us_with_launches(call: Call, repeats: int = 7) -> float:
     """Microseconds of one call without a graph, with its launches: for long calls, and for those that allocate."""
     call()
     return _median_of_replays(call, repeats)
 
 
-def _median_of_replays(call: Callable[[], object], repeats: int) -> float:
+def _median_of_replays(call: Call, repeats: int) -> float:
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -59,3 +63,21 @@ def _median_of_replays(call: Callable[[], object], repeats: int) -> float:
         end.synchronize()
         times.append(1e3 * start.elapsed_time(end))
     return statistics.median(times)
+
+
+def memory_row(what: Row, moved: float, calls: Sequence[Call], instead: Sequence[Call] = (), name: str = "") -> Row:
+    """The row of a kernel that memory bounds. moved: bytes that one call must read and write; floor_share: the time of
+    these bytes at the memory's rate, as a share of the call's. instead: what the kernel replaces, timed as `name`."""
+    us = median_us(*calls)
+    row = what | {"us": us, "tb_per_s": moved / us / 1e6, "floor_share": moved * 1e6 / us / MEMORY_BYTES_PER_SECOND}
+    return row | {name: median_us(*instead)} if instead else row
+
+
+def show(rows: Sequence[Row], title: str) -> None:
+    """Print the rows as a table, with every field that one of them has."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*columns, title=title)
+    for row in rows:
+        cells = [row.get(name, "") for name in columns]
+        table.add_row(*(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    Console(width=160).print(table)

@@ -1,10 +1,7 @@
-"""Experts of one layer: bits of the fused node beside the separate ops, then times of decode and of training.
+"""Times the experts of one layer, in decode and in training: the fused node (models/blocks/moe/experts.py) and the
+separate operations.
 
-    python -m lab.kernels.experts [--out FOLDER]
-
-Checks: the fused node (models/blocks/moe/experts.py) and the separate ops give the same bits, values and gradients.
-
-Times, at the shapes of Qwen3-30B-A3B and Moonlight, in BF16 and FP8, fused and separate. Decode: router's groups to the
+At the shapes of Qwen3-30B-A3B and Moonlight, in BF16 and FP8, fused and separate. Decode: router's groups to the
 rows' outputs at 64 to 512 tokens, in a CUDA graph, beside the time in which 4.3 TB/s read the matrices of the experts
 that have a row. Training: forward and backward of 16,384 tokens with gradients of the weights, TFLOP/s of the products,
 and the peak of memory over what was there; then the gradient of the experts' sum, by its kernel and by torch.
@@ -15,16 +12,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lab.kernels.clock import median_us, median_us_with_launches
-from lab.record import RESULTS, need_hopper, write_result
+from lab.kernels.clock import Row, median_us, median_us_with_launches
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.kernels.rows.combine_experts_backward import (
     combine_experts_backward,
@@ -35,10 +28,9 @@ from octetrl.layers.stacked import Float8StackedLinear, RowGroups, StackedLinear
 from octetrl.models.blocks.moe.experts import run_experts
 from octetrl.models.blocks.moe.rows import gather
 
-Row = dict[str, object]
 Linears = tuple[StackedLinear | Float8StackedLinear, StackedLinear | Float8StackedLinear]
+FORMS = ("fused", "separate")
 DECODE, TRAINING = (64, 128, 256, 512), 16_384
-COLUMNS = ("model", "precision", "form", "phase", "tokens", "us", "floor_share", "tflop_per_s", "peak_gb")
 
 
 class Shape(NamedTuple):
@@ -88,17 +80,12 @@ def gradients(form: str, x_TE: Tensor, groups: RowGroups, linears: Linears) -> t
     return out_PE, *torch.autograd.grad(out_PE, [leaf_TE, *weights], torch.ones_like(out_PE))
 
 
-def check(shape: Shape, precision: str) -> None:
-    linears = linears_of(shape, precision)
-    for tokens in (1, 64, 1000):
-        found = [gradients(form, *inputs, linears) for inputs in [inputs_of(shape, tokens)] for form in FORMS]
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), (shape, precision, tokens)
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    kinds = [(name, shape, precision) for name, shape in SHAPES.items() for precision in ("bf16", "fp8")]
+    return [row for kind in kinds for row in _layer(*kind)]
 
 
-FORMS = ("fused", "separate")
-
-
-def measure(name: str, shape: Shape, precision: str) -> Iterator[Row]:
+def _layer(name: str, shape: Shape, precision: str) -> Iterator[Row]:
     linears, head = linears_of(shape, precision), {"model": name, "precision": precision}
     matrix_bytes = 3 * shape.hidden * shape.inner * (2 if precision == "bf16" else 1)
     for form in FORMS:
@@ -123,27 +110,3 @@ def measure(name: str, shape: Shape, precision: str) -> Iterator[Row]:
     for form, backward in (("kernel", combine_experts_backward), ("torch", combine_experts_backward_reference)):
         us = median_us_with_launches(partial(backward, x_TE, y_PE, weight_TS, groups.row_TS))
         yield head | {"form": form, **_work("gradient of the sum", TRAINING), "us": us}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    need_hopper("kernels.experts")
-    rows: list[Row] = []
-    for name, shape in SHAPES.items():
-        for precision in ("bf16", "fp8"):
-            check(shape, precision)
-            rows += measure(name, shape, precision)
-    table = Table(title="experts of one layer")
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        cells = [row.get(column, "") for column in COLUMNS]
-        table.add_row(*[f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in cells])
-    Console(width=140).print(table)
-    print(f"wrote {write_result('kernels', 'experts', rows, arguments.out)}")
-
-
-if __name__ == "__main__":
-    main()

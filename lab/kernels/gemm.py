@@ -1,10 +1,8 @@
-"""The GEMMs of decoding: checks their bits, times them, and with --tune chooses them again.
-
-    python -m lab.kernels.gemm [--tune] [--shapes qwen3-8b,llama-3.1-8b] [--m 1,8,16,32,64,128,192,256]
+"""Times the GEMMs of decoding, and with --tune chooses their kernels again.
 
 Without --tune: the present table's kernels beside `scaled_mm` and BF16 `F.linear`. With it every candidate is held to
 the bits that the same rows have in a large batch, those that differ are dropped, and the fastest goes into
-`fp8_gemm_table.json`: in place, or in the folder that the environment variable OUT names. A BF16 weight gets entries
+`fp8_gemm_table.json`: in place, or in the folder of `--out`. A BF16 weight gets entries
 for all sizes if F.linear's rows change with the batch, which is cuBLAS splitting K. Otherwise it gets those of the
 kernel for few rows, up to the first size where F.linear is faster. That kernel starts early, as in a rollout.
 
@@ -28,19 +26,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lab.kernels.clock import quick_median_us
-from lab.kernels.few_rows import variants
-from lab.record import RESULTS, need_hopper, write_result
+from lab.kernels.clock import ROTATED_BYTES, Row, quick_median_us
+from lab.record import RESULTS
 from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.early import MOST_ROWS
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm, bf16_gemm_triton, straight_config
-from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT
+from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT, FewRows
 from octetrl.kernels.gemm.fp8_gemm import (
     SCALED_MM,
     SMALLEST_SCALED_MM,
@@ -59,21 +54,34 @@ from octetrl.shapes.presets import PRESETS, preset_config
 
 MODELS = [name for name in PRESETS if name != "tiny"]
 SIZES = "1,8,16,32,64,128,192,256"
-ROTATED_BYTES = 220e6
 LARGE_BATCH = 4096  # rows; cuBLAS splits nothing here
 FP8_PER_US = 1.5e9
 
 DEVICE = "cuda"
 
-Row = dict[str, object]
-
-
 triton, gluon, straight = (partial(Config, kernel) for kernel in ("triton", "gluon", "straight"))
+
+
+# The kernel for few rows: w_rows, stages and panels, by the rows of x in a panel; SWAPPED: w on the MMA's long side.
+SWAPPED = {
+    8: ((32, 8, 4), (32, 4, 4), (32, 4, 8), (64, 5, 4), (64, 5, 2), (64, 3, 2), (16, 6, 4)),
+    16: ((32, 8, 4), (32, 4, 4), (64, 5, 4), (64, 5, 2), (64, 3, 2), (16, 6, 4)),
+    32: ((32, 6, 4), (32, 3, 4), (32, 5, 2), (64, 4, 4), (64, 4, 2)),
+    64: ((64, 3, 4), (64, 3, 2)),
+}
+PLAIN = {8: (), 16: ((32, 4, 4),), 32: ((32, 5, 2),), 64: ((32, 4, 4), (32, 4, 2), (64, 3, 2), (128, 4, 2))}
+
+
+def variants(rows: int) -> list[FewRows]:
+    """Those whose panel of x is the smallest that holds `rows`."""
+    tokens = next(size for size in SWAPPED if rows <= size)
+    forms = [(sizes, True) for sizes in SWAPPED[tokens]] + [(sizes, False) for sizes in PLAIN[tokens]]
+    return [FewRows(w, tokens, stages, panels, swap, False) for (w, stages, panels), swap in forms]
 
 
 def few_rows_candidates(m: int) -> list[Config]:
     """For both precisions. None beyond the kernel's 64 rows."""
-    found = variants(m, programmatic=False) if m <= MOST_ROWS else []
+    found = variants(m) if m <= MOST_ROWS else []
     return [Config("few_rows", one.tokens, one.w_rows, one.stages, group=one.panels, swap=one.swap) for one in found]
 
 
@@ -308,6 +316,16 @@ def table_text(table: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- measuring
 
 
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """The rows of the present table's kernels; none with `--tune`, which writes the table."""
+    weights = weights_of(arguments.shapes.split(","))
+    sizes = sorted({int(m) for m in arguments.m.split(",")})
+    if arguments.tune:
+        tune(weights, sizes, TABLE if arguments.out == RESULTS else arguments.out / TABLE.name)
+        return []
+    return [row for (n, k) in weights for row in measured(Weight(n, k), sizes)]
+
+
 def measured(weight: Weight, sizes: Sequence[int]) -> list[Row]:
     """The present table's kernels: checked, then timed beside cuBLAS's."""
     rows: list[Row] = []
@@ -330,34 +348,3 @@ def measured(weight: Weight, sizes: Sequence[int]) -> list[Row]:
     verdict(right_fp8, len(sizes), f"sizes of fp8 {weight.shape} have the bits of scaled_mm at M={LARGE_BATCH}")
     verdict(right_bf16, len(sizes), f"sizes of bf16 {weight.shape} have the bits of F.linear at M={LARGE_BATCH}")
     return rows
-
-
-def show(rows: Sequence[Row]) -> None:
-    columns = ("workload", "op", "kernel", "us", "tb_per_s", "of_floor")
-    table = Table(*columns, title="GEMMs of decoding")
-    for row in rows:
-        cells = [row[name] for name in columns]
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console(width=120).print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="choose the kernels again, and write the table")
-    parser.add_argument("--shapes", default="qwen3-8b", help=f"models, of {','.join(MODELS)}")
-    parser.add_argument("--m", default=SIZES, help=f"numbers of rows (default {SIZES})")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", RESULTS)), help="folder of the results")
-    arguments = parser.parse_args()
-    weights = weights_of(arguments.shapes.split(","))
-    sizes = sorted({int(m) for m in arguments.m.split(",")})
-    need_hopper("kernels.gemm")
-    if arguments.tune:
-        tune(weights, sizes, Path(os.environ["OUT"]) / TABLE.name if "OUT" in os.environ else TABLE)
-        return
-    rows = [row for (n, k) in weights for row in measured(Weight(n, k), sizes)]
-    show(rows)
-    print(f"wrote {write_result('kernels', 'gemm', rows, arguments.out)}")
-
-
-if __name__ == "__main__":
-    main()

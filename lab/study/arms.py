@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lab.precisions import WIDE
 from lab.study import remainders
 from octetrl.run.demo import Answers
 
@@ -90,6 +89,16 @@ NINE = (
     *("bf16_kv_calibrated", "all_rollout_tis"),
 )
 FOUR = ("bf16", "fp8_rollout_tis", "fp8", "fp8_full")
+
+WIDE = {  # Qwen3-0.6B's width in 8 layers: 126 million parameters besides the embedding
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
 
 Kind = Literal["tiny", "wide", "pretrained"]
 

@@ -10,7 +10,7 @@ The folder STATE holds
     runs/TABLE-ARM-SEED/         the run folder, while the job is not complete
     lines/TABLE-ARM-SEED.json    one line, written when the job is complete: the result
 
-A start and an unfinished run hold `made_with.json`: the changes of the cold start's recipe, or the pretrained model.
+A start holds `made_with.json`: the changes of the cold start's recipe.
 
 A line: table, arm, seed, status (`complete`, or `failed` with `why`), steps, accuracy of the start and of the end in
 the arm's precision (`start/accuracy`, `end/accuracy`) and in BF16 (`start/accuracy_bf16`, `end/accuracy_bf16`: the same
@@ -26,16 +26,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import shutil
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.jobs import UNFINISHED
+from lab.record import run_command
 from lab.study.arms import ARMS, TABLES
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
@@ -46,14 +45,12 @@ from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import RunFailed, UserError
-from octetrl.system.json_file import read_json, shown
 from octetrl.telemetry.bench_record import provenance
 from octetrl.telemetry.sinks import METRICS_FILE
 
-REFUSED, UNFINISHED = 2, 3  # exit codes
 START = "start"
 CHECKPOINT_EVERY = 15
-MADE_WITH = "made_with.json"  # of a start or a run
+MADE_WITH = "made_with.json"  # of a start
 Line = dict[str, Any]
 
 
@@ -80,18 +77,6 @@ def model_digest(model: str) -> str:
             with path.open("rb") as file:
                 digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def read_made_with(folder: Path) -> Line:
-    """What a start or a run was made with; empty for those that do not say it. UserError: the file is damaged."""
-    path, remedy = folder / MADE_WITH, "delete its folder to begin it again"
-    found = dict(read_json(path, remedy)) if path.exists() else {}
-    changes, model = found.get("start_changes", []), found.get("model", "")
-    if not isinstance(changes, list) or not all(isinstance(change, str) for change in changes):
-        raise UserError(f"{path}: 'start_changes' is {shown(changes)}, a list of texts is needed; {remedy}")
-    if not isinstance(model, str):
-        raise UserError(f"{path}: 'model' is {shown(model)}, a text is needed; {remedy}")
-    return {name: found[name] for name in ("start_changes", "model") if name in found}
 
 
 def quietly(folder: Path, seed: int) -> list[str]:
@@ -138,8 +123,7 @@ def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> Non
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     export_run(recipe.output_dir, str(part))
-    if (folder / MADE_WITH).exists():
-        shutil.copy(folder / MADE_WITH, part)
+    shutil.copy(folder / MADE_WITH, part)
     part.rename(target)
     shutil.rmtree(folder)
 
@@ -180,12 +164,11 @@ def run_arm(state: Path, name: str, arm: str, seed: int, model: str | None, chan
     resumes = has_checkpoint(recipe)
     if not resumes:
         shutil.rmtree(folder, ignore_errors=True)
-        if TABLES[name].start is None and model is not None:
-            write_line(folder / MADE_WITH, {"model": model_digest(model)})
-    read_seconds_of(folder)  # a damaged file is refused before the training
-    began = time.monotonic()
-    made_with = read_made_with(folder if TABLES[name].start is None else start_folder(state, name, seed))
-    line: Line = {"table": name, "arm": arm, "seed": seed, "of_steps": recipe.steps, **made_with}
+    line: Line = {"table": name, "arm": arm, "seed": seed, "of_steps": recipe.steps, "changes": list(changes)}
+    if TABLES[name].start is None and model is not None:
+        line["model"] = model_digest(model)
+    else:
+        line |= json.loads((start_folder(state, name, seed) / MADE_WITH).read_text())
     try:
         train(recipe, resume=resumes)
         line |= {"status": "complete", **summary(recipe)}
@@ -197,11 +180,10 @@ def run_arm(state: Path, name: str, arm: str, seed: int, model: str | None, chan
         same = plain.fp8 == recipe.fp8
         line["end/accuracy_bf16"] = line["end/accuracy"] if same else evaluate_checkpoint(str(folder), plain).accuracy
     except KeyboardInterrupt:  # after a step, with a checkpoint
-        add_seconds(folder, time.monotonic() - began)
         raise SystemExit(UNFINISHED) from None
     except RunFailed as failed:
         line |= {"status": "failed", "why": str(failed), **summary(recipe)}
-    line |= {"seconds": add_seconds(folder, time.monotonic() - began), "changes": list(changes), "from": provenance()}
+    line |= {"seconds": round(sum(step["time/step"] for step in metrics_of(recipe)), 1), "from": provenance()}
     write_line(line_path(state, name, arm, seed), line)
     shutil.rmtree(folder)
 
@@ -248,36 +230,11 @@ def metrics_of(recipe: Recipe) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def steps_done(recipe: Recipe) -> int:
-    return len(metrics_of(recipe))
-
-
 def has_checkpoint(recipe: Recipe) -> bool:
     return any((Path(recipe.output_dir) / "checkpoints").glob("step_*"))
 
 
-def add_seconds(folder: Path, seconds: float) -> float:
-    """The time that all tries of a job took together, kept in its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    total = seconds + read_seconds_of(folder)
-    write_line(folder / "seconds", total)
-    return round(total, 1)
-
-
-def read_seconds_of(folder: Path) -> float:
-    """The time that the tries of a job took so far; 0 before the first has ended. UserError: the file is damaged."""
-    path = folder / "seconds"
-    text = path.read_text(errors="replace").strip() if path.exists() else "0"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise UserError(f"{path}: {shown(text)} is no number of seconds; delete the file to count from 0")
-    return seconds
-
-
-def write_line(path: Path, line: Line | float) -> None:
+def write_line(path: Path, line: Line) -> None:
     """Write a file of one line, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -301,8 +258,4 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"lab.study.job: {error}", file=sys.stderr)
-        raise SystemExit(REFUSED) from None
+    run_command("study.job", main)

@@ -2,19 +2,16 @@
 
     python -m lab.study.table tiny-sums [--state runs/study] [--document docs/study.md]
 
-Reads the lines of complete jobs (runs.py). Writes `lab/results/study_TABLE.json` with a row an arm and every
-line, `docs/pictures/study_TABLE.svg` with a panel an arm, and the table between `<!-- study: TABLE -->` and
+Reads the lines of complete jobs (runs.py). Writes `lab/results/study_TABLE.json` with a row an arm and every line,
+`docs/pictures/study_TABLE.svg` with a panel an arm, and the table between `<!-- study: TABLE -->` and
 `<!-- study: end -->` of the document, if it has these. `--render` reads the result file instead of the lines. `--name`
 names the result of lines that do not belong beside those of the table, and `--arms` takes the lines of these arms
 alone. `--join RESULT` adds the lines of a result, if every seed that both have shows equal starts: an arm of it has the
-same rewards and accuracies in both. For a pretrained model, which all arms start from, equal accuracies of the start in
-BF16 are enough.
+same rewards and accuracies in both, or a pretrained model has the same accuracy before training.
 
 Accuracies are means over seeds with their standard errors, of complete runs; failed ones are counted. A difference is
-that to `bf16`, seed by seed (pairs.py). `start` is the model before training in the arm's own formats. An arm with
-† has runs of several commits, or of files that no commit has; where lines do not say their commit, the arms of a result
-of several commits all have it. Lines with different changes or steps are refused (lines.py). So is a wrong argument,
-before anything is written.
+that to `bf16`, seed by seed (pairs.py). `start` is the model before training in the arm's own formats. An arm with †
+has runs of several commits, or of files that no commit has. Lines with different changes, steps or models are refused.
 """
 
 from __future__ import annotations
@@ -22,34 +19,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from lab.command import run_command
 from lab.curves import Curve, panels
-from lab.record import RESULTS, is_dirty, refuse_name, write_result
+from lab.record import RESULTS, is_dirty, refuse_name, run_command, write_result
 from lab.study.arms import ARMS, TABLES
-from lab.study.lines import (
-    AVERAGED,
-    MEASURES,
-    Row,
-    are_of_several_trees,
-    known_arms,
-    lines_in,
-    read_result,
-    refuse_figures,
-    refuse_mixed,
-    with_commit,
-)
 from lab.study.pairs import Difference, mean_of, paired
-from lab.study.refusals import made_folder
 from octetrl.system.errors import UserError
-from octetrl.system.json_file import read_text
 
+Row = dict[str, Any]
+MEASURES = ("start/accuracy", "end/accuracy", "end/accuracy_bf16")
+AVERAGED = ("mismatch/gen_kl", "fp8/kv_saturation", "seconds")
+SETTINGS = ("table", "changes", "of_steps", "start_changes", "model")
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = "bf16"
 REPEATED = ("start/accuracy_bf16", "rewards", "curve", "end/accuracy")  # equal in two runs from one start
@@ -68,64 +55,71 @@ SHOWN = (
 def read_lines(state: Path, table: str, arms: str | None = None) -> list[Row]:
     """The lines of a table, in the order of arms and seeds; `arms`: of these alone. UserError: there are none."""
     wanted = ARMS if arms is None else arms.split(",")
-    for arm in wanted:
-        if arm not in ARMS:
-            raise UserError(f"--arms: '{arm}' is no arm of the study; give some of {', '.join(ARMS)}")
-    lines: list[Row] = []
-    for path, line in lines_in(state, table, "--state"):
-        where = f"--state: 'lines/{path.name}'"
-        refuse_figures(line, where)
-        lines.append(with_commit(line, where))
-    found = [line for line in known_arms(lines, "--state") if line["table"] == table and line["arm"] in wanted]
+    lines = [with_commit(json.loads(path.read_text())) for path in (state / "lines").glob(f"{table}-*.json")]
+    found = [line for line in lines if line["table"] == table and line["arm"] in wanted]
     if not found:
-        raise UserError(
-            f"--state: '{state}' holds no line of table '{table}' and these arms; run `lab.study.runs {table}`"
-        )
-    refuse_mixed(found, "--state")
-    order = list(ARMS)
-    return sorted(found, key=lambda line: (order.index(line["arm"]), line["seed"]))
+        raise UserError(f"--state: '{state}' holds no line of '{table}' and these arms; run `lab.study.runs {table}`")
+    return ordered(found)
 
 
-def joined(lines: Sequence[Row], result: Path) -> list[Row]:
-    """The result's lines and those of `lines` that it lacks. UserError: in a seed that both have, the starts differ, or
-    nothing shows that they are equal."""
-    record = read_result(result, "--join")
-    refuse_mixed(record["lines"], f"--join: '{result}'")
-    head = {name: value for name, value in record.items() if name not in ("rows", "lines")}
-    earlier: list[Row] = [{"from": head} | line for line in known_arms(record["lines"], "--join")]
-    for seed in sorted({line["seed"] for line in earlier} & {line["seed"] for line in lines}):
-        why = _why_starts_differ(*([line for line in own if line["seed"] == seed] for own in (earlier, lines)))
-        if why is not None:
-            raise UserError(f"--join: '{result}' may have other starts in seed {seed}: {why}; keep the results apart")
+def ordered(lines: Sequence[Row]) -> list[Row]:
+    """The lines by arm and seed. UserError: they are not of one table, one number of steps, the same changes and
+    model, or one is there twice."""
+    for name in SETTINGS:
+        known = [line for line in lines if line.get(name) is not None]
+        for one, other in pairwise(known):
+            if _setting(one[name]) != _setting(other[name]):
+                raise UserError(
+                    f"{name} is {one[name]} in {one['arm']}, seed {one['seed']}, and {other[name]} in {other['arm']},"
+                    f" seed {other['seed']}; compare them apart, each with its own --state and --name"
+                )
     order = list(ARMS)
-    both = {(line["arm"], line["seed"]): line for line in (*lines, *earlier)}
-    found = sorted(both.values(), key=lambda line: (order.index(line["arm"]), line["seed"]))
-    refuse_mixed(found, f"--join: '{result}'")
+    found = sorted(
+        (line for line in lines if line["arm"] in ARMS), key=lambda line: (order.index(line["arm"]), line["seed"])
+    )
+    for one, other in pairwise(found):
+        if (one["arm"], one["seed"]) == (other["arm"], other["seed"]):
+            raise UserError(f"two lines are of {one['arm']}, seed {one['seed']}; delete one of them")
     return found
 
 
-def _why_starts_differ(earlier: Sequence[Row], lines: Sequence[Row]) -> str | None:
-    """Why lines of one seed may begin with other models. None: an arm repeats, or all have one pretrained start."""
-    held, new = ({line["arm"]: line for line in own} for own in (earlier, lines))
-    repeated = sorted(held.keys() & new.keys())
-    for arm in repeated:
-        if any(held[arm].get(name) != new[arm].get(name) for name in REPEATED):
-            return f"{arm} learns otherwise there"
-    if repeated:
-        return None
-    tables = {line["table"] for line in (*earlier, *lines)}
-    if len(tables) > 1 or TABLES[tables.pop()].start is not None:
-        return "they have no arm in common"
-    there, here = (
-        {line.get("start/accuracy_bf16") for line in own if line["status"] == "complete"} for own in (earlier, lines)
-    )
-    if there == here and len(here) == 1 and None not in here:
-        return None
-    return f"held-out accuracy of the start in BF16 is {_listed(there)} there, {_listed(here)} here"
+def _setting(value: Any) -> object:
+    """Changes of different fields are the same in any order."""
+    return sorted(value) if isinstance(value, list) else value
 
 
-def _listed(values: Collection[object]) -> str:
-    return " and ".join(sorted(map(str, values))) or "unknown"
+def with_commit(line: Row) -> Row:
+    """The line with its own `commit` and `dirty`."""
+    head = line["from"]
+    names = ("commit", "source_digest", "benchmarks_digest")
+    dirty = is_dirty({name: head[name] for name in names if name in head})
+    return line | {"commit": head["commit"].removesuffix("-dirty"), "dirty": dirty}
+
+
+def are_of_several_trees(lines: Sequence[Row]) -> bool | None:
+    """Whether the lines are of several commits, or of files that no commit has. None: a line does not say it."""
+    if not all("commit" in line and "dirty" in line for line in lines):
+        return None
+    shortest = min((line["commit"] for line in lines), key=len)  # one commit may be written with fewer digits
+    return any(line["dirty"] or not line["commit"].startswith(shortest) for line in lines)
+
+
+def joined(lines: Sequence[Row], result: Path) -> list[Row]:
+    """The result's lines and those of `lines` that it lacks. UserError: in a seed that both have, nothing shows that
+    the starts are equal."""
+    record = json.loads(result.read_text())
+    head = {name: value for name, value in record.items() if name not in ("rows", "lines")}
+    earlier: list[Row] = [{"from": head} | line for line in record["lines"] if line["arm"] in ARMS]
+    for seed in sorted({line["seed"] for line in earlier} & {line["seed"] for line in lines}):
+        held, new = ({line["arm"]: line for line in own if line["seed"] == seed} for own in (earlier, lines))
+        repeated = held.keys() & new.keys()
+        equal = all(held[arm].get(name) == new[arm].get(name) for arm in repeated for name in REPEATED)
+        starts = {line.get("start/accuracy_bf16") for line in (*held.values(), *new.values())}
+        pretrained = TABLES[lines[0]["table"]].start is None and len(starts) == 1 and None not in starts
+        if not equal or not (repeated or pretrained):
+            raise UserError(f"--join: '{result}' may have other starts in seed {seed}; keep the results apart")
+    both = {(line["arm"], line["seed"]): line for line in (*lines, *earlier)}
+    return ordered(list(both.values()))
 
 
 def rows_of(lines: Sequence[Row]) -> list[Row]:
@@ -279,19 +273,12 @@ def main(words: Sequence[str] | None = None) -> None:
     name = arguments.table if arguments.name is None else arguments.name
     refuse_name(name)
     path, drawing = arguments.out / f"study_{name}.json", arguments.pictures / f"study_{name}.svg"
-    document = None if arguments.document is None else read_document(arguments.document, name)
     if arguments.render:
-        record = read_result(path, "--render")
-        lines = known_arms(record["lines"], "--render")
-        refuse_mixed(lines, f"--render: '{path}'")
+        record = json.loads(path.read_text())
+        lines = ordered(record["lines"])
     else:
         lines = read_lines(arguments.state, arguments.table, arguments.arms)
         lines = lines if arguments.join is None else joined(lines, arguments.join)
-    for option, file in (("--out", path), ("--pictures", drawing)):
-        if file.is_dir():
-            raise UserError(f"{option}: '{file}' is a folder, a file is written there; give another {option} or --name")
-    with made_folder("--out", arguments.out), made_folder("--pictures", arguments.pictures):
-        drawn = picture(lines)
     if arguments.render:
         record["rows"] = rows_of(lines)
         path.write_text(json.dumps(record, indent=1) + "\n")
@@ -299,25 +286,12 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"wrote {save(name, lines, arguments.out)}")
         record = json.loads(path.read_text())
     show(name, record["rows"])
-    if drawn is None:
-        print(f"no picture: no complete run of {name} has two evaluations", file=sys.stderr)
-    else:
+    drawn = picture(lines)
+    if drawn is not None:
         drawing.write_text(drawn)
-    if document is not None:
-        arguments.document.write_text(put_table(document, name, document_table(name, record)))
-
-
-def read_document(path: Path, name: str) -> str:
-    """The text of the document. UserError: it has no place for the table, or cannot be written."""
-    try:
-        text = read_text(path, "give a Markdown file with the markers of the table")
-        put_table(text, name, "")
-        path.open("r+").close()
-    except OSError as error:
-        raise UserError(f"--document: cannot write '{path}' ({error.strerror}); give another file") from None
-    except UserError as error:
-        raise UserError(f"--document: {str(error).removeprefix('--document: ')}") from None
-    return text
+    if arguments.document is not None:
+        text = put_table(arguments.document.read_text(), name, document_table(name, record))
+        arguments.document.write_text(text)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def where_it_runs() -> dict[str, object]:
 def _command() -> str:
     """Return the command as typed, without `--out`, which is a path on one machine.
 
-    Examples: `octetrl bench rollout ...`, or from the checkout `python -m lab.precisions --steps 20`."""
+    Examples: `octetrl bench rollout ...`, or from the checkout `python -m lab.algorithms --steps 20`."""
     script = Path(sys.argv[0]).resolve()
     words = [script.name]
     if script.suffix == ".py" and script.is_relative_to(ROOT):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.kernels.fused_rows import SHAPES, Shape, bit_cases, differing, norm_case, normal, qkv_case, silu_case
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_both
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
+from tests.gpu.fused_row_cases import SHAPES, Shape, bit_cases, differing, norm_case, normal, qkv_case, silu_case
 
 pytestmark = pytest.mark.gpu
 

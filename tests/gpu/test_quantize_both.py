@@ -7,13 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.kernels.quantize import any_value, both_case, differing, differing_of, silu_case
 from octetrl.fp8.backends import fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.quantize.quantize_both import quantize_both
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.rows import silu_mul_backward_quantize as silu_module
+from tests.gpu.quantize_cases import any_value, both_case, differing, differing_of, silu_case
 
 pytestmark = pytest.mark.gpu
 

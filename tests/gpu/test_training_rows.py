@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.kernels.training_rows import NEVER, SHAPES, faults, norm_case, normal, rotate_back_case, rotate_case
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.models.blocks.attention.module import observe_amax
+from tests.gpu.training_row_cases import NEVER, SHAPES, faults, norm_case, normal, rotate_back_case, rotate_case
 
 pytestmark = pytest.mark.gpu
 

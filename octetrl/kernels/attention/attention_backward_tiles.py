@@ -26,7 +26,7 @@ class BackwardTiles(NamedTuple):
 
 
 def backward_tiles(head_size: int) -> BackwardTiles:
-    """The tiles in use. lab/kernels/attention_backward.py compares their times with others."""
+    """The tiles in use."""
     if head_size == 256:
         return BackwardTiles(dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2))
     return BackwardTiles(dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 3))

@@ -1,36 +1,21 @@
-"""The fused row kernels of the rollout: first their bits against the chains that they replace, then their time.
+"""The fused row kernels of the rollout, each beside the chain that it replaces, on random inputs.
 
-    python -m lab.kernels.fused_rows [--out FOLDER] [--sweep]
-
-Bits: residual, norm and codes; SiLU and codes; QKV to pages in every format of the cache; for three models' shapes and
-1 to 4,096 tokens, some of them padding. Time: Qwen3-8B's shape, medians over replays of a CUDA graph in which each
-launch takes the next of many sets of inputs, more than 200 MB together, so that none is read from L2; the chain's time
-stands beside. Bytes are those that a kernel must read and write (weights and angles left out). `--sweep` times other
-tiles too.
+For the tests of bits, and for `lab.kernels.rows`, which times them. Every eleventh token of `qkv_case` is padding.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lab.kernels.clock import median_us
-from lab.record import RESULTS, need_hopper, write_result
-from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.attention import qkv_store as qkv_module
 from octetrl.kernels.attention.kv_store import kv_store, v_pages_shape
 from octetrl.kernels.attention.qkv_store import qkv_store
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
-from octetrl.kernels.rows import silu_mul_quantize as silu_module
 from octetrl.kernels.rows.add_rms_norm import add_rms_norm
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
@@ -46,7 +31,6 @@ CACHES = {  # K's and V's dtype, and whether scales are per token
     "fp8_dynamic": (E4M3, E4M3, True),
     "fp8_v_calibrated": (torch.bfloat16, E4M3, False),
 }
-Row = dict[str, object]
 Outputs = list[Tensor]
 
 
@@ -195,78 +179,3 @@ def differing(case: Case) -> int:
         ours, theirs = (x.clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (got, want))
         count += int((ours != theirs).sum())
     return count
-
-
-def check_bits() -> bool:
-    good = True
-    for name, shape in SHAPES.items():
-        for tokens in (1, 7, 64, 128, 256, 4096):
-            counts = {f"{case.op} {case.precision}": differing(case) for case in bit_cases(shape, tokens)}
-            wrong = {op: count for op, count in counts.items() if count}
-            print(f"{'FAIL' if wrong else 'OK'}  {name}, {tokens} tokens: {len(counts)} kernels  {wrong or ''}")
-            good = good and not wrong
-    return good
-
-
-def timed(make: Callable[[], Case], tokens: int, chain: bool = True, **setting: object) -> Row:
-    first = make()
-    cases = [first, *(make() for _ in range(200_000_000 // first.moved))]
-    us = median_us(*(case.fused for case in cases))
-    row: Row = {"op": first.op, "precision": first.precision, "workload": f"{tokens} tokens", **setting, "us": us}
-    row |= {"tb_per_s": first.moved / us / 1e6, "floor_share": first.moved * 1e6 / us / MEMORY_BYTES_PER_SECOND}
-    return row | {"chain_us": median_us(*(case.chain for case in cases))} if chain else row
-
-
-def timings() -> Iterator[Row]:
-    shape = SHAPES["qwen3-8b"]
-    for tokens in (128, 8192):
-        for quantize in (False, True):
-            yield timed(partial(norm_case, shape, tokens, quantize), tokens)
-        yield timed(partial(silu_case, shape, tokens), tokens)
-        for precision in CACHES:
-            yield timed(partial(qkv_case, shape, tokens, precision), tokens)
-
-
-def sweep() -> Iterator[Row]:
-    """Other tiles than those in use."""
-    shape = SHAPES["qwen3-8b"]
-    for tokens in (128, 8192):
-        for columns, warps in ((1024, 2), (1024, 4), (2048, 4), (4096, 8), (4096, 16)):
-            silu_module.TILES = {columns: warps}
-            yield timed(partial(silu_case, shape, tokens), tokens, False, tile=f"{columns} columns, {warps} warps")
-        for heads in (2, 4, 8, 16):
-            qkv_module.HEADS = qkv_module.HEADS_OF_MANY = heads
-            for many in (1, 1 << 30):
-                qkv_module.MANY_TOKENS = many
-                tile = f"{heads} heads" + (", V by tokens" if many == 1 else "")
-                yield timed(partial(qkv_case, shape, tokens, "fp8_calibrated"), tokens, False, tile=tile)
-
-
-def show(rows: list[Row]) -> None:
-    names = ("op", "precision", "workload", "tile", "us", "tb_per_s", "floor_share", "chain_us")
-    columns = [name for name in names if any(name in row for row in rows)]
-    table = Table(*columns, title="fused row kernels, Qwen3-8B's shape")
-    for row in rows:
-        cells = [row.get(name, "") for name in columns]
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console(width=130).print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--sweep", action="store_true")
-    arguments = parser.parse_args()
-    need_hopper("kernels.fused_rows")
-    torch.manual_seed(0)
-    good = check_bits()
-    rows = list(timings())
-    show(rows)
-    print(f"wrote {write_result('kernels', 'fused_rows', rows, arguments.out)}")
-    if arguments.sweep:
-        show(list(sweep()))
-    raise SystemExit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main()

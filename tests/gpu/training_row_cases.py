@@ -1,38 +1,22 @@
-"""The row kernels of training around attention and norms: first their bits and errors, then their time.
+"""The row kernels of training around attention and norms, each beside the chain that it replaces.
 
-    python -m lab.kernels.training_rows [--out FOLDER] [--sweep]
-
-Forward: q, K, V, scales and amax, byte for byte those of QK-norm, RoPE and KV replay one after the other, in every mode
-of the cache. Backward: how many values are further from float64 than one rounding to BF16 allows, and whether a second
-run has the same bits. Time: 16,384 tokens of Qwen3-8B, medians over replays of a CUDA graph; one set of inputs is
-larger than L2. Beside it stands the chain of separate ops: for RMSNorm's backward plain torch, for QKV's the rotation
-back, RMSNorm's backward and the concatenation, for a gradient's sum torch's `add_`. Bytes are those that a kernel must
-read and write (weights and angles left out). `--sweep` times other tiles and numbers of programs too.
+Forward: q, K, V, scales and amax of QK-norm, RoPE and KV replay one after the other, in every mode of the cache.
+Backward: also in float64. For the tests of bits, and for `lab.kernels.rows`, which times them.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lab.kernels.clock import median_us
-from lab.record import RESULTS, need_hopper, write_result
-from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
-from octetrl.kernels.attention import qkv_rotate as rotate_module
-from octetrl.kernels.attention import qkv_rotate_backward as rotate_back_module
 from octetrl.kernels.attention.kv_store import kv_replay
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
 from octetrl.kernels.optimizer.add_gradient import add_gradient
-from octetrl.kernels.rows import rms_norm_backward as norm_module
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward, rms_norm_backward_reference
 from octetrl.kernels.rows.rope import rope, rope_triton
@@ -40,15 +24,13 @@ from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.models.blocks.attention.module import observe_amax
 from octetrl.shapes.blocks import KVMode, KVTensors
 
-EPS, NEVER, TOKENS = 1e-6, -1.0, 16384
-WEIGHT = (24576, 4096)  # gate and up of Qwen3-8B
+EPS, NEVER = 1e-6, -1.0
 REPLAYS: dict[str, tuple[KVMode, KVTensors]] = {
     "bf16": ("none", "both"),
     "fp8_calibrated": ("calibrated", "both"),
     "fp8_dynamic": ("dynamic", "both"),
     "fp8_v_calibrated": ("calibrated", "v"),
 }
-Row = dict[str, object]
 Outputs = list[Tensor]
 
 
@@ -244,87 +226,3 @@ def faults(shape: Shape, tokens: int) -> dict[str, int]:
         counts[case.op] = counts.get(case.op, 0) + too_far(got, case.exact())
         counts[f"{case.op} again"] = counts.get(f"{case.op} again", 0) + differing(case.fused(), got)
     return {what: count for what, count in counts.items() if count}
-
-
-def check() -> bool:
-    good = True
-    for name, shape in SHAPES.items():
-        for tokens in (7, 3001):
-            wrong = faults(shape, tokens)
-            print(f"{'FAIL' if wrong else 'OK'}  {name}, {tokens} tokens  {wrong or ''}")
-            good = good and not wrong
-    return good
-
-
-# ---------------------------------------------------------------- times
-
-
-def timed(case: Case, chain: bool = True, **setting: object) -> Row:
-    us = median_us(case.fused)
-    row: Row = {"op": case.op, "precision": case.precision, "workload": f"{TOKENS} tokens", "us": us, **setting}
-    row |= {"tb_per_s": case.moved / us / 1e6, "floor_share": case.moved * 1e6 / us / MEMORY_BYTES_PER_SECOND}
-    return row | {"chain_us": median_us(case.chain)} if chain else row
-
-
-def timings() -> Iterator[Row]:
-    shape = SHAPES["qwen3-8b"]
-    for precision in REPLAYS:
-        yield timed(rotate_case(shape, TOKENS, precision))
-    yield timed(rotate_case(shape, TOKENS, "bf16", observe=False), observe=False)
-    yield timed(rotate_back_case(shape, TOKENS))
-    for residual in (False, True):
-        yield timed(norm_case(normal(TOKENS, shape.hidden), residual))
-    yield timed(sum_case(*WEIGHT), workload=f"{WEIGHT[0]} x {WEIGHT[1]}")
-
-
-def sweep() -> Iterator[Row]:
-    """Other tiles than those in use."""
-    shape = SHAPES["qwen3-8b"]
-    case = rotate_case(shape, TOKENS, "fp8_calibrated")
-    for warps in (1, 2, 4, 8):
-        rotate_module.WARPS = warps
-        yield timed(case, False, tile=f"{warps} warps")
-    case = rotate_back_case(shape, TOKENS)
-    for programs, stages, warps in [
-        (264, 2, 8), (264, 3, 8), (528, 1, 4), (528, 2, 4), (528, 3, 4), (660, 1, 4), (660, 2, 4), (660, 3, 4),
-        (1056, 1, 2), (1056, 2, 2), (1056, 3, 2),
-    ]:  # fmt: skip
-        rotate_back_module.PROGRAMS, rotate_back_module.STAGES, rotate_back_module.WARPS = programs, stages, warps
-        yield timed(case, False, tile=f"{programs} programs, {stages} stages, {warps} warps")
-    case = norm_case(normal(TOKENS, shape.hidden), True)
-    for programs, stages, elements in [
-        (132, 3, 16), (264, 1, 16), (264, 2, 16), (264, 3, 16), (264, 4, 16), (264, 2, 8), (264, 3, 8), (396, 3, 32),
-        (528, 2, 32), (528, 3, 32),
-    ]:  # fmt: skip
-        norm_module.PROGRAMS, norm_module.STAGES, norm_module.THREAD_ELEMENTS = programs, stages, elements
-        yield timed(case, False, tile=f"{programs} programs, {stages} stages, {elements} elements a thread")
-
-
-def show(rows: list[Row]) -> None:
-    names = ("op", "precision", "observe", "tile", "us", "tb_per_s", "floor_share", "chain_us")
-    columns = [name for name in names if any(name in row for row in rows)]
-    table = Table(*columns, title=f"row kernels of training, {TOKENS} tokens, Qwen3-8B's shape")
-    for row in rows:
-        cells = [row.get(name, "") for name in columns]
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console(width=130).print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--sweep", action="store_true")
-    arguments = parser.parse_args()
-    need_hopper("kernels.training_rows")
-    torch.manual_seed(0)
-    good = check()
-    rows = list(timings())
-    show(rows)
-    print(f"wrote {write_result('kernels', 'training_rows', rows, arguments.out)}")
-    if arguments.sweep:
-        show(list(sweep()))
-    raise SystemExit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main()

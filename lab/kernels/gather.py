@@ -1,6 +1,4 @@
-"""Gathering the parts of two GPUs through their memory, beside NCCL, both in a CUDA graph. It needs two GPUs.
-
-    python -m lab.kernels.gather_from_peers [--out FOLDER]
+"""Times gathering the parts of two GPUs through their memory, beside NCCL, both in a CUDA graph.
 
 The shapes are those of a decode step of Qwen3-8B and Llama-3.1-70B, of which each GPU has half: codes with their scales
 before o_proj and down_proj, BF16 results behind them, and logits. The bytes are compared first. A time is that of one
@@ -12,18 +10,18 @@ by side is not in its time.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lab.record import RESULTS, need_hopper, write_result
+from lab.kernels.clock import Row
 from octetrl.kernels.rows.gather_from_peers import PeerMemory, gather_from_peers
 from octetrl.trainer.peers import join_store, serve_store
 from octetrl.trainer.shards import Share
@@ -115,13 +113,13 @@ def median_us(gather: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-def measured(peers: TensorPeers) -> list[dict[str, object]]:
+def measured(peers: TensorPeers) -> list[Row]:
     memory = peers.memory
     assert memory is not None, "the GPUs do not reach each other's memory"
     for what in WHATS:
         for rows in (*ROWS, 3, 37):
             check(memory, what, rows)
-    rows_of_table: list[dict[str, object]] = []
+    rows_of_table: list[Row] = []
     for what in WHATS:
         for rows in ROWS:
             mine = drawn(what, rows, peers.rank)
@@ -135,39 +133,25 @@ def measured(peers: TensorPeers) -> list[dict[str, object]]:
     return rows_of_table
 
 
-def on_one_gpu(rank: int, address: str, folder: str) -> None:
+def _on_one_gpu(rank: int, address: str, file: str) -> None:
     """The process of one GPU, which is the only one that it sees."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     peers = connect_grid(join_store(address), Share(rank, SIZE), SIZE, torch.device("cuda", 0))
     assert isinstance(peers.group, TensorPeers)
     rows = measured(peers.group)
     if rank == 0:
-        show(rows)
-        print(write_result("kernels", "gather_from_peers", rows, Path(folder)))
+        Path(file).write_text(json.dumps(rows))
     peers.agree(None, "the end")
     peers.close()
 
 
-def show(rows: list[dict[str, object]]) -> None:
-    table = Table(title="one gather, two GPUs, us")
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*(f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    out = parser.parse_args().out
-    need_hopper("kernels.gather_from_peers")
+def measure(arguments: argparse.Namespace) -> list[Row]:
     if torch.cuda.device_count() < SIZE:
-        raise SystemExit("lab.kernels.gather_from_peers: fewer than two GPUs are visible")
+        raise SystemExit("lab.kernels gather: fewer than two GPUs are visible")
     store, address = serve_store("127.0.0.1")
-    torch.multiprocessing.spawn(on_one_gpu, (address, str(out)), nprocs=SIZE)
-    assert store is not None
-
-
-if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        torch.multiprocessing.spawn(_on_one_gpu, (address, str(file)), nprocs=SIZE)
+        assert store is not None
+        rows: list[Row] = json.loads(file.read_text())
+    return rows
