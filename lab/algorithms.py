@@ -27,12 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from examples.preference_pairs import NUM_PAIRS, write_pairs
 from lab.curves import Curve, panels
-from lab.record import RESULTS, write_result
+from lab.record import RESULTS, show, write_result
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.config.shipped import shipped_path
@@ -159,18 +156,6 @@ def picture(curves: Sequence[Mapping[str, Any]]) -> str | None:
     return panels(lines, x="step", y="mean reward")
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(title="One task, one cold start: mean over the seeds")
-    for name in ("objective", "seeds", "first steps", "last steps", "held-out accuracy", "s a run"):
-        table.add_column(name)
-    for objective in dict.fromkeys(row["objective"] for row in rows):
-        own = [row for row in rows if row["objective"] == objective]
-        means = [statistics.fmean(row[name] for row in own) for name in
-                 ("first", "last", "eval/accuracy", "seconds")]  # fmt: skip
-        table.add_row(objective, str(len(own)), *(f"{mean:.3f}" for mean in means[:3]), f"{means[3]:.0f}")
-    Console(width=120).print(table)
-
-
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(SHOWN))
@@ -187,7 +172,7 @@ def main(words: Sequence[str] | None = None) -> None:
         curves = json.loads((arguments.out / "algorithms_sums.json").read_text())["curves"]
     else:
         rows, curves = run_arms(arguments)
-        show(rows)
+        show(rows, "one task, one cold start")
         print(f"wrote {write_result('algorithms', 'sums', rows, arguments.out, curves=curves)}")
     arguments.pictures.mkdir(parents=True, exist_ok=True)
     drawn = picture(curves)

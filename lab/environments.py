@@ -23,10 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from lab.record import RESULTS, write_result
+from lab.record import RESULTS, show, write_result
 from octetrl.config.load import recipe_from_mapping
 from octetrl.environments.turns import Conversation, reward
 from octetrl.environments.turns.dialogue import Dialogue, Limits
@@ -127,7 +124,6 @@ def main() -> None:
     asked = parser.parse_args()
     random.seed(0)
     rows: list[dict[str, object]] = []
-    table = Table("reply", "rewarded", "failed", "lost", "engine busy", "in flight", "tokens/s", "s", "lockstep, s")
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder), asked.preset, asked.rollouts, asked.turns)
         measure(run, Slow(GROUP, asked.turns, 0.0, 0.0), 1)  # pages, kernels
@@ -147,17 +143,8 @@ def main() -> None:
                     "lockstep_seconds": lockstep,
                 }
             )
-            table.add_row(
-                f"{seconds:g} s",
-                *(f"{found[f'rollout/{name}']:.0f}" for name in ("rewarded", "environment_error", "lost")),
-                f"{found['rollout/engine_busy_share']:.1%}",
-                f"{found['rollout/in_flight']:.0f}",
-                f"{found['rollout/tokens_per_second']:,.0f}",
-                f"{found['seconds']:.1f}",
-                f"{lockstep:.1f}",
-            )
         run.close()
-    Console(width=110).print(table)
+    show(rows, "an engine and slow environments")
     write_result("environments", asked.preset, rows, asked.out)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from lab.curves import panels
 from lab.jobs import Job, run_jobs
 from lab.record import RESULTS, refuse_name, run_command, write_result
-from octetrl.bench.arms import arms_of
+from octetrl.bench.arms import words_of_arms
 from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
 from octetrl.system.errors import UserError
@@ -161,7 +161,7 @@ def main(words: Sequence[str] | None = None) -> None:
     recipe = arguments.recipe if Path(arguments.recipe).is_file() else str(shipped_path(arguments.recipe))
     runs = []
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-        for arm in arms_of(arguments.arms):
+        for arm in words_of_arms(arguments.arms):
             folder = arguments.state / "_".join([*(word.replace("=", "_") for word in arm), str(seed)])
             changes = (*common(arguments, seed, folder), *arguments.changes, *arm)
             load_recipe(recipe, changes)  # a wrong one is refused before the first begins

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from octetrl.system.errors import UserError
 from octetrl.telemetry import bench_record
@@ -42,6 +44,16 @@ def refuse_name(name: str) -> None:
         raise UserError(f"--name: '{name}' is no name of a result; give letters, digits, '.', '_' and '-'")
 
 
+def show(rows: Sequence[Row], title: str, names: Sequence[str] | None = None) -> None:
+    """Print the rows as a table, with every field that one of them has; `names`: of these alone."""
+    columns = list(dict.fromkeys(name for row in rows for name in row if names is None or name in names))
+    table = Table(*columns, title=title)
+    for row in rows:
+        cells = [row.get(name, "") for name in columns]
+        table.add_row(*(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    Console(width=160).print(table)
+
+
 def write_result(bench: str, name: str, rows: Sequence[Row], folder: Path = RESULTS, **further: Sequence[Row]) -> Path:
     """Write the rows (flat, one a precision and workload) and return the file. `further`: more lists of rows."""
     return bench_record.write_result(bench, name, rows, folder, **further)
@@ -60,6 +72,8 @@ def is_dirty(result: Row) -> bool:
 
 
 def model_of(result: Mapping[str, Any]) -> str | None:
-    """The model of a result, as its command gives it. None: the command leaves it to the bench."""
+    """The model of a result, as its rows or its command give it. None: they do not."""
+    if result["rows"] and "model" in result["rows"][0]:
+        return str(result["rows"][0]["model"])
     named = re.search(r"--model[ =](\S+)", str(result.get("command")))
     return Path(named[1]).name if named else None

@@ -19,10 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from lab.record import RESULTS, write_result
+from lab.record import RESULTS, show, write_result
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.code.scorer import CodeScorer
 from octetrl.process.levels import Level
@@ -92,11 +89,7 @@ def main() -> None:
     scorer = CodeScorer(SandboxConfig())
     for what, tests in TESTS.items():
         rows.append(row(what, find_sandbox(), partial(judged, scorer, tests), asked.runs))
-    table = Table("workload", "level", "ms", "95 %", "a second", title=f"{os.cpu_count()} cores")
-    for one in rows:
-        figures = (f"{one[key]:.0f}" for key in ("ms", "p95_ms", "runs_per_second"))
-        table.add_row(str(one["workload"]), str(one["level"]), *figures)
-    Console().print(table)
+    show(rows, f"{os.cpu_count()} cores")
     write_result("sandbox", "cpu", rows, asked.out)
 
 

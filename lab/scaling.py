@@ -1,6 +1,6 @@
 """Draws how the speed of each GPU changes with the number of GPUs, and writes the table beside the picture.
 
-    octetrl bench step --model qwen3-8b --precision bf16,fp8_full --gpus 8 --workers 1,2,4,8
+    octetrl bench step --model qwen3-8b --arms precision=bf16,fp8_full --arms cluster.gpus=1,2,4,8
     python -m lab.scaling lab/results/step_qwen3-8b.json
 
 Takes one or several results of `octetrl bench step` with workers, of one machine and one workload. Nothing runs here.
@@ -32,7 +32,7 @@ REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "scale.md"
 PICTURE = REPO / "docs" / "pictures" / "scaling.svg"
 BEGIN, END = "<!-- scaling: begin -->", "<!-- scaling: end -->"
-REMEDY = "give results of `octetrl bench step --gpus N --workers 1,2,...`"
+REMEDY = "give results of `octetrl bench step --arms cluster.gpus=1,2,...`"
 COUNT, DEVICE = "cluster/workers", "cluster/device"
 ROLES = "cluster/trainers"  # only rows of `bench step --roles` have it
 PHASES = {

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from lab.kernels import attention, break_even, experts, gather, gemm, quantize, rows
-from lab.kernels.clock import Row, show
-from lab.record import RESULTS, need_hopper, write_result
+from lab.kernels.clock import Row
+from lab.record import RESULTS, need_hopper, show, write_result
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "attention": attention.measure,

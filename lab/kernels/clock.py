@@ -6,11 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from triton.testing import do_bench_cudagraph
 
-from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
+from octetrl.bench.bandwidth_model import MEMORY_BYTES_PER_SECOND
 
 REPEAT_MS = 50
 REPLAYS, LAUNCHES = 7, 20  # timed replays of a graph, and how many calls it holds at least
@@ -71,13 +69,3 @@ def memory_row(what: Row, moved: float, calls: Sequence[Call], instead: Sequence
     us = median_us(*calls)
     row = what | {"us": us, "tb_per_s": moved / us / 1e6, "floor_share": moved * 1e6 / us / MEMORY_BYTES_PER_SECOND}
     return row | {name: median_us(*instead)} if instead else row
-
-
-def show(rows: Sequence[Row], title: str) -> None:
-    """Print the rows as a table, with every field that one of them has."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(*columns, title=title)
-    for row in rows:
-        cells = [row.get(name, "") for name in columns]
-        table.add_row(*(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console(width=160).print(table)

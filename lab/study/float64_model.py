@@ -12,14 +12,16 @@ T tokens, E hidden size, H query heads, K kv heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.study.pairs import mean_of
 from octetrl.layers.rotary import frequencies
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_spec
@@ -140,3 +142,16 @@ def divergence(reference_TV: Tensor, other_TV: Tensor) -> Tensor:
     """KL(reference || other) of each token, in nats, float64 [T]; both are log-probs."""
     reference_TV = reference_TV.double()
     return (reference_TV.exp() * (reference_TV - other_TV.double())).sum(1)
+
+
+def change_of(texts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> dict[str, object]:
+    """How log-probs change, over texts: token ids [T], exact log-probs and those found, both [T, V]."""
+    kls, changes, same = [], [], []
+    for ids_T, exact_TV, found_TV in texts:
+        targets_N1 = ids_T[1:, None]
+        kls.append(float(divergence(exact_TV, found_TV).mean()))
+        difference_N1 = found_TV[:-1].double().gather(1, targets_N1) - exact_TV[:-1].double().gather(1, targets_N1)
+        changes.append(float(difference_N1.mean()))
+        same.append(float((found_TV.argmax(1) == exact_TV.argmax(1)).double().mean()))
+    kl = mean_of(kls)
+    return {"kl": kl.mean, "kl_error": kl.error, "logprob_change": fmean(changes), "same_choice": fmean(same)}

@@ -26,29 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lab.record import RESULTS, write_result
+from lab.record import RESULTS, show, write_result
 from lab.study import codecs
 from lab.study.codecs import Codec, Values
-from lab.study.float64_model import PlainModel, Replacement, attend, divergence
+from lab.study.float64_model import PlainModel, Replacement, attend, change_of
 from lab.study.texts import KINDS, Text, read_texts
 
 Row = dict[str, object]
 SCALE_BYTES = 4.0
-COLUMNS = {
-    "bytes": ".0f",
-    "k_error": ".4f",
-    "v_error": ".4f",
-    "out_error": ".4f",
-    "out_error_worst": ".4f",
-    "kl": ".2e",
-    "kl_error": ".1e",
-    "logprob_change": "+.5f",
-    "same_choice": ".4f",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,21 +174,7 @@ def errors(layers: Sequence[tuple[Values, Values]], measured: Sequence[Measured]
 
 def end_to_end(model: PlainModel, replacement: Replacement, measured: Sequence[Measured]) -> Row:
     """How the log-probs of all texts change under a replacement."""
-    kls, changes, same = [], [], []
-    for one in measured:
-        logprobs_TV = model(one.ids_T, replacement)
-        targets_N = one.ids_T[1:, None]
-        kls.append(float(divergence(one.logprobs_TV, logprobs_TV).mean()))
-        difference_TV = logprobs_TV[:-1].double().gather(1, targets_N) - one.logprobs_TV[:-1].gather(1, targets_N)
-        changes.append(float(difference_TV.mean()))
-        same.append(float((logprobs_TV.argmax(1) == one.logprobs_TV.argmax(1)).double().mean()))
-    spread = statistics.stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else 0.0
-    return {
-        "kl": statistics.fmean(kls),
-        "kl_error": spread,
-        "logprob_change": statistics.fmean(changes),
-        "same_choice": statistics.fmean(same),
-    }
+    return change_of((one.ids_T, one.logprobs_TV, model(one.ids_T, replacement)) for one in measured)
 
 
 def replaced(layers: Sequence[tuple[Values, Values]]) -> Replacement:
@@ -212,16 +185,6 @@ def replaced(layers: Sequence[tuple[Values, Values]]) -> Replacement:
         return k_values(k_TKD), v_values(v_TKD)
 
     return Replacement(cached=cached)
-
-
-def show(rows: Sequence[Row], title: str) -> None:
-    table = Table(title=title)
-    for name in ("format", *COLUMNS):
-        table.add_column(name)
-    for row in rows:
-        cells = [format(row[name], form) if name in row else "" for name, form in COLUMNS.items()]
-        table.add_row(str(row["format"]), *cells)
-    Console(width=180).print(table)
 
 
 @torch.no_grad()

@@ -31,16 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lab.record import RESULTS, write_result
+from lab.record import RESULTS, show, write_result
 from lab.study import codecs
 from lab.study.codecs import Codec, Values
-from lab.study.float64_model import PlainModel, Replacement, divergence
+from lab.study.float64_model import PlainModel, Replacement, change_of
 from lab.study.kv_formats import Captured, relative
-from lab.study.pairs import mean_of
 from lab.study.texts import KINDS, read_texts
 from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
@@ -58,20 +55,6 @@ Row = dict[str, object]
 PARTS = ("whole", "layer", "linears", "head", "bits")
 BITS = ("bf16", "fp8", "fp8_full", "fp8_full_dynamic")
 RECIPE = "grpo_chain-sum_smollm2-135m_1gpu_fp8-full"
-COLUMNS = {
-    "kl": ".2e",
-    "kl_error": ".1e",
-    "logprob_change": "+.5f",
-    "perplexity_ratio": ".4f",
-    "same_choice": ".3f",
-    "error": ".4f",
-    "error_by_token": ".4f",
-    "below_normal": ".4f",
-    "first_amax": ".3f",
-    "median_amax": ".3f",
-    "max_abs_diff": "g",
-    "compared": ",d",
-}
 Fitted = tuple[Values, Values]
 
 
@@ -138,21 +121,9 @@ class Measurement:
 
     def effect(self, replacement: Replacement, first: int = 0) -> Row:
         """The change of all texts' log-probs if layers from `first` on compute with the replacement."""
-        kls, change, same = list[float](), 0.0, 0.0
-        for ids_T, stream, exact_TV in zip(self.texts, self.streams, self.exact, strict=True):
-            found_TV = self.model.logprobs(self.model.layers(stream[first], replacement, first)[-1])
-            targets_N1 = ids_T[1:, None]
-            kls.append(float(divergence(exact_TV, found_TV).mean()))
-            change += float((found_TV[:-1].gather(1, targets_N1) - exact_TV[:-1].gather(1, targets_N1)).mean())
-            same += float((found_TV.argmax(1) == exact_TV.argmax(1)).float().mean())
-        count = len(self.texts)
-        return {
-            "kl": sum(kls) / count,
-            "kl_error": mean_of(kls).error,  # over the texts
-            "logprob_change": change / count,
-            "perplexity_ratio": math.exp(-change / count),
-            "same_choice": same / count,
-        }
+        found = [self.model.logprobs(self.model.layers(one[first], replacement, first)[-1]) for one in self.streams]
+        row = change_of(zip(self.texts, self.exact, found, strict=True))
+        return row | {"perplexity_ratio": math.exp(-float(str(row["logprob_change"])))}
 
 
 def cached(layers: Sequence[Fitted], *, k: bool = True, v: bool = True) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -271,17 +242,6 @@ def bits(folder: str, precisions: Sequence[str], examination: Examination) -> It
             "equal": report.equal,
             "ways": len(report.ends) + len(report.passes),
         }
-
-
-def show(rows: Sequence[Row], title: str) -> None:
-    named = [name for name in ("layer", "head", *COLUMNS) if any(name in row for row in rows)]
-    table = Table(title=title)
-    for name in ("format", *named):
-        table.add_column(name)
-    for row in rows:
-        cells = [format(row[name], COLUMNS.get(name, "")) if name in row else "" for name in named]
-        table.add_row(str(row["format"]), *cells)
-    Console(width=180).print(table)
 
 
 @torch.no_grad()

@@ -24,11 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from lab.curves import Curve, panels
-from lab.record import RESULTS, is_dirty, refuse_name, run_command, write_result
+from lab.record import RESULTS, is_dirty, refuse_name, run_command, show, write_result
 from lab.study.arms import ARMS, TABLES
 from lab.study.pairs import Difference, mean_of, paired
 from octetrl.system.errors import UserError
@@ -246,16 +243,6 @@ def put_table(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n\n{end}{after}"
 
 
-def show(name: str, rows: Sequence[Row]) -> None:
-    table = Table(title=f"{name}: held-out accuracy, means over seeds")
-    for title in ("arm", *(title for title, _ in SHOWN), "failed", "s a job"):
-        table.add_column(title)
-    for row in rows:
-        cells = [_cell(field, row) for _, field in SHOWN]
-        table.add_row(row["arm"], *cells, str(row["failed"]), f"{row.get('seconds', 0):.0f}")
-    Console(width=180).print(table)
-
-
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=list(TABLES))
@@ -285,7 +272,11 @@ def main(words: Sequence[str] | None = None) -> None:
     else:
         print(f"wrote {save(name, lines, arguments.out)}")
         record = json.loads(path.read_text())
-    show(name, record["rows"])
+    show(
+        record["rows"],
+        f"{name}: held-out accuracy, means over seeds",
+        ("arm", *(field for _, field in SHOWN), "failed"),
+    )
     drawn = picture(lines)
     if drawn is not None:
         drawing.write_text(drawn)

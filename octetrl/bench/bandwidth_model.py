@@ -1,26 +1,25 @@
-"""The memory-bandwidth model of decoding: what one decode step reads, and how long that takes at 4.3 TB/s.
+"""The rates of an H200, and the memory-bandwidth model of decoding: what a step reads, and its time at 4.3 TB/s.
 
     time of a step = (bytes of weights + live tokens * bytes that a token caches) / 4.3 TB/s
 
 Weights are those of linears, with scales and biases, of a router and of latent attention's `kv_a` and `kv_b`, and of
-lm_head; each is read once. Of a mixture, only experts that have a row are read. A step with B rows reads an expert,
-which has the share q of all tokens, with probability 1 - (1 - q)^B: with 128 experts of which a token takes 8, 98% of
-them at 64 rows. It is computed at the mean number of rows of a step.
+lm_head; each is read once. Of a mixture, only experts that have a row are read. A step with B rows reads an expert with
+probability 1 - (1 - q)^B, where q is the share of all tokens that it has: with 128 experts of which a token takes 8,
+98% of them at 64 rows. It is computed at the mean number of rows of a step.
 
-It is a model and not a lower bound (bench/rollout.py says why). The rows of results call its values `rollout/floor_*`:
-those keys are in the committed results and did not change with the name of this file.
-
-No torch.
+It is a model and not a lower bound: the L2 cache serves some reads of a shared prompt. The rows of results call its
+values `rollout/floor_*`. The rates are measured, not from a data sheet. No torch.
 """
 
 from __future__ import annotations
 
-from octetrl.bench.hardware import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.shapes.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
 from octetrl.shapes.spec import ModelSpec
 
+MEMORY_BYTES_PER_SECOND = 4.3e12  # most kernels; a few reach 4.54e12 (docs/figures.md)
+BF16_FLOPS = 790e12  # per second, of a large GEMM
 VALUE = 2  # bytes of BF16
 
 

@@ -1,54 +1,89 @@
-"""The model that a bench measures: a preset with random weights that the device draws, or a folder's.
+"""The models of a bench: random weights that the device draws, or those of the recipe's folder.
 
-All precisions of a preset have the same weights: they follow from the seed and the kind of device.
+All precisions have the same weights: random ones follow from the seed and the kind of device.
 """
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
-from octetrl.engine.stopping import Tokenizer
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.schema import Recipe
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer
+from octetrl.fp8.policy import precision_policy
 from octetrl.layers.weight_memory import Loading, filling
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import load_spec, spec_from_config
-from octetrl.models.hf_weights import load_weights
 from octetrl.models.random_weights import EMBEDDING_STD
 from octetrl.models.tensor_rows import cut_rows_of
-from octetrl.run.trained_model import weights_folder
-from octetrl.shapes.presets import PRESETS, preset_config, refuse_unknown_model
 from octetrl.shapes.spec import ModelSpec
+from octetrl.shapes.tensor_cut import TensorCut
+from octetrl.trainer.peers import ALONE, Peers
+from octetrl.workers.build import BuiltWorker, Role, fill_weights, keep_codes
+from octetrl.workers.worker import Worker
 
 
-@dataclass(frozen=True, slots=True)
-class BenchModel:
-    """The model's shape, and where its weights are."""
+class NoText:
+    """The tokenizer of a model with random weights: tokens have no text, and none of them ends an answer."""
 
-    name: str  # of the result's file
-    spec: ModelSpec
-    folder: Path | None  # None: a preset
+    eos_token_id = None
+    is_fast = False
 
-
-def find_model(model: str) -> BenchModel:
-    """A preset, or a Hugging Face folder, run or checkpoint. Raises UserError."""
-    if model in PRESETS:
-        return BenchModel(model, spec_from_config(preset_config(model)), None)
-    refuse_unknown_model(model)
-    folder = weights_folder(Path(model))
-    return BenchModel(Path(model).resolve().name, load_spec(folder), folder)
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return ""
 
 
-def fill_weights(model: Decoder, source: BenchModel, seed: int, loading: Loading | None = None) -> None:
-    """The weights of the folder, or random ones of the preset, not quantised. `loading`: which rows are read from the
-    files, all of them by default."""
-    if source.folder is None:
-        draw_on_device(model, seed)
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The tokenizer of a pretrained model, or `NoText`."""
+    if recipe.model.init == "random" or recipe.model.path is None:
+        return NoText()
+    return load_tokenizer(recipe.model.path)
+
+
+def bench_worker(
+    spec: ModelSpec,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    trains: bool = True,
+    draws: bool = True,
+    peers: Peers = ALONE,
+    loaders: Peers | None = None,
+) -> Worker:
+    """A worker as a run builds it, or of its part of the model. `spec`: of the whole model, which may have fewer layers
+    than the recipe's. `draws` false: others generate."""
+    return Worker(
+        recipe,
+        spec=spec.cut(TensorCut(peers.group.rank, peers.group.size)),
+        policy=precision_policy(spec, recipe.fp8),
+        tokenizer=tokenizer_of(recipe),
+        algorithm=build_algorithm(recipe.algorithm),
+        load_weights=lambda model, loading: _fill(model, recipe, loading),
+        device=device,
+        trains=trains,
+        draws=draws,
+        peers=peers,
+        loaders=loaders,
+    )
+
+
+def hosted_bench_worker(
+    spec: ModelSpec, recipe: Recipe, device: torch.device, *, trains: bool, peers: Peers, loaders: Peers, role: Role
+) -> BuiltWorker:
+    """The same in a process of its own, for `WorkerPlan.build`."""
+    does = {"trains": trains and role != "generates", "draws": role != "trains"}
+    worker = bench_worker(spec, recipe, device, peers=peers, loaders=loaders, **does)
+    if role == "generates":
+        keep_codes(worker)
+    return BuiltWorker(worker, loaded=worker.loaded)
+
+
+def _fill(model: Decoder, recipe: Recipe, loading: Loading | None) -> None:
+    if recipe.model.init == "random":
+        draw_on_device(model, recipe.seed)
     else:
-        load_weights(model, source.folder, loading=loading)
+        fill_weights(model, recipe, loading)
 
 
 @torch.no_grad()
@@ -70,25 +105,12 @@ def draw_on_device(model: Decoder, seed: int) -> None:
                     parameter.copy_(torch.cat([drawn[one.whole : one.whole + one.rows] for one in rows.pieces]))
 
 
-class NoText:
-    """The tokenizer of a model without one: tokens have no text, and none of them ends an answer."""
-
-    eos_token_id = None
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
-        return ""
+def code_bytes(model: Decoder) -> int:
+    """Bytes of codes and scales that a publish renews; 0 if nothing is FP8."""
+    return sum(linear.codes.numel() + 4 * linear.scale.numel() for _, linear in model.float8_linears())
 
 
-def tokenizer_of(model: BenchModel) -> Tokenizer:
-    """The folder's tokenizer, or `NoText`."""
-    folder = model.folder
-    if folder is None or not any((folder / name).is_file() for name in VOCABULARIES):
-        return NoText()
-    tokenizer: Tokenizer = load_tokenizer(folder)
-    return tokenizer
-
-
-def give_memory_back(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """Free the memory of an arm that has no references left."""
     gc.collect()
     if device.type == "cuda":

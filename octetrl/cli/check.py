@@ -132,7 +132,7 @@ def _plan(
     try:
         problems += [problem.text for problem in spec_problems(recipe, spec)]
         policy = precision_policy(spec, recipe.fp8)
-        problems += _policy_problems(recipe, spec, policy, device)
+        problems += policy_problems(recipe, spec, policy, device)
         print_lines("model", _model(recipe, spec, preset))
         print_lines("precision", chain(_precision(recipe, spec, policy, device), backend_lines(recipe)))
         plan = MemoryPlan.of(recipe, largest_part(recipe, spec), policy, device)
@@ -144,7 +144,7 @@ def _plan(
         def is_allowed(changes: Sequence[Change]) -> bool:
             changed = _changed(name, overrides, changes)
             return changed is not None and known.issuperset(
-                [*(one.text for one in spec_problems(changed, spec)), *_policy_problems(changed, spec, policy, device)]
+                [*(one.text for one in spec_problems(changed, spec)), *policy_problems(changed, spec, policy, device)]
             )
 
         return problems, plan.problem(is_allowed)
@@ -157,7 +157,7 @@ def _try_out(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess
     return list(dict.fromkeys([*_own_objective(recipe), *rehearsal_problems(recipe, spec, tokenizer)]))
 
 
-def _policy_problems(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> list[str]:
+def policy_problems(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> list[str]:
     """What of the recipe contradicts the formats of its tensors, the kernels of a GPU or the number of workers."""
     why = [refused_gate(recipe, policy, on_gpu=device.on_gpu)]
     if device.on_gpu:

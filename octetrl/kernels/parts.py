@@ -1,6 +1,6 @@
 """Names for a profiler: which part of a training step a kernel belongs to. `with part("gemm_wgrad"): ...`.
 
-cuBLAS's kernel names do not distinguish a forward GEMM from a gradient's. bench/parts.py reads these ranges from a
+cuBLAS's kernel names do not distinguish a forward GEMM from a gradient's. lab/profile.py reads these ranges from a
 trace. Without a profiler a range costs one function call. With one it costs ten microseconds, which is noticeable for a
 small model.
 """

@@ -218,13 +218,14 @@ class Trainer:
         if metrics.pop("non_finite") or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise NonFiniteError(self._describe_failed_step(step, metrics))
         self._is_stepping = True
+        began = time.perf_counter()
         self.optimizer.step(lr)
         self.routers.finish_step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         self.weights.renew()
-        metrics["time/requantize"] = time.perf_counter() - started
+        metrics |= {"time/optimizer": started - began, "time/requantize": time.perf_counter() - started}
         return metrics
 
     def finish(self, call: TrainCall) -> PolicyUpdate:
@@ -252,7 +253,7 @@ class Trainer:
         metrics |= call.metrics | call.means.read(self.peers) | self.routers.metrics()
         metrics |= effective_sample_size(metrics)
         if call.lr is not None:
-            metrics["time/requantize"] *= num_updates
+            metrics |= {name: num_updates * metrics[name] for name in ("time/optimizer", "time/requantize")}
         if self.optimizer.gradients.rounding is not None:
             metrics |= self.optimizer.gradients.rounding.take_metrics()
         metrics["lr"] = call.lr or 0.0

@@ -23,7 +23,7 @@ VERBS = {
     "generate": ["generate", MODEL, "-p", "1 + 2 =", "--max-new-tokens", "100"],
     "serve": ["serve", MODEL, "--port", "0"],
     "check": ["check", RECIPE],
-    "bench": ["bench", "train", "--model", "tiny", "--precision", "bf16"],
+    "bench": ["bench", "train", "--model", "tiny", "precision=bf16"],
     "doctor": ["doctor", RECIPE],
     "rollouts": ["rollouts", "run"],
     "export": ["export", "run", "--to", "out"],

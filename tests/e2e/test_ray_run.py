@@ -257,34 +257,34 @@ def test_generate_draws_on_two_workers_what_one_draws(
     assert printed[0] == printed[1] and printed[0].count("--- prompt") == 4
 
 
-def test_the_bench_of_a_step_runs_on_two_workers(
+def test_the_bench_of_a_step_compares_numbers_of_workers(
     running: RayCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_two = ["--cpus", "2", "--address", "auto", "--workers", "embedded,2", "--layers", "1", "--precision", "fp8_full"]
-    assert run_command(["bench", "step", *on_two, "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr()
-    assert "fp8_full, 2 workers: produce" in shown.out and not shown.err
-    embedded, two = json.loads((tmp_path / "step_tiny_1_layers_2_cpus.json").read_text())["rows"]
+    where = ["--arm", "cluster.cpus=null", "--arm", "cluster.cpus=2 cluster.address=auto"]
+    assert run_command(["bench", "step", *where, "--layers", "1", "--out", str(tmp_path)]) == 0
+    assert "compare nothing" not in capsys.readouterr().out
+    embedded, two = json.loads((tmp_path / "step_tiny_1_layers.json").read_text())["rows"]
     assert (embedded["cluster/kind"], two["cluster/kind"], two["cluster/workers"]) == ("embedded", "ray", 2)
     assert embedded["rollout/digest"] == two["rollout/digest"] and two["mismatch/max_abs_diff"] == 0.0
-    assert two["publish/gather_ms"] > 0 and two["publish/link_gb_per_second"] > 0 and two["memory/peak_gb/worker_1"] > 0
+    assert two["publish/gather_ms"] > 0 and two["publish/link_gb_per_second"] > 0 and two["step/efficiency"] > 0
+    assert two["time/step"] == pytest.approx(sum(two[f"time/{part}"] for part in ("produce", "learn", "publish")))
 
 
 def test_the_bench_of_roles_compares_them_on_two_workers(
     running: RayCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_two = ["--cpus", "2", "--address", "auto", "--roles", "1+1", "--layers", "1", "--precision", "fp8_full"]
-    in_flight = ["--weights-in-flight", "off,recompute_cache"]
-    assert run_command(["bench", "step", *on_two, *in_flight, "--out", str(tmp_path)]) == 0
+    apart = "cluster.trainer_cpus=1 cluster.engine_cpus=1 cluster.max_staleness=1 cluster.address=auto"
+    arms = ["cluster.cpus=2 cluster.address=auto", apart, f"{apart} cluster.weights_in_flight=recompute_cache"]
+    words = [word for arm in arms for word in ("--arm", arm)]
+    assert run_command(["bench", "step", *words, "--layers", "1", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     warned = [line for line in shown.err.splitlines() if "cannot be shorter than" not in line]  # of so short steps
-    assert "fp8_full, 1+1, recompute_cache: steps of" in shown.out and not warned
-    assert "…" not in shown.out
-    rows = json.loads((tmp_path / "step_tiny_1_layers_2_cpus_roles_1_1.json").read_text())["rows"]
-    assert [row["arm"] for row in rows] == ["both", "1+1", "1+1, recompute_cache"]
-    assert len({row["rollout/digest"] for row in rows}) == 1
+    assert not warned and "…" not in shown.out
+    both, *rows = json.loads((tmp_path / "step_tiny_1_layers.json").read_text())["rows"]
+    assert {row["rollout/digest"] for row in rows} == {both["rollout/digest"]} and both["mismatch/max_abs_diff"] == 0.0
     assert all(row["mismatch/age_0/max_abs_diff"] == 0.0 and row["step/speedup_over_both"] > 0 for row in rows)
-    assert rows[1]["rollout/staleness"] == 1.0 and rows[1]["time/publish_pause"] > 0
+    assert rows[0]["rollout/staleness"] == 1.0 and rows[0]["time/publish_pause"] > 0 and "time/produce" not in rows[0]
+    assert [row["cluster/weights_in_flight"] for row in rows] == ["off", "recompute_cache"]
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ ONLY_IN: dict[str, set[str]] = {
     "ray": {"octetrl/workers/ray.py", "octetrl/workers/ray_cluster.py"},
     "wandb": {"octetrl/telemetry/sinks.py"},
     "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/run/serve.py"},
-    "vllm": {f"octetrl/backends/vllm/{name}.py" for name in ("start", "measure")},
+    "vllm": {f"octetrl/backends/vllm/{name}.py" for name in ("start",)},
     "uvicorn": {"octetrl/server/http_server.py"},
     "llguidance": {"octetrl/engine/grammars.py"},
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/run/serve.py"},

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
-from octetrl.bench.speculation import Answers as TokensByAnswer
-from octetrl.bench.speculation import ForcedDrafts
 from octetrl.config.speculation import SpeculationConfig
+from octetrl.engine.draft_budget import DraftLosses
 from octetrl.engine.metrics import DraftTally
 from octetrl.engine.request import RunningSequence
 from octetrl.records import GenerationRequest
 from tests.parity.sides import Answers, Sides
 
+RATE = 0.7  # at which a draft is right, given that those before it are
+TokensByAnswer = dict[tuple[str, int], Sequence[int]]
 
-class Mixed(ForcedDrafts):
-    """Each draft is the right token with probability 0.7, and the last one sometimes `poison`."""
+
+class Mixed:
+    """Each draft is the right token with probability `RATE`, and the last one sometimes `poison`."""
 
     def __init__(self, answers: TokensByAnswer, vocab_size: int, poison: int | None = None) -> None:
-        super().__init__(answers, 0.7, vocab_size)
-        self._poison = poison
+        self._answers, self._vocab_size, self._poison = answers, vocab_size, poison
+        self._draw = random.Random(0)
+        self._known: dict[tuple[str, int], int] = {}
+        self.losses = DraftLosses()
+
+    def extend(self, sequence: RunningSequence, token_ids: Sequence[int]) -> None:
+        name = (sequence.group.request.id, sequence.sibling)
+        self._known[name] = self._known.get(name, 0) + len(token_ids)
 
     def propose(self, sequence: RunningSequence, most: int) -> Sequence[int]:
-        drafts = list(super().propose(sequence, most))
+        name = (sequence.group.request.id, sequence.sibling)
+        right = self._answers[name][self._known[name] :][:most]
+        drafts = [token if self._draw.random() < RATE else (token + 1) % self._vocab_size for token in right]
         if self._poison is not None and drafts and self._draw.random() < 0.1:
             drafts[-1] = self._poison
         return drafts
+
+    def index(self) -> None:
+        """Nothing to do: the answers are known."""
+
+    def end(self, sequence: RunningSequence, *, keeps: bool = True) -> None:
+        """Nothing to do: the answers are known."""
+
+    def forget(self, request: GenerationRequest) -> None:
+        """Nothing to do: the answers are known."""
+
+    def reset(self) -> None:
+        self._known.clear()
 
 
 def assert_drafts_change_nothing(

@@ -9,22 +9,28 @@ import torch
 from torch import Tensor
 
 from octetrl.bench.bandwidth_model import modelled_seconds, weight_bytes
-from octetrl.bench.model import draw_on_device, find_model
+from octetrl.bench.model import draw_on_device
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config
 from octetrl.engine.kv_cache import cache_format
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.linear import Float8Linear
 from octetrl.models.decoder import Decoder
+from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec
 
 
+def spec_of(model: str) -> ModelSpec:
+    return spec_from_config(preset_config(model))
+
+
 def policy_of(model: str, precision: str) -> PrecisionPolicy:
-    return precision_policy(find_model(model).spec, Fp8Config(**PRECISIONS[precision]))
+    return precision_policy(spec_of(model), Fp8Config(**PRECISIONS[precision]))
 
 
 def model_of(name: str, precision: str) -> Decoder:
-    model = Decoder(find_model(name).spec, policy_of(name, precision), "rollout")
+    model = Decoder(spec_of(name), policy_of(name, precision), "rollout")
     draw_on_device(model, 0)
     model.requantize()
     return model
@@ -54,7 +60,7 @@ def test_bytes_are_those_of_the_tensors(name: str, precision: str) -> None:
 
 def test_experts_without_a_row_are_not_read() -> None:
     """128 experts of which a token takes 8: a row reads 8 of them, 64 rows 98.4%."""
-    spec, policy = find_model("qwen3-30b-a3b").spec, policy_of("qwen3-30b-a3b", "bf16")
+    spec, policy = spec_of("qwen3-30b-a3b"), policy_of("qwen3-30b-a3b", "bf16")
     expert = 48 * 3 * 2 * 2048 * 768
     at = {rows: weight_bytes(spec, policy, rows) for rows in (1, 64, 10_000)}
     assert at[10_000] - at[1] == pytest.approx(120 * expert)
@@ -68,8 +74,8 @@ def step_seconds(spec: ModelSpec, policy: PrecisionPolicy, rows: int, context: i
 
 def test_modelled_speed_of_the_published_shapes() -> None:
     """Tokens per second on an H200 with FP8 weights and cache, as worked out by hand."""
-    spec, policy = find_model("qwen3-30b-a3b").spec, policy_of("qwen3-30b-a3b", "fp8_full")
+    spec, policy = spec_of("qwen3-30b-a3b"), policy_of("qwen3-30b-a3b", "fp8_full")
     assert 128 / step_seconds(spec, policy, 128, 2560) == pytest.approx(11_900, rel=0.02)
     assert 256 / step_seconds(spec, policy, 256, 1024) == pytest.approx(25_000, rel=0.02)
-    spec, policy = find_model("moonlight-16b-a3b").spec, policy_of("moonlight-16b-a3b", "fp8_full")
+    spec, policy = spec_of("moonlight-16b-a3b"), policy_of("moonlight-16b-a3b", "fp8_full")
     assert step_seconds(spec, policy, 128, 2560) == pytest.approx(5.1e-3, rel=0.02)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octetrl.cli.bench_table import MOST, filled, fitting, print_table
+from octetrl.cli.bench_table import MOST, fitting, print_rows, print_table
 
 NAMES = ("precision", "train/checkpointing")
 COLUMNS = {f"time/{n}": (f"seconds\nof part {n}", ".2f") for n in range(9)}
@@ -19,9 +19,12 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     return [row | {f"time/{n}": 1000 * place + n for n in range(8)} for place, row in enumerate(rows)]  # the last: none
 
 
-def test_a_column_without_a_figure_is_left_out() -> None:
-    assert list(filled(COLUMNS, rows_of(2))) == [f"time/{n}" for n in range(8)]
-    assert list(filled(COLUMNS, [{}, {"time/3": 1.0}])) == ["time/3"]
+def test_a_column_without_a_figure_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"precision": "bf16", "arm": "seed=1", "workload": "8x4+4", "time/step": 1.5}
+    print_rows("step", "a title", [row, row | {"arm": "seed=2", "memory/learn_peak_gb": 2.0}])
+    out = capsys.readouterr().out
+    assert "1.50" in out and "seed=2" in out and "learn: memory of learning" in out
+    assert "8x4+4" not in out and "produce" not in out, "one workload, and no such figure"
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        (["bench", "step", "--help"], "--calibration-micro-batches "),
-        (["bench", "train", "--help"], "--optimizer-states "),
-        (["bench", "rollout", "--help"], "--kv-fraction "),
+        (["bench", "step", "--help"], "--workload "),
+        (["bench", "train", "--help"], "--lengths "),
+        (["bench", "rollout", "--help"], "--rounds "),
         (["generate", "--help"], "--api-key-variable "),
         (["metrics", "token_mult"], "mismatch/decile_{n}/token_mult_prob_error "),
     ],

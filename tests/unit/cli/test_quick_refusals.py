@@ -57,7 +57,7 @@ COMMANDS = [
     (["export", "model", "--to", "held"], "--to: 'held' exists and is not empty; give a new folder"),
     (["export", "model", "--to", "file"], "--to: cannot write in 'file' (Not a directory); choose another folder"),
     (["export", "model", "--to", "file/x"], "--to: cannot write in 'file/x' (Not a directory); choose another folder"),
-    (["bench", "step", "--out", "file/x/y"], "--out: cannot create the folder 'file/x/y' ('"),
+    (["bench", "step", "--out", "file/x/y"], "--out: 'file/x/y' can't be a folder ('"),
     (["train", "demo_grpo"], "run `octetrl demo` first"),
     (["train", "demo_tools_sft", "model.path=model"], "no file 'runs/tools/conversations.jsonl'; run `python -m "),
     (["train", "demo_grpo", "output_dir=file/run"], "output_dir: cannot write in 'file/run' (Not a directory)"),
