@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -19,7 +17,7 @@ from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.run.early import missing_files, unknown_metric
-from octetrl.run.folder.layout import RECIPE_FILE, refuse_records
+from octetrl.run.folder.layout import RECIPE_FILE, refuse_records, refuse_unwritable
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling
@@ -113,17 +111,10 @@ def _look_at_output(recipe: Recipe) -> None:
     """The folder that the run will write may be missing; then the first of its parents that is there must take it.
     It may be that of a run, which is continued with --resume."""
     given = Path(recipe.output_dir)
-    for folder in (given, *given.absolute().parents):
-        try:
-            is_folder = stat.S_ISDIR(folder.stat().st_mode)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise UserError(f"output_dir: '{given}' can't be a folder ({error.strerror}); choose another") from None
-        if not is_folder or not os.access(folder, os.W_OK | os.X_OK):
-            why = "can't be written in" if is_folder else "is no folder"
-            raise UserError(f"output_dir: '{given}' can't be a folder ('{folder}' {why}); choose another")
-        break
+    try:
+        refuse_unwritable(given)
+    except OSError as error:
+        raise UserError(f"output_dir: '{given}' can't be a folder ({error.strerror}); choose another") from None
     missing = [folder for folder in (given, *given.parents) if not folder.exists()]
     if missing:
         refuse_unmakeable("output_dir", missing[-1])

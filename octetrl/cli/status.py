@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.check_lines import terminal_columns, wrapped
-from octetrl.run.folder.layout import LOCK, is_held, process_of
+from octetrl.run.folder.lock import LOCK, is_held, process_of
 from octetrl.system.errors import refuse_empty
 from octetrl.system.text import counted
 from octetrl.workers.many.status import STATUS_FILE, status_lines
@@ -104,7 +104,7 @@ def _before_the_first_step(folder: Path) -> Iterator[str]:
 
 def _process_of(folder: Path) -> int:
     """The id in the lock of a run's folder; 0 if there is none."""
-    text = process_of(folder)
+    text = process_of(folder) or ""
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 

@@ -40,7 +40,8 @@ from octetrl.run.build import full_precision
 from octetrl.run.environment import build_environment, build_taskset
 from octetrl.run.evaluate import EvalReport, evaluate_checkpoint
 from octetrl.run.export import export_run
-from octetrl.run.folder.layout import RECIPE_FILE, forget_run, refuse_live
+from octetrl.run.folder.layout import RECIPE_FILE, forget_run
+from octetrl.run.folder.lock import refuse_live
 from octetrl.run.loop import train
 from octetrl.run.tiny_model import save_tokenizer
 from octetrl.shapes.presets import preset_config

@@ -6,7 +6,6 @@ and the readers of tasks and conversations.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from octetrl.config.made_first import way_to_make
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.config.validate_environment import FILES
-from octetrl.run.folder.layout import RECIPE_FILE, refuse_held
+from octetrl.run.folder.layout import RECIPE_FILE, refuse_unwritable, refuse_used
 from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
 from octetrl.system.errors import UserError, nearest, nearest_file
 from octetrl.system.hub_name import hub_dataset
@@ -28,8 +27,8 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
         if resume:
             _refuse_no_run(folder)
         else:
-            refuse_held(folder)
-        _refuse_unwritable(folder)
+            refuse_used(folder)
+        refuse_unwritable(folder)
     except OSError as error:  # a name that is too long, links in a circle
         raise UserError(f"output_dir: '{folder}' can't be a folder ({error.strerror}); choose another") from None
     if recipe.model.path is not None and not is_of_hub(recipe.model.path):
@@ -78,10 +77,3 @@ def _refuse_no_run(folder: Path) -> None:
     """Refuse to resume where nothing is. Of a folder with a part of a run, `OutputFolder` says what is left."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"--resume: '{folder}' holds no run (no {RECIPE_FILE}); leave --resume out to start one there")
-
-
-def _refuse_unwritable(folder: Path) -> None:
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        reason = "Permission denied" if there.is_dir() else "Not a directory"
-        raise UserError(f"output_dir: cannot write in '{folder}' ({reason}); choose another folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ from pathlib import Path
 @contextmanager
 def folder_lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     """Hold the lock of a folder that exists. Yields False if another process, or this one elsewhere, holds it. Raises
-    OSError if the folder can't be opened; where the file system has no locks, all may have it. shared: for a process
-    that only asks whether another one holds it."""
+    OSError if the folder can't be opened or was replaced meanwhile; where the file system has no locks, all may have
+    it. shared: for a process that only asks whether another one holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -23,6 +24,8 @@ def folder_lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
             return
         except OSError:
             pass
+        if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         yield True
     finally:
         os.close(descriptor)

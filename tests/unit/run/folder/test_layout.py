@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.load import dump_recipe, load_recipe, recipe_from_mapping
+from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
+from octetrl.run.folder import output_folder
 from octetrl.run.folder.identity import read_run_id
-from octetrl.run.folder.layout import forget_run, is_held, refuse_live
+from octetrl.run.folder.layout import forget_run
+from octetrl.run.folder.lock import is_held, refuse_live
 from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.system.errors import UserError
 
-HALF_WRITTEN = {
-    "run.json.partial": '{"run": "0123',
-    "config.yaml.partial": dump_recipe(load_recipe("demo_grpo"))[:300],
+EARLY = {  # what a run writes before its recipe
+    "lock": "4194304",
+    "workers.json": '{"time": 1.0, "workers": []}',
     ".workers.json": "",
+    "config.yaml.partial": "precision: ",
 }
 
 
@@ -39,21 +42,18 @@ def begin(given: Recipe, *, resume: bool = False) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *(("run.json", content) for content in ("", "[]", '{"speed": 3}', "[" * 100_000)),
-        *(("workers.json", content) for content in ("no JSON", '["Ann", "Ben"]')),
-        *((name, "mine") for name in ("run.json.partial", "config.yaml.partial", ".workers.json")),
+        *(("run.json", content) for content in ("", '{"speed": 3}', '{"run": "0123456789ab"}')),
+        *((name, "mine") for name in (*EARLY, "run.json.partial")),
         *(("lock", content) for content in ("package-lock", "1" * 21, "12 13")),
     ],
 )
 def test_a_file_that_no_run_wrote_stays(name: str, content: str) -> None:
     Path("runs/one").mkdir(parents=True)
     Path("runs/one", name).write_text(content)
-    with pytest.raises(UserError, match=f"output_dir: 'runs/one/{name}' is no run's, and a run would overwrite it"):
-        begin(recipe())
-    assert [(path.name, path.read_text()) for path in Path("runs/one").iterdir()] == [(name, content)]
-    with pytest.raises(UserError, match="is no run's" if name == "lock" else "leave --resume out"):
-        begin(recipe(), resume=True)
-    assert Path("runs/one", name).read_text() == content
+    for resume in (False, True):
+        with pytest.raises(UserError, match=rf"^output_dir: 'runs/one' holds {name}, "):
+            begin(recipe(), resume=resume)
+        assert [(path.name, path.read_text()) for path in Path("runs/one").iterdir()] == [(name, content)]
 
 
 @pytest.mark.parametrize("name", ["lock", "run.json", "workers.json", "report.html", "config.yaml", "rollouts"])
@@ -70,7 +70,7 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(name: str, kind: str
         place.symlink_to(target)
         if kind == "a link":
             target.write_text("12345")
-    with pytest.raises(UserError, match=r"is no run's|as a run leaves it|already holds a run"):
+    with pytest.raises(UserError, match=r"^output_dir: 'runs/one' (already )?holds "):
         begin(recipe())
     assert os.listdir("runs/one") == [name] and not is_held(Path("runs/one"))
     assert not target.exists() or target.read_text() == "12345"
@@ -103,11 +103,21 @@ def test_a_live_run_is_left_alone() -> None:
 
 def test_what_a_run_left_that_was_killed_at_its_start_is_replaced() -> None:
     Path("runs/one/logs").mkdir(parents=True)
-    Path("runs/one/lock").write_text("4194304")
-    Path("runs/one/run.json").write_text('{"run": "0123456789ab"}')
-    Path("runs/one/workers.json").write_text('{"time": 1.0, "workers": []}')
-    for name, content in HALF_WRITTEN.items():
+    for name, content in EARLY.items():
         Path("runs/one", name).write_text(content)
     begin(recipe())
-    assert read_run_id(Path("runs/one")) != "0123456789ab"
     assert Path("runs/one/lock").read_text() == str(os.getpid())
+    assert Path("runs/one/workers.json").read_text() == EARLY["workers.json"]  # until the workers report
+    Path("runs/one/run.json").unlink()  # a kill between the recipe and the id
+    begin(recipe(), resume=True)
+    assert read_run_id(Path("runs/one")) is not None
+
+
+def test_a_start_that_cannot_write_its_id_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(output_folder, "write_run_id", full)
+    with pytest.raises(UserError, match=r"^output_dir: cannot write in '.*runs/one' \(No space left on device\)"):
+        begin(recipe())
+    assert not Path("runs").exists()
