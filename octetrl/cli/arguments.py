@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import typer
 
-from octetrl.cli.check_cluster import worker_problems
-from octetrl.config.cluster import ClusterConfig, cluster_problems
+from octetrl.config.cluster import ClusterConfig, cluster_problems, local_lack
 from octetrl.config.limits import MOST_GPUS
 from octetrl.config.schema import Precision
 from octetrl.system.errors import UserError
@@ -42,19 +42,17 @@ Address = Annotated[
 ]
 
 
-OPTIONS = {  # words about a recipe, longer ones first: those about options
-    "or rollout.learn_beside_tail: false": "or leave --learn-beside-tail out",
-    "rollout.learn_beside_tail": "--learn-beside-tail",
-    "cluster.max_staleness": "--max-staleness",
-    "cluster.weights_in_flight": "--weights-in-flight",
-    "cluster.tensor_parallel": "--tensor-parallel",
-    "cluster.gradients": "--gradients",
-    "cluster.address": "--address",
-    "cluster.gpus": "--gpus",
-    "cluster.cpus": "--cpus",
-    "trainer.gradients": "--gradient-sums",
-    "trainer.weight_codes": "--weight-codes",
-}
+OPTIONS = {"cluster.address": "--address", "cluster.gpus": "--gpus", "cluster.cpus": "--cpus"}
+
+
+def worker_problems(cluster: ClusterConfig) -> Iterator[str]:
+    """What `octetrl train` would refuse on this machine."""
+    if cluster.starts_ray and cluster.num_gpus:
+        import torch
+
+        lack = local_lack(cluster, torch.cuda.device_count())
+        if lack is not None:
+            yield lack
 
 
 def cluster_section(device: str, gpus: int | None, cpus: int | None, address: str | None) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from octetrl.cli.arguments import worker_problems
 from octetrl.cli.bench_table import print_rows
 from octetrl.cli.check import largest_part, policy_problems
-from octetrl.cli.check_cluster import worker_problems
-from octetrl.cli.check_device import find_device, missing_fp8, missing_gpu
+from octetrl.cli.check_machine import find_device, missing_fp8, missing_gpu
 from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.usage import Command
 from octetrl.config.load import load_recipe

@@ -2,60 +2,72 @@
 
 The shape comes from config.json, the device from nvidia-smi. Torch only counts the GPUs for several workers. A recipe
 for a machine elsewhere is checked with that machine's memory: `--memory-gib 140`. Quick checks come first: if names
-or sizes are wrong, no tokenizer is waited for and no score is called.
+or sizes are wrong, no tokenizer is waited for and no score is called. `--eval` checks an evaluation by a server
+(`engine.backend: openai`), of which nothing is asked. `--sample N` draws N answers and shows them with their rewards.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octetrl.cli.arguments import Overrides, RecipePath
-from octetrl.cli.check_backend import PLANNED, backend_lines, backend_problems_here
-from octetrl.cli.check_cluster import weight_problems, worker_lines, worker_problems
-from octetrl.cli.check_device import Device, find_device, missing_fp8, missing_gpu
-from octetrl.cli.check_environments import environment_lines
-from octetrl.cli.check_files import file_problems, start_tokenizer
-from octetrl.cli.check_lines import print_lines
-from octetrl.cli.check_memory import MemoryPlan, memory_lines
-from octetrl.cli.check_rehearsal import refuse_problems, rehearsal_problems
-from octetrl.cli.check_sample import refuse_sample, show_sample
-from octetrl.cli.check_server import check_server
-from octetrl.cli.check_workers import role_sections, worker_memory_lines
+from octetrl.cli.arguments import Overrides, RecipePath, worker_problems
+from octetrl.cli.check_files import content_problems, environment_lines, file_problems, start_tokenizer
+from octetrl.cli.check_machine import (
+    PLANNED,
+    Device,
+    backend_lines,
+    backend_problems_here,
+    find_device,
+    missing_fp8,
+    missing_gpu,
+    weight_problems,
+    worker_lines,
+)
+from octetrl.cli.check_memory import MemoryPlan, memory_lines, role_sections, worker_memory_lines
 from octetrl.cli.fitting import Change
+from octetrl.cli.terminal import print_lines
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
+from octetrl.config.openai import OpenaiConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import spec_problems
+from octetrl.config.validate_backend import without_effect
 from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.config.validate_speculation import drafts_without_effect
 from octetrl.config.validate_tail import describe_tail
+from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_measured, why_no_fixed_order
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
-from octetrl.models.families import spec_from_config
+from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.folder.layout import RECIPE_FILE
 from octetrl.run.model_source import is_of_hub
 from octetrl.run.own_objective import try_objective
 from octetrl.run.recipe_model import with_found_model
+from octetrl.run.rehearsal import rehearse
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.blocks import StackedLinearLayout
 from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec, largest_cut
 from octetrl.system.errors import UserError
+from octetrl.system.text import counted, escaped
+from octetrl.telemetry.sample_texts import said_in
 from octetrl.workers.model_shape import model_spec, preset_of_missing
+
+if TYPE_CHECKING:
+    from octetrl.records import Rollout
 
 MANY_TOKENS = 1 << 17  # of a micro-batch; more are no advice
 SMALLEST_GIB, LARGEST_GIB = 0.001, 1e6  # of --memory-gib: a petabyte is no device's, infinity no number of bytes
-
-
 MemoryGib = Annotated[
     float | None,
     typer.Option("--memory-gib", help="Plan for a GPU with this much memory; 0.001 to 1,000,000.", show_default=False),
@@ -65,6 +77,7 @@ Sample = Annotated[
     typer.Option("--sample", min=1, max=1000, help="Draw this many answers and show them with their rewards."),
 ]
 Evaluates = Annotated[bool, typer.Option("--eval", help="Check an evaluation by a server (engine.backend=openai).")]
+MOST_CHARACTERS = 600  # of a prompt or an answer: its end is left out
 
 
 def check(
@@ -81,13 +94,13 @@ def check(
         )
     overrides = overrides or []
     if evaluates:
-        check_server(recipe, overrides, only=memory_gib is None and sample is None)
+        _check_server(recipe, overrides, only=memory_gib is None and sample is None)
         return
     resolved = load_recipe(recipe, overrides)
     search_beside(recipe)
     resolved, model_problem = _with_model(resolved)
     if sample is not None:
-        refuse_sample(resolved, elsewhere=memory_gib is not None)
+        _refuse_sample(resolved, elsewhere=memory_gib is not None)
     problems: list[str] = []
     if model_problem is not None:
         problems.append(model_problem)
@@ -114,10 +127,10 @@ def check(
         if problems:
             print_lines("rehearsal", iter([("not tried", "tasks, tokenizer and score; the problems below come first")]))
             _refuse(recipe, problems, too_large)
-        problems = _try_out(resolved, spec, tokenizer)
-    _refuse(recipe, problems, too_large)
+        problems = [*_own_objective(resolved), *_rehearsal_problems(resolved, spec, tokenizer)]
+    _refuse(recipe, list(dict.fromkeys(problems)), too_large)
     if sample is not None:
-        refuse_problems(recipe, show_sample(resolved, sample))
+        _refuse_problems(recipe, _show_sample(resolved, sample))
     typer.echo("no problems")
 
 
@@ -150,11 +163,6 @@ def _plan(
         return problems, plan.problem(is_allowed)
     except UserError as error:
         return [*problems, str(error)], None
-
-
-def _try_out(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> list[str]:
-    """Load tokenizer, tasks and modules, call the score, and show what it gives. Returns what is wrong."""
-    return list(dict.fromkeys([*_own_objective(recipe), *rehearsal_problems(recipe, spec, tokenizer)]))
 
 
 def policy_problems(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> list[str]:
@@ -200,7 +208,7 @@ def _refuse(recipe: str, problems: Sequence[str], too_large: str | None) -> None
     if too_large is not None and not problems:
         typer.echo(f"octetrl: {recipe}: {too_large}", err=True)
         raise typer.Exit(1)
-    refuse_problems(recipe, [*problems, too_large] if too_large is not None else problems)
+    _refuse_problems(recipe, [*problems, too_large] if too_large is not None else problems)
 
 
 def largest_part(recipe: Recipe, spec: ModelSpec) -> ModelSpec:
@@ -331,3 +339,129 @@ def _share(linears: Sequence[LinearFormat], side: Side) -> str:
     formats = [linear.rollout if side == "rollout" else linear.train for linear in linears]
     count = formats.count("fp8")
     return formats[0] if count in (0, len(formats)) else f"fp8 in {count} of {len(formats)}"
+
+
+def _check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
+    """Show what an evaluation of the recipe asks of its server and what is promised. Raises UserError for problems.
+
+    only: no other option was given."""
+    recipe = load_recipe(path, overrides, training=False)
+    server = recipe.engine.openai
+    if recipe.engine.backend != "openai" or server is None or not only:
+        raise UserError(
+            "--eval: it checks an evaluation by a server; give engine.backend=openai with its engine.openai.base_url"
+            " and engine.openai.model, without --sample and --memory-gib; leave --eval out for any other recipe"
+        )
+    search_beside(path)
+    problems = list(lacking(server, "engine.openai"))
+    spec, named = None, recipe
+    if server.answers == "tokens":
+        try:
+            named = with_found_model(recipe, weights=False)
+            spec = load_spec(str(named.model.path)) if named.model.preset is None else None
+        except UserError as error:
+            problems.append(str(error))
+    tokenizer, wrong_files = start_tokenizer(named, spec) if server.answers == "tokens" else (None, None)
+    with tokenizer or nullcontext():
+        problems += [] if wrong_files is None else [wrong_files]
+        problems += file_problems(_without_weights(recipe), None)
+        print_lines("evaluation", server_lines(recipe, server, imports=not problems))
+        _refuse_problems(path, problems)
+        problems = _rehearsal_problems(_without_weights(recipe), None, tokenizer)
+    _refuse_problems(path, list(dict.fromkeys(problems)))
+    typer.echo("no problems")
+
+
+def _without_weights(recipe: Recipe) -> Recipe:
+    """The recipe of which no weights are looked for."""
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"init": "random", "lora": None})})
+
+
+def server_lines(recipe: Recipe, server: OpenaiConfig, *, imports: bool) -> Iterator[tuple[str, str]]:
+    """What is asked of the server, and what holds for its answers. imports: also what the environment's code says."""
+    yield "rollout backend", f"{server.name}, up to {server.concurrency} requests in flight"
+    unread = without_effect(recipe)
+    if unread is not None:
+        yield "warning", unread
+    yield "weights", "the server's own; none are loaded here and none are published"
+    if server.answers == "tokens":
+        folder = recipe.model.tokenizer or recipe.model.path
+        yield "answers", f"token ids and log-probs; tokenizer and chat template of {folder}"
+        yield "log-probs", "of the sampled tokens, as the server computes them"
+    else:
+        yield "answers", "text; the server applies its own chat template, and counts its tokens"
+        yield "log-probs", "none, and no token ids: environments with several turns are refused"
+    yield "parity", "measured: no weights are compared, and no log-probs with a trainer's"
+    yield "training", "refused with this backend"
+    evaluation = recipe.evaluation
+    yield "sampling", f"{evaluation.samples} a task, temperature {evaluation.temperature:g}"
+    key = server.api_key_variable
+    yield "key", "none is sent" if key is None else f"of the environment variable {key}"
+    wait = f"{server.timeout_seconds:g} s for each answer, {server.retries} retries from {server.backoff_seconds:g} s"
+    yield "limits", wait
+    yield from environment_lines(recipe, imports=imports)
+
+
+def _rehearsal_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> list[str]:
+    """Load tokenizer, tasks and modules, call the score, and show what it gives. Returns what is wrong."""
+    problems = list(content_problems(recipe, spec, tokenizer))
+    rehearsal = rehearse(recipe, tokenizer)
+    problems += rehearsal.problems
+    try:
+        if tokenizer is not None:
+            tokenizer.wait()
+    except UserError as error:
+        problems.append(str(error))
+    print_lines("rehearsal", iter(rehearsal.lines))
+    return problems
+
+
+def _refuse_problems(recipe: str, problems: Sequence[str]) -> None:
+    """Raise UserError if there are any. recipe: its name."""
+    if len(problems) == 1:
+        raise UserError(f"{recipe}: {problems[0]}")
+    if problems:
+        raise UserError("\n  ".join([f"{recipe}: {len(problems)} problems", *problems]))
+
+
+def _refuse_sample(recipe: Recipe, elsewhere: bool) -> None:
+    """Raise UserError if no answers can be drawn here."""
+    if elsewhere:
+        raise UserError("--sample: it draws answers on this machine; leave --memory-gib out")
+    if recipe.algorithm.learns_from != "rollouts":
+        raise UserError(f"--sample: {recipe.algorithm.name} draws no answers; leave it out")
+
+
+def _show_sample(recipe: Recipe, number: int) -> list[str]:
+    """Draw `number` answers and print each with its prompt and reward. Returns what is wrong: none has a reward."""
+    from octetrl.run.sample import sample_answers
+
+    typer.echo(f"sample of {number}")
+    drawn = [group.rollouts[0] for group in sample_answers(recipe, number)]
+    for place, rollout in enumerate(drawn, start=1):
+        for line in _sample_lines(place, rollout):
+            typer.echo(line)
+    if any(rollout.reward is not None for rollout in drawn):
+        return []
+    statuses = Counter(rollout.status.value for rollout in drawn)
+    why = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
+    return [f"none of {counted(len(drawn), 'sampled answer')} has a reward ({why}); a run would end at its first step"]
+
+
+def _sample_lines(place: int, rollout: Rollout) -> Iterator[str]:
+    tokens = sum(len(turn.completion.token_ids) for turn in rollout.turns)
+    reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:g}"
+    yield f"  {place}. task {rollout.task.id}: {reward}, {rollout.status}, {counted(tokens, 'token')}"
+    if rollout.task.answer is not None:
+        yield f"     reference  {_shortened(rollout.task.answer)}"
+    yield f"     prompt     {_shortened(rollout.task.prompt)}"
+    for by, text in said_in(rollout):
+        yield f"     {by:<11}{_shortened(text)}"
+    if rollout.detail is not None:
+        yield f"     detail     {_shortened(rollout.detail)}"
+
+
+def _shortened(text: str) -> str:
+    """On one line, without control characters."""
+    line = escaped(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ...")
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)

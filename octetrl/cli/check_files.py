@@ -1,4 +1,6 @@
-"""What `octetrl check` finds wrong in the files, folders and modules that a recipe names."""
+"""What `octetrl check` finds wrong in files, folders and modules that a recipe names, and what it says of environments:
+their share of the tasks, rewards, tools and limits of several turns, and the sandbox.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from octetrl.cli.check_turns import check_turns
 from octetrl.cli.out_file import refuse_unmakeable
 from octetrl.config.algorithm import DistillConfig
+from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
-from octetrl.config.several_environments import alone, renamed
-from octetrl.config.validate_environment import FILES
+from octetrl.config.several_environments import alone, never_drawn, renamed
+from octetrl.config.validate_environment import FILES, refuse_for_turns
 from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
@@ -164,3 +167,89 @@ def _read_dataset(recipe: Recipe) -> None:
     if environment.kind == "python" and in_processes:
         for task in islice(built.tasks, TASKS_TRIED):
             check_sendable(task)
+
+
+def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
+    """Raise UserError for an incomplete environment, or one whose tools the model cannot call. tokenizer: None where
+    it is wrong itself, then tools are not checked."""
+    from octetrl.environments.turns.dialogue import check_environment, toolbox_of
+
+    environment = _dialogue(recipe)
+    if environment is None:
+        return
+    refuse_for_turns(recipe)
+    family = None
+    if toolbox_of(environment).tools:
+        if tokenizer is None:
+            return
+        family = tokenizer.tool_family()
+    replaced = recipe.environment.reward is not None or recipe.environment.judge is not None
+    has_scorer = replaced or hasattr(environment, "score")
+    check_environment(environment, family, has_scorer=has_scorer)
+
+
+def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """A line about the rollouts, if they have several turns."""
+    from octetrl.environments.turns.components import components_of
+    from octetrl.environments.turns.dialogue import toolbox_of
+
+    environment, turns = _dialogue(recipe), recipe.environment.turns
+    if environment is None:
+        return
+    weighted = [f"{one.weight:g} x {one.name}" for one in components_of(environment) if one.weight is not None]
+    if recipe.environment.reward is not None:
+        weighted = [recipe.environment.reward]
+    elif recipe.environment.judge is not None:
+        weighted = [f"the judge {recipe.environment.judge.model}"]
+    elif hasattr(environment, "score"):
+        weighted.append("score")
+    parts = [f"at most {turns.max_turns}", f"rewarded by {' + '.join(weighted)}"]
+    tools = toolbox_of(environment).tools
+    yield "turns", ", ".join([*parts, f"tools {', '.join(tools)}"] if tools else parts)
+
+
+def _dialogue(recipe: Recipe) -> Any:
+    """The recipe's environment, if it has several turns and can be loaded."""
+    from octetrl.environments.turns.dialogue import is_dialogue
+    from octetrl.run.environment import build_environment
+
+    given = recipe.environment
+    if given.dataset is None or (given.kind in ("reasoning_gym", *FILES) and not given.tools):
+        return None
+    try:
+        environment = build_environment(given)
+    except UserError:  # said where datasets are read
+        return None
+    return environment if is_dialogue(environment) else None
+
+
+def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, str]]:
+    """(name, text) of each environment. imports: whether modules of the user may be imported for it."""
+    total = sum(one.weight for one in recipe.environments.values())
+    for name, one in alone(recipe).items():
+        config = one.environment
+        if config.dataset is not None:
+            share = f"{recipe.environments[name].weight / total:.1%} of the tasks, " if name else ""
+            label = f"environment {name}" if name else "environment"
+            yield label, f"{config.kind} {config.dataset}, {share}{config.eval_size} tasks held out"
+            yield from turns_line(one) if imports else ()
+        if config.kind == "code" or "python" in config.tools:
+            yield from _sandbox(config.sandbox)
+    for line in never_drawn(recipe):
+        yield "warning", line
+
+
+def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
+    """The level in force, and what it does not protect from. Where there is none, the checks of files say so."""
+    from octetrl.environments.code.scorer import packages_line
+    from octetrl.process.sandbox import sandbox_for
+
+    try:
+        sandbox = sandbox_for(config)
+    except UserError:
+        return
+    yield "sandbox", f"level {sandbox.level}, {sandbox.interpreter.executable}; not protected from:"
+    for gap in sandbox.protection.gaps:
+        yield "", gap
+    if line := packages_line(config):
+        yield "warning", line

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
-from octetrl.cli.check_backend import backend_problems_here
-from octetrl.cli.check_device import find_device
+from octetrl.cli.check_machine import backend_problems_here, find_device
 from octetrl.config.cluster import one_worker
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe

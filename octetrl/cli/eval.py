@@ -1,26 +1,37 @@
 """`octetrl eval`: evaluates one or several runs and models on a recipe's tasks.
 
 The table has a row for each number and a column for each model. Means have 95% intervals. With several models, each
-further one has a column with its difference to the first, over the tasks that they share. `--out
-FILE.json` writes everything as JSON, with the outcome of every task. `--out FOLDER` also writes what was said
-(cli/eval_folder.py).
+further one has a column with its difference to the first, over the tasks that they share. `--out FILE.json` writes
+everything as JSON, with the outcome of every task. `--out FOLDER` also writes the answers, as `octetrl rollouts` and
+`octetrl report` read them:
+
+    eval.json                        all results, with the outcome of every task
+    config.yaml                      the recipe with every field resolved
+    metrics.jsonl                    one line: the numbers, under the checkpoint's step (0: no checkpoint)
+    rollouts/step_NNNNNN.jsonl       every completion (telemetry/rollouts.py)
+
+With several targets, the last three are in a folder for each, `1_NAME/`, `2_NAME/`, ...
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from octetrl.cli.eval_folder import is_json, refuse_folder, reserved, write_folder
-from octetrl.cli.loading import loading_pytorch
-from octetrl.cli.out_file import refuse_file, whole_file
+from octetrl.cli.out_file import refuse_file, refuse_unmakeable, whole_file, writes
+from octetrl.cli.terminal import loading_pytorch
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.load import load_recipe
 from octetrl.config.made_first import way_to_make
@@ -28,15 +39,15 @@ from octetrl.config.objective_settings import DatasetSettings
 from octetrl.environments.python_object import search_beside
 from octetrl.run.model_source import recipe_of_run, refuse_no_model
 from octetrl.system.errors import UserError, nearest_file, refuse_empty, runs_in
+from octetrl.system.folder_lock import folder_lock
+from octetrl.telemetry.intervals import LEVEL
+from octetrl.telemetry.sample_estimates import Estimate
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe
     from octetrl.telemetry.eval_report import EvalReport
-    from octetrl.telemetry.sample_estimates import Estimate
 
 WIDE = 240  # letters of a line that no terminal shows
-
-
 RecipeOption = Annotated[
     str | None,
     typer.Option(
@@ -47,8 +58,6 @@ RecipeOption = Annotated[
         show_default=False,
     ),
 ]
-
-
 OutOption = Annotated[
     str | None,
     typer.Option(
@@ -57,6 +66,16 @@ OutOption = Annotated[
         help="Write all results as JSON; into a folder with the answers, for `octetrl rollouts FOLDER`.",
     ),
 ]
+LABELS = {"accuracy": "accuracy", "reward_mean": "reward"}
+LENGTHS = {
+    "mean": "mean length",
+    "p50": "median length",
+    "p90": "90% of lengths",
+    "p99": "99% of lengths",
+    "max": "longest",
+}
+IN_ENVIRONMENT, MEAN = "accuracy in ", "mean of environments"
+Compared = Mapping[str, Mapping[str, Estimate]]  # by target: its differences to the first
 
 
 def evaluate(
@@ -110,8 +129,6 @@ def evaluate(
 
 def _show(reports: Mapping[str, EvalReport], recipe: str, resolved: Recipe, out: str | None) -> None:
     """Print the table, and write what `--out` asks for."""
-    from octetrl.cli.eval_table import report_table
-
     compared = _compared(reports)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -195,7 +212,6 @@ def _without_held_out(recipe: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _compared(reports: Mapping[str, EvalReport]) -> dict[str, Mapping[str, Estimate]]:
-    from octetrl.cli.eval_table import accuracy_of
     from octetrl.telemetry.eval_report import differences
 
     (_, baseline), *others = reports.items()
@@ -293,3 +309,151 @@ def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tas
         _refuse_other_file(Path(out))
     elif out is not None:
         refuse_folder(out)
+
+
+def is_json(out: str) -> bool:
+    """Whether `--out` names one file of results."""
+    return Path(out).suffix == ".json"
+
+
+def refuse_folder(out: str) -> None:
+    """Raise UserError if `out` can't be the folder of an evaluation."""
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        what = "holds files already" if path.is_dir() else "is a file"
+        raise UserError(f"--out: '{out}' {what}; give a new folder, or a file such as eval.json")
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    refuse_unmakeable("--out", missing[-1] if missing else path)
+
+
+@contextmanager
+def reserved(out: str) -> Iterator[Path]:
+    """The folder, created, and locked against another evaluation until the end. If it stays empty, it is removed again.
+
+    Raises UserError."""
+    folder = Path(out)
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    with ExitStack() as stack:
+        with writes("--out", folder, "folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not stack.enter_context(folder_lock(folder)):
+                raise UserError(f"--out: another evaluation is writing '{out}'; give a new folder")
+        stack.callback(_remove_empty, missing)
+        refuse_folder(out)  # an evaluation may have ended meanwhile
+        yield folder
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """The innermost first, up to one that is not empty."""
+    with suppress(OSError):
+        for one in folders:
+            one.rmdir()
+
+
+def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport], results: str) -> None:
+    """Write an evaluation. `results`: the JSON of all. If that fails, as on a full disk, nothing of it stays."""
+    from octetrl.config.load import dump_recipe
+    from octetrl.telemetry.rollouts import ROLLOUTS, write_rollouts
+
+    aside = folder / f".{os.getpid()}.partial"
+    with writes("--out", folder, "folder"):
+        aside.mkdir()
+        try:
+            for place, (target, report) in enumerate(reports.items(), start=1):
+                name = re.sub(r"[^\w.@-]+", "_", Path(target).resolve().name)
+                of_target = aside if len(reports) == 1 else aside / f"{place}_{name}"
+                (of_target / ROLLOUTS).mkdir(parents=True)
+                write_rollouts(of_target / ROLLOUTS, report.step, report.groups)
+                row = json.dumps({"step": report.step, **report.metrics})
+                (of_target / "metrics.jsonl").write_text(row + "\n", encoding="utf-8")
+                (of_target / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+            (aside / "eval.json").write_text(results, encoding="utf-8")
+            for written in sorted(aside.iterdir()):
+                written.rename(folder / written.name)
+        finally:
+            shutil.rmtree(aside)
+
+
+def report_table(reports: Mapping[str, EvalReport], compared: Compared) -> Table:
+    """One column per target, in their order. Rows without a value are left out."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("")
+    columns: list[Mapping[str, str]] = []
+    for target, report in reports.items():
+        table.add_column(Text(_short(target, reports)), overflow="fold")
+        columns.append(_cells(report))
+        if target in compared:
+            table.add_column("less the first")
+            columns.append({_label(name): _difference(estimate) for name, estimate in compared[target].items()})
+    for label in _labels(reports.values()):
+        table.add_row(label, *(Text(column.get(label, "")) for column in columns))
+    table.caption, table.caption_justify = Text(_caption(list(reports.values()), bool(compared))), "left"
+    return table
+
+
+def accuracy_of(environment: str) -> str:
+    """The label of one of several environments."""
+    return f"{IN_ENVIRONMENT}{environment}"
+
+
+def _caption(reports: list[EvalReport], is_compared: bool) -> str:
+    note = f"means of {reports[0].tasks:,} tasks and [their {LEVEL:.0%} intervals]"
+    if reports[0].by_environment:
+        note += f"; accuracy counts every task once, the {MEAN} every environment once"
+    if is_compared:
+        note += "; * marks a difference whose interval excludes 0"
+    says_answers = any("maj_at" in name for report in reports for name in report.estimates)
+    if any(k > 1 for k in reports[0].scoring.ks) and not says_answers:
+        note += "; no maj@k: the scorer does not return the answer"
+    return note
+
+
+def _cells(report: EvalReport) -> dict[str, str]:
+    cells = {"accuracy": "none: no completion could be scored"}
+    cells |= {_label(name): _interval(estimate, report.tasks) for name, estimate in report.estimates.items()}
+    counts = {str(status): f"{count:,}" for status, count in report.counts.items() if count}
+    for name, of_name in report.by_environment.items():
+        accuracy = of_name.estimates.get("accuracy")
+        cells[accuracy_of(name)] = "none" if accuracy is None else _interval(accuracy, of_name.tasks)
+    if report.mean_of_environments is not None:
+        cells[MEAN] = f"{report.mean_of_environments:.4f}"
+    if report.lengths:
+        cells |= {label: f"{report.lengths[name]:,.0f}" for name, label in LENGTHS.items()}
+        counts["truncated"] = f"{counts.get('truncated', '0')} ({report.lengths['truncated_share']:.1%})"
+    return cells | counts | {"tokens/s": f"{report.tokens_per_second:,.0f}"}
+
+
+def _labels(reports: Iterable[EvalReport]) -> list[str]:
+    """All labels, in the order shown: estimates with k rising, lengths, statuses, speed."""
+    labels = [label for report in reports for label in _cells(report)]
+    ranks = ["accuracy", IN_ENVIRONMENT, MEAN, "reward", "pass", "maj", *LENGTHS.values(), "truncated"]
+
+    def rank(label: str) -> tuple[int, int]:
+        family, _, k = label.partition("@")
+        family = IN_ENVIRONMENT if label.startswith(IN_ENVIRONMENT) else family
+        return (ranks.index(family) if family in ranks else len(ranks) + (label == "tokens/s"), int(k or 0))
+
+    return sorted(dict.fromkeys(labels), key=rank)
+
+
+def _short(target: str, targets: Iterable[str]) -> str:
+    """The last part of the target's path, if no other target has the same. A server is named whole."""
+    if "://" in target:
+        return target
+    name = Path(target).name
+    return target if [Path(other).name for other in targets].count(name) > 1 or not name else name
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name, name.replace("_at_", "@"))
+
+
+def _interval(estimate: Estimate, tasks: int) -> str:
+    over = "" if estimate.tasks == tasks else f" over {estimate.tasks:,}"
+    ends = "" if estimate.low == estimate.high else f" [{estimate.low:.3f}, {estimate.high:.3f}]"  # equal rewards
+    return f"{estimate.mean:.4f}{ends}{over}"
+
+
+def _difference(estimate: Estimate) -> str:
+    mark = " *" if estimate.low > 0 or estimate.high < 0 else ""
+    return f"{estimate.mean:+.4f} [{estimate.low:+.3f}, {estimate.high:+.3f}]{mark}"

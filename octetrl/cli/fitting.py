@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice
 from typing import Any
 
-from octetrl.cli.check_turns import turns_line
+from octetrl.cli.check_files import turns_line
 from octetrl.config.memory import MemoryEstimate
 from octetrl.config.schema import LoraConfig, OptimizerConfig, Recipe
 from octetrl.config.section import Section

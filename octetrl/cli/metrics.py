@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octetrl.cli.check_lines import LEAST_WIDTH
+from octetrl.cli.terminal import LEAST_WIDTH
 from octetrl.system.errors import UserError, nearest
 
 if TYPE_CHECKING:

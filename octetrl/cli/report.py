@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from octetrl.cli.check_lines import terminal_columns
 from octetrl.cli.out_file import refuse_file, whole_file
+from octetrl.cli.terminal import terminal_columns
 from octetrl.run.folder.layout import REPORT
 from octetrl.system.errors import UserError, refuse_empty
 from octetrl.system.text import ESCAPE

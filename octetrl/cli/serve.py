@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
-from octetrl.cli.loading import loading_pytorch
+from octetrl.cli.terminal import loading_pytorch
 from octetrl.run.model_source import refuse_no_model
 from octetrl.system.errors import UserError
 

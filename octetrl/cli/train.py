@@ -11,7 +11,7 @@ import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.ctrl_c import Stopped
-from octetrl.cli.loading import loading_pytorch
+from octetrl.cli.terminal import loading_pytorch
 from octetrl.config.load import is_of_run, load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from octetrl.cli.check import check
 from octetrl.cli.main import OF_A_PATH, run_command
-from octetrl.cli.rollouts_view import RolloutsView
+from octetrl.cli.rollouts import RolloutsView
 from octetrl.config.data import DataSource
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.data.mixture import Mixture, read_source

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octetrl.cli.check_turns import check_turns
+from octetrl.cli.check_files import check_turns
 from octetrl.cli.main import run_command
 from octetrl.config.load import load_recipe
 from octetrl.fp8.policy import tokens_that_pay

@@ -139,7 +139,7 @@ def test_one_worker_above_a_device_that_several_share(capsys: pytest.CaptureFixt
 def test_the_memory_of_this_machine_says_nothing_about_runs_on_gpus(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octetrl.cli.check_device._first_gpu", lambda: None)
+    monkeypatch.setattr("octetrl.cli.check_machine._first_gpu", lambda: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("os.sysconf", lambda name: 1 << 17 if name == "SC_PHYS_PAGES" else 1 << 16)  # 8 GiB
     for on_gpus, problem in ((VLLM, "engine.backend: vllm needs an NVIDIA GPU"), ("cluster.gpus=2", "cluster.gpus: 2")):

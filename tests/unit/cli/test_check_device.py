@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.cli.check_device import Device, find_device, missing_fp8
+from octetrl.cli.check_machine import Device, find_device, missing_fp8
 from octetrl.cli.main import run_command
 from octetrl.shapes.presets import preset_config
 from tests.unit.config.test_validate import recipe_with

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.cli.check_device import Device
-from octetrl.cli.check_memory import MemoryPlan
-from octetrl.cli.check_workers import role_sections
+from octetrl.cli.check_machine import Device
+from octetrl.cli.check_memory import MemoryPlan, role_sections
 from octetrl.cli.main import run_command
 from octetrl.config.memory import MemoryEstimate, ScalarModel
 from tests.unit.cli.test_fitting import plan, problem, ways

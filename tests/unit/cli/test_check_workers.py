@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.cli.check_cluster import worker_lines
-from octetrl.cli.check_device import Device
-from octetrl.cli.check_lines import wrapped
-from octetrl.cli.check_memory import MemoryPlan, memory_lines
-from octetrl.cli.check_workers import kept_cache_lines, weight_buffer_lines, worker_memory_lines
+from octetrl.cli.check_machine import Device, worker_lines
+from octetrl.cli.check_memory import (
+    MemoryPlan,
+    kept_cache_lines,
+    memory_lines,
+    weight_buffer_lines,
+    worker_memory_lines,
+)
+from octetrl.cli.terminal import wrapped
 from octetrl.config.memory import MemoryEstimate
 from octetrl.config.schema import ClusterConfig, MismatchConfig, ModelConfig, Recipe
 from tests.unit.cli.test_fitting import plan

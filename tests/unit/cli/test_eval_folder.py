@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.cli.eval_folder import reserved, write_folder
+from octetrl.cli.eval import reserved, write_folder
 from octetrl.cli.main import run_command
 from octetrl.config.load import load_recipe
 from octetrl.system.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.cli.check_device import Device
+from octetrl.cli.check_machine import Device
 from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.fitting import Change, fits
 from octetrl.cli.main import run_command

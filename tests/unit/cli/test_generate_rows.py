@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.cli.generate_rows import conversation_lines, prompt_of, read_rows, result_lines
+from octetrl.cli.generate import conversation_lines, prompt_of, read_rows, result_lines
 from octetrl.cli.main import run_command
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.schema import RolloutConfig

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octetrl.cli.eval_table import report_table
-from octetrl.cli.generate_answers import completions_text
+from octetrl.cli.eval import report_table
+from octetrl.cli.generate import completions_text
 from octetrl.cli.main import run_command
 from octetrl.cli.out_file import whole_file
 from octetrl.records import (

@@ -8,11 +8,9 @@ from typing import Any, get_args
 
 import pytest
 
-from octetrl.cli.check_backend import backend_lines, backend_problems_here
-from octetrl.cli.check_device import Device
-from octetrl.cli.check_memory import MemoryPlan
-from octetrl.cli.check_server import server_lines
-from octetrl.cli.check_workers import weight_buffer_lines
+from octetrl.cli.check import server_lines
+from octetrl.cli.check_machine import Device, backend_lines, backend_problems_here
+from octetrl.cli.check_memory import MemoryPlan, weight_buffer_lines
 from octetrl.config.backends import TRAITS
 from octetrl.config.memory import estimate_memory
 from octetrl.config.schema import EngineConfig, Recipe

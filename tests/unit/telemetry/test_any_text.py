@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from octetrl.cli.main import run_command
-from octetrl.cli.rollouts_view import RolloutsView
+from octetrl.cli.rollouts import RolloutsView
 from octetrl.environments.base import Taskset
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run.report import leave_report

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from octetrl.cli.eval_table import report_table
+from octetrl.cli.eval import report_table
 from octetrl.records import METRIC_NAME as NAME
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.telemetry.eval_report import EvalReport, Scoring, differences

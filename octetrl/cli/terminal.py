@@ -1,18 +1,23 @@
-"""How `octetrl check` prints a section: a title, and a name and a text on each line.
+"""Lines on a terminal: a section with a name and a text on each line, and one while PyTorch is imported.
 
 On a terminal a text that is too long for it continues below its own beginning. A pipe gets it on one line.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import typer
 
+from octetrl.system.imports import uncollected
+
 LEAST_WIDTH = 30  # of a text; a narrower terminal breaks it itself
+LOADING = "  loading PyTorch"
 
 
 def terminal_columns() -> int | None:
@@ -40,3 +45,17 @@ def wrapped(text: str, room: int | None) -> list[str]:
     if room is None or room < LEAST_WIDTH or len(text) <= room:
         return [text]
     return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+
+
+@contextmanager
+def loading_pytorch() -> Iterator[None]:
+    """Within, a terminal shows the line; afterwards nothing of it is left. A pipe gets nothing."""
+    shows = "torch" not in sys.modules and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if shows:
+        print(LOADING, end="\r", file=sys.stderr, flush=True)
+    try:
+        with uncollected():
+            yield
+    finally:
+        if shows:
+            print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
