@@ -11,7 +11,7 @@ from typing import Any
 from octetrl.api.python_words import python_words
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
-from octetrl.environments.given import Given
+from octetrl.environments.python_object import Given
 from octetrl.run.evaluate import evaluate_checkpoint
 from octetrl.run.export import export_run
 from octetrl.run.folder.layout import RECIPE_FILE

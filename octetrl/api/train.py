@@ -2,7 +2,7 @@
 
 Everything becomes a recipe, so that the run's folder, its checks and its results are those of `octetrl train`. What no
 recipe can hold (a notebook's function, a list of tasks, an environment) is named there as `given:NAME`, and the object
-is passed beside the recipe (environments/given.py).
+is passed beside the recipe (environments/python_object.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from octetrl.config.schema import Precision, Recipe
 from octetrl.config.several_environments import alone, errors_named
 from octetrl.config.validate_environment import FILES
 from octetrl.environments.base import HasTasks, TaskEnvironment
-from octetrl.environments.given import MODULE, can_run_elsewhere, given_name, importable_name
-from octetrl.environments.jsonl import ExactScorer
+from octetrl.environments.python_object import MODULE, can_run_elsewhere, given_name, importable_name
+from octetrl.environments.rewards import ExactScorer
 from octetrl.environments.trl_rewards import TrlReward, has_trl_form
 from octetrl.records import Task
 from octetrl.system.errors import UserError, type_of
@@ -109,7 +109,7 @@ def train(
             with errors_named(name):
                 given[dataset] = _environment(given[dataset], one)
 
-    from octetrl.run.early import refuse_early
+    from octetrl.run.quick_refusals import refuse_early
 
     refuse_early(resolved, resume=resume)
     from octetrl.api.finished_run import FinishedRun

@@ -19,8 +19,8 @@ from octetrl.config.validate_environment import FILES, refuse_for_turns
 from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
-from octetrl.run.early import missing_files, unknown_metric
 from octetrl.run.folder.layout import RECIPE_FILE, refuse_records, refuse_unwritable
+from octetrl.run.quick_refusals import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling
@@ -190,7 +190,7 @@ def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
 
 def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """A line about the rollouts, if they have several turns."""
-    from octetrl.environments.turns.components import components_of
+    from octetrl.environments.turns.conversation import components_of
     from octetrl.environments.turns.dialogue import toolbox_of
 
     environment, turns = _dialogue(recipe), recipe.environment.turns

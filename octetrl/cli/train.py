@@ -15,8 +15,8 @@ from octetrl.cli.terminal import loading_pytorch
 from octetrl.config.load import is_of_run, load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
-from octetrl.run.early import refuse_early
 from octetrl.run.folder.allowed_changes import CONTENT
+from octetrl.run.quick_refusals import refuse_early
 from octetrl.system.errors import RunFailed, Terminated, UserError
 
 

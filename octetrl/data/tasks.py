@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from octetrl.data.rows import Row, find_value, read_rows, required_text
-from octetrl.environments.answers import extract_answer
+from octetrl.environments.rewards import extract_answer
 from octetrl.records import Task
 from octetrl.system.errors import UserError, nearest
 from octetrl.system.json_file import kind_of

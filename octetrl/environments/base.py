@@ -1,4 +1,4 @@
-"""The interface of an environment, and the order of its tasks.
+"""The interface of an environment, its tasks and their order.
 
 An environment has tasks, and a score for a completion of a task. Any object with the attributes `tasks` and `score` is
 an environment (`examples/custom_environment.py` is one in ten lines). `TaskEnvironment` combines given tasks and a
@@ -8,7 +8,8 @@ A `Taskset` returns training tasks in an endless seeded order (`environments/ord
 prompts as an uninterrupted one. Held-out tasks are chosen first. A training task with the same prompt as a held-out
 task is skipped. Prompts are compared and not ids, because a small generated dataset repeats prompts under many indices.
 
-Tasks may be generated on access (`environments/reasoning_gym.py`), so nothing here iterates over all of them.
+Tasks may be generated on access (`MadeTasks`), so nothing here iterates over all of them. A task of one of several
+environments (`NamedTask`) names its environment, and has an id of its own among all tasks.
 """
 
 from __future__ import annotations
@@ -16,17 +17,68 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
-from octetrl.environments.made_tasks import expect_tasks
 from octetrl.environments.order import EndlessOrder
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 from octetrl.system.text import to_utf8
+
+
+@dataclass(frozen=True)
+class MadeTasks(Sequence[Task]):
+    """`size` tasks; number `index` is `make(index)`, the same each time."""
+
+    size: int
+    make: Callable[[int], Task]
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self.make(place) for place in range(*index.indices(self.size))]
+        if not 0 <= index < self.size:
+            raise IndexError(f"task {index} of {self.size}")
+        return self.make(index)
+
+
+def expect_tasks(tasks: Sequence[Task], indices: Iterable[int]) -> None:
+    """Say which tasks are asked for next, in order. A `make` with a method `expect` may then create several at once."""
+    expect = getattr(tasks.make, "expect", None) if isinstance(tasks, MadeTasks) else None
+    if expect is not None:
+        expect(indices)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTask(Task):
+    """`own` is the task as its environment made it. Scores and replies receive that one.
+
+    Example: named(Task("17", "3 + 4 =", "7"), "sums") has the id "sums/17" and the environment "sums"
+    """
+
+    own: Task = field(kw_only=True)
+
+
+def named(task: Task, environment: str) -> NamedTask:
+    """`task` of the environment with this name."""
+    return NamedTask(
+        f"{environment}/{task.id}", task.prompt, task.answer, task.metadata, own=task, environment=environment
+    )
+
+
+def own_task(task: Task) -> Task:
+    """The task as its environment made it."""
+    return task.own if isinstance(task, NamedTask) else task
+
 
 Scorer = Callable[[Task, str], float]
 LARGEST_REWARD = 1e18  # its square is still a finite float32

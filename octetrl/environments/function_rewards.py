@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from octetrl.environments.base import Scorer
-from octetrl.environments.reward_times import Patience, RewardTimes
 from octetrl.environments.score import CheckedScorer, Score
+from octetrl.environments.scoring_round import Patience, RewardTimes
 from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.records import RolloutStatus, Task
 

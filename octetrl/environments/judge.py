@@ -28,9 +28,8 @@ from typing import Any, Self
 from octetrl.config.judge import JudgeConfig
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.environments.base import LARGEST_REWARD
-from octetrl.environments.reward_times import RewardTimes
 from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import Key, score_all
+from octetrl.environments.scoring_round import Key, RewardTimes, score_all
 from octetrl.records import RolloutStatus, Task
 
 _REMEMBERED = 100_000

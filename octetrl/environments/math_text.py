@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from octetrl.environments.answers import extract_answer
+from octetrl.environments.rewards import extract_answer
 
 _TAIL = 4000  # characters at the end that are searched if there is neither box nor marker
 

@@ -1,27 +1,100 @@
-"""Loads the object that a recipe names as `module:name`, also from the working directory. Errors are one line.
+"""Objects that the user wrote: named in a recipe as `module:name`, or passed to a run in Python. Errors are one line.
 
-A reward (`environment.reward`) is a function. An environment (`environment.kind: python`) is an object, or a class
-without arguments. A module can do anything when it is imported: hang, crash, or end its process. After `os._exit(0)`
-the run would even look as if it had finished. So a module that the run must import is first imported in a separate
-process. Rewards are imported only in their workers.
+**Named.** A reward (`environment.reward`) is a function. An environment (`environment.kind: python`) is an object, or a
+class without arguments. A module can do anything when it is imported: hang, crash, or end its process. After
+`os._exit(0)` the run would even look as if it had finished. So a module that the run must import is first imported in a
+separate process. Rewards are imported only in their workers.
+
+**Passed.** A recipe is plain data, so it names an object that its caller passes as `given:NAME`. The run looks the name
+up in a mapping (`Given`) that comes with the recipe. Commands without such a mapping refuse the recipe. Such a reward
+runs in one of two places, depending on whether another process can import it:
+
+    a function or class at the top level of a module     in reward processes (environments/scoring.py)
+    a lambda, a closure, anything `__main__` defines      in this process (environments/function_rewards.py)
+
+A notebook's functions belong to `__main__`. A new process can't import them. Their code would have to be pickled, and
+no process here reads pickled code.
+
+**Checked.** An environment's attributes may be properties and its tasks may have any class, so each access may raise an
+exception or end the process. The checks cover what the run reads later. All tasks of a list are checked. In other
+sequences only some tasks are checked, because tasks may be created on access. Whatever this code changes for the whole
+process is put back.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
+import pickle
+import re
+import signal
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from octetrl.environments.base import Environment
-from octetrl.environments.foreign import OPTIONAL, check_tasks, result_of, unchanged_process
-from octetrl.environments.given import refuse_given
-from octetrl.environments.score_signature import check_call_with_conversation, check_signature
-from octetrl.environments.turns.components import components_of
+from octetrl.environments.score import check_call_with_conversation, check_signature
+from octetrl.environments.turns.conversation import components_of
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
-from octetrl.system.errors import UserError, error_line, nearest
+from octetrl.records import Task
+from octetrl.system.errors import Terminated, UserError, error_line, nearest, type_of
+
+MODULE = "given"
+Given = Mapping[str, Any]  # by the name in the recipe: {"given:right_number": <function>}
+
+
+def given_name(thing: object, name: str | None = None) -> str:
+    """How a recipe names `thing`, such as `given:right_number`. name: None: that of the function or class."""
+    name = name or getattr(thing, "__name__", None) or type(thing).__name__
+    return f"{MODULE}:{re.sub(r'[^A-Za-z0-9_]', '', name) or 'function'}"
+
+
+def is_given(path: str) -> bool:
+    """Whether `path` names an object that only the caller of `octetrl.train` has."""
+    return path.partition(":")[0] == MODULE
+
+
+def refuse_given(field: str, path: str) -> None:
+    """Raises UserError if `path` names an object that only the caller of `octetrl.train` has."""
+    if is_given(path):
+        raise UserError(
+            f"{field}: '{path}' was given to octetrl.train in Python, so this command can't find it; use the run in"
+            " Python, or put it into a module and name it as 'module:name'"
+        )
+
+
+def importable_name(thing: object) -> str | None:
+    """The `module:name` by which another process can import a function or class; None if it can't."""
+    module_name, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not isinstance(module_name, str) or not isinstance(name, str) or module_name == "__main__":
+        return None
+    module = sys.modules.get(module_name)
+    is_found = getattr(module, "__spec__", None) is not None and getattr(module, name, None) is thing
+    return f"{module_name}:{name}" if is_found else None
+
+
+def can_run_elsewhere(scorer: object) -> bool:
+    """Whether a reward process could load `scorer`: a function, a bound method or a callable object."""
+    if isinstance(scorer, functools.partial):
+        return can_run_elsewhere(scorer.func)
+    if inspect.isfunction(scorer) or inspect.isbuiltin(scorer):
+        return importable_name(scorer) is not None
+    if importable_name(type(getattr(scorer, "__self__", scorer))) is None:
+        return False
+    try:
+        return b"__main__" not in pickle.dumps(scorer)  # what it holds of this script is not in another process
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+
 
 LOAD_SECONDS = 120.0
 
@@ -153,3 +226,154 @@ def check_environment(environment: Any, path: str) -> None:
         if callable(function := getattr(environment, name, None)):
             check_call_with_conversation(function, f"environment.dataset: the {name} of '{path}'")
     check_tasks(environment, path)
+
+
+T = TypeVar("T")
+OPTIONAL = ("score", "answered", "start", "reply", "finish", "tools", "system_prompt")
+MOST_TASKS = 100_000_000  # their order is kept in memory
+_TRIED = 16  # of a sequence that is not a list
+
+
+def result_of(action: Callable[[], T], what: str) -> T:
+    """Call `action`, which runs the user's code, and return its result. Raises UserError if it raises any exception,
+    including SystemExit."""
+    try:
+        with unchanged_process():
+            return action()
+    except (UserError, Terminated):
+        raise
+    except SystemExit as error:
+        raise UserError(f"environment.dataset: {what} ends its process (sys.exit({error.code}))") from error
+    except KeyboardInterrupt as error:
+        if _may_be_ctrl_c(error):
+            raise
+        raise UserError(f"environment.dataset: {what} raises KeyboardInterrupt; fix the environment") from None
+    except Exception as error:  # the user's code may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"environment.dataset: {what} fails ({reason}); fix the environment") from error
+
+
+class ProcessState(NamedTuple):
+    """What the user's code may change for the whole process. dtype: torch's default, None before its import. stdout and
+    stderr may be replaced, but not by None."""
+
+    folder: str
+    dtype: Any
+    stdout: Any
+    stderr: Any
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        torch = sys.modules.get("torch")
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:  # somebody removed it
+            folder = "."
+        return cls(folder, torch and torch.get_default_dtype(), sys.stdout, sys.stderr)
+
+    def put_back(self) -> list[str]:
+        """Put back what was changed, and return it in words."""
+        found, changes = self.now(), []
+        if found.folder != self.folder:
+            os.chdir(self.folder)
+            changes.append(f"the working directory is '{found.folder}', was '{self.folder}': use absolute paths")
+        torch = sys.modules.get("torch")
+        if torch is not None and found.dtype != (dtype := self.dtype or torch.float32):
+            torch.set_default_dtype(dtype)
+            changes.append(f"torch's default dtype is {found.dtype}, was {dtype}: give each tensor its dtype")
+        for name in ("stdout", "stderr"):
+            if getattr(found, name) is None is not getattr(self, name):
+                setattr(sys, name, getattr(self, name))
+                changes.append(f"sys.{name} is None: leave it as it was")
+        return changes
+
+
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Put back what was changed for the whole process, and whether this thread computes gradients."""
+    before, torch = ProcessState.now(), sys.modules.get("torch")
+    computes_gradients = torch is None or torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        before.put_back()
+        if torch := sys.modules.get("torch"):
+            torch.set_grad_enabled(computes_gradients)
+
+
+class ForeignTasks(Sequence[Task]):
+    """Tasks of the user's environment, whose code runs at each access. `path`: the environment's name in the recipe."""
+
+    def __init__(self, tasks: Sequence[Task], path: str) -> None:
+        self._tasks, self._path = tasks, path
+
+    def __len__(self) -> int:
+        return result_of(lambda: len(self._tasks), f"'{self._path}': len(tasks)")
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, place: Any) -> Any:
+        return result_of(partial(getitem, self._tasks, place), f"'{self._path}': tasks[{place}]")
+
+
+def _may_be_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """False only if a Python handler is installed, because the handler would then have raised it."""
+    code = getattr(signal.getsignal(signal.SIGINT), "__code__", None)
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is code:
+            return True
+        trace = trace.tb_next
+    return code is None
+
+
+def check_tasks(environment: Any, path: str) -> None:
+    """Raises UserError for tasks that a run cannot use. path: the environment's name in the recipe."""
+    what = f"'{path}': "
+    tasks = result_of(lambda: environment.tasks, f"{what}reading its tasks")
+    has_places = hasattr(type(tasks), "__len__") and hasattr(type(tasks), "__getitem__")
+    if not has_places or isinstance(tasks, str | bytes | Mapping):
+        raise UserError(
+            f"environment.dataset: {what}its tasks are {type_of(tasks)}; give a list of Task, or another"
+            " sequence with a length and places"
+        )
+    number = result_of(lambda: len(tasks), f"{what}len(tasks)")
+    if number > MOST_TASKS:
+        raise UserError(
+            f"environment.dataset: {what}it has {number:,} tasks, at most {MOST_TASKS:,} can be; give fewer"
+        )
+    found = {}
+    if isinstance(tasks, list | tuple):
+        found = dict(enumerate(tasks))
+    elif number:
+        found = dict(enumerate(result_of(lambda: list(islice(tasks, _TRIED)), f"{what}reading its tasks in order")))
+        for place in sorted({number * eighth // 8 for eighth in range(8)} | {number - 1}):
+            found[place] = result_of(partial(getitem, tasks, place), f"{what}tasks[{place}]")
+    for place, task in found.items():
+        _check_task(task, f"environment.dataset: {what}tasks[{place}]")
+    repeated, times = next(iter(Counter(task.id for task in found.values()).most_common(1)), ("", 0))
+    if times > 1:
+        raise UserError(
+            f"environment.dataset: {what}{times} tasks have the id {repeated[:60]!r}; give each an id of its own"
+        )
+
+
+def _check_task(task: Any, where: str) -> None:
+    if not isinstance(task, Task):
+        raise UserError(f"{where} is {type_of(task)}, not a Task; give Task(id=..., prompt=...)")
+    for field, kinds, needed in (
+        ("id", str, "a text"),
+        ("prompt", str, "a text"),
+        ("answer", str | None, "a text or None"),
+        ("metadata", Mapping, "a mapping"),
+    ):
+        value = getattr(task, field)
+        if not isinstance(value, kinds):
+            raise UserError(f"{where}: its {field} is {type_of(value)}; give {needed}")
+    environment = getattr(task, "environment", None)
+    if not isinstance(environment, str) or environment:
+        raise UserError(
+            f"{where}: its environment is {environment!r}, but the run sets this field of a Task; leave it empty, and"
+            " give a field of your own another name"
+        )

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from octetrl.environments.base import Scorer
-from octetrl.environments.given import Given
-from octetrl.environments.python_object import check_path, import_object
-from octetrl.environments.score_signature import check_signature, place_of
+from octetrl.environments.python_object import Given, check_path, import_object
+from octetrl.environments.score import check_signature, place_of
 from octetrl.environments.trl_rewards import TrlRewards, has_trl_form
 from octetrl.records import Task
 from octetrl.system.errors import UserError, type_of

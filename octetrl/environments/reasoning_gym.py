@@ -6,7 +6,7 @@ random generator. So tasks are generated in one child process with a fixed hash 
 before each task. Every dataset then gives the same tasks in every run and after every resume. Tasks that are expected
 next are created by one call of the process: a call takes longer than to create a sum.
 
-The scorer receives the answer that `environment.answer_marker` finds (`environments/answers.py`), or None if there is
+The scorer receives the answer that `environment.answer_marker` finds (`environments/rewards.py`), or None if there is
 none; most datasets score None as 0, some as 0.01. A dataset may give partial credit, a score between 0 and 1.
 """
 
@@ -20,9 +20,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from octetrl.environments.answers import extract_answer
-from octetrl.environments.base import TaskEnvironment
-from octetrl.environments.made_tasks import MadeTasks
+from octetrl.environments.base import MadeTasks, TaskEnvironment
+from octetrl.environments.rewards import extract_answer
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.records import Task
 from octetrl.system.errors import UserError, nearest

@@ -1,11 +1,23 @@
 """Ready-made rewards that a recipe can name, for any environment whose tasks have an answer.
 
-environment: {dataset: chain_sum, reward: "octetrl.environments.rewards:last_number"}
+    environment: {dataset: chain_sum, reward: "octetrl.environments.rewards:last_number"}
+
+`ExactScorer` is the reward of prompts and answers from a file (data/tasks.py). It compares character by character; for
+any other comparison, write a reward function (`environments/python_reward.py`).
+
+`extract_answer` finds the answer in a completion, by the recipe's `environment.answer_marker`:
+
+    None         the whole completion
+    "####"       the text after the last "####"
+    "<answer>"   the text after the last "<answer>", up to "</answer>" (or the end, when it is not closed)
+
+The last marker counts, because a model may correct itself. White space around the answer is removed.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 
 from octetrl.records import Task
@@ -26,3 +38,30 @@ def last_number(task: Task, completion_text: str) -> float:
     if not numbers:
         return 0.0
     return float(Decimal(numbers[-1]) == Decimal(task.answer.translate(_SAME_SIGN).strip()))
+
+
+def extract_answer(completion_text: str, marker: str | None) -> str | None:
+    """The answer in `completion_text`; None when the marker does not occur. May be empty."""
+    if marker is None:
+        return completion_text.strip()
+    _, found, answer = completion_text.rpartition(marker)
+    if not found:
+        return None
+    if re.fullmatch(r"<\w+>", marker):
+        answer = answer.partition(f"</{marker[1:]}")[0]
+    return answer.strip()
+
+
+@dataclass(frozen=True)
+class ExactScorer:
+    """1.0 if the answer after `answer_marker` (None: the whole completion) equals `task.answer`, else 0.0."""
+
+    answer_marker: str | None = None
+
+    def __call__(self, task: Task, completion_text: str) -> float:
+        if task.answer is None:
+            raise ValueError(f"task '{task.id}' has no answer to compare with; give one, or a reward function")
+        return float(self.answered(task, completion_text) == task.answer.strip())
+
+    def answered(self, task: Task, completion_text: str) -> str | None:
+        return extract_answer(completion_text, self.answer_marker)

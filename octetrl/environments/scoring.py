@@ -31,9 +31,8 @@ from types import TracebackType
 from typing import Self
 
 from octetrl.environments.base import LARGEST_REWARD, Scorer
-from octetrl.environments.reward_times import Growth, Patience, RewardTimes
 from octetrl.environments.score import CheckedScorer, Score
-from octetrl.environments.scoring_round import Key, score_all
+from octetrl.environments.scoring_round import Growth, Key, Patience, RewardTimes, score_all
 from octetrl.process.callable_process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError

@@ -19,8 +19,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from octetrl.environments.chat_template import TEMPLATE_ERRORS, template_fails
 from octetrl.environments.tools import with_read_calls
+from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails
 from octetrl.records import Reply, Rollout, Task
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import (

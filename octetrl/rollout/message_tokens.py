@@ -30,8 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from octetrl.environments.chat_template import TEMPLATE_ERRORS
-from octetrl.environments.tools.messages import arguments_of, function_of, with_written_calls
+from octetrl.environments.tools.messages import TEMPLATE_ERRORS, arguments_of, function_of, with_written_calls
 from octetrl.rollout.encode import Encoder
 from octetrl.system.errors import UserError
 from octetrl.system.text import escaped

@@ -22,7 +22,7 @@ from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.environments.code.scorer import packages_line
 from octetrl.environments.function_rewards import FunctionRewards
-from octetrl.environments.given import Given
+from octetrl.environments.python_object import Given
 from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.process.sandbox import sandbox_for
@@ -59,8 +59,8 @@ def build_run(
 ) -> Run:
     """Everything for `train` and, without an optimizer, for `eval`. Raises UserError for what the user can correct.
 
-    given: what the recipe names as `given:NAME` (environments/given.py). check_contents: called with the digests of
-    what the run learns from, before a model is loaded.
+    given: what the recipe names as `given:NAME` (environments/python_object.py). check_contents: called with the
+    digests of what the run learns from, before a model is loaded.
     """
     cluster = recipe.cluster
     on_gpu = runs_on_gpu(cluster)

@@ -13,15 +13,19 @@ from octetrl.config.several_environments import errors_named
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
 from octetrl.environments.code.scorer import code_environment
-from octetrl.environments.foreign import ForeignTasks, unchanged_process
-from octetrl.environments.given import Given
-from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer, reference_problems
-from octetrl.environments.mixed.tasks import MixedTaskset
-from octetrl.environments.python_object import check_environment, load_environment
+from octetrl.environments.mixed import MixedTaskset
+from octetrl.environments.python_object import (
+    ForeignTasks,
+    Given,
+    check_environment,
+    load_environment,
+    unchanged_process,
+)
 from octetrl.environments.python_reward import named_reward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.reset_step import gymnasium_environment
+from octetrl.environments.rewards import ExactScorer
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.tools.ready import with_tools
 from octetrl.environments.turns.dialogue import is_dialogue
@@ -36,7 +40,7 @@ Environments = Mapping[str, Environment]  # by name; a single one has the empty 
 def build_environment(config: EnvironmentConfig, given: Given = NOTHING_GIVEN) -> Environment:
     """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer.
 
-    given: what the recipe names as `given:NAME` (environments/given.py).
+    given: what the recipe names as `given:NAME` (environments/python_object.py).
     """
     if config.dataset is None:
         return TaskEnvironment([], ExactScorer())  # validated: neither rollouts nor evaluation

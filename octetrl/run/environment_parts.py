@@ -1,7 +1,7 @@
 """Builds what a run needs of its environments: chat tokens and scorers, of a single one or of several.
 
 Of several, each is built from the recipe that has only this one (config/several_environments.py). The parts are then
-joined (environments/mixed/).
+joined (environments/mixed.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.tokenizer import Tokenizer, tool_family
 from octetrl.environments.base import Environment, Scorer
 from octetrl.environments.function_rewards import FunctionRewards
-from octetrl.environments.given import Given, can_run_elsewhere
 from octetrl.environments.judge import Judge
-from octetrl.environments.mixed.dialogues import MixedDialogues
-from octetrl.environments.mixed.scorer import MixedScorer
+from octetrl.environments.mixed import MixedDialogues, MixedScorer
+from octetrl.environments.python_object import Given, can_run_elsewhere
 from octetrl.environments.python_reward import named_reward
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.turns.dialogue import Dialogue, Dialogues, Limits, is_dialogue, toolbox_of

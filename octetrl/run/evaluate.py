@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from octetrl.config.schema import Recipe
-from octetrl.environments.given import Given
+from octetrl.environments.python_object import Given
 from octetrl.records import Task
 from octetrl.rollout.collect import collect_groups, reward_times
 from octetrl.rollout.collected import Collecting

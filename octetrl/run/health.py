@@ -25,9 +25,8 @@ from pathlib import Path
 
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
-from octetrl.environments.mixed.scorer import MixedTimes
-from octetrl.environments.reward_times import RewardTimes
-from octetrl.environments.scoring_round import TimedScorer
+from octetrl.environments.mixed import MixedTimes
+from octetrl.environments.scoring_round import RewardTimes, TimedScorer
 from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.system.errors import RunFailed

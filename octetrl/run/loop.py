@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from octetrl.config.schema import Recipe
-from octetrl.environments.given import Given
+from octetrl.environments.python_object import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.ahead import Ahead
 from octetrl.run.beside_tail import BesideTail
@@ -63,9 +63,9 @@ def train(
 ) -> None:
     """Run a recipe to its last step. Raises UserError for bad input, RunFailed when the run fails.
 
-    given: what the recipe names as `given:NAME` (environments/given.py). allowed: fields that differ from those of the
-    run that is resumed (allowed_changes.py). optimizer_of: a run, RUN@STEP or checkpoint; a new run begins with its
-    weights and optimizer.
+    given: what the recipe names as `given:NAME` (environments/python_object.py). allowed: fields that differ from those
+    of the run that is resumed (allowed_changes.py). optimizer_of: a run, RUN@STEP or checkpoint; a new run begins with
+    its weights and optimizer.
     """
     recipe = with_found_model(recipe)
     with terminable(), OutputFolder(recipe, resume=resume, allowed=allowed) as folder, keeps_writing(folder.path):

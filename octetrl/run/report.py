@@ -17,7 +17,7 @@ from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.validate_roles import describe_roles
 from octetrl.config.validate_tail import describe_tail
-from octetrl.environments.given import is_given
+from octetrl.environments.python_object import is_given
 from octetrl.fp8.parity import parity_of
 from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.run.device import runs_on_gpu

@@ -84,7 +84,7 @@ TORCH_FREE_FILES = (
     "octetrl.cli.status",
     "octetrl.models.row_shards",
     "octetrl.api.train",
-    "octetrl.run.early",
+    "octetrl.run.quick_refusals",
     "octetrl.run.model_source",
     "octetrl.run.recipe_model",
 )

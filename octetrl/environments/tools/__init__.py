@@ -1,15 +1,13 @@
 """Tools: Python functions with type annotations that a policy calls by name.
 
-`tool` turns a function into a tool (definition.py). `parse_message` finds calls in a policy's message (parsing.py). A
-`Toolbox` runs the calls, also malformed ones (toolbox.py). messages.py converts calls and results to the messages that
-chat templates accept.
+`tool` turns a function into a tool, and a `Toolbox` runs calls, also malformed ones (definition.py). `parse_message`
+finds calls in a policy's message (parsing.py). messages.py converts calls and results to the messages that chat
+templates accept.
 """
 
-from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall
-from octetrl.environments.tools.definition import Tool, ToolError, tool
+from octetrl.environments.tools.definition import Tool, Toolbox, ToolError, ToolResult, tool
 from octetrl.environments.tools.messages import family_of, json_arguments, to_message, tool_message, with_read_calls
-from octetrl.environments.tools.parsing import parse_message
-from octetrl.environments.tools.toolbox import Toolbox, ToolResult
+from octetrl.environments.tools.parsing import Call, Family, MalformedCall, ParsedMessage, ToolCall, parse_message
 
 __all__ = [
     "Call",

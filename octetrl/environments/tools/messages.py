@@ -2,6 +2,8 @@
 
 A family is a format of calls. It is recognised by the text of the chat template. A template with another format, such
 as Qwen3-Coder's XML inside the same tags, has no family (None): read in a wrong format, every call would be malformed.
+
+A chat template is a jinja program that comes with the model and may fail in many ways (`TEMPLATE_ERRORS`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall
+from jinja2 import TemplateError
+
+from octetrl.environments.tools.parsing import Call, Family, MalformedCall, ParsedMessage, ToolCall
 from octetrl.system.errors import UserError
 from octetrl.system.json_file import parse_json
 
@@ -111,3 +115,24 @@ def tool_message(call: Call, text: str) -> dict[str, Any]:
     if isinstance(call, MalformedCall):
         return {"role": "tool", "content": text}
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+
+
+TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,  # of the Python code that jinja generates
+    TypeError,
+    ValueError,
+)
+
+
+def template_fails(error: BaseException) -> UserError:
+    reason = " ".join(str(error).split())[:120] or "no reason given"
+    return UserError(
+        f"tokenizer: its chat template fails ({type(error).__name__}: {reason}); correct chat_template in its"
+        f" tokenizer_config.json or chat_template.jinja"
+    )

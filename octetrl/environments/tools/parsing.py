@@ -19,9 +19,38 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from octetrl.environments.tools.calls import Call, Family, MalformedCall, ParsedMessage, ToolCall
+Family = Literal["hermes", "llama3_json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that can be read. The tool may be unknown, and the arguments may be wrong."""
+
+    id: str  # unique within its message
+    name: str
+    arguments: Mapping[str, Any]  # as decoded from JSON
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """A text that was meant as a call and can't be read."""
+
+    text: str  # as the policy wrote it
+    error: str  # one line for the policy: what is wrong and what is expected
+
+
+Call = ToolCall | MalformedCall
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    content: str  # the text outside calls, including thoughts, stripped of white space
+    calls: tuple[Call, ...] = ()
+
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THINK, _UNTHINK = "<think>", "</think>"

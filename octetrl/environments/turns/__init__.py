@@ -13,7 +13,6 @@ class Guess:
         return conversation.text == conversation.task.answer
 """
 
-from octetrl.environments.turns.components import metric, reward
-from octetrl.environments.turns.conversation import Conversation, Message
+from octetrl.environments.turns.conversation import Conversation, Message, metric, reward
 
 __all__ = ["Conversation", "Message", "metric", "reward"]

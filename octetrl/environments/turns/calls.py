@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octetrl.environments.foreign import ProcessState
+from octetrl.environments.python_object import ProcessState
 from octetrl.environments.turns.conversation import Conversation, current
 from octetrl.system.errors import UserError, error_line, error_trace
 

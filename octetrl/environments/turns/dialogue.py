@@ -26,13 +26,11 @@ from random import Random
 from typing import Any, Literal, TypeVar
 
 from octetrl.config.schema import EnvironmentConfig
-from octetrl.environments.base import finite_number
-from octetrl.environments.mixed.named_task import own_task
+from octetrl.environments.base import finite_number, own_task
 from octetrl.environments.scoring_round import OpenScorer
 from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
 from octetrl.environments.turns.calls import CallResult, Calls
-from octetrl.environments.turns.components import Component, components_of
-from octetrl.environments.turns.conversation import Conversation, replies_of
+from octetrl.environments.turns.conversation import Component, Conversation, components_of, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
 from octetrl.system.errors import UserError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.environments.answers import extract_answer
+from octetrl.environments.rewards import extract_answer
 
 
 @pytest.mark.parametrize(

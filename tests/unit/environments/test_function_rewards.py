@@ -12,11 +12,10 @@ import pytest
 
 from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.function_rewards import FunctionRewards
-from octetrl.environments.given import can_run_elsewhere, given_name, importable_name
-from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.math_answers import MathScorer
+from octetrl.environments.python_object import can_run_elsewhere, given_name, importable_name
 from octetrl.environments.python_reward import PythonReward, named_reward
-from octetrl.environments.rewards import last_number
+from octetrl.environments.rewards import ExactScorer, last_number
 from octetrl.environments.score import Explained
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.environments.trl_rewards import TrlRewards

@@ -11,15 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.environments.base import Taskset
-from octetrl.environments.mixed.dialogues import MixedDialogues
-from octetrl.environments.mixed.named_task import named, own_task
-from octetrl.environments.mixed.scorer import MixedScorer
-from octetrl.environments.mixed.tasks import MixedTaskset
+from octetrl.environments.base import Taskset, named, own_task
+from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
 from octetrl.environments.order import furthest_behind, shares_of
-from octetrl.environments.reward_times import RewardTimes
 from octetrl.environments.score import Score
 from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.scoring_round import RewardTimes
 from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError

@@ -12,8 +12,7 @@ import torch
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.environments.base import Taskset
-from octetrl.environments.foreign import result_of
-from octetrl.environments.python_object import load_environment, load_object
+from octetrl.environments.python_object import load_environment, load_object, result_of
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.run.environment import build_environment, build_taskset
 from octetrl.system.errors import Terminated, UserError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from octetrl.environments.base import Environment, Taskset
-from octetrl.environments.jsonl import ExactScorer
 from octetrl.environments.python_reward import PythonReward
+from octetrl.environments.rewards import ExactScorer
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError

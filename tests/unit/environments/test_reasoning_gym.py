@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.base import TaskEnvironment, Taskset
-from octetrl.environments.made_tasks import MadeTasks
+from octetrl.environments.base import MadeTasks, TaskEnvironment, Taskset
 from octetrl.environments.reasoning_gym import EntryGenerator, EntryTask, check_dataset, reasoning_gym_environment
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.process.plain_data import from_text, to_text

@@ -8,9 +8,9 @@ import pytest
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.several_environments import never_drawn
-from octetrl.environments.mixed.scorer import MixedTimes
+from octetrl.environments.mixed import MixedTimes
 from octetrl.environments.order import furthest_behind, shares_of
-from octetrl.environments.reward_times import GROW_SECONDS, LEAST_TRIED, Growth, Patience, RewardTimes
+from octetrl.environments.scoring_round import GROW_SECONDS, LEAST_TRIED, Growth, Patience, RewardTimes
 from octetrl.rollout.collect import reward_times
 from octetrl.run.health import EmptySteps, SlowRewards
 from octetrl.system.errors import RunFailed
@@ -228,8 +228,8 @@ def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:
 
 def test_processes_double_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("octetrl.environments.reward_times.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("octetrl.environments.reward_times.num_cores", lambda: 6)
+    monkeypatch.setattr("octetrl.environments.scoring_round.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("octetrl.environments.scoring_round.num_cores", lambda: 6)
     growth, processes, counts = Growth(None), 1, []
     for _ in range(12):
         processes += growth.more(100, processes)

@@ -1,0 +1,219 @@
+"""Several environments in one run: the order of their tasks, their scores and their conversations.
+
+The next task comes from the environment that is furthest below its share (environments/order.py), so the shares follow
+the weights exactly; of equals the first by name. Within an environment the tasks come in its own order, with its own
+seed, epochs and held-out tasks. A prompt that one environment holds out is skipped in all of them. The order depends on
+nothing else: the number of workers, a resume, or batches that are drawn ahead change none of it. The shares count from
+the first step, or from the resume that changed a weight. So a new weight holds at once, without making up for the
+earlier one.
+
+Each task is scored and answered by its own environment, with its own processes, tools, rewards and limits. If one has
+several turns, a task of another one is a conversation that ends after the model's first answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from octetrl.config.several_environments import errors_named, renamed
+from octetrl.environments.base import Taskset, named, own_task
+from octetrl.environments.order import furthest_behind, shares_of
+from octetrl.environments.score import Score
+from octetrl.environments.scoring_round import (
+    Key,
+    OpenScorer,
+    RestartingScorer,
+    RewardTimes,
+    ScoringRound,
+    TimedScorer,
+    begin_round,
+    score_all,
+)
+from octetrl.environments.turns.calls import Calls
+from octetrl.environments.turns.dialogue import Dialogue, Dialogues
+from octetrl.records import Task
+from octetrl.system.errors import UserError
+
+
+class MixedTaskset(Taskset):
+    """`members` by name, and their weights, each above 0."""
+
+    def __init__(self, members: Mapping[str, Taskset], weights: Mapping[str, float]) -> None:
+        assert members.keys() == weights.keys(), "each environment has a weight"
+        self._members = dict(sorted(members.items()))  # so that a recipe may list them in any order
+        self._weights = {name: weights[name] for name in self._members}
+        self._shares = shares_of(list(self._weights.values()))
+        self._taken = dict.fromkeys(self._members, 0)  # since the weights are these
+        held_out = {task.prompt for member in members.values() for task in member.held_out()}
+        for name, member in members.items():
+            with errors_named(name):
+                member.leave_out(held_out)
+
+    def next_batch(self, n: int) -> list[Task]:
+        """The next `n` training tasks, which name their environments."""
+        batch: list[Task] = []
+        names = list(self._members)
+        for _ in range(n):
+            name = names[furthest_behind(self._shares, list(self._taken.values()))]
+            self._taken[name] += 1
+            (task,) = self._members[name].next_batch(1)
+            batch.append(named(task, name))
+        return batch
+
+    def held_out(self, n: int | None = None) -> list[Task]:
+        """The held-out tasks of every environment, one environment after the other; the first `n` (None: all)."""
+        tasks: list[Task] = [named(task, name) for name, member in self._members.items() for task in member.held_out()]
+        if n is not None and n > len(tasks):
+            raise UserError(f"{n} held-out tasks asked for, {len(tasks)} set aside; raise environments.NAME.eval_size")
+        return tasks[:n]
+
+    def all_tasks(self) -> list[Task]:
+        """All tasks of every environment, held out or not."""
+        return [named(task, name) for name, member in self._members.items() for task in member.all_tasks()]
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """How often each environment's tasks have been used."""
+        return {f"environments/{name}/epoch": member.epoch for name, member in self._members.items()}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "environments": {name: member.state() for name, member in self._members.items()},
+            "weights": dict(self._weights),
+            "taken": dict(self._taken),
+        }
+
+    def restore(self, state: Mapping[str, Any], *, has_changed: bool = False) -> None:
+        """Continue from a result of `state()`. Weights may differ from it. Raises UserError if the environments, their
+        tasks or seeds were different then, as `Taskset.restore` does."""
+        saved = state.get("environments", {})
+        if saved.keys() != self._members.keys():
+            raise UserError(
+                f"environments: {', '.join(self._members)} differ from the checkpoint's ({', '.join(saved) or 'one'});"
+                " resume with the same ones, or start a new run from its weights"
+            )
+        for name, member in self._members.items():
+            with errors_named(name):
+                member.restore(saved[name], has_changed=has_changed)
+        has_same_weights = state["weights"] == self._weights
+        self._taken = {name: state["taken"][name] if has_same_weights else 0 for name in self._members}
+
+
+_POLL_SECONDS = 0.002
+
+
+@dataclass(slots=True)
+class MixedTimes(RewardTimes):
+    """The slowest call of all scorers, and the seconds that a step waited for them together."""
+
+    members: Mapping[str, RewardTimes] = field(default_factory=dict)  # by environment
+
+    def take(self) -> RewardTimes:
+        for name, member in self.members.items():
+            taken = member.take()
+            if taken.slowest_task:
+                self.called(f"{name}/{taken.slowest_task}", taken.slowest)
+        return RewardTimes.take(self)
+
+
+class MixedScorer:
+    """`scorers` by environment. A completion of an environment without a scorer gets no score."""
+
+    def __init__(self, scorers: Mapping[str, OpenScorer]) -> None:
+        self._scorers = dict(scorers)
+        self.times = MixedTimes(
+            members={name: one.times for name, one in scorers.items() if isinstance(one, TimedScorer)}
+        )
+
+    @property
+    def restarts(self) -> int:
+        """Reward processes of all environments that were replaced since the run began."""
+        return sum(one.restarts for one in self._scorers.values() if isinstance(one, RestartingScorer))
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        """The score of each (task, completion text), in their order."""
+        return score_all(self.begin(), completions)
+
+    def begin(self) -> MixedRound:
+        """Completions that are scored as they end (scoring_round.py). One round at a time."""
+        return MixedRound(self._scorers, self.times)
+
+    def close(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
+
+
+class MixedRound:
+    """One round of each scorer. All work at the same time."""
+
+    def __init__(self, scorers: Mapping[str, OpenScorer], times: RewardTimes) -> None:
+        self._scorers, self._times = scorers, times
+        self._rounds: dict[str, ScoringRound] = {}
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            self._rounds = {name: opened.enter_context(begin_round(one)) for name, one in self._scorers.items()}
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+    def submit(self, key: Key, task: Task, completion_text: str) -> None:
+        if task.environment in self._rounds:
+            self._rounds[task.environment].submit(key, own_task(task), completion_text)
+
+    def advance(self) -> None:
+        for one in self._rounds.values():
+            one.advance()
+
+    def so_far(self) -> dict[Key, Score]:
+        return {key: _about(score, name) for name, one in self._rounds.items() for key, score in one.so_far().items()}
+
+    @property
+    def is_done(self) -> bool:
+        return all(one.is_done for one in self._rounds.values())
+
+    def finish(self) -> dict[Key, Score]:
+        """The scores of all completions whose environments have a scorer."""
+        began = time.monotonic()
+        while sum(not one.is_done for one in self._rounds.values()) > 1:
+            self.advance()
+            time.sleep(_POLL_SECONDS)
+        scores: dict[Key, Score] = {}
+        for name, one in self._rounds.items():  # at most one waits
+            scores |= {key: _about(score, name) for key, score in one.finish().items()}
+        self._times.waited += time.monotonic() - began
+        return scores
+
+
+def _about(score: Score, environment: str) -> Score:
+    """A failure's text names the section of its environment, if it names one."""
+    if score.reward is not None or score.detail is None or "environment." not in score.detail:
+        return score
+    return replace(score, detail=renamed(score.detail, environment))
+
+
+class MixedDialogues(Dialogues):
+    """`members` by environment. It closes them."""
+
+    def __init__(self, members: Mapping[str, Dialogue]) -> None:
+        self._members, self.calls = dict(members), Calls()
+        scorers = {name: member.scorer for name, member in members.items() if member.scorer is not None}
+        self.scorer = MixedScorer(scorers) if scorers else None
+
+    def of(self, task: Task) -> Dialogue:
+        return self._members[task.environment]
+
+    def close(self) -> None:
+        self.calls.close()
+        for member in self._members.values():
+            member.close()
