@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from octetrl.environments.base import Scorer
 from octetrl.environments.score import CheckedScorer, Score
-from octetrl.environments.scoring_round import Patience, RewardTimes
+from octetrl.environments.scoring_round import RewardTimes, TimeoutBudget
 from octetrl.environments.turns.calls import CallResult, Calls
 from octetrl.records import RolloutStatus, Task
 
@@ -39,7 +39,7 @@ class FunctionRewards:
         scores: dict[int, Score] = {}
         queue = deque(enumerate(completions))
         places: dict[int, int] = {}  # by ticket
-        patience, began = Patience(self._at_once), time.monotonic()
+        budget, began = TimeoutBudget(self._at_once), time.monotonic()
         try:
             while queue or places:
                 while queue and len(places) < self._at_once:
@@ -47,9 +47,9 @@ class FunctionRewards:
                     places[self._calls.start(self._scorer, arguments, seconds=self._timeout)] = place
                 for ticket, called in self._calls.poll(_POLL_SECONDS):
                     scores[places.pop(ticket)] = self._score(called)
-                    patience.ended(timed_out=called.timed_out)
-                if self._gives_up and patience.is_over:
-                    given_up = Score(RolloutStatus.REWARD_TIMEOUT, None, patience.reason)
+                    budget.ended(timed_out=called.timed_out)
+                if self._gives_up and budget.is_over:
+                    given_up = Score(RolloutStatus.REWARD_TIMEOUT, None, budget.reason)
                     scores |= {place: given_up for place, _ in queue}
                     queue.clear()
         finally:

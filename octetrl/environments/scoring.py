@@ -32,7 +32,7 @@ from typing import Self
 
 from octetrl.environments.base import LARGEST_REWARD, Scorer
 from octetrl.environments.score import CheckedScorer, Score
-from octetrl.environments.scoring_round import Growth, Key, Patience, RewardTimes, score_all
+from octetrl.environments.scoring_round import Growth, Key, RewardTimes, TimeoutBudget, score_all
 from octetrl.process.callable_process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
@@ -103,9 +103,9 @@ class RewardWorkers:
         self._workers += [self._start() for _ in range(self._growth.more(len(queue), len(self._workers)))]
         return self._look(running, queue, waits=waits)
 
-    def patience(self) -> Patience | None:
+    def timeout_budget(self) -> TimeoutBudget | None:
         """For one round. None: it waits for every call."""
-        return Patience(len(self._workers)) if self._gives_up else None
+        return TimeoutBudget(len(self._workers)) if self._gives_up else None
 
     def end(self, running: Running) -> None:
         """Replaces the workers of calls whose answers are no longer needed."""
@@ -262,7 +262,7 @@ class RewardRound:
         self._running: Running = {}
         self._scores: dict[int, Score] = {}
         self._keys: list[Key] = []
-        self._patience = workers.patience()
+        self._budget = workers.timeout_budget()
 
     def __enter__(self) -> Self:
         return self
@@ -298,12 +298,12 @@ class RewardRound:
     def _advance(self, *, waits: bool) -> None:
         new = self._workers.advance(self._queue, self._running, waits=waits)
         self._scores |= new
-        if self._patience is None:
+        if self._budget is None:
             return
         for score in new.values():
-            self._patience.ended(timed_out=score.status is RolloutStatus.REWARD_TIMEOUT)
-        if self._patience.is_over:
-            given_up = Score(RolloutStatus.REWARD_TIMEOUT, None, self._patience.reason)
+            self._budget.ended(timed_out=score.status is RolloutStatus.REWARD_TIMEOUT)
+        if self._budget.is_over:
+            given_up = Score(RolloutStatus.REWARD_TIMEOUT, None, self._budget.reason)
             self._scores |= {call.number: given_up for call in self._queue}
             self._queue.clear()
 

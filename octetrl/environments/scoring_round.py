@@ -9,8 +9,8 @@ Reward processes (scoring.py) and judges (judge.py) work beside the engine. Othe
 GPU or Python's lock. They score all completions in `finish`, in the order of their keys.
 
 A step waits for rewards if they are slower than sampling. `RewardTimes` measures the wait and keeps the slowest call,
-so that a run can say which task is slow. `Growth` says when another process helps. `Patience` gives up when the first
-calls of a step all time out: otherwise a score that always hangs would be waited for once per rollout.
+so that a run can say which task is slow. `Growth` says when another process helps. `TimeoutBudget` gives up when the
+first calls of a step all time out: otherwise a score that always hangs would be waited for once per rollout.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Growth:
         return min(processes, waiting, self._most - processes)
 
 
-class Patience:
+class TimeoutBudget:
     """Whether the calls of one step are worth waiting for. `tried`: time-outs, all of the first calls, that end it."""
 
     def __init__(self, tried: int) -> None:
@@ -124,20 +124,20 @@ class ScoringRound(Protocol):
         """The scores of all completions."""
 
 
-class ScoresAll(Protocol):
+class BatchScorer(Protocol):
     """A scorer: RewardWorkers, FunctionRewards, Judge, or workers with a reward model."""
 
     def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
 
 
-class OpenScorer(ScoresAll, Protocol):
+class OpenScorer(BatchScorer, Protocol):
     """A scorer with processes, threads or connections of its own: RewardWorkers, FunctionRewards or Judge."""
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
-class WorksBesideTheEngine(Protocol):
+class ConcurrentScorer(Protocol):
     """A scorer that can score while the engine samples."""
 
     def begin(self) -> ScoringRound: ...
@@ -160,9 +160,9 @@ class RestartingScorer(Protocol):
         """Processes that were replaced since the run began."""
 
 
-def begin_round(scorer: ScoresAll) -> ScoringRound:
+def begin_round(scorer: BatchScorer) -> ScoringRound:
     """A round of `scorer`. One at a time."""
-    return scorer.begin() if isinstance(scorer, WorksBesideTheEngine) else _RoundAtTheEnd(scorer)
+    return scorer.begin() if isinstance(scorer, ConcurrentScorer) else _RoundAtTheEnd(scorer)
 
 
 def score_all(opened: ScoringRound, completions: Sequence[tuple[Task, str]]) -> list[Score]:
@@ -175,7 +175,7 @@ def score_all(opened: ScoringRound, completions: Sequence[tuple[Task, str]]) -> 
 
 
 class _RoundAtTheEnd:
-    def __init__(self, scorer: ScoresAll) -> None:
+    def __init__(self, scorer: BatchScorer) -> None:
         self._scorer = scorer
         self._completions: dict[Key, tuple[Task, str]] = {}
 

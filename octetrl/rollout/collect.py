@@ -38,7 +38,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import RestartingScorer, ScoresAll, ScoringRound, TimedScorer, begin_round
+from octetrl.environments.scoring_round import BatchScorer, RestartingScorer, ScoringRound, TimedScorer, begin_round
 from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import (
     Completion,
@@ -61,7 +61,7 @@ from octetrl.system.text import TextTooLong
 def collect_batch(
     tasks: Tasks,
     keeps: Callable[[RolloutGroup], bool],
-    environment: ScoresAll | Dialogues,
+    environment: BatchScorer | Dialogues,
     workers: Generates,
     collection: CollectionSettings,
     lengths: ExpectedLengths | None = None,
@@ -94,7 +94,7 @@ def collect_batch(
     )
 
 
-def reward_times(environment: ScoresAll | Dialogues) -> dict[str, float]:
+def reward_times(environment: BatchScorer | Dialogues) -> dict[str, float]:
     """`time/reward`: seconds that the collection waited for rewards after sampling. `time/reward_slowest`: one call.
     Empty for scorers that use the engine's device. A collection calls it once, at its end."""
     scorer = environment.scorer if isinstance(environment, Dialogues) else environment
@@ -104,7 +104,7 @@ def reward_times(environment: ScoresAll | Dialogues) -> dict[str, float]:
     return {"time/reward": taken.waited} | ({"time/reward_slowest": taken.slowest} if taken.slowest else {})
 
 
-def _reward_restarts(environment: ScoresAll | Dialogues) -> int:
+def _reward_restarts(environment: BatchScorer | Dialogues) -> int:
     """Since the run began."""
     scorer = environment.scorer if isinstance(environment, Dialogues) else environment
     return scorer.restarts if isinstance(scorer, RestartingScorer) else 0
@@ -112,7 +112,7 @@ def _reward_restarts(environment: ScoresAll | Dialogues) -> int:
 
 def collect_groups(
     tasks: Sequence[Task],
-    environment: ScoresAll | Dialogues,
+    environment: BatchScorer | Dialogues,
     workers: Generates,
     collection: CollectionSettings,
     state: Collecting,
@@ -180,7 +180,7 @@ def without_answers(task: Task, prompt: TooLong, collection: CollectionSettings)
 
 def collect_answers(
     requests: Sequence[tuple[int, Task, GenerationRequest]],
-    scorer: ScoresAll,
+    scorer: BatchScorer,
     workers: Generates,
     collection: CollectionSettings,
     state: Collecting,

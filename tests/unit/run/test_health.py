@@ -10,7 +10,7 @@ from octetrl.config.load import recipe_from_mapping
 from octetrl.config.several_environments import never_drawn
 from octetrl.environments.mixed import MixedTimes
 from octetrl.environments.order import furthest_behind, shares_of
-from octetrl.environments.scoring_round import GROW_SECONDS, LEAST_TRIED, Growth, Patience, RewardTimes
+from octetrl.environments.scoring_round import GROW_SECONDS, LEAST_TRIED, Growth, RewardTimes, TimeoutBudget
 from octetrl.rollout.collect import reward_times
 from octetrl.run.health import EmptySteps, SlowRewards
 from octetrl.system.errors import RunFailed
@@ -206,7 +206,7 @@ def test_zero_never_ends_it() -> None:
 
 
 def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:
-    patience = Patience(2)
+    patience = TimeoutBudget(2)
     for _ in range(LEAST_TRIED - 1):
         patience.ended(timed_out=True)
         assert not patience.is_over
@@ -214,12 +214,12 @@ def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:
     assert patience.is_over and f"the first {LEAST_TRIED} calls" in patience.reason
     patience.ended(timed_out=False)  # a call that was running
     assert not patience.is_over
-    longer = Patience(LEAST_TRIED + 1)
+    longer = TimeoutBudget(LEAST_TRIED + 1)
     for tried in range(LEAST_TRIED + 1):
         assert not longer.is_over, tried
         longer.ended(timed_out=True)
     assert longer.is_over
-    one_came = Patience(2)
+    one_came = TimeoutBudget(2)
     one_came.ended(timed_out=False)
     for _ in range(100):
         one_came.ended(timed_out=True)
