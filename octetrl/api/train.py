@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from octetrl.api.python_words import python_words
 from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
+from octetrl.config.rules_environment import FILES
 from octetrl.config.schema import Precision, Recipe
 from octetrl.config.several_environments import alone, errors_named
-from octetrl.config.validate_environment import FILES
 from octetrl.environments.base import HasTasks, TaskEnvironment
 from octetrl.environments.python_object import MODULE, can_run_elsewhere, given_name, importable_name
 from octetrl.environments.rewards import ExactScorer

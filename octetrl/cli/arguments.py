@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from octetrl.config.cluster import ClusterConfig, cluster_problems, local_lack
+from octetrl.config.cluster import ClusterConfig, local_lack
 from octetrl.config.limits import MOST_GPUS
+from octetrl.config.rules_running import cluster_problems
 from octetrl.config.schema import Precision
 from octetrl.system.errors import UserError
 

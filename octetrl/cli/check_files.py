@@ -12,10 +12,10 @@ from typing import Any
 
 from octetrl.cli.out_file import refuse_unmakeable
 from octetrl.config.algorithm import DistillConfig
+from octetrl.config.rules_environment import FILES, refuse_for_turns
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, never_drawn, renamed
-from octetrl.config.validate_environment import FILES, refuse_for_turns
 from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers

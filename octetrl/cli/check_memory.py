@@ -19,7 +19,7 @@ from octetrl.cli.fitting import (
     smallest_changes,
 )
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.kept_cache import CACHE_OF_ANSWERS, cannot_keep, in_flight
+from octetrl.config.in_words import CACHE_OF_ANSWERS, cannot_keep, in_flight
 from octetrl.config.memory import (
     MemoryEstimate,
     Precisions,

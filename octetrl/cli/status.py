@@ -142,7 +142,7 @@ def _last_step(folder: Path) -> Iterator[str]:
 def _in_flight(folder: Path) -> Iterator[str]:
     """What becomes of the KV cache of unfinished answers if weights change in flight, also where the recipe asks for
     something else."""
-    from octetrl.config.kept_cache import CACHE_OF_ANSWERS
+    from octetrl.config.in_words import CACHE_OF_ANSWERS
     from octetrl.telemetry.report_data import read_recipe, read_where
 
     in_force = read_where(folder).get("weights_in_flight")

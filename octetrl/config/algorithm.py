@@ -9,8 +9,7 @@ objective does not have is an error (`config/objective_keys.py`).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -36,7 +35,7 @@ from octetrl.config.objective_settings import (
     TokenWeightingSettings,
     Weighting,
 )
-from octetrl.config.section import Fraction, Problem
+from octetrl.config.section import Fraction
 
 
 class PolicyConfig(
@@ -45,15 +44,6 @@ class PolicyConfig(
     """Settings of every objective that learns from rewarded rollouts by a policy gradient."""
 
     needs_siblings: ClassVar[bool] = True
-
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        if self.kl_in == "reward_before_baseline" and self.overlong == "mask":
-            text = (
-                "algorithm.overlong: 'mask' excludes answers from training, so their KL is not computed, but the"
-                " baseline of algorithm.kl_in: reward_before_baseline needs it; use keep, or kl_in: reward"
-            )
-            yield Problem(("algorithm.overlong", "algorithm.kl_in"), text)
 
 
 class GrpoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
@@ -144,21 +134,6 @@ class RlooConfig(ClipSettings, PolicyConfig):
     rloo_ratio: Literal["token", "sequence"] = "token"
     """Ratio that is clipped. token: each token's own. sequence: the whole answer's, the product over its tokens
     (TRL)."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        if self.rloo_ratio == "sequence" and self.token_weighting != "constant":
-            text = (
-                f"algorithm.token_weighting: '{self.token_weighting}' would divide the gain of a whole answer by its"
-                f" length; use constant with algorithm.rloo_ratio: sequence"
-            )
-            yield Problem(("algorithm.token_weighting", "algorithm.rloo_ratio"), text)
-        if self.rloo_ratio == "sequence" and self.kl_in == "reward" and self.kl_coefficient > 0:
-            text = (
-                "algorithm.kl_in: 'reward' gives each token its own KL penalty, but algorithm.rloo_ratio: sequence has"
-                " only one advantage per answer; use reward_before_baseline or loss"
-            )
-            yield Problem(("algorithm.kl_in", "algorithm.rloo_ratio"), text)
 
 
 class ReinforcePpConfig(ClipSettings, PolicyConfig):
@@ -271,12 +246,6 @@ class DistillConfig(ClipSettings, TokenWeightingSettings, OverlongSettings):
     """Number of the teacher's most likely tokens that the KL compares at each position. All other tokens together
     count as one. Raise it for teachers that are unsure."""
 
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        if self.teacher is None:
-            text = "algorithm.teacher: missing; distill needs the Hugging Face folder of a teacher with the same"
-            yield Problem(("algorithm.teacher", "algorithm.name"), f"{text} tokenizer")
-
 
 class OwnObjectiveConfig(NormalizationSettings, ClipSettings, PolicyConfig):
     """An objective of your own: `name` is `module:name` of its loss (algorithms/own_objective.py, docs/algorithms.md).
@@ -293,12 +262,6 @@ class OwnObjectiveConfig(NormalizationSettings, ClipSettings, PolicyConfig):
     def own_fields(self) -> Mapping[str, Any]:
         """What the recipe gives besides the shared fields."""
         return dict(self.model_extra or {})
-
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.name):
-            text = f"algorithm.name: '{self.name}' is not module:name, such as my_losses:leaky"
-            yield Problem(("algorithm.name",), f"{text}; name a function of a module, or a shipped objective")
 
 
 ShippedAlgorithm = Annotated[

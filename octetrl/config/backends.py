@@ -1,6 +1,6 @@
 """What plans and estimates must know of each rollout backend: whose weights it uses, what it needs, what it holds.
 
-A new backend gets a line in `TRAITS`. What it refuses is in `validate_backend.py`.
+A new backend gets a line in `TRAITS`. What it refuses is in `rules_running.py`.
 """
 
 from __future__ import annotations

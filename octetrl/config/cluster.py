@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from octetrl.config.section import Problem, Section
+from octetrl.config.section import Section
 
 LEAST_SILENCE = 2.0  # seconds; of deadlines.silent_seconds
 ROLE_FIELDS = ("cluster.trainer_gpus", "cluster.engine_gpus", "cluster.trainer_cpus", "cluster.engine_cpus")
@@ -186,120 +185,3 @@ def whole_weights_problem(cluster: ClusterConfig, weight_codes: str, *, trains_f
         "trainer.weight_codes: remade quantises whole weights, and each of several workers has only some rows of them;"
         " use weight_codes: kept, or one worker"
     )
-
-
-def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
-    """Yield the combinations of fields that are not allowed."""
-    yield from _role_problems(cluster)
-    if cluster.cpus is not None:
-        for name in ("gpus", "nodes", "gpus_per_node"):
-            if getattr(cluster, name) is not None:
-                text = f"cluster.cpus: cannot be combined with cluster.{name}; keep one of the two"
-                yield Problem(("cluster.cpus", f"cluster.{name}"), text)
-        if cluster.device == "cuda":
-            text = (
-                "cluster.cpus: starts workers on the CPU, but cluster.device is cuda; use cluster.gpus, or device: cpu"
-            )
-            yield Problem(("cluster.cpus", "cluster.device"), text)
-        if cluster.workers_per_gpu > 1:
-            text = "cluster.workers_per_gpu: has no effect with workers on the CPU; remove it, or use cluster.gpus"
-            yield Problem(("cluster.workers_per_gpu", "cluster.cpus"), text)
-    elif cluster.device == "cpu" and (cluster.uses_ray or cluster.gpus is not None):
-        text = "cluster.device: cpu has no GPUs; give the number of workers as cluster.cpus, or remove device"
-        yield Problem(("cluster.device", "cluster.gpus"), text)
-    if (cluster.nodes is None) != (cluster.gpus_per_node is None):
-        text = "cluster.nodes: needs cluster.gpus_per_node, and the reverse; give both, or only cluster.gpus"
-        yield Problem(("cluster.nodes", "cluster.gpus_per_node"), text)
-    elif cluster.nodes is not None and cluster.gpus is not None:
-        text = "cluster.gpus: is already given by nodes x gpus_per_node; leave it out"
-        yield Problem(("cluster.gpus", "cluster.nodes"), text)
-    elif cluster.nodes is not None and cluster.nodes > 1 and cluster.address in (None, "local"):
-        text = "cluster.nodes: several machines need a running Ray cluster; give its cluster.address, or use gpus"
-        yield Problem(("cluster.nodes", "cluster.address"), text)
-    size = cluster.tensor_parallel
-    if size > 1 and cluster.roles is not None:
-        text = "cluster.tensor_parallel: workers that only train or only generate have whole models so far; remove it"
-        yield Problem(("cluster.tensor_parallel", *ROLE_FIELDS), text)
-    elif size > 1 and cluster.workers_per_gpu > 1:
-        text = (
-            "cluster.workers_per_gpu: workers that share a model exchange values over NCCL, which needs a GPU for each;"
-            " remove it, or use cluster.cpus"
-        )
-        yield Problem(("cluster.workers_per_gpu", "cluster.tensor_parallel"), text)
-    elif cluster.num_workers % size:
-        field = "cluster.cpus" if cluster.cpus is not None else "cluster.gpus"
-        text = (
-            f"cluster.tensor_parallel: {cluster.num_workers} workers do not make groups of {size}; give a multiple of"
-            f" {size} as {field}"
-        )
-        yield Problem(("cluster.tensor_parallel", field), text)
-    if cluster.address is not None and not cluster.address.strip():
-        yield Problem(("cluster.address",), "cluster.address: is empty; give host:port, auto or local, or leave it out")
-    elif cluster.address not in (None, "auto", "local") and not _is_host_and_port(cluster.address):
-        text = f"cluster.address: '{cluster.address}' is not host:port, auto or local; the usual port is 6379"
-        yield Problem(("cluster.address",), text)
-    if cluster.uses_ray and cluster.deadlines.silent_seconds < LEAST_SILENCE:
-        text = (
-            f"cluster.deadlines.silent_seconds: workers report every second, so {cluster.deadlines.silent_seconds:g}"
-            f" would end a sound run; give {LEAST_SILENCE:g} or more"
-        )
-        yield Problem(("cluster.deadlines.silent_seconds",), text)
-
-
-def _is_host_and_port(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and int(port[:6]) < 1 << 16
-
-
-def _role_problems(cluster: ClusterConfig) -> Iterator[Problem]:
-    """Workers that only train, and workers that only generate."""
-    given = [name for name in ROLE_FIELDS if getattr(cluster, name.removeprefix("cluster.")) is not None]
-    if not given:
-        if cluster.max_staleness:
-            text = (
-                "cluster.max_staleness: needs workers that only train and workers that only generate; give"
-                " cluster.trainer_gpus and cluster.engine_gpus (on a CPU trainer_cpus and engine_cpus), or remove it"
-            )
-            yield Problem(("cluster.max_staleness",), text)
-        yield from _in_flight_problems(cluster)
-        return
-    yield from _in_flight_problems(cluster)
-    kinds = {name.removesuffix("s")[-3:] for name in given}
-    if len(kinds) > 1:
-        text = f"{given[0]}: all workers are on GPUs or all on the CPU; give trainer_gpus and engine_gpus, or the cpus"
-        yield Problem(tuple(given), text)
-    elif len(given) == 1:
-        kind = kinds.pop()
-        text = f"{given[0]}: needs both cluster.trainer_{kind}s and cluster.engine_{kind}s; give both, or use {kind}s"
-        yield Problem((f"cluster.trainer_{kind}s", f"cluster.engine_{kind}s"), text)
-    for name in ("gpus", "cpus", "nodes", "gpus_per_node"):
-        if getattr(cluster, name) is not None:
-            text = f"{given[0]}: cannot be combined with cluster.{name}; keep one of the two"
-            yield Problem((given[0], f"cluster.{name}"), text)
-    if cluster.trainer_cpus is not None and cluster.device == "cuda":
-        text = f"{given[0]}: starts workers on the CPU, but cluster.device is cuda; remove device"
-        yield Problem((given[0], "cluster.device"), text)
-    if cluster.trainer_gpus is not None and cluster.num_workers % cluster.workers_per_gpu:
-        text = (
-            f"cluster.workers_per_gpu: {cluster.num_workers} workers that train or generate do not fill GPUs with"
-            f" {cluster.workers_per_gpu} each; give a multiple of {cluster.workers_per_gpu} workers, or remove it"
-        )
-        yield Problem((*given, "cluster.workers_per_gpu"), text)
-    if cluster.trainer_cpus is not None and cluster.workers_per_gpu > 1:
-        text = f"cluster.workers_per_gpu: has no effect with {given[0]}; remove it"
-        yield Problem((given[0], "cluster.workers_per_gpu"), text)
-
-
-def _in_flight_problems(cluster: ClusterConfig) -> Iterator[Problem]:
-    if cluster.weight_buffer != "auto" and not cluster.max_staleness:
-        text = (
-            f"cluster.weight_buffer: {cluster.weight_buffer} has no effect without batches that are generated ahead;"
-            " give cluster.max_staleness=1 or more, or cluster.weight_buffer=auto"
-        )
-        yield Problem(("cluster.weight_buffer", "cluster.max_staleness"), text)
-    if cluster.weights_in_flight != "off" and not cluster.max_staleness:
-        text = (
-            f"cluster.weights_in_flight: {cluster.weights_in_flight} has no effect without batches that are generated"
-            " ahead; give cluster.max_staleness=1 or more, or cluster.weights_in_flight=off"
-        )
-        yield Problem(("cluster.weights_in_flight", "cluster.max_staleness"), text)

@@ -1,18 +1,17 @@
 """Settings that several objectives share, one small class per topic.
 
 `config/algorithm.py` composes each objective's section from these classes, so a section has only the fields that its
-objective reads. Each class also checks its own fields (`problems`). The defaults here are GRPO's. An objective with
+objective reads. rules_training.py has what does not go together. The defaults here are GRPO's. An objective with
 another default repeats the field in its own section.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from octetrl.config.section import Fraction, Problem, Section
+from octetrl.config.section import Fraction, Section
 
 LearnsFrom = Literal["rollouts", "conversations", "preferences"]
 Correction = Literal[
@@ -40,10 +39,6 @@ class AlgorithmConfig(Section):
     def keeps_reference(self) -> bool:
         """Whether a frozen copy of the policy stays in memory."""
         return False
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield the combinations of this section's fields that are not allowed."""
-        yield from ()
 
 
 class TokenWeightingSettings(AlgorithmConfig):
@@ -76,15 +71,6 @@ class GroupFilterSettings(AlgorithmConfig):
     max_refills: Refills = 0
     """Dynamic sampling (DAPO): largest number of extra sampling rounds in a step. A round follows while fewer than
     `rollout.prompts_per_step` groups are kept. 0: none. Raise it if `rollout/kept_groups` is low."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        if self.max_refills and not self.drop_zero_variance:
-            text = (
-                f"algorithm.max_refills: {self.max_refills} replaces groups that are left out, and"
-                f" drop_zero_variance: false leaves none out; set it to true, or max_refills: 0"
-            )
-            yield Problem(("algorithm.max_refills", "algorithm.drop_zero_variance"), text)
 
 
 def refills_of(algorithm: AlgorithmConfig) -> int:
@@ -126,34 +112,6 @@ class KlSettings(AlgorithmConfig):
     def keeps_reference(self) -> bool:
         return self.kl_coefficient > 0
 
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        for name, off in (("kl_target", None), ("reference_every", 0), ("kl_gradient", "auto")):
-            if getattr(self, name) != off and self.kl_coefficient == 0:
-                text = (
-                    f"algorithm.{name}: {getattr(self, name)} has no effect, because there is no reference while"
-                    f" algorithm.kl_coefficient is 0; set that to 0.01, or {name}={'null' if off is None else off}"
-                )
-                yield Problem((f"algorithm.{name}", "algorithm.kl_coefficient"), text)
-        if self.kl_gradient != "auto" and self.kl_in != "loss":
-            text = (
-                f"algorithm.kl_gradient: '{self.kl_gradient}' has no effect with algorithm.kl_in: {self.kl_in},"
-                f" where the loss has no KL; use kl_in: loss, or kl_gradient: auto"
-            )
-            yield Problem(("algorithm.kl_gradient", "algorithm.kl_in"), text)
-        if self.kl_in == "reward_before_baseline" and not self.needs_siblings:
-            text = (
-                f"algorithm.kl_in: 'reward_before_baseline' needs a baseline of siblings, and {self.name} has none;"
-                f" use reward or loss"
-            )
-            yield Problem(("algorithm.kl_in", "algorithm.name"), text)
-        if self.kl_in == "reward_before_baseline" and self.kl_coefficient == 0:
-            text = (
-                "algorithm.kl_in: 'reward_before_baseline' has no effect, because there is no reference while"
-                " algorithm.kl_coefficient is 0; set that to 0.01, or kl_in=loss"
-            )
-            yield Problem(("algorithm.kl_in", "algorithm.kl_coefficient"), text)
-
 
 class CorrectionSettings(AlgorithmConfig):
     """Importance corrections between the engine, which sampled a token, and the trainer (algorithms/corrections.py).
@@ -188,37 +146,6 @@ class CorrectionSettings(AlgorithmConfig):
     """How tokens count that a mask or veto leaves out. in_denominator: in the loss's denominator and in the KL and
     entropy terms, so the other tokens keep their weight. left_out: nowhere, as in verl; only the denominator of
     `token_weighting: constant` stays the same."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        named = self.corrections
-        if len(set(named)) < len(named) or {"tis", "sequence_tis"} <= set(named):
-            text = (
-                f"algorithm.corrections: {list(named)} would weight a token twice; name each correction once, and only"
-                f" one of tis and sequence_tis"
-            )
-            yield Problem(("algorithm.corrections",), text)
-        useful = {"tis", "veto"} if self.veto_by == "probability" else {"tis"}
-        if self.ratio_base == "generator" and set(named) - useful:
-            text = (
-                f"algorithm.corrections: {list(named)} have nothing to correct with algorithm.ratio_base: generator,"
-                f" which uses the engine's log-probs as the policy's; remove them, or use auto or proximal"
-            )
-            yield Problem(("algorithm.corrections", "algorithm.ratio_base"), text)
-        for name in ("token_mask_range", "sequence_mask_range", "geometric_mask_range"):
-            low, high = getattr(self, name)
-            if not 0.0 <= low <= 1.0 <= high:
-                text = f"algorithm.{name}: [{low}, {high}] must include 1, where both sides agree, and not go below 0"
-                yield Problem((f"algorithm.{name}",), text)
-        if self.veto_by == "ratio" and "veto" not in named:
-            text = "algorithm.veto_by: 'ratio' has no effect without veto in algorithm.corrections; add it, or leave it"
-            yield Problem(("algorithm.veto_by", "algorithm.corrections"), text + " out")
-        if self.masked_tokens == "left_out" and not set(MASKS) & set(named):
-            text = (
-                f"algorithm.masked_tokens: 'left_out' has no effect without a mask in algorithm.corrections; add one"
-                f" of {', '.join(MASKS)}, or use in_denominator"
-            )
-            yield Problem(("algorithm.masked_tokens", "algorithm.corrections"), text)
 
 
 class PolicyLossSettings(CorrectionSettings):

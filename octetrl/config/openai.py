@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from octetrl.config.section import Problem, Section
-from octetrl.system.address import HOW, is_address
+from octetrl.config.section import Section
 
 MOST_STOPS = 4  # stop strings that OpenAI's API takes
-_URL = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class OpenaiConfig(Section):
@@ -45,14 +40,3 @@ class OpenaiConfig(Section):
     def name(self) -> str:
         """How results name what was evaluated."""
         return f"{self.model} at {self.base_url}"
-
-
-def openai_problems(config: OpenaiConfig) -> Iterator[Problem]:
-    """Yield what is wrong with single fields. Their values are not shown: one of them may be a key by mistake."""
-    if not _URL.fullmatch(config.base_url) or not is_address(config.base_url):
-        text = f"is not an address; {HOW}, without a user, a key or a query"
-        yield Problem(("engine.openai.base_url",), f"engine.openai.base_url: this {text}")
-    variable = config.api_key_variable
-    if variable is not None and not _VARIABLE.fullmatch(variable):
-        text = "this is not the name of an environment variable; give one, such as OPENAI_API_KEY, and never the key"
-        yield Problem(("engine.openai.api_key_variable",), f"engine.openai.api_key_variable: {text}")

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.objective_settings import refills_of
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
@@ -62,27 +61,6 @@ def problems_of_each(recipe: Recipe, problems: Callable[[Recipe], Iterator[Probl
             yield Problem(fields, renamed(problem.text, name))
 
 
-def mixture_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What several environments together cannot do."""
-    if not recipe.environments:
-        return
-    if recipe.environment != EnvironmentConfig():
-        given = [name for name in EnvironmentConfig.model_fields if _is_given(recipe.environment, name)]
-        text = (
-            f"environment: {', '.join(given)} and {SECTIONS} ({', '.join(recipe.environments)}) exclude each other;"
-            f" keep one of the two sections, and write a field of one environment as {SECTIONS}.NAME.{given[0]}"
-        )
-        yield Problem(("environment", SECTIONS), text)
-    for name, config in recipe.environments.items():
-        section = section_name(name)
-        if config.reward_model is not None:
-            text = (
-                f"{section}.reward_model: a reward model runs in the trainer's process, and several environments score"
-                " in reward processes; use a reward or a judge, or a recipe with this environment alone"
-            )
-            yield Problem((f"{section}.reward_model",), text)
-
-
 def never_drawn(recipe: Recipe) -> list[str]:
     """A line for each environment whose weight is too small for a single task in the run.
 
@@ -100,7 +78,3 @@ def never_drawn(recipe: Recipe) -> list[str]:
         for name, one in recipe.environments.items()
         if one.weight / total * tasks < 1 / len(recipe.environments)
     ]
-
-
-def _is_given(config: EnvironmentConfig, name: str) -> bool:
-    return bool(getattr(config, name) != getattr(EnvironmentConfig(), name))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from octetrl.config.lora import lora_parts
+from octetrl.config.rules_shape import ONLY_BFLOAT16, expert_widths_refused
 from octetrl.config.schema import LoraConfig
-from octetrl.config.validate_experts import ONLY_BFLOAT16, expert_widths_refused
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.layers.cut_linear import CutFloat8Linear, CutLinear

@@ -13,7 +13,7 @@ from typing import cast
 
 from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.kept_cache import cannot_keep
+from octetrl.config.in_words import cannot_keep
 from octetrl.config.objective_settings import LengthPenaltySettings, refills_of
 from octetrl.config.schema import Fp8Config, Recipe
 from octetrl.config.several_environments import never_drawn

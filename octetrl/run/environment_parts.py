@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.rules_environment import refuse_for_turns
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, errors_named
-from octetrl.config.validate_environment import refuse_for_turns
 from octetrl.data.tokenizer import Tokenizer, tool_family
 from octetrl.environments.base import Environment, Scorer
 from octetrl.environments.function_rewards import FunctionRewards

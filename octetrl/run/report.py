@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.kept_cache import in_flight
+from octetrl.config.in_words import describe_roles, describe_tail, in_flight
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
-from octetrl.config.validate_roles import describe_roles
-from octetrl.config.validate_tail import describe_tail
 from octetrl.environments.python_object import is_given
 from octetrl.fp8.parity import parity_of
 from octetrl.fp8.policy import formats_by_layer, precision_policy

@@ -12,8 +12,8 @@ from typing import cast
 from octetrl.algorithms.table import build_algorithm
 from octetrl.backends.openai.backend import NO_LIMIT, OpenaiBackend
 from octetrl.backends.openai.text import CharacterTokenizer
+from octetrl.config.in_words import without_effect
 from octetrl.config.schema import Recipe
-from octetrl.config.validate_backend import without_effect
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import build_collection

@@ -9,7 +9,7 @@ of two, such as 1, the step has the bits of `Trainer.train` with the same micro-
 quotient every value of the backward is rounded at another place between two powers of two: gradients in BF16, and codes
 and scales in FP8. The difference has the size of the backward's own roundings and no bias (docs/scale.md).
 
-Only for objectives that need nothing of the whole batch before a backward (config/validate_tail.py).
+Only for objectives that need nothing of the whole batch before a backward (config/rules_running.py).
 
 L layers, S scales of a layer's cache.
 """

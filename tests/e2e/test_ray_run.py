@@ -228,7 +228,7 @@ def test_a_run_learns_beside_its_tail(
 def test_two_workers_with_vllm(size: int, running: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM is a double, which the workers' processes import: one each, or one that shares the model between them."""
     monkeypatch.setattr("octetrl.workers.many.build.build_worker", build_worker_with_double)
-    monkeypatch.setattr("octetrl.config.validate_backend.BLOCK", 1)  # the tiny model has fewer rows
+    monkeypatch.setattr("octetrl.config.rules_shape.BLOCK", 1)  # the tiny model has fewer rows
     model = make_model(tmp_path / "model", tie_word_embeddings=False, **(WIDE if size > 1 else {}))
     changes = JOINED | {"engine.max_batch": 4, "cluster.tensor_parallel": size}
     recipe = tiny_recipe(model, tmp_path / "run", changes)

@@ -53,7 +53,7 @@ def test_the_walk_is_built() -> None:
 
 
 def test_every_ready_tool_is_told() -> None:
-    from octetrl.config.validate_environment import READY_TOOLS
+    from octetrl.config.rules_environment import READY_TOOLS
 
     told = [row[0].strip("`") for table in tables(DOCUMENT) if table.header[0] == "tool" for row in table.rows]
     assert set(READY_TOOLS) <= set(told)

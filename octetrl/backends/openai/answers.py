@@ -4,7 +4,7 @@
     answers: text      POST chat/completions {messages, ...}, or completions {prompt: "...", ...} without a template
 
 Each setting is sent under the server's name for it, and none is left out: what the API cannot take is refused before
-(config/validate_backend.py, `check_sampling`). With tokens the end of an answer is decided here, token by token, as for
+(config/rules_running.py, `check_sampling`). With tokens the end of an answer is decided here, token by token, as for
 every engine; the server gets the same stop tokens and stop strings, so it stops there too.
 
 Two kinds of failure:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
+from octetrl.config.rules_environment import MARGIN_SECONDS
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
-from octetrl.config.validate_sandbox import MARGIN_SECONDS
 from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.code.cases import TaskTests, last_python_block, output_bytes, read_tests, same_output
 from octetrl.environments.score import Explained

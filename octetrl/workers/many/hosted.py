@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import torch
 
-from octetrl.config.kept_cache import in_flight
+from octetrl.config.in_words import in_flight
 from octetrl.config.weight_buffer import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount

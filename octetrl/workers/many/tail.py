@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from octetrl.config.validate_tail import TAIL_SHARE
+from octetrl.config.in_words import TAIL_SHARE
 from octetrl.records import MicroBatch, OnProgress, PackedBatch, PolicyUpdate, SessionEvent, joined
 from octetrl.rollout.backend import SessionRecord
 from octetrl.workers.many.assignment import Room

@@ -209,9 +209,9 @@ def test_the_page_names_all_that_a_backend_and_its_session_must_have() -> None:
 def test_backends_are_asked_for_by_name_only_where_the_page_says() -> None:
     """Anywhere else it is a property of theirs (config/backends.py) that is asked for. It names the file that
     says what vLLM's attention does on a GPU that is no Hopper."""
-    asks = re.compile(r"backend [!=]= \"vllm\"")
+    asks = re.compile(r"backend [!=]= \"vllm\"|engine\.backend=vllm")
     files = [*(ROOT / "octetrl" / "config").glob("*.py"), *(ROOT / "octetrl" / "cli").glob("*.py")]
     asking = {f"{one.parent.name}/{one.name}" for one in files if asks.search(one.read_text(encoding="utf-8"))}
-    named = {"config/validate_backend.py", "cli/check_machine.py"}
+    named = {"config/rules_running.py", "config/rules_shape.py", "cli/check_machine.py"}
     assert asking == named
     assert all(f"`{one}`" in page_section() for one in (*named, "config/backends.py")), named

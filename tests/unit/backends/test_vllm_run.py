@@ -38,7 +38,7 @@ SPREAD = {"trainer.tokens_per_micro_batch": 64, "rollout.prompts_per_step": 4, "
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers on the CPU sleep while they train, as those on a GPU do."""
     monkeypatch.setattr("octetrl.workers.build_engine.build_vllm", build_double)
-    monkeypatch.setattr("octetrl.config.validate_backend.BLOCK", 1)  # the tiny model has fewer rows
+    monkeypatch.setattr("octetrl.config.rules_shape.BLOCK", 1)  # the tiny model has fewer rows
     monkeypatch.setattr(Worker, "free_cache", lambda worker: worker.engine.sleep())
 
 

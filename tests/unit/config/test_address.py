@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octetrl.config.judge import JudgeConfig
-from octetrl.config.openai import OpenaiConfig, openai_problems
+from octetrl.config.openai import OpenaiConfig
+from octetrl.config.rules_running import openai_problems
 from octetrl.endpoint import Endpoint
 from octetrl.system.errors import UserError
 

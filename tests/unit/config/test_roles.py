@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from octetrl.config.cluster import local_lack
+from octetrl.config.in_words import describe_roles
 from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
-from octetrl.config.validate_roles import describe_roles
-from tests.unit.config.test_validate import problem_of, recipe_with
+from tests.unit.config.test_validate import problem_of
 
 
 def test_a_wrong_number_of_one_role_is_one_problem() -> None:
@@ -40,19 +40,3 @@ def test_roles_by_number_of_worker(trainers: int, engines: int, said: str) -> No
     recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=cluster)
     assert describe_roles(recipe) == f"{said}; cluster.max_staleness: 2"
     assert describe_roles(recipe.model_copy(update={"cluster": ClusterConfig(cpus=2)})) is None
-
-
-@pytest.mark.parametrize(
-    ("field", "given", "default"),
-    [
-        ("checkpoint.batches_ahead", "saved", "drawn_again"),
-        ("cluster.weight_buffer", "single", "auto"),
-        ("cluster.weights_in_flight", "recompute_cache", "off"),
-    ],
-)
-def test_what_needs_batches_ahead_names_the_value_without_them(field: str, given: str, default: str) -> None:
-    """A resumed config.yaml has every field, so leaving one out is no remedy."""
-    roles = (("cluster.trainer_cpus", 1), ("cluster.engine_cpus", 1), ("cluster.max_staleness", 0))
-    message = problem_of(*roles, (field, given))
-    assert message.endswith(f"ahead; give cluster.max_staleness=1 or more, or {field}={default}")
-    recipe_with(*roles, (field, default))

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.cluster import ClusterConfig, cluster_problems
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.validate import spec_problems
+from octetrl.config.rules_shape import spec_problems
 from octetrl.models.families import spec_from_config
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.shapes.presets import preset_config
@@ -53,29 +52,6 @@ def test_the_parts_are_the_whole(size: int) -> None:
     assert SPEC.cut(largest_cut(SPEC, size)).vocab_rows == widest
 
 
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        (
-            {"gpus": 2, "workers_per_gpu": 2, "tensor_parallel": 2},
-            "workers_per_gpu: workers that share a model exchange values over NCCL, which needs a GPU for each; remove"
-            " it, or use cluster.cpus",
-        ),
-        (
-            {"gpus": 3, "tensor_parallel": 2},
-            "tensor_parallel: 3 workers do not make groups of 2; give a multiple of 2 as cluster.gpus",
-        ),
-        (
-            {"cpus": 3, "tensor_parallel": 2},
-            "tensor_parallel: 3 workers do not make groups of 2; give a multiple of 2 as cluster.cpus",
-        ),
-    ],
-)
-def test_what_no_cluster_does(cluster: dict[str, Any], message: str) -> None:
-    (problem,) = cluster_problems(ClusterConfig(**cluster))
-    assert problem.text == f"cluster.{message}"
-
-
 def problems(size: int, **changes: Any) -> list[str]:
     tree = {
         "model": {"preset": "qwen3-8b", "init": "random", "tokenizer": "."},
@@ -90,9 +66,3 @@ def test_what_a_recipe_with_shared_models_may_not_ask() -> None:
     assert problems(3) == [
         "cluster.tensor_parallel: 3, but 3 does not divide the model's 8 KV heads; use 1 or 2 or 4 or 8"
     ]
-    (text,) = problems(2, algorithm={"name": "ppo"})
-    assert text.startswith("cluster.tensor_parallel: algorithm.name ppo needs a whole model on every worker so far")
-    (text,) = problems(2, algorithm={"name": "grpo", "kl_coefficient": 0.1, "reference_every": 5})
-    assert text.startswith("cluster.tensor_parallel: algorithm.reference_every")
-    (text,) = problems(2, engine={"speculation": {"name": "ngram"}})
-    assert text.startswith("cluster.tensor_parallel: engine.speculation ngram decides by measured times, which differ")

@@ -64,7 +64,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> list[SayingDouble]:
         return VllmBackend(built[-1], spec=spec, policy=policy, **settings)
 
     monkeypatch.setattr("octetrl.workers.build_engine.build_vllm", build)
-    monkeypatch.setattr("octetrl.config.validate_backend.BLOCK", 1)
+    monkeypatch.setattr("octetrl.config.rules_shape.BLOCK", 1)
     return built
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import LoraPart, adapter_elements, targets_of
+from octetrl.config.rules_shape import spec_problems
 from octetrl.config.schema import Fp8Config, LoraConfig
-from octetrl.config.validate import spec_problems
 from octetrl.fp8.policy import precision_policy
 from octetrl.kernels.gemm import grouped_bf16_gemm as grouped
 from octetrl.layers import stacked_lora

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from octetrl.config.load import recipe_from_mapping
+from octetrl.config.rules_shape import spec_problems
 from octetrl.config.schema import Fp8Config
-from octetrl.config.validate import spec_problems
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder

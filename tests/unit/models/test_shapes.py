@@ -30,7 +30,7 @@ from transformers import (
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import projections
-from octetrl.config.validate import spec_problems
+from octetrl.config.rules_shape import spec_problems
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.system.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octetrl.config.load import dump_recipe, recipe_from_mapping
-from octetrl.config.validate import spec_problems
+from octetrl.config.rules_shape import spec_problems
 from octetrl.run.model_source import found_model, recipe_of_run
 from octetrl.run.recipe_model import with_found_model
 from octetrl.run.report import last_screen

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octetrl.config.load import recipe_from_mapping
+from octetrl.config.rules_shape import experts_refused_on_gpu
 from octetrl.config.schema import Fp8Config
-from octetrl.config.validate_experts import experts_refused_on_gpu
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder

@@ -1,0 +1,295 @@
+"""Rules of what is trained: model, precision, lengths, objective, optimizer, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from octetrl.config.algorithm import OwnObjectiveConfig
+from octetrl.config.objective_settings import MASKS, DatasetSettings
+from octetrl.config.rules import Rule, together, value
+from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, Recipe
+
+MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
+OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
+_ROWS = {
+    "conversations": '{"prompt": ..., "answer": ...} or {"messages": [...]}',
+    "preferences": '{"prompt": ..., "chosen": ..., "rejected": ...}',
+}
+
+
+def samples_rollouts(recipe: Recipe) -> bool:
+    return recipe.algorithm.learns_from == "rollouts"
+
+
+def _reads_rows(recipe: Recipe) -> bool:
+    return not samples_rollouts(recipe)
+
+
+def _has_fp8(recipe: Recipe) -> bool:
+    return recipe.fp8.rollout or recipe.fp8.train
+
+
+def _is_too_long(recipe: Recipe) -> bool:
+    """Whether a prompt and its answer can exceed the context, in rollouts or in evaluations."""
+    draws = samples_rollouts(recipe) or recipe.evaluation.every > 0
+    return draws and recipe.model.context_length < recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+
+
+def _is_evaluated_too_long(recipe: Recipe) -> bool:
+    return recipe.model.context_length < recipe.rollout.max_prompt_tokens + (recipe.evaluation.max_new_tokens or 0)
+
+
+def _corrections(recipe: Recipe) -> tuple[str, ...]:
+    return value(recipe, "algorithm.corrections") or ()
+
+
+def _corrects_twice(recipe: Recipe) -> bool:
+    named = _corrections(recipe)
+    return len(set(named)) < len(named) or {"tis", "sequence_tis"} <= set(named)
+
+
+def _corrects_nothing(recipe: Recipe) -> bool:
+    useful = {"tis", "veto"} if value(recipe, "algorithm.veto_by") == "probability" else {"tis"}
+    return bool(set(_corrections(recipe)) - useful)
+
+
+def _samples(recipe: Recipe) -> int:
+    """Of a step, that its optimizer steps share."""
+    if isinstance(recipe.algorithm, DatasetSettings):
+        return recipe.algorithm.batch_size
+    return recipe.rollout.prompts_per_step * recipe.rollout.group_size
+
+
+def _names_twice(recipe: Recipe) -> bool:
+    targets = value(recipe, "model.lora.targets")
+    return len(set(targets)) < len(targets)
+
+
+LENGTHS = (
+    Rule(
+        "?model.context_length ?rollout.max_prompt_tokens ?rollout.max_new_tokens",
+        "{} is shorter than rollout.max_prompt_tokens {r.rollout.max_prompt_tokens} + rollout.max_new_tokens"
+        " {r.rollout.max_new_tokens}; lower these, or raise it if the model has more positions",
+        _is_too_long,
+    ),
+    Rule(
+        "evaluation.max_new_tokens ?model.context_length ?rollout.max_prompt_tokens",
+        "{} and rollout.max_prompt_tokens {r.rollout.max_prompt_tokens} exceed model.context_length"
+        " {r.model.context_length}; lower it, or raise model.context_length",
+        _is_evaluated_too_long,
+    ),
+)
+MODEL = (
+    *together("model.path model.preset", "fp8.kv_cache_tensors fp8.kv_cache=none"),
+    Rule(
+        "?model.path ?model.preset",
+        "give a path, of a Hugging Face folder, or a preset with init: random",
+        lambda r: not r.model.path and not r.model.preset,
+    ),
+    Rule(
+        "model.preset model.init=pretrained (model.path=null)", "'{}' has no weights; set init: random, or give a path"
+    ),
+    Rule(
+        "model.tokenizer=null model.preset (model.path=null)", "a preset has none; give a Hugging Face tokenizer folder"
+    ),
+    Rule("model.lora.targets=[]", "is empty, so nothing would be trained; name projections, or set model.lora=null"),
+    Rule("model.lora.targets", "a projection is named twice; name each once", _names_twice),
+    Rule(
+        "model.dtype=float32 ?fp8.rollout ?fp8.train ?fp8.kv_cache",
+        "float32 has no FP8 path; use bfloat16, or precision: bf16, which turns FP8 off",
+        lambda r: _has_fp8(r) or r.fp8.kv_cache != "none",
+    ),
+    Rule("fp8.emulate=false cluster.device=cpu", "false needs FP8 tensor cores; leave it out, or use a GPU", _has_fp8),
+    Rule(
+        "?rollout.prompts_per_step ?rollout.group_size",
+        f"{{}} prompts of {{r.rollout.group_size}} rollouts are too many for a step; at most {MOST_ROLLOUTS:,} fit",
+        lambda r: r.rollout.prompts_per_step * r.rollout.group_size > MOST_ROLLOUTS,
+    ),
+    *LENGTHS,
+)
+OBJECTIVE = (
+    Rule(
+        "?algorithm.name",
+        "'{}' is not module:name, such as my_losses:leaky; name a function of a module, or a shipped objective",
+        lambda r: isinstance(r.algorithm, OwnObjectiveConfig) and not OBJECT.fullmatch(r.algorithm.name),
+    ),
+    *together(
+        "algorithm.max_refills>0 algorithm.drop_zero_variance=false",
+        *(f"algorithm.{name} algorithm.kl_coefficient=0.0" for name in ("kl_target", "reference_every", "kl_gradient")),
+        "algorithm.kl_in=reward_before_baseline algorithm.kl_coefficient=0.0",
+        "algorithm.kl_gradient algorithm.kl_in!=loss",
+        "algorithm.overlong=mask algorithm.kl_in=reward_before_baseline",
+        "algorithm.token_weighting!=constant algorithm.rloo_ratio=sequence",
+        "algorithm.kl_in=reward algorithm.rloo_ratio=sequence (algorithm.kl_coefficient>0)",
+        "algorithm.conversations data.sources",
+        "checkpoint.batches_ahead cluster.max_staleness=0",
+    ),
+    Rule(
+        "algorithm.kl_in=reward_before_baseline ?algorithm.name",
+        "'{}' needs a baseline of siblings, and {r.algorithm.name} has none; use reward or loss",
+        lambda r: not r.algorithm.needs_siblings,
+    ),
+    Rule("?algorithm.corrections", "{} would weight a token twice; name each once, and only one tis", _corrects_twice),
+    Rule(
+        "?algorithm.corrections algorithm.ratio_base=generator",
+        "{} have nothing to correct where the engine's log-probs are the policy's; use ratio_base: auto or proximal",
+        _corrects_nothing,
+    ),
+    *(
+        Rule(
+            f"algorithm.{name}",
+            "{} must include 1, where both sides agree, and not go below 0",
+            lambda r, name=name: not 0 <= value(r, f"algorithm.{name}")[0] <= 1 <= value(r, f"algorithm.{name}")[1],  # type: ignore[misc]
+        )
+        for name in ("token_mask_range", "sequence_mask_range", "geometric_mask_range")
+    ),
+    Rule(
+        "algorithm.veto_by ?algorithm.corrections",
+        "{} has no effect without veto in algorithm.corrections; add it, or leave this out",
+        lambda r: "veto" not in _corrections(r),
+    ),
+    Rule(
+        "algorithm.masked_tokens ?algorithm.corrections",
+        f"{{}} has no effect without a mask in algorithm.corrections; add one of {', '.join(MASKS)}",
+        lambda r: not set(MASKS) & set(_corrections(r)),
+    ),
+    Rule(
+        "algorithm.teacher=null algorithm.name=distill", "missing; distill needs the Hugging Face folder of a teacher"
+    ),
+    Rule(
+        "algorithm.conversations=null ?data.sources ?algorithm.name",
+        lambda r: f"{r.algorithm.name} needs the path of a file of {_ROWS[r.algorithm.learns_from]}, or data.sources",
+        lambda r: not r.data.sources,
+    ),
+    Rule(
+        "fp8.kv_cache=calibrated ?algorithm.name",
+        "'calibrated' has no data for calibration with {r.algorithm.name}, which samples no rollouts; use 'none' or"
+        " 'dynamic' (precision: fp8_full means 'calibrated')",
+        _reads_rows,
+    ),
+    Rule("data.sources ?algorithm.name", "{r.algorithm.name} reads no rows; remove it, or use sft", samples_rollouts),
+    Rule(
+        "algorithm.best_of_group ?rollout.group_size",
+        "{} is more than rollout.group_size {r.rollout.group_size}; lower it, or raise rollout.group_size",
+        lambda r: value(r, "algorithm.best_of_group") > r.rollout.group_size,
+    ),
+    Rule(
+        "rollout.group_size=1 ?algorithm.name",
+        "with 1, {r.algorithm.name} has no siblings to compare; use at least 2, or algorithm.name: reinforce_pp",
+        lambda r: samples_rollouts(r) and r.algorithm.needs_siblings,
+    ),
+    *(
+        Rule(
+            f"{name}.temperature>0 {name}.temperature<{LEAST_TEMPERATURE}",
+            "{} is too small for float32",
+            samples_rollouts,
+        )
+        for name in ("rollout", "evaluation")
+    ),
+    Rule(
+        "rollout.temperature=0.0 ?algorithm.name",
+        "0 is greedy, and equal answers teach nothing; use 1",
+        samples_rollouts,
+    ),
+    *(
+        Rule(
+            f"rollout.{name} ?algorithm.name",
+            "{} changes the distribution, and the trainer's log-probs would not match; only evaluations take it",
+            samples_rollouts,
+        )
+        for name in ("top_k", "top_p", "min_p")
+    ),
+    Rule(
+        "?critic algorithm.name!=ppo",
+        "{r.algorithm.name} has none; remove the section",
+        lambda r: r.critic != CriticConfig(),
+    ),
+    Rule(
+        "critic.pretrain_steps (algorithm.name=ppo) ?steps",
+        "{} of {r.steps} steps leave no step for the policy; lower it, or raise steps",
+        lambda r: r.critic.pretrain_steps >= r.steps,
+    ),
+)
+TRAINING_MEMORY = together(
+    "trainer.weight_codes=remade fp8.train=false",
+    "trainer.weight_codes=remade model.lora (fp8.train=true) (algorithm.name!=ppo)",  # it has codes alone
+    (
+        "trainer.weight_codes=remade engine.release_for_training=false (fp8.train=true) (fp8.rollout=true)"
+        " (cluster.device!=cpu) (algorithm.name!=reward_model)"  # captured graphs read the codes
+    ),
+    "trainer.gradients=bfloat16 model.dtype=float32",
+    "trainer.gradients=bfloat16 cluster.tensor_parallel>1",
+    "trainer.gradients=bfloat16 model.lora (algorithm.name!=ppo) (cluster.tensor_parallel=1)",  # saves next to nothing
+    "trainer.checkpointed_layers trainer.activation_checkpointing=none",
+)
+
+
+def _first_ranked(recipe: Recipe) -> int:
+    """The first step with both a checkpoint and an evaluation."""
+    return math.lcm(recipe.evaluation.every, recipe.checkpoint.every)
+
+
+def _ranks_nothing(recipe: Recipe) -> bool:
+    """Whether no checkpoint before the last has its metric. A run that is shorter than both periods is a trial."""
+    longest = max(recipe.evaluation.every, recipe.checkpoint.every)
+    return recipe.checkpoint.best_metric.startswith("eval/") and longest <= recipe.steps < _first_ranked(recipe)
+
+
+RUN = (
+    *(
+        Rule(f"{one}.betas {also}", "{} must each be below 1", lambda r, one=one: 1 in value(r, f"{one}.betas"))  # type: ignore[misc]
+        for one, also in (("trainer.optimizer", ""), ("critic.optimizer", "(algorithm.name=ppo)"))
+    ),
+    *together(
+        "trainer.optimizer.weight_decay_on trainer.optimizer.weight_decay=0.0",
+        "critic.optimizer.weight_decay_on critic.optimizer.weight_decay=0.0 (algorithm.name=ppo)",
+        "trainer.optimizer.master=stochastic_rounding model.dtype=float32",
+        "critic.optimizer.master=stochastic_rounding model.dtype=float32 (algorithm.name=ppo)",
+        "evaluation.samples>1 evaluation.temperature=0.0",
+    ),
+    Rule(
+        "trainer.minibatches ?rollout.prompts_per_step ?rollout.group_size ?algorithm.batch_size",
+        lambda r: f"{r.trainer.minibatches} updates cannot share {_samples(r)} samples; use at most {_samples(r)}",
+        lambda r: r.trainer.minibatches > _samples(r),
+    ),
+    Rule("rollout.stop", "an empty text would stop every answer at once; remove it", lambda r: "" in r.rollout.stop),
+    Rule(
+        "evaluation.every>0 ?environment.eval_size",
+        "there are no held-out tasks; raise environment.eval_size, or set this to 0",
+        lambda r: not any(one.eval_size for one in r.each_environment.values()),
+    ),
+    Rule(
+        "evaluation.k ?evaluation.samples",
+        "{} cannot be estimated from {r.evaluation.samples} completions a task; raise evaluation.samples, or lower k",
+        lambda r: max(r.evaluation.k) > r.evaluation.samples,
+    ),
+    Rule(
+        "checkpoint.keep_best>0 ?checkpoint.best_metric evaluation.every=0",
+        "'{r.checkpoint.best_metric}' is never measured, because evaluation.every is 0; set that, or keep_best: 0",
+        lambda r: r.checkpoint.best_metric.startswith("eval/"),
+    ),
+    Rule(
+        "?seed ?environment.seed",
+        "seed and environment.seed must be from 0 to 2^63 - 1; choose others",
+        lambda r: r.seed >= 2**63 or not all(0 <= one.seed < 2**63 for one in r.each_environment.values()),
+    ),
+    Rule("output_dir", "contains a NUL, so it is not a path; remove it", lambda r: "\0" in r.output_dir),
+    Rule(
+        "output_dir",
+        "'{}' is no folder of the run's; give one that the run writes, such as runs/first",
+        lambda r: not r.output_dir.strip() or (Path(r.output_dir).is_absolute() and not Path(r.output_dir).name),
+    ),
+)
+RANKING = (
+    Rule(
+        "checkpoint.keep_best>0 checkpoint.every>0 evaluation.every>0 ?steps",
+        lambda r: (
+            f"no checkpoint before the last has '{r.checkpoint.best_metric}': the first step with both a checkpoint and"
+            f" an evaluation is {_first_ranked(r)}, of {r.steps}; make checkpoint.every a multiple of evaluation.every"
+        ),
+        _ranks_nothing,
+    ),
+)
+TRAINING = (*OBJECTIVE, *TRAINING_MEMORY, *RANKING)
