@@ -31,13 +31,12 @@ from octetrl.bench.arms import Arm
 from octetrl.bench.bandwidth_model import BF16_FLOPS, modelled_seconds, weight_bytes
 from octetrl.bench.measure import Turn
 from octetrl.config.memory import estimate_memory
-from octetrl.config.model_work import pair_products, token_weights
-from octetrl.config.role_memory import of_trainer
 from octetrl.config.schema import TrainerConfig
-from octetrl.config.worker_memory import on_each_worker
+from octetrl.config.worker_memory import of_trainer, on_each_worker
 from octetrl.engine.kv_cache import cache_format
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.shapes.spec import ModelSpec, largest_cut
+from octetrl.shapes.work import pair_products, token_weights
 
 Row = dict[str, str | int | float]
 Key = tuple[str, tuple[str, ...]]  # workload, overrides

@@ -23,15 +23,22 @@ from octetrl.config.in_words import CACHE_OF_ANSWERS, cannot_keep, in_flight
 from octetrl.config.memory import (
     MemoryEstimate,
     Precisions,
+    SavedState,
     ScalarModel,
+    describe_smallest,
     estimate_memory,
+    saved_state,
+    saves_beside_steps,
 )
-from octetrl.config.role_memory import buffer_choice, of_engine, of_trainer
-from octetrl.config.saved_state import SavedState, saved_state, saves_beside_steps
 from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
-from octetrl.config.smallest_cache import describe_smallest
-from octetrl.config.weight_buffer import batch_cache_bytes, sent_bytes
-from octetrl.config.worker_memory import on_each_worker
+from octetrl.config.worker_memory import (
+    batch_cache_bytes,
+    buffer_choice,
+    of_engine,
+    of_trainer,
+    on_each_worker,
+    sent_bytes,
+)
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy, scoring_policy
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec
 from octetrl.shapes.spec import ModelSpec, largest_cut, why_not_cut

@@ -14,10 +14,9 @@ from itertools import chain, combinations, islice
 from typing import Any
 
 from octetrl.cli.check_files import turns_line
-from octetrl.config.memory import MemoryEstimate
+from octetrl.config.memory import MemoryEstimate, generates, longest_rollout, smallest_cache
 from octetrl.config.schema import LoraConfig, OptimizerConfig, Recipe
 from octetrl.config.section import Section
-from octetrl.config.smallest_cache import generates, longest_rollout, smallest_cache
 from octetrl.config.worker_memory import on_each_worker
 
 MOST_SHOWN = 3

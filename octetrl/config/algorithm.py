@@ -4,7 +4,7 @@
 
 A class has only the fields that its objective reads. Shared fields come from `config/objective_settings.py`. A class
 repeats a shared field to change its default to that of the objective's paper (docs/algorithms.md). A field that the
-objective does not have is an error (`config/objective_keys.py`).
+objective does not have is an error (`config/problems.py`).
 """
 
 from __future__ import annotations

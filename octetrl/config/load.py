@@ -34,15 +34,14 @@ from typing import Any
 
 import yaml
 
-from octetrl.config.environment_layers import below_file, below_overrides, unknown_names
-from octetrl.config.model_layers import below_model, below_model_overrides
+from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.problems import for_command_line, for_python, is_field, may_be_null, section_of
 from octetrl.config.recipe_yaml import RecipeDumper, parse_yaml
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
 from octetrl.config.shipped import find_recipe, shipped_path
 from octetrl.config.validate import build_recipe
-from octetrl.system.errors import UserError, type_of
+from octetrl.system.errors import UserError, nearest, type_of
 from octetrl.system.json_file import read_text
 
 Tree = dict[str, Any]
@@ -313,3 +312,72 @@ def _gives(tree: Any, keys: list[str]) -> bool:
             return False
         tree = tree[key]
     return True
+
+
+def below_model(tree: Tree, top: Tree) -> Tree:
+    """`tree` without what the model of `top`, a later file, replaces."""
+    base, new = tree.get("model"), top.get("model")
+    if not isinstance(base, dict) or not isinstance(new, dict):
+        return tree
+    if not new.get("path") or new.get("preset") or not base.get("preset"):
+        return tree
+    return {**tree, "model": {key: value for key, value in base.items() if key not in ("preset", "init")}}
+
+
+def below_model_overrides(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> Tree:
+    """The same for overrides, keys and values, which count as one file."""
+    return below_model(tree, {"model": {keys[1]: value for keys, value in overrides if keys[:-1] == ("model",)}})
+
+
+_OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split")
+_ONE, _SEVERAL = "environment", "environments"
+
+
+def below_file(tree: Tree, top: Tree) -> Tree:
+    """`tree` without what the file `top` replaces."""
+    if top.get(_SEVERAL) and _ONE not in top:
+        tree = {key: value for key, value in tree.items() if key != _ONE}
+    elif top.get(_ONE) and not top.get(_SEVERAL):
+        tree = {key: value for key, value in tree.items() if key != _SEVERAL}
+    new = top.get(_ONE)
+    return _with_kind(tree, (_ONE,), new["kind"]) if isinstance(new, dict) and "kind" in new else tree
+
+
+def below_overrides(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> Tree:
+    """`tree` without what overrides of a kind replace. overrides: keys and values."""
+    for keys, value in overrides:
+        if keys[-1] == "kind" and (keys[:-1] == (_ONE,) or (len(keys) == 3 and keys[0] == _SEVERAL)):
+            tree = _with_kind(tree, keys[:-1], value)
+    return tree
+
+
+def unknown_names(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> list[Problem]:
+    """Overrides of environments that a tree with `environments` does not have, unless one gives the dataset."""
+    known = tree.get(_SEVERAL)
+    if not isinstance(known, dict) or not known:
+        return []
+    named = {keys[1]: None for keys, _ in overrides if len(keys) > 2 and keys[0] == _SEVERAL and keys[1] not in known}
+    begun = {
+        keys[1] for keys, _ in overrides if keys[:1] == (_SEVERAL,) and keys[2:] in ((), ("dataset",)) and keys[1:]
+    }
+    return [
+        Problem(
+            (f"{_SEVERAL}.{name}",),
+            f"there is no environment '{name}'; the recipe has {', '.join(known)}{nearest(name, known)}",
+        )
+        for name in named
+        if name not in begun and (_SEVERAL,) not in [keys for keys, _ in overrides]
+    ]
+
+
+def _with_kind(tree: Tree, path: tuple[str, ...], kind: Any) -> Tree:
+    """`tree` without the fields of the section at `path` that only another kind reads."""
+    name, *rest = path
+    base = tree.get(name)
+    if not isinstance(base, dict):
+        return tree
+    if rest:
+        return {**tree, name: _with_kind(base, tuple(rest), kind)}
+    if kind == base.get("kind", EnvironmentConfig().kind):
+        return tree
+    return {**tree, name: {key: value for key, value in base.items() if key not in _OF_ONE_KIND}}

@@ -42,7 +42,7 @@ During training:
                                 gradient is held until the embedding's is ready
       logits                    4 b T E + (4 + 4 b) chunk V + 4 V E: hidden states, logits of one chunk, gradients of
                                 four, float32 sum of lm_head's gradient. Or 4 b T E + (4 + b) V E: the sum, rounded
-      logits on a CPU           37 chunk V, in float64, or 32 chunk V + 8 V E (config/logits_memory.py)
+      logits on a CPU           37 chunk V, in float64, or 32 chunk V + 8 V E
       a scalar head             instead of logits, 2 (b + 4) T E: hidden states in float32, and their gradients
 
 The critic trains after the policy's activations are freed, so only the larger of the two models' activations counts.
@@ -68,11 +68,9 @@ from typing import Literal
 
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.backends import TRAITS
-from octetrl.config.logits_memory import logits_bytes
 from octetrl.config.lora import adapter_elements
-from octetrl.config.objective_settings import AlgorithmConfig
-from octetrl.config.schema import Recipe
-from octetrl.config.smallest_cache import generates
+from octetrl.config.objective_settings import AlgorithmConfig, KlSettings
+from octetrl.config.schema import OptimizerConfig, Recipe
 from octetrl.shapes.blocks import SCALE_PER_TOKEN, BlockMemory, CachedTensor, TrainedAs
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.text import binary_size
@@ -163,11 +161,11 @@ def estimate_memory(
         spec = ScalarModel(spec, precisions).trunk
     lora = recipe.model.lora
     trained = spec.num_parameters if lora is None else adapter_elements(spec, lora) + trains_scalar * spec.hidden_size
-    dropped = 0 if lora is None else _elements(spec, precisions.fp8_train)
+    dropped = 0 if lora is None else elements_of(spec, precisions.fp8_train)
     alone = trains_scalar or recipe.cluster.roles is not None or backend.has_weights
     how = f"{recipe.model.dtype}, {'of the trainer' if alone else 'shared by engine and trainer'}"
     how += "; FP8 linears only as codes" if dropped else ""
-    owned = weight_bytes * _elements(spec, precisions.fp8_train) if lora is None else 0
+    owned = weight_bytes * elements_of(spec, precisions.fp8_train) if lora is None else 0
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how, owned_bytes=owned)]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
     parts += _fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None)
@@ -225,7 +223,7 @@ def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) 
     return sum(num_bytes(tensor) for layer in range(spec.num_layers) for tensor in spec.cached(layer))
 
 
-def _elements(spec: ModelSpec, names: Collection[str]) -> int:
+def elements_of(spec: ModelSpec, names: Collection[str]) -> int:
     """Number of weights of these linears."""
     wanted = set(names)
     return sum(linear.num_weights for name, linear in spec.linears() if name in wanted)
@@ -240,7 +238,7 @@ def _fp8_parts(
     elsewhere = TRAITS[recipe.engine.backend].has_weights
     own = replace(precisions, fp8_rollout=precisions.fp8_train) if elsewhere else precisions
     copies = _fp8_copies(spec, own, emulated=emulated, backward=not remakes)
-    given_back = _elements(spec, precisions.fp8_train) if remakes else 0
+    given_back = elements_of(spec, precisions.fp8_train) if remakes else 0
     if copies:
         how = "scales, and the codes that are not remade" if remakes else "codes, transposed codes and scales"
         how = "codes, scales, and the codes' values in float64" if emulated else how
@@ -254,17 +252,17 @@ def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, back
     """Bytes of a model's FP8 copies. `backward`: with those that only an update needs (transposed codes, or the
     trainer's values if emulated)."""
     rollout, train = set(precisions.fp8_rollout), set(precisions.fp8_train)
-    either = _elements(spec, rollout | train)
+    either = elements_of(spec, rollout | train)
     codes_and_scales = either + 4 * (either // 128**2)
     if emulated:
-        return codes_and_scales + 8 * (either + (_elements(spec, rollout & train) if backward else 0))
-    return codes_and_scales + (_elements(spec, train) if backward else 0)
+        return codes_and_scales + 8 * (either + (elements_of(spec, rollout & train) if backward else 0))
+    return codes_and_scales + (elements_of(spec, train) if backward else 0)
 
 
 def _fixed(spec: ModelSpec, precisions: Precisions, weight_bytes: int, emulated: bool) -> int:
     """Bytes of a model in the trainer's format that nobody updates (layers/weight_memory.py)."""
     own = replace(precisions, fp8_rollout=[])
-    others = spec.num_parameters - _elements(spec, own.fp8_train)
+    others = spec.num_parameters - elements_of(spec, own.fp8_train)
     return weight_bytes * others + _fp8_copies(spec, own, emulated=emulated, backward=False)
 
 
@@ -290,7 +288,7 @@ def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: b
     num_bytes = weight_bytes * critic.trunk.num_parameters + gradients + states.num_bytes
     kept = recipe.trainer.weight_codes == "kept"
     num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated, backward=kept)
-    owned = weight_bytes * _elements(critic.trunk, critic.precisions.fp8_train)
+    owned = weight_bytes * elements_of(critic.trunk, critic.precisions.fp8_train)
     owned += states.owned_bytes + (gradients if recipe.cluster.gradients == "sharded" else 0)
     return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}", owned_bytes=owned)
 
@@ -391,3 +389,107 @@ def kv_cache_capacity(recipe: Recipe, per_token: int, on_gpu: bool, free_bytes: 
         longest = -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // engine.page_size) * engine.page_size
         tokens = min(rollout.prompts_per_step * rollout.group_size, engine.max_batch) * longest
     return tokens // engine.page_size * engine.page_size
+
+
+GATHERED_CHUNKS = 4  # chunks whose logits' gradients share one GEMM (kernels/gemm/linear_logprobs_backward.py)
+
+
+def logits_bytes(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int, *, frozen: bool, on_gpu: bool) -> int:
+    """value_bytes: of the model's dtype. chunk: `trainer.logprob_chunk`. frozen: lm_head is not trained."""
+    rows, group = min(chunk, tokens), min(GATHERED_CHUNKS * chunk, tokens)
+    weight = 0 if frozen else spec.vocab_rows * spec.hidden_size
+    if on_gpu:
+        while_summed = (4 * rows + value_bytes * group) * spec.vocab_size + 4 * weight
+        most = max(while_summed, (4 + (value_bytes if value_bytes < 4 else 0)) * weight)
+    else:
+        wide = 4 * spec.vocab_rows * spec.hidden_size  # lm_head in float32
+        most = max(37 * rows * spec.vocab_size, (16 * rows + 4 * group) * spec.vocab_size + wide + 4 * weight)
+    return most + 4 * value_bytes * tokens * spec.hidden_size
+
+
+def longest_rollout(recipe: Recipe) -> int:
+    """Tokens of the longest prompt and answer, also of an evaluation, in whole pages."""
+    return _in_pages(recipe, _longest(recipe))
+
+
+def generates(recipe: Recipe) -> bool:
+    """Whether the run samples answers, so that it needs a KV cache."""
+    return recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
+
+
+def smallest_cache(recipe: Recipe) -> int:
+    """Tokens of the smallest KV cache with which a worker generates, in whole pages."""
+    context = recipe.model.context_length if TRAITS[recipe.engine.backend].needs_context else 0
+    return _in_pages(recipe, max(_longest(recipe), context))
+
+
+def describe_smallest(recipe: Recipe) -> str:
+    """What `smallest_cache` holds."""
+    backend = TRAITS[recipe.engine.backend]
+    if backend.needs_context:
+        return f"model.context_length {recipe.model.context_length:,}, without which {backend.title} does not start"
+    return "one rollout"
+
+
+def _longest(recipe: Recipe) -> int:
+    rollout, evaluation = recipe.rollout, recipe.evaluation
+    return rollout.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
+
+
+def _in_pages(recipe: Recipe, tokens: int) -> int:
+    page = recipe.engine.page_size
+    return -(-tokens // page) * page
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """Size of a run's state in bytes, which a checkpoint copies to host memory (trainer/state_writer.py).
+
+    P is the number of trained parameters (with LoRA, of the adapters). b is the bytes of a value in the model's dtype,
+    s the bytes of a parameter's two moments.
+
+        weights       b P
+        optimizer     s P + 4 P      both moments, and the float32 master weights. No master weights with
+                                     `stochastic_rounding` or float32 weights
+        critic        both of these for PPO's value model
+        reference     b P            only if it changes during the run (`reference_every`)
+    """
+
+    weights: int  # includes those of a reference that changes during the run
+    optimizer: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weights + self.optimizer
+
+
+def saves_beside_steps(recipe: Recipe) -> bool:
+    """Whether a checkpoint is due before the run's last step. Only such a checkpoint is copied."""
+    return 0 < recipe.checkpoint.every < recipe.steps
+
+
+def saved_state(recipe: Recipe, spec: ModelSpec, critic: ScalarModel | None) -> SavedState:
+    """Estimate the size of one checkpoint of the run."""
+    weight_bytes = 2 if recipe.model.dtype == "bfloat16" else 4
+    lora, algorithm = recipe.model.lora, recipe.algorithm
+    trains_scalar = algorithm.name == "reward_model"
+    if trains_scalar:
+        spec = replace(spec, tied_embeddings=True)  # the scalar head replaces lm_head
+    trained = spec.num_parameters
+    if lora is not None:
+        trained = adapter_elements(spec, lora) + (spec.hidden_size if trains_scalar else 0)
+    weights = weight_bytes * trained
+    optimizer = int(_optimizer_bytes(recipe.trainer.optimizer, weight_bytes) * trained)
+    if isinstance(algorithm, KlSettings) and algorithm.keeps_reference and algorithm.reference_every:
+        weights *= 2
+    if critic is not None:
+        elements = critic.trunk.num_parameters
+        weights += weight_bytes * elements
+        optimizer += int(_optimizer_bytes(recipe.critic.optimizer, weight_bytes) * elements)
+    return SavedState(weights, optimizer)
+
+
+def _optimizer_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> float:
+    """Bytes of the optimizer's state for one parameter."""
+    has_master = optimizer.master == "float32" and weight_bytes == 2
+    return STATE_BYTES[optimizer.states] + (4 if has_master else 0)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from octetrl.config.backends import TRAITS
 from octetrl.config.cluster import LEAST_SILENCE, ROLE_FIELDS, ClusterConfig
+from octetrl.config.memory import describe_smallest, longest_rollout, smallest_cache
 from octetrl.config.openai import MOST_STOPS, OpenaiConfig
 from octetrl.config.rules import Rule, apart, problems_of, together, value
 from octetrl.config.rules_training import samples_rollouts
 from octetrl.config.schema import EngineConfig, ModelConfig, Recipe
 from octetrl.config.section import Problem
-from octetrl.config.smallest_cache import describe_smallest, longest_rollout, smallest_cache
 from octetrl.config.speculation import SpeculationConfig
 from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from octetrl.shapes.blocks import SCALE_PER_TOKEN

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
 from octetrl.config.cluster import ClusterConfig
-from octetrl.config.data import DataConfig, DataSource
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.objective_settings import DatasetSettings
@@ -264,6 +263,33 @@ class CriticConfig(Section):
     """Number of first steps that train only the critic. The policy's schedule starts after them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """Largest change of a value by several updates on one batch, in units of reward. null: no limit."""
+
+
+class DataSource(Section):
+    """One source of conversations or preference pairs: docs/data.md has the formats."""
+
+    path: str
+    """A JSONL or Parquet file, a folder that Hugging Face `datasets` reads, or owner/name on the hub."""
+    weight: float = Field(default=1.0, gt=0.0)
+    """Share of the examples, relative to the other sources' weights."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    subset: str | None = None
+    """Subset of a Hugging Face data set. None: the default subset."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Our key -> the file's key. Set it if the file uses other keys: {prompt: question, answer: solution}. A dot
+    selects a key inside an object: {prompt: problem.text}."""
+
+
+class DataConfig(Section):
+    """The training data of SFT and of preference objectives."""
+
+    sources: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], DataSource] = Field(default_factory=dict)
+    """Sources by name: {chat: {path: chat.jsonl, weight: 2}, ...}. Choose the names, in lower case. Metrics use
+    them."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What to do with examples longer than model.context_length. refuse: end with an error. drop: leave them out and
+    count them in `data/too_long`."""
 
 
 class EvaluationConfig(Section):

@@ -18,8 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from octetrl.config.objective_keys import name_objective
-from octetrl.config.problems import schema_problems, unreadable_texts, without_nulls
+from octetrl.config.problems import name_objective, schema_problems, unreadable_texts, without_nulls
 from octetrl.config.rules import problems_of
 from octetrl.config.rules_environment import DATASET, ENVIRONMENT, MIXTURE, ONE_OF_SEVERAL
 from octetrl.config.rules_running import BESIDE_TAIL, RUNNING, SERVER_TRAINS

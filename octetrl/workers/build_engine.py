@@ -16,8 +16,7 @@ from octetrl.backends.vllm.start import start_vllm, write_model
 from octetrl.config.memory import estimate_memory
 from octetrl.config.schema import Recipe
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
-from octetrl.config.weight_buffer import sent_bytes
-from octetrl.config.worker_memory import on_each_worker
+from octetrl.config.worker_memory import on_each_worker, sent_bytes
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.engine import Engine
 from octetrl.fp8.policy import PrecisionPolicy

@@ -25,8 +25,8 @@ from rich.console import Console
 from octetrl.cli.check import check
 from octetrl.cli.main import OF_A_PATH, run_command
 from octetrl.cli.rollouts import RolloutsView
-from octetrl.config.data import DataSource
 from octetrl.config.load import dump_recipe, load_recipe
+from octetrl.config.schema import DataSource
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.data.tokenizer import load_tokenizer

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from octetrl.config.model_work import pair_products, token_weights
 from octetrl.records import MicroBatch, PackedBatch
 from octetrl.shapes.spec import ModelSpec
+from octetrl.shapes.work import pair_products, token_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 
 from octetrl.config.in_words import in_flight
-from octetrl.config.weight_buffer import BufferChoice
+from octetrl.config.worker_memory import BufferChoice
 from octetrl.environments.score import Score
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import EarlierAnswer, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task, joined

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from octetrl.config.weight_buffer import BufferChoice
+from octetrl.config.worker_memory import BufferChoice
 from octetrl.engine.admission import Admission
 from octetrl.environments.score import Score
 from octetrl.records import (

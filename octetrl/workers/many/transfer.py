@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
-from octetrl.config.weight_buffer import BufferChoice, batch_cache_bytes, choose_buffer
+from octetrl.config.worker_memory import BufferChoice, batch_cache_bytes, choose_buffer
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.records import Published
 from octetrl.system.errors import UserError

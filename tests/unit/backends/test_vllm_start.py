@@ -27,7 +27,7 @@ from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, 
 from octetrl.backends.vllm.start import start_vllm, write_model
 from octetrl.config.schema import EngineConfig, Recipe
 from octetrl.config.vllm import RESERVE, vllm_weight_bytes
-from octetrl.config.weight_buffer import sent_bytes
+from octetrl.config.worker_memory import sent_bytes
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.tensor_group import OneWorker
 from octetrl.models.decoder import Decoder

@@ -18,7 +18,7 @@ from octetrl.config.rules_shape import spec_problems, vllm_problems
 from octetrl.config.schema import EngineConfig, Recipe
 from octetrl.config.validate import build_recipe
 from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
-from octetrl.config.weight_buffer import choose_buffer
+from octetrl.config.worker_memory import choose_buffer
 from octetrl.fp8.parity import refused_gate, why_measured
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.logits_memory import logits_bytes
-from octetrl.config.memory import estimate_memory
+from octetrl.config.memory import estimate_memory, logits_bytes
 from octetrl.models.families import spec_from_config
 from octetrl.shapes.presets import preset_config
 from tests.unit.config.test_memory import PLAIN, TINY, parts_of, recipe

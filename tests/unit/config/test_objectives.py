@@ -15,7 +15,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.config.algorithm import OBJECTIVES, GrpoConfig
 from octetrl.config.json_schema import recipe_json_schema
 from octetrl.config.load import load_recipe, recipe_from_mapping
-from octetrl.config.objective_keys import owners
+from octetrl.config.problems import owners
 from octetrl.system.errors import UserError
 from tests.house.tree import REPO
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octetrl.config.data import DataSource
+from octetrl.config.schema import DataSource
 from octetrl.data.conversations import Conversation, Dialogue
 from octetrl.data.mixture import Mixture, Source, read_source
 from octetrl.data.preferences import Preference

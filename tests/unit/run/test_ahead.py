@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.weight_buffer import sent_bytes
+from octetrl.config.worker_memory import sent_bytes
 from octetrl.engine.session import Session
 from octetrl.records import (
     Completion,

@@ -10,7 +10,7 @@ import torch
 
 from octetrl.config.load import load_recipe
 from octetrl.config.memory import estimate_memory
-from octetrl.config.role_memory import of_engine
+from octetrl.config.worker_memory import of_engine
 from octetrl.fp8.policy import precision_policy
 from octetrl.run.tiny_model import save_tokenizer
 from octetrl.workers.build import build_worker
