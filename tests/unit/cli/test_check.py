@@ -194,7 +194,7 @@ def test_equal_logprobs_are_promised_or_the_reason_is_given(
 
 def test_settings_of_drafts_without_drafts_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are not refused, so that a run which turns drafts off resumes."""
-    warning = "warning engine.speculation.max_draft_tokens has no effect while engine.speculation.name is none; set"
+    warning = "warning engine.speculation.max_draft_tokens: no effect while engine.speculation.name is none"
     drafts = "engine.speculation.max_draft_tokens=4"
     code, out, _ = check(capsys, drafts)
     assert code == 0 and warning in out

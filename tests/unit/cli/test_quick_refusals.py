@@ -48,7 +48,7 @@ COMMANDS = [
     (["bench", "step", "--model", "nomodel"], "--model: 'nomodel' is neither a folder nor one of the presets"),
     (["train", "demo_grpo", "--from", "gone"], "--from: 'gone' is no run, RUN@STEP or checkpoint"),
     (["train", "demo_grpo", f"output_dir={'n' * 300}"], "can't be a folder (File name too long); choose another"),
-    (["train", "demo_grpo", "output_dir=/"], "output_dir: '/' is the root; give a folder of the run's"),
+    (["train", "demo_grpo", "output_dir=/"], "output_dir: '/' is no folder of the run's"),
     (
         ["generate", "", "-p", "hi"],
         "'' names no model; give a run folder, a checkpoint, or a",
