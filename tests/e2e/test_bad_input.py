@@ -96,7 +96,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (RECIPE + "stepz: 3\n", "did you mean 'steps'?"),
         (RECIPE.replace("steps: 1", "steps: many"), "steps: 'many' is not a whole number"),
         (RECIPE.replace("group_size: 2", "group_size: 1"), "no siblings"),
-        (RECIPE.replace("context_length: 128", "context_length: 107"), "raise it to 108"),
+        (RECIPE.replace("context_length: 128", "context_length: 107"), "model.context_length: 107"),
         (RECIPE + "algorithm: {name: sft, conversations: c.jsonl}\n", "has no data for calibration"),
     ],
 )

@@ -135,7 +135,7 @@ def test_answers_that_failed_are_counted(
         (["engine.openai.base_url=http://me:key@host/v1"], "engine.openai.base_url: this is not an address"),
         (["engine.openai.api_key_variable=sk-12345"], "this is not the name of an environment variable"),
         ([f"model.context_length={CONTEXT_LENGTH + 1}"], f"set model.context_length to {CONTEXT_LENGTH}"),
-        (["engine.openai.answers=text", "rollout.top_k=5"], "rollout.top_k: engine.backend: openai has no top_k"),
+        (["engine.openai.answers=text", "rollout.top_k=5"], "rollout.top_k: 5"),
     ],
 )
 def test_bad_input_is_one_line(
