@@ -145,8 +145,8 @@ def test_conversations_of_the_hub_with_columns_inside_objects(hub: Path) -> None
     ("fields", "message"),
     [
         ({"dataset": "tasks.jsonl", "eval_split": "test"}, "only a Hugging Face data set has splits"),
-        ({"dataset": "tasks.jsonl", "subset": "main"}, "only a Hugging Face data set has subsets"),
-        ({"dataset": "chain_sum", "kind": "reasoning_gym", "split": "test"}, "environment.split: 'test' has no effect"),
+        ({"dataset": "tasks.jsonl", "subset": "main"}, "environment.subset: "),
+        ({"dataset": "chain_sum", "kind": "reasoning_gym", "split": "test"}, "environment.split: "),
         ({"dataset": "openai/gsm8k", "eval_split": "train"}, "also the split of the training tasks"),
     ],
 )
