@@ -464,10 +464,5 @@ def joined(*mappings: Mapping[str, float]) -> dict[str, float]:
 
 
 def worker_times(name: str, seconds: Sequence[float], first: int = 0) -> dict[str, float]:
-    """`NAME/worker_N` of several workers, and in `NAME/slowest` the number of the slowest. Empty without workers.
-
-    first: number of the worker that `seconds` begins with."""
-    if not seconds:
-        return {}
-    each = {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds, first)}
-    return {**each, f"{name}/slowest": float(first + seconds.index(max(seconds)))}
+    """`NAME/worker_N` of several workers. first: number of the worker that `seconds` begins with."""
+    return {f"{name}/worker_{worker}": value for worker, value in enumerate(seconds, first)}

@@ -77,16 +77,13 @@ class End:
 
 
 class LogprobRecorder:
-    """Replaces the loss: records the trainer's log-probs by sample. The gradient is zero."""
+    """Replaces the loss: records the trainer's log-probs of each micro-batch, in their order. The gradient is zero."""
 
     def __init__(self) -> None:
-        self.recorded: dict[int, Tensor] = {}
+        self.recorded: list[Tensor] = []
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        sample_N = inputs.advantages_N.long().cpu()  # `samples_of` stores the sample's number as its advantage
-        logprobs_N = inputs.logprobs_N.detach().cpu()
-        for sample in sample_N.unique().tolist():
-            self.recorded[sample] = logprobs_N[sample_N == sample]
+        self.recorded.append(inputs.logprobs_N.detach().cpu())
         return TokenLoss(torch.zeros_like(inputs.logprobs_N).requires_grad_())
 
 
@@ -220,7 +217,8 @@ class ExaminedWorker:
         batch = pack(samples, replace(layout, minibatches=1), self.worker.trainer.algorithm.token_weighting)
         accumulate_gradients(self.worker.trainer, batch, kv or self.kv)
         self.worker.trainer.model.requantize()  # restores codes that were freed
-        return torch.cat([self.recorder.recorded[sample] for sample in range(len(samples))])
+        sample_N = torch.cat([one.sample_N for minibatch in batch.minibatches for one in minibatch])
+        return torch.cat(self.recorder.recorded)[sample_N.argsort(stable=True)]  # in the samples' order
 
     # ------------------------------------------------------------ the forwards
 
@@ -299,18 +297,18 @@ def first_prompts(
 
 
 def samples_of(prompts: Sequence[tuple[int, ...]], drawn: list[list[Completion]]) -> list[Sample]:
-    """Each answer as a sample. Its advantage is its number, by which `LogprobRecorder` recognises it."""
+    """Each answer as a sample, without an advantage."""
     pairs = [(prompt, answer) for prompt, answers in zip(prompts, drawn, strict=True) for answer in answers]
     return [
         Sample(
             token_ids=(*prompt, *answer.token_ids),
             loss_mask=(False,) * len(prompt) + (True,) * len(answer.token_ids),
             generator_logprobs=(0.0,) * len(prompt) + answer.logprobs,
-            advantage=float(number),
+            advantage=0.0,
             policy_version=answer.policy_version,
             precision_digest=answer.precision_digest,
         )
-        for number, (prompt, answer) in enumerate(pairs)
+        for prompt, answer in pairs
     ]
 
 

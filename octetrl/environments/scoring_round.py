@@ -48,6 +48,12 @@ class RewardTimes:
         self.waited, self.slowest, self.slowest_task = 0.0, 0.0, ""
         return self.last
 
+    def forget(self) -> None:
+        """Drops what was measured since the last `take`, and `last` stays: an evaluation is no part of a step."""
+        last = self.last
+        self.take()
+        self.last = last
+
 
 class Growth:
     """The number of processes: `processes` from the start, or None: one, and up to a core each while calls wait."""

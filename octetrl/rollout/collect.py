@@ -38,7 +38,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import BatchScorer, RestartingScorer, ScoringRound, TimedScorer, begin_round
+from octetrl.environments.scoring_round import (
+    BatchScorer,
+    RestartingScorer,
+    RewardTimes,
+    ScoringRound,
+    TimedScorer,
+    begin_round,
+)
 from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import (
     Completion,
@@ -50,8 +57,7 @@ from octetrl.records import (
     Task,
     Turn,
 )
-from octetrl.rollout.collected import CollectedBatch as CollectedBatch
-from octetrl.rollout.collected import Collecting, CollectionSettings, Generates, Tasks
+from octetrl.rollout.collected import CollectedBatch, Collecting, CollectionSettings, Generates, Tasks
 from octetrl.rollout.converse import ConversationSettings, first_request, seed_of, with_score
 from octetrl.rollout.drive import Drive
 from octetrl.rollout.expected_lengths import ExpectedLengths
@@ -97,11 +103,17 @@ def collect_batch(
 def reward_times(environment: BatchScorer | Dialogues) -> dict[str, float]:
     """`time/reward`: seconds that the collection waited for rewards after sampling. `time/reward_slowest`: one call.
     Empty for scorers that use the engine's device. A collection calls it once, at its end."""
-    scorer = environment.scorer if isinstance(environment, Dialogues) else environment
-    if not isinstance(scorer, TimedScorer):
+    times = times_of(environment)
+    if times is None:
         return {}
-    taken = scorer.times.take()
+    taken = times.take()
     return {"time/reward": taken.waited} | ({"time/reward_slowest": taken.slowest} if taken.slowest else {})
+
+
+def times_of(environment: BatchScorer | Dialogues) -> RewardTimes | None:
+    """None: its scorer does not measure them."""
+    scorer = environment.scorer if isinstance(environment, Dialogues) else environment
+    return scorer.times if isinstance(scorer, TimedScorer) else None
 
 
 def _reward_restarts(environment: BatchScorer | Dialogues) -> int:

@@ -64,6 +64,8 @@ class RunEnds(Exception):
 class Ahead(StepMethod):
     """Learns from batches that were drawn ahead. The first step starts the thread."""
 
+    draws_ahead = True
+
     def __init__(self, recipe: Recipe, workers: WorkersAhead) -> None:
         self._recipe, self._workers, self._clock = recipe, workers, Clock()
         self._lead = Lead(recipe.cluster.max_staleness)
@@ -101,7 +103,8 @@ class Ahead(StepMethod):
             self._changed.notify_all()
         too_old, self._too_old = {"rollout/too_old_groups": float(self._too_old)} if self._too_old else {}, 0
         # a saved batch may have the pause before it, and weights are in flight only now: then `metrics` has that of now
-        of_batch = {name: value for name, value in drawn.metrics.items() if name not in metrics}
+        left_out = {"time/publish_pause"} & metrics.keys()
+        of_batch = {name: value for name, value in drawn.metrics.items() if name not in left_out}
         own = joined(recorded, drawn.counts, of_batch, stale, too_old, waited)
         return StepResult(StepMetrics.merge(metrics, own), drawn.groups)
 

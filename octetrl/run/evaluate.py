@@ -16,7 +16,7 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import Given
 from octetrl.records import Task
-from octetrl.rollout.collect import collect_groups, reward_times
+from octetrl.rollout.collect import collect_groups, times_of
 from octetrl.rollout.collected import Collecting
 from octetrl.run.build import build_run
 from octetrl.run.device import generators_put_back
@@ -46,7 +46,9 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     with run.console.phase("evaluate"), generators_put_back():
         groups = with_plain_tasks(collect_groups(tasks, run.rewards, run.rollout_workers, collection, state))
         run.rollout_workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
-    reward_times(run.rewards)  # they are no step's
+    times = times_of(run.rewards)
+    if times is not None:
+        times.forget()
     scoring = Scoring(config.evaluation.k, config.evaluation.right_from, config.seed)
     sampled = {} if state.session is None else state.session.named()
     return EvalReport(groups, scoring, sampled.get("rollout/tokens_per_second", 0.0))

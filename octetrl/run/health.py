@@ -26,8 +26,9 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
 from octetrl.environments.mixed import MixedTimes
-from octetrl.environments.scoring_round import RewardTimes, TimedScorer
+from octetrl.environments.scoring_round import BatchScorer
 from octetrl.environments.turns.dialogue import Dialogues
+from octetrl.rollout.collect import times_of
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.system.errors import RunFailed
 from octetrl.telemetry.collapse import Collapse, CollapseError, CollapseGate
@@ -176,8 +177,8 @@ SHARE, SECONDS = 0.5, 1.0  # of the step, and at least, that are worth a warning
 class SlowRewards:
     """Warns once a run, if a step waits for rewards for more than half of its time."""
 
-    def __init__(self, rewards: object) -> None:
-        self._times = _times_of(rewards)
+    def __init__(self, rewards: BatchScorer | Dialogues) -> None:
+        self._times = times_of(rewards)
         self._has_warned = False
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -204,11 +205,6 @@ class SlowRewards:
             name = last.slowest_task.partition("/")[0] if last is not None else ""
             section = section_name(name or "NAME")
         return f"{said}; make the score faster, or raise {section}.reward_workers"
-
-
-def _times_of(rewards: object) -> RewardTimes | None:
-    scorer = rewards.scorer if isinstance(rewards, Dialogues) else rewards
-    return scorer.times if isinstance(scorer, TimedScorer) else None
 
 
 REMEDY = "start a new run from it with a lower trainer.optimizer.lr or trainer.optimizer.max_grad_norm"

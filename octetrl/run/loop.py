@@ -19,8 +19,6 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import Given
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.run.ahead import Ahead
-from octetrl.run.beside_tail import BesideTail
 from octetrl.run.build import build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.device import generators_put_back
@@ -36,13 +34,12 @@ from octetrl.run.recipe_model import with_found_model
 from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.state import Run, StepResult
-from octetrl.run.step import GenerateThenLearn
 from octetrl.system.errors import UserError
 from octetrl.system.sigterm import terminable
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.ending import ending_of, reopen, write_ending
 from octetrl.telemetry.lost_terminal import keeps_writing
-from octetrl.telemetry.metrics import StepMetrics
+from octetrl.telemetry.metrics import StepMetrics, slowest_workers
 from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
 from octetrl.telemetry.sample_texts import sample_texts
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, steps_until
@@ -168,7 +165,8 @@ def _run_steps(
                 with run.console.phase("checkpoint"):
                     stopped_for = checkpoints.stage(run, step, metrics, is_last=is_last)
                 metrics = StepMetrics.merge(metrics, stopped_for)
-                if recipe.engine.prefix_cache == "keep" and isinstance(run.method, GenerateThenLearn | BesideTail):
+                draws_now = run.conversations is None and not run.method.draws_ahead
+                if draws_now and recipe.engine.prefix_cache == "keep":
                     run.rollout_workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
             metrics = StepMetrics.merge(metrics, checkpoints.figures())
             with checkpoints.saved_if_failed(run, step, metrics):
@@ -205,7 +203,7 @@ def _write_samples(run: Run, step: int, result: StepResult, sinks: Sinks) -> Non
     of_step = step == 1 or step % max(1, run.config.steps // SHOWN_SAMPLES) == 0
     shown = {"rollouts": result.groups if of_step else (), "evaluation": result.evaluated}
     # A user's task may draw when its prompt is read. One of a batch ahead does not, and the other thread may draw.
-    with nullcontext() if isinstance(run.method, Ahead) else generators_put_back():
+    with nullcontext() if run.method.draws_ahead else generators_put_back():
         for name, groups in shown.items():
             if groups:
                 sinks.write_text(step, name, sample_texts(groups))
@@ -217,6 +215,7 @@ def one_step(run: Run, step: int, journal: Journal = NO_FILES) -> StepResult:
     calibrated = {} if run.conversations is not None else _calibrate_first(run)
     result = run.method.step(run, step, journal)
     metrics = StepMetrics.merge(calibrated, result.metrics, {"time/step": time.perf_counter() - began})
+    metrics = StepMetrics.merge(metrics, slowest_workers(metrics))
     if not run.config.evaluation.every or step % run.config.evaluation.every:
         return replace(result, metrics=metrics)
     with run.method.paused() as waited:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
@@ -41,6 +41,8 @@ class StepResult:
 
 class StepMethod(ABC):
     """A way to take a step: step.py has the plain ones, then beside_tail.py and ahead.py."""
+
+    draws_ahead: ClassVar[bool] = False  # while an earlier step learns
 
     @abstractmethod
     def step(self, run: Run, number: int, journal: Journal) -> StepResult:

@@ -233,7 +233,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/{phase}", SECONDS, "Seconds of this phase of the step."),
         Metric("checkpoint/write_seconds", SECONDS, "Writing the last checkpoint, beside the next step."),
         Metric("checkpoint/gb_per_second", "GB/s", "Speed of that writing."),
-        Metric("memory/peak_gb", "GB", "Largest memory of the GPU that tensors used in the step."),
+        Metric("memory/peak_gb", "GB", "Largest memory of the GPU that tensors used in a phase of the step."),
         Metric("memory/{name}", "GB", "Memory of the GPU."),
     ),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Self
 
 from octetrl.records import joined
@@ -42,3 +43,13 @@ class StepMetrics(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self.values_by_name)
+
+
+def slowest_workers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`time/PHASE/slowest` for each phase of a whole step that has `time/PHASE/worker_N`: the number of its worker."""
+    seconds: dict[str, list[tuple[int, float]]] = {}
+    for name, value in metrics.items():
+        phase, worker, number = name.rpartition("/worker_")
+        if worker and phase.startswith("time/"):
+            seconds.setdefault(phase, []).append((int(number), value))
+    return {f"{phase}/slowest": float(max(each, key=itemgetter(1))[0]) for phase, each in seconds.items()}

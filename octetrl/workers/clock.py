@@ -22,6 +22,7 @@ class Clock:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
+        self._peaks: list[int] = []  # bytes, of the blocks that are open; a block may lie in another
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[dict[str, float]]:
@@ -30,6 +31,8 @@ class Clock:
         took: dict[str, float] = {}
         if self._device is not None:
             torch.cuda.synchronize(self._device)
+            self._see_peak()
+            self._peaks.append(0)
             torch.cuda.reset_peak_memory_stats(self._device)
         begin = time.perf_counter()
         try:
@@ -37,5 +40,11 @@ class Clock:
         finally:
             if self._device is not None:
                 torch.cuda.synchronize(self._device)
-                took["memory/peak_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
+                self._see_peak()
+                took["memory/peak_gb"] = self._peaks.pop() / 1e9
             took[f"time/{phase}"] = time.perf_counter() - begin
+
+    def _see_peak(self) -> None:
+        """The most since the last reset counts for every block that is open."""
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self._peaks = [max(earlier, peak) for earlier in self._peaks]

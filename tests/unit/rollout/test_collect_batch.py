@@ -16,8 +16,8 @@ from octetrl.records import (
     SamplingParams,
     Task,
 )
-from octetrl.rollout.collect import CollectedBatch, collect_batch
-from octetrl.rollout.collected import CollectionSettings
+from octetrl.rollout.collect import collect_batch
+from octetrl.rollout.collected import CollectedBatch, CollectionSettings
 
 
 class Chat:

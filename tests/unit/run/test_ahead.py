@@ -26,7 +26,8 @@ from octetrl.records import (
     Task,
     Turn,
 )
-from octetrl.rollout.collect import CollectedBatch, collect_batch
+from octetrl.rollout.collect import collect_batch
+from octetrl.rollout.collected import CollectedBatch
 from octetrl.rollout.samples import versions_by_token
 from octetrl.run.ahead import Ahead, Lead, _Stoppable
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace

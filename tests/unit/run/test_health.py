@@ -183,6 +183,8 @@ def test_slow_rewards_of_several_environments_name_the_section_and_crashes() -> 
     scorer = Scorer()
     scorer.times.members["b"].called("x/7", 2.5)
     reward_times(scorer)
+    scorer.times.members["a"].called("of an evaluation after it", 9.0)
+    scorer.times.forget()
     warning = SlowRewards(scorer).warning(2, seconds)
     assert warning is not None and "was task 'b/x/7'" in warning
     assert warning.endswith("or raise environments.b.reward_workers")
@@ -252,6 +254,8 @@ def test_a_step_that_waits_for_rewards_names_the_slowest_task() -> None:
     scorer.times.called("slow", 4.0)
     metrics = reward_times(scorer) | {"time/step": 8.0}
     assert metrics == {"time/reward": 6.0, "time/reward_slowest": 4.0, "time/step": 8.0}
+    scorer.times.called("of an evaluation after it", 30.0)
+    scorer.times.forget()
     warning = slow.warning(2, metrics)
     assert warning is not None
     assert "step 2: 6.0 of 8.0 s were spent waiting for rewards (the slowest call, 4.0 s, was task 'slow')" in warning

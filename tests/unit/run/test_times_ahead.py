@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from octetrl.rollout.collect import CollectedBatch, collect_batch
+from octetrl.rollout.collect import collect_batch
+from octetrl.rollout.collected import CollectedBatch
 from octetrl.run.loop import one_step
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
