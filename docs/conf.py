@@ -79,7 +79,7 @@ CONTENTS = {
     ],
     "Reference": ["commands", "recipe", "api", "metrics"],
     "How it works": ["architecture", "fp8", "parity", "contributing"],
-    "Measurements": ["figures", "study", "log"],
+    "Measurements": ["results", "negative_results"],
 }  # fmt: skip
 SHORT = {
     "tutorial": "Tutorial",
@@ -95,6 +95,7 @@ SHORT = {
     "engines": "Rollout engines",
     "parity": "Parity",
     "library": "Python library",
+    "negative_results": "What did not work",
 }
 
 
@@ -206,6 +207,7 @@ def on_source(app: Any, docname: str, source: list[str]) -> None:
         text = glossary.page()
     if docname == "contributing":
         text = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    text = re.sub(r"\[([^\]]*)\]\((?:\.\./)?(lab/[^)#]+\.md)(?:#[^)]*)?\)", r"\1 (`\2`)", text)  # not on the site
     text = re.sub(r"^<!-- api: (\w+) (\S+)(?: \| ([\w ]+))? -->$", directive, text, flags=re.MULTILINE)
     source[0] = re.sub(r"\]\(\.\./([^)#]+)\)", lambda found: link_outside(found[1]), text)
 

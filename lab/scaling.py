@@ -5,7 +5,7 @@
 
 Takes one or several results of `octetrl bench step` with workers, of one machine and one workload. Nothing runs here.
 The picture goes into docs/pictures/scaling.svg. The table goes between `<!-- scaling: begin -->` and
-`<!-- scaling: end -->` of docs/scale.md; its marker names the results, so the house tests compare its numbers with
+`<!-- scaling: end -->` of docs/results.md; its marker names the results, so the house tests compare its numbers with
 them. `--out` and `--page` name other files. Without results it takes those that the page shows now.
 
 The picture has a row of panels for each model: rollout, learning, whole step. A line is a precision, and a point is the
@@ -29,7 +29,7 @@ from lab.record import is_dirty, model_of, run_command
 from octetrl.system.errors import UserError
 
 REPO = Path(__file__).parents[1]
-PAGE = REPO / "docs" / "scale.md"
+PAGE = REPO / "docs" / "results.md"
 PICTURE = REPO / "docs" / "pictures" / "scaling.svg"
 BEGIN, END = "<!-- scaling: begin -->", "<!-- scaling: end -->"
 REMEDY = "give results of `octetrl bench step --arms cluster.gpus=1,2,...`"

@@ -1,6 +1,6 @@
-"""Compares the arms of a study: a table, a result file, curves, and the table of docs/study.md.
+"""Compares the arms of a study: a table, a result file, curves, and the table of lab/study/README.md.
 
-    python -m lab.study.table tiny-sums [--state runs/study] [--document docs/study.md]
+    python -m lab.study.table tiny-sums [--state runs/study] [--document lab/study/README.md]
 
 Reads the lines of complete jobs (runs.py). Writes `lab/results/study_TABLE.json` with a row an arm and every line,
 `docs/pictures/study_TABLE.svg` with a panel an arm, and the table between `<!-- study: TABLE -->` and
@@ -208,7 +208,7 @@ def picture(lines: Sequence[Row]) -> str | None:
 
 
 def document_table(name: str, record: Row) -> str:
-    """The table for docs/study.md, with the marker that the tests of figures check."""
+    """The table for lab/study/README.md, with the marker that the tests of figures check."""
     failed = [("failed", "failed")] if any(row["failed"] for row in record["rows"]) else []
     shown = (SHOWN[0], *failed, *SHOWN[1:])
     fields = " | ".join(["-", *(field for _, field in shown)])

@@ -18,7 +18,7 @@ from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.shapes.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
 from octetrl.shapes.spec import ModelSpec
 
-MEMORY_BYTES_PER_SECOND = 4.3e12  # most kernels; a few reach 4.54e12 (docs/figures.md)
+MEMORY_BYTES_PER_SECOND = 4.3e12  # most kernels; a few reach 4.54e12 (docs/results.md)
 BF16_FLOPS = 790e12  # per second, of a large GEMM
 VALUE = 2  # bytes of BF16
 

@@ -1,7 +1,7 @@
 """What glibc does with memory that a process has freed.
 
 By default it returns large blocks to the kernel at once. torch on a CPU allocates the temporary tensors of a forward
-and a backward again and again, and the kernel clears each page when it is next used (docs/log.md has measurements).
+and a backward again and again, and the kernel clears each page when it is next used (lab/log.md has measurements).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the house tests hold the numbers of README and docs to the files in `lab/results/`.
+"""How the house tests hold the numbers of README, docs and the pages of lab/ to the files in `lab/results/`.
 
 **A table** that shows measurements has a marker right above it, which mirrors its columns:
 

@@ -1,4 +1,4 @@
-"""Every measured number of README and docs is a result's, or says that it is not: figures.py has the rules."""
+"""Every measured number of README, docs and lab is a result's, or says that it is not: figures.py has the rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from octetrl.telemetry.source_digest import LAB, SCRIPTS, digest_of_commit
 from tests.house.figures import NUMBER, check_paragraph, check_table, is_dirty, measured_rows
 from tests.house.markdown import Table, paragraphs, tables
-from tests.house.tree import REPO
+from tests.house.tree import LAB_PAGES, REPO
 
 HEAD = {"bench", "commit", "date", "machine", "versions", "command", "rows"}
 LAST_WITHOUT_DIGEST = "2026-11-22"
@@ -24,7 +24,7 @@ BEFORE_A_REBASE = {  # measured at a commit that a rebase replaced, so git has n
     "step_qwen3-8b_16x8_chunks.json",
 }
 README = REPO / "README.md"
-DOCUMENTS = (README, *sorted((REPO / "docs").glob("*.md")))
+DOCUMENTS = (README, *sorted((REPO / "docs").glob("*.md")), *LAB_PAGES)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

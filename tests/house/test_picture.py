@@ -1,4 +1,4 @@
-"""The pictures of README's first screen and of docs/scale.md are drawn from the results as they are now."""
+"""The pictures of README's first screen and of docs/results.md are drawn from the results as they are now."""
 
 from __future__ import annotations
 

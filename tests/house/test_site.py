@@ -13,7 +13,7 @@ import pytest
 
 import octetrl
 from tests.house.markdown import without_code
-from tests.house.tree import REPO
+from tests.house.tree import LAB_PAGES, REPO
 
 DOCS = REPO / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -50,7 +50,9 @@ def broken_links(document: str, folder: Path, own: set[str]) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", [REPO / "README.md", REPO / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [REPO / "README.md", REPO / "CONTRIBUTING.md", *PAGES, *LAB_PAGES], ids=lambda page: page.name
+)
 def test_links_and_anchors_resolve(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not broken_links(text, page.parent, anchors(text))

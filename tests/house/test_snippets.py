@@ -1,4 +1,4 @@
-"""Every snippet of README and docs runs, with its imports, or says in an invisible marker why it does not.
+"""Every snippet of README, docs and lab's pages runs, with its imports, or says in an invisible marker why not.
 
 - Python: the blocks of a page run one after another in one namespace. `RUN_ELSEWHERE` names the test that runs a page
   which needs more than that.
@@ -23,9 +23,13 @@ import yaml
 from octetrl.config.load import recipe_from_mapping
 from tests.house.markdown import commands
 from tests.house.test_readme import check_command
-from tests.house.tree import REPO
+from tests.house.tree import LAB_PAGES, REPO
 
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md"))]
+PAGES = [
+    *("README.md", "CONTRIBUTING.md"),
+    *sorted(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md")),
+    *(str(path.relative_to(REPO)) for path in LAB_PAGES),
+]
 RUN_ELSEWHERE = {
     "README.md": "tests/e2e/test_library_page.py",
     "docs/index.md": "tests/e2e/test_library_page.py",

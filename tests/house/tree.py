@@ -10,6 +10,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 CODE = ("octetrl", "tests", "lab", "examples", "setup")
+LAB_PAGES = (REPO / "lab/log.md", REPO / "lab/study/README.md")  # records of measurements, not on the site
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -1,7 +1,7 @@
 """How decode is laid out on a GPU: the tile of one program, whether the keys of a sequence are split, and whether draft
 rows of one sequence share a program.
 
-No bit depends on any of these. All figures are of an H200 at head size 128 (docs/log.md).
+No bit depends on any of these. All figures are of an H200 at head size 128 (lab/log.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DecodeTile:
 
     @classmethod
     def chosen(cls, k_cache: Tensor, v_cache: Tensor, num_programs: int) -> DecodeTile:
-        """The fastest choice on an H200 at head size 128 (docs/log.md).
+        """The fastest choice on an H200 at head size 128 (lab/log.md).
 
         With 3 tiles of codes in flight, three programs share a multiprocessor; with 4, two do. Two are slower, but
         still better than a last wave of programs that leaves most multiprocessors idle.
@@ -96,7 +96,7 @@ class DraftLayout(NamedTuple):
         The keys are always split, because the host does not know how many programs have rows. The tile is the widest
         that spills no register for sm_90, with any scales, pages and group. `tile` replaces it, whatever the head size
         and the cache. Rows of a cache with only K or only V in codes stay alone: with K in BF16 and V in codes, an
-        earlier form of the kernel had other bits or read outside memory (docs/log.md).
+        earlier form of the kernel had other bits or read outside memory (lab/log.md).
         """
         (num_rows, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
         codes = is_code(k_cache.dtype)

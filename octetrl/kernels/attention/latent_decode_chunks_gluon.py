@@ -9,7 +9,7 @@ each warpgroup of a program does one of these:
 
 `full` and `empty` are the barriers of the ring, `weighed` and `taken` those of two slots of weights. Each turn of a
 ring flips their phase. A program can go through several chunks, if there are fewer programs; there is one for each
-chunk, which was faster with sequences of unequal length (docs/log.md).
+chunk, which was faster with sequences of unequal length (lab/log.md).
 
 One warpgroup reads a tile once for all 16 heads, where two would read it twice. A thread has the same columns in scores
 and in o, and the sums of classes stay in the layout in which they arise, so only the maxima of four warps are

@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 FEW, SOME, MANY = Tile(16, 64, 6, swap=True), Tile(64, 64, 4), Tile(128, 128, 3)
-FP8_MANY = Tile(64, 128, 4)  # for codes, instead of SOME and MANY (docs/log.md)
+FP8_MANY = Tile(64, 128, 4)  # for codes, instead of SOME and MANY (lab/log.md)
 
 OWNED = {rows: Tile(min(rows, 64), 128, 3, swap=rows < 64) for rows in (*OWNED_ROWS, MANY_ROWS)}  # by owners' rows
 

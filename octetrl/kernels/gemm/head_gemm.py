@@ -83,7 +83,7 @@ def _side_by_side(x_THK: Tensor) -> bool:
 
 
 def choose_head_tile(tokens: int, columns: int) -> Tile:
-    """By measurements of latent attention's two products (docs/log.md). No bit depends on it."""
+    """By measurements of latent attention's two products (lab/log.md). No bit depends on it."""
     if 16 < tokens <= 256 and columns <= 128:
         return NARROW
     return SOME if 16 < tokens <= 128 else choose_tile(tokens, 1)

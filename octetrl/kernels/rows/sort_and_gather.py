@@ -33,7 +33,7 @@ from octetrl.kernels.rows.sort_by_expert import (
     write_expert,
 )
 
-MOST_SLOTS = 512  # all programs read all of them: with 1,536 slots two launches are faster (docs/log.md)
+MOST_SLOTS = 512  # all programs read all of them: with 1,536 slots two launches are faster (lab/log.md)
 PROGRAMS = 256  # about two for each multiprocessor
 STEP_BYTES = 16384  # of codes that a program copies at a time
 

@@ -84,7 +84,7 @@ def test_uniform_numbers_are_uniform_and_unrelated() -> None:
 
 
 def test_the_numbers_are_pinned() -> None:
-    """A change of the hash changes every run: say so in docs/log.md."""
+    """A change of the hash changes every run: say so in lab/log.md."""
     assert sequence_key(0, 0) == -2152535657050944081
     u_V = uniform(torch.tensor([sequence_key(17, 2)]), torch.tensor([5]), 3)[0]
     assert u_V.tolist() == pytest.approx([0.7009664385086322, 0.11350212695861062, 0.5490590701376482], abs=0)

@@ -51,7 +51,7 @@ def test_rows_share_the_columns_of_a_tile():
 @pytest.mark.parametrize(
     "alone",
     [
-        {"k_dtype": torch.bfloat16},  # other bits on a GPU (docs/log.md)
+        {"k_dtype": torch.bfloat16},  # other bits on a GPU (lab/log.md)
         {"v_dtype": torch.bfloat16},
         {"head_size": 256},  # registers would be spilled
         {"heads": 72},  # nine heads of a group: a tile of 16 columns has room for one row
