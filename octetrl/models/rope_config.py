@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from octetrl.models.family import Family
 from octetrl.shapes.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from octetrl.shapes.spec import MOST_TOKENS
 from octetrl.system.errors import UserError
@@ -18,7 +19,6 @@ LEAST, MOST = 1e-3, 1e6  # of YaRN's and Llama 3's numbers; beyond them, angles 
 MOST_FACTOR = 1e4  # by which a context is longer; published ones are below 100
 MOST_GROWTH = 1e2  # of what multiplies cos and sin, and so twice the scores; published ones are below 2
 SHARE = "partial_rotary_factor"
-ROTATED_SHARES = {"glm4_moe": 0.5}  # families that may rotate a part of each head, with the share if the key is missing
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -36,14 +36,16 @@ def rope_parameters(config: JsonObject) -> JsonObject:
     return JsonObject(merged, config.where)
 
 
-def rotated_size(rope: JsonObject, family: str, head_size: int) -> int | None:
+def rotated_size(rope: JsonObject, family: Family, head_size: int) -> int | None:
     """How many values of a head RoPE rotates, the first ones; None: all. `rope`: the result of `rope_parameters`."""
-    if family not in ROTATED_SHARES:
+    if family.rotated_share is None:
+        return None
+    if family.rotated_share == 1:
         share = rope.get(SHARE)
         if share is not None and share != 1:
-            raise UserError(f"{SHARE} {shown(share)} is not supported for {family}, only 1 is; use another model")
+            raise UserError(f"{SHARE} {shown(share)} is not supported for {family.name}, only 1 is; use another model")
         return None
-    share = rope.number(SHARE, ROTATED_SHARES[family])
+    share = rope.number(SHARE, family.rotated_share)
     size = int(head_size * share) if share <= 1 else 0
     if size % 2 or not size:
         raise rope.wrong(SHARE, f"a share is needed that rotates an even number of the {head_size} values of a head")

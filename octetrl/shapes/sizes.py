@@ -26,7 +26,7 @@ SUPPORTED_HEAD_SIZES = (
 class ModelSizes:
     """Of a model; or, with `tensor`, of the part that one of several tensor-parallel workers has (`ModelSpec.cut`)."""
 
-    family: str  # "llama", "qwen2", "qwen3", ...: the keys of `ARCHITECTURES` in models/families.py
+    family: str  # "llama", "qwen2", "qwen3", ...: the names in models/family.py
     num_layers: int
     hidden_size: int
     intermediate_size: int

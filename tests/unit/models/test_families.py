@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING
 
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout
-from octetrl.models.families import DEFAULT_KV_HEADS, hf_config, load_spec, spec_from_config
+from octetrl.models.families import hf_config, load_spec, spec_from_config
+from octetrl.models.family import FAMILIES
 from octetrl.models.weight_files import checked_headers
 from octetrl.shapes.rope import Llama3Scaling, YarnScaling
 from octetrl.shapes.spec import MOST_TOKENS, ModelSpec
@@ -112,7 +113,7 @@ def latent(spec: ModelSpec) -> bool:
 DOTS = {"n_routed_experts": 16, "num_experts_per_tok": 2}  # which have no defaults
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", *DEFAULT_KV_HEADS])
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES.values() if not family.has_latents])
 def test_key_heads_that_are_left_out_are_as_many_as_in_transformers(family: str) -> None:
     theirs = CONFIG_MAPPING[family](**(DOTS if family == "dots1" else {}))
     given = {key: value for key, value in theirs.to_dict().items() if value is not None}
