@@ -37,9 +37,8 @@ from octetrl.config.algorithm import DistillConfig
 from octetrl.config.in_words import describe_tail, drafts_without_effect, without_effect
 from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
-from octetrl.config.openai import OpenaiConfig
 from octetrl.config.rules_shape import experts_refused_on_gpu, spec_problems
-from octetrl.config.schema import Recipe
+from octetrl.config.schema import OpenaiConfig, Recipe
 from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_measured, why_no_fixed_order

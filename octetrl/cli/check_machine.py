@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from octetrl.cli.check_files import turns_line
-from octetrl.config.backends import TRAITS
+from octetrl.config.backends import TRAITS, VLLM_VERSION, why_no_vllm
 from octetrl.config.cluster import whole_weights_problem
 from octetrl.config.in_words import describe_roles
 from octetrl.config.objective_settings import CorrectionSettings, DatasetSettings
 from octetrl.config.schema import Recipe
-from octetrl.config.vllm import VLLM_VERSION, why_no_vllm
 from octetrl.fp8.policy import PrecisionPolicy
 
 GIB = 2**30

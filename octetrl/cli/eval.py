@@ -34,8 +34,8 @@ from octetrl.cli.out_file import refuse_file, refuse_unmakeable, whole_file, wri
 from octetrl.cli.terminal import loading_pytorch
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.load import load_recipe
-from octetrl.config.made_first import way_to_make
 from octetrl.config.objective_settings import DatasetSettings
+from octetrl.config.shipped import way_to_make
 from octetrl.environments.python_object import search_beside
 from octetrl.run.model_source import recipe_of_run, refuse_no_model
 from octetrl.system.errors import UserError, nearest_file, refuse_empty, runs_in

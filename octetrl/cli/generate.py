@@ -25,9 +25,8 @@ import typer
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.terminal import loading_pytorch
 from octetrl.config.limits import MOST_COMPLETIONS
-from octetrl.config.openai import OpenaiConfig
 from octetrl.config.rules_running import openai_problems
-from octetrl.config.schema import MOST_TEMPERATURE
+from octetrl.config.schema import MOST_TEMPERATURE, OpenaiConfig
 from octetrl.data.rows import read_jsonl
 from octetrl.records import Completion, FinishReason, SamplingParams
 from octetrl.run.model_source import refuse_no_model

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from octetrl.config.limits import MOST_CPUS, MOST_GPUS
 from octetrl.config.section import Section
 
 LEAST_SILENCE = 2.0  # seconds; of deadlines.silent_seconds
@@ -32,21 +33,21 @@ class ClusterConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of a run with one worker. auto: a GPU if there is one, otherwise the CPU."""
-    cpu_threads: int | None = Field(default=None, ge=1, le=4_096)
+    cpu_threads: int | None = Field(default=None, ge=1, le=MOST_CPUS)
     """Number of torch's threads on a CPU, in each worker. None: torch's default; several workers share the
     machine's cores."""
-    gpus: int | None = Field(default=None, ge=1, le=65_536)
+    gpus: int | None = Field(default=None, ge=1, le=MOST_GPUS)
     """Number of GPUs, with one worker on each. More than one needs the `ray` extra. None: one."""
-    cpus: int | None = Field(default=None, ge=1, le=4_096)
+    cpus: int | None = Field(default=None, ge=1, le=MOST_CPUS)
     """Number of workers on the CPU, instead of `gpus`. Use it to try a run with many workers on a laptop."""
-    trainer_gpus: int | None = Field(default=None, ge=1, le=65_536)
+    trainer_gpus: int | None = Field(default=None, ge=1, le=MOST_GPUS)
     """Number of GPUs that only train, instead of `gpus`. Give `engine_gpus` too. None: every GPU trains and
     generates."""
-    engine_gpus: int | None = Field(default=None, ge=1, le=65_536)
+    engine_gpus: int | None = Field(default=None, ge=1, le=MOST_GPUS)
     """Number of GPUs that only generate. They receive the weights after every update."""
-    trainer_cpus: int | None = Field(default=None, ge=1, le=4_096)
+    trainer_cpus: int | None = Field(default=None, ge=1, le=MOST_CPUS)
     """Number of workers on the CPU that only train, instead of `cpus`. Give `engine_cpus` too."""
-    engine_cpus: int | None = Field(default=None, ge=1, le=4_096)
+    engine_cpus: int | None = Field(default=None, ge=1, le=MOST_CPUS)
     """Number of workers on the CPU that only generate."""
     max_staleness: int = Field(default=0, ge=0, le=64)
     """Number of policy versions that generating may run ahead of training, if workers only train or only generate. 0:
@@ -67,7 +68,7 @@ class ClusterConfig(Section):
     """Ray cluster to use. `host:port`: a running cluster. `auto`: the one that runs on this machine. `local`: start Ray
     here, also for one worker. None: start Ray here if there are several workers. Ray that the run starts ends with
     it."""
-    nodes: int | None = Field(default=None, ge=1, le=65_536)
+    nodes: int | None = Field(default=None, ge=1, le=MOST_GPUS)
     """Number of machines of the cluster at `address`, with workers on `gpus_per_node` GPUs of each. None: Ray chooses
     the machines."""
     gpus_per_node: int | None = Field(default=None, ge=1, le=1_024)

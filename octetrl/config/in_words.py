@@ -6,8 +6,7 @@ from typing import Literal
 
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.rules import is_set
-from octetrl.config.schema import Recipe
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import Recipe, SpeculationConfig
 from octetrl.shapes.blocks import KVMode
 
 TAIL_SHARE = 0.25  # of a worker's `engine.max_batch`: so few unfinished answers of all workers continue on one

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from octetrl.config.backends import TRAITS
+from octetrl.config.backends import TRAITS, VLLM_TEMPERATURES
 from octetrl.config.cluster import LEAST_SILENCE, ROLE_FIELDS, ClusterConfig
 from octetrl.config.memory import describe_smallest, longest_rollout, smallest_cache
-from octetrl.config.openai import MOST_STOPS, OpenaiConfig
 from octetrl.config.rules import Rule, apart, problems_of, together, value
 from octetrl.config.rules_training import samples_rollouts
-from octetrl.config.schema import EngineConfig, ModelConfig, Recipe
+from octetrl.config.schema import MOST_STOPS, EngineConfig, ModelConfig, OpenaiConfig, Recipe, SpeculationConfig
 from octetrl.config.section import Problem
-from octetrl.config.speculation import SpeculationConfig
-from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from octetrl.shapes.blocks import SCALE_PER_TOKEN
 from octetrl.system.address import HOW, is_address
 
@@ -48,7 +45,7 @@ def _cannot_hold(recipe: Recipe) -> str:
 
 
 def _is_out_of_vllms_range(recipe: Recipe, section: str) -> bool:
-    return not LEAST_TEMPERATURE <= value(recipe, f"{section}.temperature") <= MOST_TEMPERATURE
+    return not VLLM_TEMPERATURES[0] <= value(recipe, f"{section}.temperature") <= VLLM_TEMPERATURES[1]
 
 
 ENGINE = (
@@ -101,7 +98,7 @@ VLLM = (
     *(
         Rule(
             f"{section}.temperature>0 engine.backend=vllm",
-            f"{{}} is not what engine.backend: vllm samples at: {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}",
+            f"{{}} is not what engine.backend: vllm samples at: {VLLM_TEMPERATURES[0]:g} to {VLLM_TEMPERATURES[1]:g}",
             lambda r, section=section: _is_out_of_vllms_range(r, section),  # type: ignore[misc]
         )
         for section in ("rollout", "evaluation")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from octetrl.config.backends import padded_vocabulary
 from octetrl.config.lora import adapter_elements, projections, targets_of, unknown_target
 from octetrl.config.memory import Precisions
 from octetrl.config.rules import problems_of
 from octetrl.config.rules_training import LENGTHS
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
-from octetrl.config.vllm import padded_vocabulary
 from octetrl.shapes.blocks import StackedLinearLayout
 from octetrl.shapes.spec import ModelSpec, allowed_sizes, why_not_cut
 

@@ -14,12 +14,67 @@ from pydantic import Field
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
-from octetrl.config.limits import MISMATCH_LIMIT
+from octetrl.config.limits import MISMATCH_LIMIT, MOST_COMPLETIONS
 from octetrl.config.objective_settings import DatasetSettings
-from octetrl.config.openai import OpenaiConfig
 from octetrl.config.section import Fraction, Section
-from octetrl.config.speculation import SpeculationConfig
 from octetrl.shapes.blocks import KVMode, KVTensors
+
+MOST_STOPS = 4  # stop strings that OpenAI's API takes
+
+
+class OpenaiConfig(Section):
+    """The server of `engine.backend: openai`. It answers with weights of its own: nothing is published to it."""
+
+    base_url: str
+    """Address including /v1, such as http://localhost:8000/v1. It must not contain a user, a key or a query."""
+    model: str = Field(min_length=1)
+    """The model's name at the server."""
+    answers: Literal["tokens", "text"] = "tokens"
+    """What the server gives. tokens: token ids and log-probs (`octetrl serve`, vLLM); `model.path` has its tokenizer.
+    text: messages in, text out (any server with OpenAI's chat API); the recipe's model is not used."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key, such as OPENAI_API_KEY; null: no key is sent. The key itself is written
+    nowhere."""
+    concurrency: int = Field(default=64, ge=1, le=4_096)
+    """Number of requests in flight at once. Each asks for one answer."""
+    timeout_seconds: float = Field(default=600.0, gt=0.0, le=1e6)
+    """Time limit of each attempt, in seconds, for the whole answer. An attempt that exceeds it counts as failed and is
+    retried."""
+    retries: int = Field(default=5, ge=0, le=1_000)
+    """Number of retries if the server cannot be reached, exceeds `timeout_seconds`, breaks off an answer, is busy (408,
+    409, 429), or fails (5xx)."""
+    backoff_seconds: float = Field(default=1.0, ge=0.0, le=1e6)
+    """Wait before the first retry, in seconds. It doubles with each retry, up to a minute. A server's Retry-After is
+    respected."""
+
+    @property
+    def name(self) -> str:
+        """How results name what was evaluated."""
+        return f"{self.model} at {self.base_url}"
+
+
+class SpeculationConfig(Section):
+    """Drafts of next tokens, verified several at a time. No token and no log-prob depends on it (docs/parity.md)."""
+
+    name: Literal["none", "ngram"] = "none"
+    """Where drafts come from. none: no drafts. ngram: what followed the last tokens earlier, in the answer itself, its
+    prompt, its siblings, and earlier answers to the same prompt."""
+    max_draft_tokens: int = Field(default=8, ge=1, le=16)
+    """Largest number of drafts for one sequence in a forward."""
+    max_sequences: int = Field(default=64, ge=1, le=65_536)
+    """Largest number of running sequences at which drafts are made. Drafts take places of `engine.max_batch` that are
+    free."""
+    ngrams: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field(default=(8, 5, 3), min_length=1, max_length=8)
+    """Numbers of last tokens that are looked up, longest first. Shorter ones find more drafts, of which fewer are
+    right."""
+    min_gain: float = Field(default=0.03, ge=0.0, le=16.0)
+    """Smallest gain in tokens/s, as measured in recent forwards with drafts and without. 0.03 is 3%. Below it drafting
+    pauses for some forwards. 0: always draft, without measuring."""
+    memory_tokens: int = Field(default=4_000_000, ge=0, le=1 << 34)
+    """Number of tokens of ended answers and of their prompts that are kept for later steps. A prompt counts once for
+    all its answers. A token takes 4 bytes, and each answer and each prompt about 250 bytes more. The prompts that were
+    answered longest ago are dropped first."""
+
 
 Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
 
@@ -113,7 +168,7 @@ MOST_TEMPERATURE = 10.0
 class RolloutConfig(Section):
     prompts_per_step: int = Field(default=32, ge=1, le=1_000_000)
     """Number of prompts per step."""
-    group_size: int = Field(default=8, ge=1, le=100_000)
+    group_size: int = Field(default=8, ge=1, le=MOST_COMPLETIONS)
     """Number of answers sampled for each prompt (siblings). Advantages are relative to the group."""
     max_prompt_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     """Largest length of a prompt, in tokens. A longer prompt gets no answer and is counted as `prompt_too_long`."""
@@ -295,7 +350,7 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     every: int = Field(default=0, ge=0, le=1_000_000_000)
     """Number of steps between evaluations on the held-out tasks. 0: never during training."""
-    samples: int = Field(default=1, ge=1, le=100_000)
+    samples: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
     """Number of completions per task."""
     k: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Numbers k for which pass@k (one of k is right) and maj@k (the majority of k is right) are estimated. Each is at

@@ -23,7 +23,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import SpeculationConfig
 from octetrl.engine.draft_budget import DraftLosses
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.speculation import DraftSource

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import numpy as np
 
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import SpeculationConfig
 from octetrl.engine.cuda_graphs import padded_batch
 from octetrl.engine.draft_budget import DraftBudget, DraftLosses, DraftSwitch, ForwardTimes
 from octetrl.engine.draft_rows import DraftRows, num_right

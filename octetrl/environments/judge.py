@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from octetrl.config.judge import JudgeConfig
+from octetrl.config.environment import JudgeConfig
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.environments.base import LARGEST_REWARD
 from octetrl.environments.score import Score

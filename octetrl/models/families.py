@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.made_first import way_to_make
+from octetrl.config.shipped import way_to_make
 from octetrl.models.attention_config import latent_fields, latent_layout, window_fields, windows, with_windows
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
@@ -39,7 +39,9 @@ from octetrl.shapes.spec import MOST_HEADS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 from octetrl.system.errors import UserError, dangling
 from octetrl.system.json_file import JsonObject, read_json
 
-DENSE = (LayerBlocks(AttentionLayout(), MLPLayout()),)  # every layer of a model without experts
+DENSE: tuple[LayerBlocks, ...] = (
+    LayerBlocks(AttentionLayout(), MLPLayout()),
+)  # every layer of a model without experts
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
 OWNERS = {  # on the hub, by how the names of their models begin
     "qwen": "Qwen", "llama": "meta-llama", "moonlight": "moonshotai", "deepseek": "deepseek-ai",
@@ -148,9 +150,9 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
     head_size = config.integer("head_dim", family.head_size or hidden_size // heads, most=MOST_WIDTH)
     rotated = rotated_size(rope, family, head_size)
     attention = latent or AttentionLayout(rotated=rotated)
-    experts, blocks = family.experts, DENSE
-    if experts is not None:
-        blocks = mixture_blocks(config, family, experts, num_layers, attention)
+    blocks = DENSE
+    if family.experts is not None:
+        blocks = mixture_blocks(config, family, family.experts, num_layers, attention)
     positions = scaled_positions(scaling, max_positions)
     has_bias = config.flag("attention_bias")
     kv_heads = heads if "num_key_value_heads" in config else family.kv_heads or heads

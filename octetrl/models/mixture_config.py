@@ -20,7 +20,9 @@ from octetrl.shapes.spec import MOST_HEADS, MOST_LAYERS, MOST_WIDTH, ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.system.json_file import JsonObject
 
-ROUTING_WORDS = {  # by `Experts.corrected`: what a config may say of its routing function, or leave out
+ROUTING_WORDS: dict[
+    bool, dict[str, tuple[str, ...]]
+] = {  # by `Experts.corrected`: what a config may say of its routing function, or leave out
     False: {"scoring_func": ("softmax",), "topk_method": ("greedy",)},
     True: {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
 }

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from octetrl.config.made_first import way_to_make
 from octetrl.config.rules_environment import FILES
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
+from octetrl.config.shipped import way_to_make
 from octetrl.run.folder.layout import RECIPE_FILE, refuse_unwritable, refuse_used
 from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
 from octetrl.system.errors import UserError, nearest, nearest_file

@@ -12,7 +12,7 @@ from contextlib import closing
 
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.backends.openai.text import CharacterTokenizer
-from octetrl.config.openai import OpenaiConfig
+from octetrl.config.schema import OpenaiConfig
 from octetrl.records import Completion, GenerationProgress, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.converse import seed_in_call

@@ -13,9 +13,9 @@ from octetrl.backends.vllm.names import model_config
 from octetrl.backends.vllm.ranks import Ranks, together
 from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, check_room, engine_arguments
 from octetrl.backends.vllm.start import start_vllm, write_model
+from octetrl.config.backends import RESERVE, vllm_weight_bytes
 from octetrl.config.memory import estimate_memory
 from octetrl.config.schema import Recipe
-from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.config.worker_memory import on_each_worker, sent_bytes
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.engine import Engine

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from octetrl.config.vllm import why_no_vllm
+from octetrl.config.backends import why_no_vllm
 from tests.house.tree import REPO
 from tests.required import missing
 

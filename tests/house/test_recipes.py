@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.config.load import PRECISIONS, dump_recipe, load_recipe
-from octetrl.config.made_first import way_to_make
+from octetrl.config.shipped import way_to_make
 from octetrl.config.validate import validate_with_spec
 from octetrl.models.families import spec_from_config
 from octetrl.shapes.presets import preset_config

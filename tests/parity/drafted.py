@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import SpeculationConfig
 from octetrl.engine.draft_budget import DraftLosses
 from octetrl.engine.metrics import DraftTally
 from octetrl.engine.request import RunningSequence

@@ -20,9 +20,9 @@ from octetrl.config.schema import (
     OptimizerConfig,
     Recipe,
     RolloutConfig,
+    SpeculationConfig,
     TrainerConfig,
 )
-from octetrl.config.speculation import SpeculationConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import GenerationRequest, Sample, SamplingParams

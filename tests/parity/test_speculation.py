@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import SpeculationConfig
 from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.engine.request import RunningSequence
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout

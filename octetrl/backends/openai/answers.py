@@ -21,7 +21,7 @@ from typing import Any
 
 from octetrl.backends.openai.shapes import Answer, Choice, parsed
 from octetrl.backends.openai.text import UNKNOWN, asked_of
-from octetrl.config.openai import MOST_STOPS, OpenaiConfig
+from octetrl.config.schema import MOST_STOPS, OpenaiConfig
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.engine.request import RunningSequence
 from octetrl.engine.stopping import Decode

@@ -19,7 +19,7 @@ from octetrl.backends.openai.metrics import ServerMetrics
 from octetrl.backends.openai.session import OpenaiSession, checked
 from octetrl.backends.openai.shapes import Models, parsed
 from octetrl.backends.openai.text import VOCABULARY, CharacterTokenizer
-from octetrl.config.openai import OpenaiConfig
+from octetrl.config.schema import OpenaiConfig
 from octetrl.endpoint import Endpoint, EndpointError
 from octetrl.engine.admission import Admission
 from octetrl.engine.session import whole_answers

@@ -16,7 +16,7 @@ from typing import Any
 from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.openai.answers import STAMP, NoAnswer, ask, check_sampling, read
 from octetrl.backends.openai.metrics import ServerMetrics, Tally
-from octetrl.config.openai import OpenaiConfig
+from octetrl.config.schema import OpenaiConfig
 from octetrl.endpoint import Endpoint
 from octetrl.engine.admission import Admission
 from octetrl.engine.request import RequestGroup, RunningSequence

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octetrl.backends.vllm.ranks import Ranks
-from octetrl.config.vllm import padded_vocabulary
+from octetrl.config.backends import padded_vocabulary
 from octetrl.shapes.spec import ModelSpec
 
 BUCKET_BYTES = 1 << 26

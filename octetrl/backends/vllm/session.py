@@ -15,7 +15,7 @@ from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.vllm.calls import LLMEngine, RequestOutput, Started, block_pool_of, scheduler_of
 from octetrl.backends.vllm.metrics import Tally, VllmMetrics
 from octetrl.backends.vllm.ranks import Ranks, step_together
-from octetrl.config.vllm import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from octetrl.config.backends import VLLM_TEMPERATURES
 from octetrl.engine.admission import Admission
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Decode
@@ -206,10 +206,11 @@ def checked(request: GenerationRequest, index: int, admission: Admission, capaci
         raise UserError(
             f"request '{request.id}': vLLM cannot continue an answer that another engine began; ask for a whole one"
         )
-    if temperature > MOST_TEMPERATURE or 0 < temperature < LEAST_TEMPERATURE:
+    least, most = VLLM_TEMPERATURES
+    if temperature > most or 0 < temperature < least:
         raise UserError(
-            f"request '{request.id}': temperature is {temperature:g}, and vLLM samples at {LEAST_TEMPERATURE:g} to"
-            f" {MOST_TEMPERATURE:g}; give one of these, or 0 (greedy)"
+            f"request '{request.id}': temperature is {temperature:g}, and vLLM samples at {least:g} to"
+            f" {most:g}; give one of these, or 0 (greedy)"
         )
     group = admission.group(index, request)
     if group.limit > capacity:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from octetrl.config.backends import RESERVE, vllm_weight_bytes
 from octetrl.config.schema import EngineConfig
-from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.shapes.spec import PREFILL_CHUNK, ModelSpec
 from octetrl.system.errors import UserError

@@ -30,7 +30,7 @@ import torch
 from octetrl.backends.vllm.calls import LLMEngine, Started
 from octetrl.backends.vllm.ranks import Ranks, together
 from octetrl.backends.vllm.settings import no_room
-from octetrl.config.vllm import why_no_vllm
+from octetrl.config.backends import why_no_vllm
 from octetrl.system.errors import UserError
 
 FORCED = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}  # otherwise vLLM requantises weights to power-of-two scales on Hopper

@@ -17,7 +17,7 @@ import torch
 
 from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.openai.backend import OpenaiBackend
-from octetrl.config.openai import OpenaiConfig
+from octetrl.config.schema import OpenaiConfig
 from octetrl.engine.engine import Engine
 from octetrl.records import Completion, FinishReason, LogitOptions
 from octetrl.rollout.backend import BackendSession, MeasuredSession, RolloutBackend, RolloutSession

@@ -13,7 +13,7 @@ import pytest
 from octetrl.backends.openai.answers import sibling_seed
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.backends.openai.text import UNKNOWN, CharacterTokenizer, asked_of
-from octetrl.config.openai import OpenaiConfig
+from octetrl.config.schema import OpenaiConfig
 from octetrl.records import Completion, FinishReason, GenerationRequest, LogitOptions, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.system.errors import UserError

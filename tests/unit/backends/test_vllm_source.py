@@ -20,7 +20,7 @@ import pytest
 from octetrl.backends.vllm import calls, start
 from octetrl.backends.vllm.settings import ON_RANKS
 from octetrl.backends.vllm.weights import ATTENTION, LETTERS
-from octetrl.config.vllm import VLLM_VERSION, VOCABULARY_PAD
+from octetrl.config.backends import VLLM_VERSION, VOCABULARY_PAD
 from tests.unit.backends.test_vllm_start import ENGINE_ARGUMENTS
 from tests.unit.backends.test_vllm_start import ON_RANKS as ARGUMENTS_ON_RANKS
 from tests.unit.backends.vllm_double import Sampling

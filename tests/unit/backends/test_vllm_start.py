@@ -25,8 +25,8 @@ from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.calls import block_pool_of
 from octetrl.backends.vllm.settings import cache_bytes_per_token, cache_tokens, check_room, engine_arguments
 from octetrl.backends.vllm.start import start_vllm, write_model
+from octetrl.config.backends import RESERVE, vllm_weight_bytes
 from octetrl.config.schema import EngineConfig, Recipe
-from octetrl.config.vllm import RESERVE, vllm_weight_bytes
 from octetrl.config.worker_memory import sent_bytes
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.tensor_group import OneWorker
@@ -208,7 +208,7 @@ def test_any_error_of_its_start_is_one_line(
 def test_another_version_is_refused_before_anything_starts(
     installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: "0.26.0")
+    monkeypatch.setattr("octetrl.config.backends.version", lambda _: "0.26.0")
     with pytest.raises(UserError, match=r"vllm 0.26.0 is installed, and only 0.25.1 was tried"):
         start_vllm(arguments_of("bf16", tmp_path))
     assert not hasattr(installed, "arguments")

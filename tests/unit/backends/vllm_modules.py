@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.vllm import VLLM_VERSION
+from octetrl.config.backends import VLLM_VERSION
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def installed_vllm(monkeypatch: pytest.MonkeyPatch, contents: Mapping[str, Mappi
         module = ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: VLLM_VERSION)
+    monkeypatch.setattr("octetrl.config.backends.version", lambda _: VLLM_VERSION)
     environment = dict(os.environ)
     try:
         yield

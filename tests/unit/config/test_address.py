@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from octetrl.config.judge import JudgeConfig
-from octetrl.config.openai import OpenaiConfig
+from octetrl.config.environment import JudgeConfig
 from octetrl.config.rules_running import openai_problems
+from octetrl.config.schema import OpenaiConfig
 from octetrl.endpoint import Endpoint
 from octetrl.system.errors import UserError
 

@@ -11,13 +11,12 @@ import pytest
 from octetrl.cli.check import server_lines
 from octetrl.cli.check_machine import Device, backend_lines, backend_problems_here
 from octetrl.cli.check_memory import MemoryPlan, weight_buffer_lines
-from octetrl.config.backends import TRAITS
+from octetrl.config.backends import TRAITS, VLLM_VERSION, vllm_weight_bytes, why_no_vllm
 from octetrl.config.in_words import without_effect
 from octetrl.config.memory import estimate_memory
 from octetrl.config.rules_shape import spec_problems, vllm_problems
 from octetrl.config.schema import EngineConfig, Recipe
 from octetrl.config.validate import build_recipe
-from octetrl.config.vllm import VLLM_VERSION, vllm_weight_bytes, why_no_vllm
 from octetrl.config.worker_memory import choose_buffer
 from octetrl.fp8.parity import refused_gate, why_measured
 from octetrl.fp8.policy import precision_policy
@@ -103,7 +102,7 @@ def test_what_vllms_model_of_a_family_lacks(config: dict[str, Any], expected: st
 
 def test_a_local_version_is_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, refused in ((f"{VLLM_VERSION}+cu129", False), (f"{VLLM_VERSION}.post1", True), ("0.26.0+cu129", True)):
-        monkeypatch.setattr("octetrl.config.vllm.version", lambda _, found=found: found)
+        monkeypatch.setattr("octetrl.config.backends.version", lambda _, found=found: found)
         why = why_no_vllm()
         assert (why is not None) == refused and (why is None or f"vllm {found} is installed" in why)
 
@@ -206,15 +205,15 @@ def test_vllm_absent_or_another_version(monkeypatch: pytest.MonkeyPatch) -> None
         raise PackageNotFoundError(name)
 
     recipe = recipe_with(VLLM)
-    monkeypatch.setattr("octetrl.config.vllm.version", absent)
+    monkeypatch.setattr("octetrl.config.backends.version", absent)
     assert f"vllm {VLLM_VERSION} is not installed; pip install 'octetrl[vllm]'" in str(why_no_vllm())
     assert backend_problems_here(recipe, GPU) == [why_no_vllm()]
     assert backend_problems_here(recipe, Device("a GPU", True, 1, is_here=False)) == []
     (text,) = backend_problems_here(recipe, CPU)
     assert text.startswith("engine.backend: vllm needs an NVIDIA GPU, and this machine has none")
-    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: "0.26.0")
+    monkeypatch.setattr("octetrl.config.backends.version", lambda _: "0.26.0")
     assert "vllm 0.26.0 is installed, and only 0.25.1 was tried" in str(why_no_vllm())
-    monkeypatch.setattr("octetrl.config.vllm.version", lambda _: VLLM_VERSION)
+    monkeypatch.setattr("octetrl.config.backends.version", lambda _: VLLM_VERSION)
     assert why_no_vllm() is None and backend_problems_here(recipe, GPU) == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import SpeculationConfig
 from octetrl.engine import ngram_drafts
 from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.records import EarlierAnswer

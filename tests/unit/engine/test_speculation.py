@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import SpeculationConfig
 from octetrl.engine import speculation
 from octetrl.engine.draft_budget import TRIAL, DraftLosses
 from octetrl.engine.draft_rows import DraftRows, num_right

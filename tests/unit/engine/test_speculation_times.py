@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import SpeculationConfig
 from octetrl.engine import speculation
 from octetrl.engine.draft_budget import DraftBudget, DraftLosses
 from octetrl.engine.request import Step

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from octetrl.config.judge import JudgeConfig
+from octetrl.config.environment import JudgeConfig
 from octetrl.environments.judge import Judge
 from octetrl.environments.score import Score
 from octetrl.records import RolloutStatus, Task

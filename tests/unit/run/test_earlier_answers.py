@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from octetrl.config.speculation import SpeculationConfig
+from octetrl.config.schema import SpeculationConfig
 from octetrl.engine.ngram_drafts import NGramDrafts
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run import earlier_answers

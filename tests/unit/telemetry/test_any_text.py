@@ -104,7 +104,7 @@ def test_the_place_in_tasks_of_any_text_is_found_again() -> None:
 
 def test_what_goes_to_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     httpx = pytest.importorskip("httpx")
-    from octetrl.config.judge import JudgeConfig
+    from octetrl.config.environment import JudgeConfig
     from octetrl.environments.judge import Judge
 
     asked: list[str] = []
