@@ -78,7 +78,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for level in Level:
         try:
-            sandbox = find_sandbox(only=level)
+            sandbox = find_sandbox(level)
         except UserError as error:
             print(error)
             continue

@@ -18,7 +18,6 @@ import pytest
 VARIABLE = "OCTETRL_REQUIRE"
 NEEDS = {
     "gpu": "a Hopper GPU",
-    "limits": "sandboxes of that level",
     "landlock": "sandboxes of that level",
     "bubblewrap": "sandboxes of that level",
     "another-user": "root, and an interpreter and a tree that another user can read: sandboxes without root's rights",

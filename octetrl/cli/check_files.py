@@ -249,7 +249,7 @@ def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
     except UserError:
         return
     yield "sandbox", f"level {sandbox.level}, {sandbox.interpreter.executable}; not protected from:"
-    for gap in sandbox.protection.gaps:
+    for gap in sandbox.level.gaps():
         yield "", gap
     if line := packages_line(config):
         yield "warning", line

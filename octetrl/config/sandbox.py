@@ -10,9 +10,9 @@ from octetrl.config.section import Section
 
 
 class SandboxConfig(Section):
-    level: Literal["limits", "landlock", "bubblewrap"] = "landlock"
-    """Weakest level of isolation that is acceptable. The strongest level that works is used; `octetrl check` shows it.
-    `limits` hides no files and does not judge code with tests. Use it only for code that you would run yourself."""
+    level: Literal["landlock", "bubblewrap"] = "landlock"
+    """Weakest level of isolation that is acceptable. The strongest level that works is used; `octetrl check` shows
+    it."""
     python: str | None = None
     """Interpreter for the model's code, for example from a virtual environment with packages that the code may import.
     None: the run's interpreter, without the packages of its environment."""

@@ -1,129 +1,113 @@
-"""How well this machine can lock a program in: three levels, tried from the strongest, each by running a program in it.
+"""How a program is locked in: two levels, each tried on this machine by running a program in it.
 
-    limits        resource limits, a user id of its own (as root), the system-call filter where the kernel takes one
-    landlock      the same, and Landlock: no file but its own and the interpreter's. Needs no rights and no package, and
-                  works in most containers (Linux 5.13)
+    landlock      a user id of its own (as root), resource limits, the system-call filter, and Landlock: no file but its
+                  own and the interpreter's. Needs no rights and no package, and works in most containers (Linux 5.13)
     bubblewrap    the same inside `bwrap`: namespaces, so that there is no network, no process and no file but its own,
                   and a folder in memory whose size is bounded. Needs the package, and rights that containers often lack
 
-`Protection.gaps` says what a level on this machine does not protect from; docs/sandbox.md explains.
+The program's Python is the run's own interpreter without the packages of its virtual environment, unless another is
+named: the interpreter of a virtual environment brings that environment's packages. As root the program is another user,
+who may not reach an interpreter in a private folder; then the machine's own Python takes its place.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
-from octetrl.process.interpreter import Interpreter
-from octetrl.process.kernel import KEEPS_SIGNALS, landlock_version, sees_descriptors_of_others
+from octetrl.process.kernel import landlock_version, sees_descriptors_of_others
 from octetrl.process.system_calls import can_filter
 from octetrl.process.usage import lists_children
+from octetrl.system.errors import UserError
 
 WARDEN_PACKAGE = "/warden/octetrl"  # in bubblewrap's root: where the warden's files are
 _PACKAGE = f"{WARDEN_PACKAGE}/process"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # not zero: a shared mapping of it is not counted
 _ROOT_KEEPS = ("SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "KILL", "SYS_PTRACE")  # the warden, not the program
+_SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_SYSTEM_PYTHON = "/usr/bin/python3"
+_QUESTION = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
 
 
 class Level(StrEnum):
-    """From the weakest."""
+    """From the strongest."""
 
-    LIMITS = "limits"
-    LANDLOCK = "landlock"
     BUBBLEWRAP = "bubblewrap"
+    LANDLOCK = "landlock"
 
-    def is_at_least(self, other: Level) -> bool:
-        order = list(Level)
-        return order.index(self) >= order.index(other)
+    def lacks(self) -> str | None:
+        """What keeps this machine from the level, as far as it shows without trying."""
+        if sys.platform != "linux":
+            return f"sandboxes need Linux, this is {sys.platform}"
+        if self is Level.BUBBLEWRAP:
+            return None if shutil.which("bwrap") else "bwrap is not installed"
+        if landlock_version() == 0:
+            return "the kernel has no Landlock, or it is switched off"
+        return None if can_filter() else "the kernel takes no system-call filter from us"
+
+    def counts_deleted_files(self) -> bool:
+        """Whether disk held by files that are open and deleted counts."""
+        return self is Level.BUBBLEWRAP or (lists_children() and sees_descriptors_of_others())
+
+    def gaps(self) -> list[str]:
+        """What the level does not protect from on this machine, in words (docs/sandbox.md)."""
+        gaps = ["a flaw of the kernel, which is shared with the run"]
+        if not lists_children():
+            limit = "memory and time of several processes together: this kernel lists no children of processes"
+            gaps.append(f"{limit} (CONFIG_PROC_CHILDREN), so each process has the limit for itself")
+        if self is Level.BUBBLEWRAP:
+            return gaps if can_filter() else [*gaps, "rarely used system calls: there is no filter here"]
+        gaps.append("asking whether a path exists, how large and old it is, where a link leads")
+        gaps.append("disk use in bursts: it is looked at up to fifty times a second")
+        if not self.counts_deleted_files():
+            gaps.append("disk held by files that are open and deleted: its processes can't be looked into here")
+        if os.geteuid() != 0:
+            gaps.append("the number of processes alone: it is counted with all others of the user")
+        return gaps
 
 
 @dataclass(frozen=True, slots=True)
-class Protection:
-    """What a level on this machine keeps a program from. Tests hold each against an attack."""
-
-    level: Level
-    has_filter: bool
-    landlock: int  # its version; 0: not used
-    as_root: bool
-
-    @property
-    def network(self) -> bool:
-        return self.level is Level.BUBBLEWRAP or self.has_filter
-
-    @property
-    def files(self) -> bool:
-        """Whether it sees no file but its own and the interpreter's."""
-        return self.level is not Level.LIMITS
-
-    @property
-    def memory(self) -> bool:
-        """Whether it can neither read nor write the run's memory and environment."""
-        return self.files or self.as_root
-
-    @property
-    def signals(self) -> bool:
-        """Whether it can signal no process but its own."""
-        return self.level is Level.BUBBLEWRAP or self.as_root or self.has_filter or self.landlock >= KEEPS_SIGNALS
-
-    @property
-    def sums(self) -> bool:
-        """Whether memory and time of all its processes together are limited, and not of each alone."""
-        return lists_children()
-
-    @property
-    def deleted_files(self) -> bool:
-        """Whether disk held by files that are open and deleted counts."""
-        return self.level is Level.BUBBLEWRAP or (self.sums and sees_descriptors_of_others())
-
-    @property
-    def gaps(self) -> list[str]:
-        """What it does not protect from, in words."""
-        found = ["a flaw of the kernel, which is shared with the run"]
-        if not self.sums:
-            limit = "memory and time of several processes together: this kernel lists no children of processes"
-            found.append(f"{limit} (CONFIG_PROC_CHILDREN), so each process has the limit for itself")
-        if self.level is Level.BUBBLEWRAP:
-            return found if self.has_filter else [*found, "rarely used system calls: there is no filter here"]
-        found.append("asking whether a path exists, how large and old it is, where a link leads")
-        found.append("disk use in bursts: it is looked at up to fifty times a second")
-        if not self.deleted_files:
-            found.append("disk held by files that are open and deleted: its processes can't be looked into here")
-        if not self.as_root:
-            found.append("the number of processes alone: it is counted with all others of the user")
-        if not self.network:
-            found.append("the network")
-        if not self.files:
-            what = "files that all users may read" if self.as_root else "all files of the user, to read and to write"
-            found.append(f"{what}, and folders that all may write")
-        if not self.memory:
-            found.append("the run's environment and memory")
-        if not self.signals:
-            found.append("signals to the run")
-        if not self.has_filter:
-            hunt = "they are hunted one by one" if self.sums else "nobody finds them"
-            found.append(f"processes that leave their group to outlive it: {hunt}")
-        return found
+class Interpreter:
+    executable: str
+    folders: tuple[str, ...]  # what it reads, files among them: none inside another
+    links: dict[str, str]  # symbolic links of the root folder, such as /bin -> usr/bin
 
 
-def protection(level: Level) -> Protection:
-    return Protection(level, can_filter(), 0 if level is Level.LIMITS else landlock_version(), os.geteuid() == 0)
+@cache
+def find_interpreters(path: str | None = None) -> tuple[Interpreter, ...]:
+    """`path`, or else this process's own and the machine's, to be tried in turn. UserError when `path` does not run."""
+    if path is None:
+        interpreters = [_interpreter(os.path.realpath(sys.executable), [sys.base_prefix, sys.base_exec_prefix])]
+        if os.access(_SYSTEM_PYTHON, os.X_OK):
+            interpreters.append(_interpreter(os.path.realpath(_SYSTEM_PYTHON), []))
+        return tuple(interpreters)
+    try:
+        answer = subprocess.run([path, "-I", "-c", _QUESTION], capture_output=True, text=True, timeout=30, check=True)
+        prefixes = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UserError(
+            f"environment.sandbox.python: '{path}' does not run as a Python ({error}); give an interpreter's path"
+        ) from error
+    return (_interpreter(os.path.abspath(path), [*prefixes, str(Path(os.path.realpath(path)).parent)]),)
 
 
-def lacking(level: Level) -> str | None:
-    """What keeps this machine from that level, as far as it shows without trying."""
-    if sys.platform != "linux":
-        return f"sandboxes need Linux, this is {sys.platform}"
-    if level is Level.LANDLOCK and landlock_version() == 0:
-        return "the kernel has no Landlock, or it is switched off"
-    if level is Level.LANDLOCK and not can_filter():
-        return "the kernel takes no system-call filter from us"
-    if level is Level.BUBBLEWRAP and shutil.which("bwrap") is None:
-        return "bwrap is not installed"
-    return None
+def _interpreter(executable: str, prefixes: list[str]) -> Interpreter:
+    links = {path: os.readlink(path) for path in _SYSTEM_FOLDERS if os.path.islink(path)}
+    wanted = [path for path in (*_SYSTEM_FOLDERS, *_SYSTEM_FILES) if path not in links and os.path.exists(path)]
+    wanted += [place for path in (executable, *prefixes) for place in (path, os.path.realpath(path))]
+    folders: list[str] = []
+    for path in sorted(set(wanted) - {"/"}, key=len):  # a Python whose prefix is the root has its files in /lib
+        if not any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders):
+            folders.append(path)
+    return Interpreter(executable, tuple(folders), links)
 
 
 def bubblewrap_command(interpreter: Interpreter, package: Path, room_bytes: int) -> list[str]:

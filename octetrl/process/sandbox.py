@@ -4,7 +4,7 @@
     outcome = run_python(source, stdin="3 4\\n", limits=Limits(wall_seconds=2))
 
     sandbox = find_sandbox(Level.BUBBLEWRAP)                  # refuses a machine that gives less
-    sandbox.level, sandbox.protection.gaps                    # what is active, and what it does not protect from
+    sandbox.level, sandbox.level.gaps()                       # what is active, and what it does not protect from
 
 Each program runs in a new process and a new empty folder, which is removed afterwards. It does not inherit environment
 variables, files or descriptors of the training run. Whatever the program does becomes a status, never an exception. If
@@ -28,25 +28,81 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.process.interpreter import Interpreter, find_interpreters
-from octetrl.process.levels import (
-    DEVICES,
-    WARDEN_PACKAGE,
-    Level,
-    Protection,
-    bubblewrap_command,
-    lacking,
-    protection,
-)
-from octetrl.process.limits import DEFAULTS, MIB, Limits, Outcome, SandboxStatus
+from octetrl.process.levels import DEVICES, WARDEN_PACKAGE, Interpreter, Level, bubblewrap_command, find_interpreters
 from octetrl.process.supervised import Supervised
 from octetrl.system.errors import UserError
 from octetrl.system.threads import num_cores
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one program with all the processes that it starts: of their sum, unless stated otherwise."""
+
+    wall_seconds: float = 5.0
+    cpu_seconds: int = 5
+    memory_bytes: int = 512 * MIB  # address space of each process, and what all of them hold
+    disk_bytes: int = 64 * MIB  # of its folder, which may be in memory, and of any one file
+    files: int = 1024
+    processes: int = 32  # threads count
+    open_files: int = 64  # of each process
+    output_bytes: int = 64 * 1024  # stdout and stderr
+
+    @classmethod
+    def from_config(cls, config: SandboxConfig) -> Limits:
+        """The limits of the recipe's `environment.sandbox`."""
+        return cls(
+            wall_seconds=config.wall_seconds,
+            cpu_seconds=config.cpu_seconds,
+            memory_bytes=config.memory_mib * MIB,
+            disk_bytes=config.disk_mib * MIB,
+            processes=config.processes,
+            output_bytes=config.output_kib * 1024,
+        )
+
+
+DEFAULTS = Limits()
+
+
+class SandboxStatus(StrEnum):
+    """How a program ended. The program causes all of these except FAILED_SANDBOX. BROKE_SANDBOX counts as caused by the
+    program; otherwise it could break its sandbox to get no verdict instead of a bad one."""
+
+    OK = "ok"  # exit code 0
+    ERROR = "error"  # another exit code: an exception, sys.exit(1)
+    CRASHED = "crashed"  # by a signal of its own making: a segmentation fault, abort()
+    KILLED = "killed"  # by SIGKILL or SIGTERM, from itself or from the machine's out-of-memory killer
+    WALL_TIMEOUT = "wall_timeout"
+    CPU_LIMIT = "cpu_limit"
+    MEMORY_LIMIT = "memory_limit"  # killed for it, or ended by an uncaught MemoryError
+    DISK_LIMIT = "disk_limit"
+    OUTPUT_LIMIT = "output_limit"
+    BROKE_SANDBOX = "broke_sandbox"  # while it ran, the process that watches it failed, or could not end it
+    FAILED_SANDBOX = "failed_sandbox"  # it never ran, or the run went away
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    status: SandboxStatus
+    stdout: str = ""  # the first of `output_bytes` of both together; bytes that are no UTF-8 replaced
+    stderr: str = ""
+    detail: str | None = None  # what went wrong with the sandbox itself
+    seconds: float = 0.0  # of wall time, less the sandbox's own start
+    cpu_seconds: float = 0.0
+    memory_bytes: int = 0  # the most that was seen
+    exit_code: int | None = None  # minus the signal where one ended it; None: it was ended by us, or never ran
+
+    @property
+    def ok(self) -> bool:
+        return self.status is SandboxStatus.OK
+
 
 _PACKAGE = Path(__file__).parent
 # Without octetrl/__init__.py, whose imports would take half of the warden's start.
@@ -84,13 +140,9 @@ class Sandbox:
     level: Level
     interpreter: Interpreter
 
-    @property
-    def protection(self) -> Protection:
-        return protection(self.level)
-
     def __str__(self) -> str:
         """A line for a log: the level, and what it does not protect from."""
-        return f"a sandbox of level {self.level}, which does not protect from {'; '.join(self.protection.gaps)}"
+        return f"a sandbox of level {self.level}, which does not protect from {'; '.join(self.level.gaps())}"
 
     def run(self, program: Program) -> Outcome:
         """Run `source` as a main program."""
@@ -107,38 +159,33 @@ class Sandbox:
 
 
 def run_python(source: str, *, stdin: str = "", limits: Limits = DEFAULTS) -> Outcome:
-    """Run `source` in the strongest sandbox of this machine. Raises UserError if there is none that hides files."""
+    """Run `source` in the strongest sandbox of this machine. Raises UserError if there is none."""
     return find_sandbox().run(Program(source, stdin, limits))
 
 
 def sandbox_for(config: SandboxConfig) -> Sandbox:
     """As the recipe's `environment.sandbox` says; `Limits.from_config` has the rest of it."""
-    return find_sandbox(Level(config.level), config.python)
+    strongest = Level(config.level) is Level.BUBBLEWRAP
+    return find_sandbox(*([Level.BUBBLEWRAP] if strongest else []), python=config.python)
 
 
 @cache
-def find_sandbox(least: Level = Level.LANDLOCK, python: str | None = None, only: Level | None = None) -> Sandbox:
-    """The strongest sandbox that works here, found by trying. Raises UserError where none is as strong as `least`.
+def find_sandbox(*levels: Level, python: str | None = None) -> Sandbox:
+    """The strongest sandbox of one of `levels` (none: of any) that works here, found by trying. Raises UserError.
 
     python: the interpreter for the foreign code; None: the run's own, without the packages of its virtual environment.
-    only: this level and no other.
     """
     reasons = []
-    for level in reversed(Level):
-        if level is not only if only else not level.is_at_least(least):
-            continue
-        reason = lacking(level)
+    for level in levels or Level:
+        reason = level.lacks()
         for interpreter in find_interpreters(python) if reason is None else ():
             sandbox = Sandbox(level, interpreter)
             reason = _try_out(sandbox)
             if reason is None:
                 return sandbox
         reasons.append(f"{level}: {reason}")
-    remedy = "install bubblewrap" if least is Level.BUBBLEWRAP else "install bubblewrap, or accept a lower level"
-    raise UserError(
-        f"environment.sandbox.level: this machine gives no sandbox of level {only or least} or better"
-        f" ({'; '.join(reasons)}); {remedy}"
-    )
+    remedy = "install bubblewrap" + (", or accept landlock" if levels == (Level.BUBBLEWRAP,) else "")
+    raise UserError(f"environment.sandbox.level: this machine gives no sandbox ({'; '.join(reasons)}); {remedy}")
 
 
 def _try_out(sandbox: Sandbox) -> str | None:

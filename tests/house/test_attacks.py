@@ -11,14 +11,13 @@ from tests.house.tree import REPO, functions
 ATTACKS = [f"tests/unit/process/test_{name}.py" for name in ("attacks", "escapes", "limits")]
 OTHERS = ["tests/unit/process/test_sandbox.py", "tests/unit/environments/code/test_scorer.py"]
 NO_ATTACK = {"test_after_all_that_it_still_works", "test_memory_shared_after_a_fork_counts_once"}
-PROMISES = {"files", "memory", "deleted_files"}  # of a Protection, where a level on some machine does not give it
 
 
 def rows() -> dict[str, str]:
-    """The verdicts of each row, by its test."""
+    """The results of each row at both levels, by its test."""
     text = (REPO / "docs/sandbox.md").read_text(encoding="utf-8")
     section = text.split("\n## Attacks\n")[1].split("\n## ")[0]
-    found = re.findall(r"^\| .*? \| (.*? \| .*? \| .*?) \| `(test_\w+)` \|$", section, re.MULTILINE)
+    found = re.findall(r"^\| .*? \| (.*? \| .*?) \| `(test_\w+)` \|$", section, re.MULTILINE)
     assert len(found) == section.count("\n| ") - 1, "a row without a test"
     assert len({name for _, name in found}) == len(found), "two rows of one test"
     return {name: verdicts for verdicts, name in found}
@@ -29,12 +28,6 @@ def functions_of(paths: list[str]) -> dict[str, ast.FunctionDef]:
     for path in paths:
         found |= {name: function for name, function in functions(path) if name.startswith("test_")}
     return found
-
-
-def asks_for(function: ast.FunctionDef) -> set[str]:
-    """Which promises of `sandbox.protection` a test looks at."""
-    nodes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
-    return {node.attr for node in nodes if isinstance(node.value, ast.Attribute) and node.value.attr == "protection"}
 
 
 def test_each_attack_has_a_row_and_each_row_a_test() -> None:
@@ -49,5 +42,5 @@ def test_each_attack_has_a_row_and_each_row_a_test() -> None:
 
 def test_a_level_is_open_where_the_test_asks_for_its_protection() -> None:
     known = functions_of([*ATTACKS, *OTHERS])
-    for name, verdicts in rows().items():
-        assert ("**open**" in verdicts) == bool(asks_for(known[name]) & PROMISES), name
+    for name, results in rows().items():
+        assert ("**open**" in results) == ("counts_deleted_files" in ast.unparse(known[name])), name

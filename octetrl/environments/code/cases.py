@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from octetrl.environments.code.names import NO_NAMES, CodeNames, names_of_code
-from octetrl.process.judge.runs import never_run
+from octetrl.process.judge.judging import never_run
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octetrl.process.judge.nodes import NODE_FIELDS
 from octetrl.process.judge.remote import CHANGES, PLAIN_NAMES
+from octetrl.process.judge.wire import NODE_FIELDS
 
 SOLUTION = "solution"
 """The module of the code, for tests that import from it."""

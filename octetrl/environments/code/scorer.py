@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from octetrl.config.rules_environment import MARGIN_SECONDS
@@ -27,9 +27,7 @@ from octetrl.environments.score import Explained
 from octetrl.process.judge import judging, wire
 from octetrl.process.judge.link import ENDED
 from octetrl.process.judge.programs import contestant_program, judge_program
-from octetrl.process.levels import Level
-from octetrl.process.limits import Limits, Outcome, SandboxStatus
-from octetrl.process.sandbox import Program, Sandbox, sandbox_for
+from octetrl.process.sandbox import Limits, Outcome, Program, SandboxStatus, sandbox_for
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 
@@ -66,11 +64,7 @@ class CodeScorer:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        _ = self._sandbox  # in the reward worker: tried out before the first call, whose time is limited
-
-    @cached_property
-    def _sandbox(self) -> Sandbox:
-        return sandbox_that_judges(self.config)
+        sandbox_for(self.config)  # in the reward worker: tried out before the first call, whose time is limited
 
     def _call(self, tests: TaskTests, source: str) -> tuple[list[bool], str]:
         """Judge asserts or calls, in two sandboxes that are connected by a socket."""
@@ -87,7 +81,7 @@ class CodeScorer:
             "seconds": limits.wall_seconds,
             "test_seconds": self.test_seconds,
         }
-        played, judged = self._sandbox.run_pair(
+        played, judged = sandbox_for(self.config).run_pair(
             Program(contestant_program(), json.dumps({"source": source, "seconds": limits.wall_seconds}), of_code),
             Program(judge_program(), json.dumps(order), of_judge),
         )
@@ -104,7 +98,7 @@ class CodeScorer:
         """Run each program in a sandbox of its own. If all tests must pass, stop at the first that fails."""
         limits, passed, why = Limits.from_config(self.config), [], ""
         for number, case in enumerate(tests.cases, 1):
-            outcome = self._sandbox.run(Program(source, case["stdin"], limits))
+            outcome = sandbox_for(self.config).run(Program(source, case["stdin"], limits))
             _refuse_failures(outcome)
             passed.append(outcome.ok and same_output(outcome.stdout, case["stdout"]))
             if not passed[-1]:
@@ -118,21 +112,10 @@ class CodeScorer:
         return passed + [False] * (len(tests.cases) - len(passed)), why
 
 
-def sandbox_that_judges(config: SandboxConfig) -> Sandbox:
-    """Raises UserError for a level at which the code could read its tests."""
-    sandbox = sandbox_for(config)
-    if sandbox.level is Level.LIMITS:
-        raise UserError(
-            "environment.sandbox.level: limits does not judge code, which could read the tests from the disk or from"
-            " the run's memory; use landlock (Linux 5.13, switched on) or install bubblewrap"
-        )
-    return sandbox
-
-
 def code_environment(tasks: Sequence[Task], config: EnvironmentConfig) -> TaskEnvironment:
     """Raises UserError if tests have a fault, if the time is too short, or if there is no such sandbox."""
     programs, faults = 0, []
-    sandbox_that_judges(config.sandbox)
+    sandbox_for(config.sandbox)
     for task in tasks:
         try:
             tests = read_tests(task)

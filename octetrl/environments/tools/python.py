@@ -21,8 +21,7 @@ from pydantic import Field
 
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.tools.definition import Tool
-from octetrl.process.limits import Limits, Outcome, SandboxStatus
-from octetrl.process.sandbox import Program, sandbox_for
+from octetrl.process.sandbox import Limits, Outcome, Program, SandboxStatus, sandbox_for
 
 _ENDINGS = {
     SandboxStatus.ERROR: "The program failed.",

@@ -21,8 +21,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from octetrl.process.judge.nodes import CLASSES, Nodes
-from octetrl.process.judge.wire import pack, unpack_global
+from octetrl.process.judge.wire import CLASSES, Nodes, pack, unpack_global
 
 _LINK = 3
 _LONGEST_FIELDS = 1 << 12  # of an exception

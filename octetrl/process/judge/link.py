@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from octetrl.process.judge.nodes import Nodes
 from octetrl.process.judge.remote import BuiltObject, Function, Origin, Record, Remote, origin_of
-from octetrl.process.judge.wire import KEPT, LONGEST_LINE, RUN, Malformed, pack_global, unpack
+from octetrl.process.judge.wire import KEPT, LONGEST_LINE, RUN, Malformed, Nodes, pack_global, unpack
 
 _LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
 _ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from octetrl.process.judge import contestant, judging, link, nodes, remote, runs, wire
+from octetrl.process.judge import contestant, judging, link, remote, wire
 
 _PACKAGE = "octetrl.process.judge"
 _PROGRAM = """
@@ -24,12 +24,12 @@ module.main()
 
 @cache
 def contestant_program() -> str:
-    return _joined(wire, nodes, contestant)
+    return _joined(wire, contestant)
 
 
 @cache
 def judge_program() -> str:
-    return _joined(wire, nodes, remote, link, runs, judging)
+    return _joined(wire, remote, link, judging)
 
 
 def _joined(*modules: ModuleType) -> str:

@@ -124,7 +124,7 @@ def in_a_sandbox_once(task: Task, completion_text: str) -> float:
     from octetrl.process.sandbox import Limits, Program, find_sandbox
 
     if not Path(task.id).exists():
-        box = find_sandbox(only=Level.LIMITS)
+        box = find_sandbox(Level.LANDLOCK)
         Path(task.id).write_text(str(os.getpid()))
         box.run(Program("import time; time.sleep(600)", limits=Limits(wall_seconds=600.0)))
     return 1.0

@@ -25,9 +25,9 @@ from tests.unit.environments import misbehaving_rewards
 @pytest.fixture(autouse=True)
 def sandbox() -> None:
     try:
-        find_sandbox(only=Level.LIMITS)
+        find_sandbox(Level.LANDLOCK)
     except UserError as error:
-        missing(Level.LIMITS, str(error))
+        missing(Level.LANDLOCK, str(error))
 
 
 def wait_for(found: Callable[[], object]) -> None:

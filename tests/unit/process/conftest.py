@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from octetrl.process.levels import Level, Protection
-from octetrl.process.limits import MIB, Limits, Outcome
-from octetrl.process.sandbox import Program, find_sandbox
+from octetrl.process.levels import Level
+from octetrl.process.sandbox import MIB, Limits, Outcome, Program, Sandbox, find_sandbox
+from octetrl.process.system_calls import can_filter
 from octetrl.system.errors import UserError
 from tests.required import missing
 from tests.unit.process.traces import sandbox_folders, sandbox_processes, that_stay
@@ -23,28 +23,32 @@ SMALL = Limits(
     processes=12,
     output_bytes=4096,
 )
+needs_filter = pytest.mark.skipif(not can_filter(), reason="no system-call filter here")
 
 
 class Box:
     """A sandbox of one level with small limits."""
 
     def __init__(self, level: Level) -> None:
-        self._sandbox = find_sandbox(only=level)
-
-    @property
-    def protection(self) -> Protection:
-        return self._sandbox.protection
+        self.level = level
+        self._sandbox = sandbox_or_skip(level)
 
     def run(self, source: str, stdin: str = "", **limits: float) -> Outcome:
         return self._sandbox.run(Program(source, stdin, limits=replace(SMALL, **limits)))  # type: ignore[arg-type]
 
+    def run_pair(self, first: str, second: str) -> tuple[Outcome, Outcome]:
+        return self._sandbox.run_pair(Program(first, limits=SMALL), Program(second, limits=SMALL))
 
-@pytest.fixture(params=list(Level), ids=str)
-def sandbox(request: pytest.FixtureRequest) -> Iterator[Box]:
+
+def sandbox_or_skip(*levels: Level) -> Sandbox:
     try:
-        box = Box(request.param)
+        return find_sandbox(*levels)
     except UserError as error:
-        missing(request.param, str(error))
-    yield box
+        missing(levels[0] if levels else Level.LANDLOCK, str(error))
+
+
+@pytest.fixture(params=[Level.LANDLOCK, Level.BUBBLEWRAP], ids=str)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Box]:
+    yield Box(request.param)
     assert not that_stay(sandbox_processes()), "processes of a sandbox are left"
     assert not sandbox_folders(), "a temporary folder is left"

@@ -21,10 +21,10 @@ import pytest
 
 from octetrl.process import usage
 from octetrl.process.levels import Level
-from octetrl.process.limits import Outcome, SandboxStatus
-from octetrl.process.restraints import choose_user
+from octetrl.process.sandbox import Outcome, SandboxStatus
 from octetrl.process.system_calls import ALWAYS
-from tests.unit.process.conftest import Box
+from octetrl.process.warden import choose_user
+from tests.unit.process.conftest import Box, needs_filter
 from tests.unit.process.traces import sandbox_processes
 
 NO_ROOM = {SandboxStatus.DISK_LIMIT, SandboxStatus.ERROR}
@@ -61,8 +61,6 @@ print("tried")
 
 def test_signals_by_descriptors(sandbox: Box, bystander: subprocess.Popen[bytes]) -> None:
     """A pipe or socket can be told to signal a process when it is ready: F_SETOWN, F_SETSIG and their likes."""
-    if not sandbox.protection.signals:
-        pytest.skip("this level says that it does not keep signals from the run")
     number = {"x86_64": 72, "aarch64": 25}[platform.machine()]
     result = sandbox.run(SIGNALS_BY_DESCRIPTORS.format(victim=bystander.pid, fcntl=number))
     assert (result.status, result.stdout) == (SandboxStatus.OK, "tried\n"), result
@@ -70,10 +68,9 @@ def test_signals_by_descriptors(sandbox: Box, bystander: subprocess.Popen[bytes]
     assert bystander.poll() is None
 
 
+@needs_filter
 def test_rare_system_calls(sandbox: Box) -> None:
     """io_uring, pidfd, ptrace, key rings, namespaces and others: the kernel answers that they are not permitted."""
-    if not sandbox.protection.has_filter:
-        pytest.skip("no system-call filter here")
     column = ["x86_64", "aarch64"].index(platform.machine())
     numbers = {name: row[column] for name, row in ALWAYS.items() if row[column] is not None}
     program = f"""
@@ -100,10 +97,9 @@ def shared_objects() -> Iterator[tuple[int, int]]:
     libc.semctl(semaphore, 0, 0)
 
 
+@needs_filter
 def test_objects_that_outlive_processes(sandbox: Box, shared_objects: tuple[int, int]) -> None:
     """System V objects are the machine's: by their number they are read, changed and removed."""
-    if not sandbox.protection.has_filter:
-        pytest.skip("no system-call filter here")
     program = f"""
 import ctypes
 libc = ctypes.CDLL(None)
@@ -122,10 +118,9 @@ print("tried")
     assert (result.status, result.stdout) == (SandboxStatus.OK, "tried\n"), result
 
 
+@needs_filter
 def test_what_all_programs_of_the_machine_share(sandbox: Box) -> None:
     """Places for asynchronous input and output, of which the machine has a fixed number; writing back all disks."""
-    if not sandbox.protection.has_filter:
-        pytest.skip("no system-call filter here")
     column = ["x86_64", "aarch64"].index(platform.machine())
     calls = {"io_setup": (206, 0), "sync": (162, 81), "syncfs": (306, 267)}
     numbers = {name: row[column] for name, row in calls.items()}
@@ -142,11 +137,10 @@ print("tried")
     assert (result.status, result.stdout) == (SandboxStatus.OK, "tried\n"), result
 
 
+@needs_filter
 def test_a_crash_starts_no_program(sandbox: Box) -> None:
     """A core pattern may be a program, which the kernel runs as root when a process crashes. It does so whatever the
     limit on core dumps, except if that is 1."""
-    if not sandbox.protection.has_filter:
-        pytest.skip("no system-call filter here")
     most = resource.getrlimit(resource.RLIMIT_CORE)[1]
     program = """
 import resource
@@ -165,9 +159,8 @@ print(resource.getrlimit(resource.RLIMIT_CORE))
     ["b8 14 00 00 00 cd 80 c3", "b8 27 00 00 40 0f 05 c3"],  # mov eax, getpid; int 0x80 or, as x32, syscall; ret
     ids=["i386", "x32"],
 )
+@needs_filter
 def test_calls_by_another_table(sandbox: Box, code: str) -> None:
-    if not sandbox.protection.has_filter:
-        pytest.skip("no system-call filter here")
     program = f"""
 import ctypes, mmap
 place = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -181,7 +174,7 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
 def test_maps_of_users_and_memory_by_proc(sandbox: Box) -> None:
     """A process may write its own memory, which gives it nothing, and neither user ids nor memory of others."""
     own = [("self", name) for name in ("uid_map", "gid_map", "setgroups")]
-    others = ["parent", *([str(os.getpid())] if sandbox.protection.memory else [])]
+    others = ["parent", str(os.getpid())]
     foreign = [(pid, name) for pid in others for name in ("uid_map", "gid_map", "setgroups", "mem")]
     program = f"""
 import os
@@ -233,7 +226,7 @@ def ends_for_room(sandbox: Box, program: str) -> Outcome:
     ids=["open", "mapped"],
 )
 def test_deleted_files_that_are_kept(sandbox: Box, program: str) -> None:
-    if not sandbox.protection.deleted_files:
+    if not sandbox.level.counts_deleted_files():
         pytest.skip("this level says that it does not count deleted files")
     ends_for_room(sandbox, program)
 
@@ -245,7 +238,7 @@ def test_files_in_a_folder_that_may_not_be_read(sandbox: Box) -> None:
 
 def test_a_program_that_hides_its_files(sandbox: Box) -> None:
     """What runs from a file that may not be read is hidden from its own user, the one that watches among them."""
-    if os.geteuid() == 0 or sandbox.protection.level is Level.BUBBLEWRAP:
+    if os.geteuid() == 0 or sandbox.level is Level.BUBBLEWRAP:
         pytest.skip("root sees into all processes, and the folder of bubblewrap is bounded")
     program = """
 import shutil, sys

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from octetrl.process.limits import SandboxStatus
-from tests.unit.process.conftest import Box
+from octetrl.process.sandbox import SandboxStatus
+from tests.unit.process.conftest import Box, needs_filter
 
 TOO_LONG = {SandboxStatus.WALL_TIMEOUT, SandboxStatus.CPU_LIMIT}
 TOO_DEEP = {SandboxStatus.CRASHED, SandboxStatus.MEMORY_LIMIT, SandboxStatus.ERROR, SandboxStatus.CPU_LIMIT}
@@ -95,15 +95,14 @@ def test_a_memory_bomb(sandbox: Box, program: str) -> None:
     ],
     ids=["memfd", "System V", "shared", "vmsplice", "sendfile", "splice", "socket buffers", "pipe buffers", "futexes"],
 )
+@needs_filter
 def test_memory_that_nobody_counts(sandbox: Box, program: str) -> None:
-    if not sandbox.protection.has_filter:
-        pytest.skip("no system-call filter here")
     assert sandbox.run(program).status is SandboxStatus.ERROR
 
 
 def test_memory_in_buffers(sandbox: Box) -> None:
     """What the kernel holds for pipes and sockets counts, in whichever process they are."""
-    if not sandbox.protection.deleted_files:
+    if not sandbox.level.counts_deleted_files():
         pytest.skip("this root may not look into processes")
     program = """
 import os, socket, time

@@ -18,12 +18,10 @@ import pytest
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.process import levels
 from octetrl.process.levels import Level
-from octetrl.process.limits import MIB, Limits, SandboxStatus
-from octetrl.process.sandbox import Program, find_sandbox, run_python, sandbox_for
+from octetrl.process.sandbox import MIB, Limits, Program, SandboxStatus, find_sandbox, run_python, sandbox_for
 from octetrl.process.usage import lists_children, processes
 from octetrl.system.errors import UserError
-from tests.required import missing
-from tests.unit.process.conftest import SMALL, Box
+from tests.unit.process.conftest import SMALL, Box, sandbox_or_skip
 from tests.unit.process.traces import sandbox_folders, sandbox_processes
 
 
@@ -88,7 +86,7 @@ with selectors.DefaultSelector() as selector: selector.register(left, 1); print(
 
 def test_numpy_of_the_runs_environment(sandbox: Box) -> None:
     try:
-        box = find_sandbox(only=sandbox.protection.level, python=sys.executable)
+        box = find_sandbox(sandbox.level, python=sys.executable)
     except UserError:
         pytest.skip("the run's interpreter is in a private folder, which another user may not read")
     program = "import numpy\nprint(numpy.linalg.inv(2 * numpy.eye(3)).sum(), numpy.random.default_rng(0).integers(9))"
@@ -107,14 +105,11 @@ def test_much_input_and_text_that_is_no_text(sandbox: Box) -> None:
 def test_a_pair_is_joined(sandbox: Box) -> None:
     first = "import socket\ns = socket.socket(fileno=3)\ns.send(b'question')\nprint(s.recv(99), s.recv(99))"
     second = "import os\nprint(os.read(3, 99))\nos.write(3, b'answer')"
-    box = find_sandbox(only=sandbox.protection.level)
-    one, other = box.run_pair(Program(first, limits=SMALL), Program(second, limits=SMALL))
+    one, other = sandbox.run_pair(first, second)
     assert (one.stdout, other.stdout) == ("b'answer' b''\n", "b'question'\n"), (one, other)
 
 
 def test_one_of_a_pair_sees_nothing_of_the_other(sandbox: Box) -> None:
-    if not sandbox.protection.files:
-        pytest.skip("this level says that it does not hide files")
     spy = """
 import os, time
 time.sleep(0.3)
@@ -125,11 +120,9 @@ for pid in range(2, 40000) if os.getpid() < 40000 else ():
 try: print("DID list", os.listdir(os.path.dirname(os.path.dirname(os.getcwd()))))
 except OSError: pass
 """
-    box = find_sandbox(only=sandbox.protection.level)
-    other = Program("import time\ntime.sleep(1.0)\nprint('alive')", limits=SMALL)
-    one, kept = box.run_pair(Program(spy, limits=SMALL), other)
+    one, kept = sandbox.run_pair(spy, "import time\ntime.sleep(1.0)\nprint('alive')")
     assert kept.stdout == "alive\n"
-    if sandbox.protection.level is Level.LANDLOCK:
+    if sandbox.level is Level.LANDLOCK:
         assert "DID" not in one.stdout
 
 
@@ -146,10 +139,7 @@ def test_a_watching_process_that_fails_is_the_programs_doing(sandbox: Box) -> No
 
 
 def test_the_watching_process_ignores_signals() -> None:
-    try:
-        box = find_sandbox(only=Level.LIMITS)
-    except UserError as error:
-        missing(Level.LIMITS, str(error))
+    box = sandbox_or_skip(Level.LANDLOCK)
     waits = "from signal import *\npthread_sigmask(SIG_BLOCK, {SIGCONT})\nsigwait({SIGCONT})\nprint('done')"
     program = Program(waits, limits=SMALL)
     with ThreadPoolExecutor(1) as threads:
@@ -180,7 +170,7 @@ def test_the_run_can_be_cut_off(sandbox: Box) -> None:
     """A killed reward worker must leave nothing: the socket's end is the sandbox's."""
     code = (
         "from octetrl.process.sandbox import *\n"
-        f"sandbox = find_sandbox(only=Level('{sandbox.protection.level}'))\n"
+        f"sandbox = find_sandbox(Level('{sandbox.level}'))\n"
         "print('go', flush=True)\n"
         "sandbox.run(Program('import time; time.sleep(600)', limits=Limits(wall_seconds=600.0)))"
     )
@@ -195,29 +185,15 @@ def test_the_run_can_be_cut_off(sandbox: Box) -> None:
     assert not sandbox_folders(caller.pid)  # and the fixture sees that no process is left
 
 
-def test_run_python_hides_files() -> None:
-    try:
-        found = find_sandbox()
-    except UserError as error:
-        missing(Level.LANDLOCK, str(error))
-    assert found.level.is_at_least(Level.LANDLOCK)
+def test_run_python() -> None:
+    box = sandbox_or_skip()
+    assert f"level {box.level}, which does not protect from a flaw of the kernel" in str(box)
     result = run_python("print(input())", stdin="hello\n", limits=Limits(wall_seconds=30.0))
     assert (result.status, result.stdout) == (SandboxStatus.OK, "hello\n")
 
 
-def test_levels_are_ordered_and_told() -> None:
-    assert [level.value for level in Level] == ["limits", "landlock", "bubblewrap"]
-    assert not Level.LIMITS.is_at_least(Level.LANDLOCK)
-    try:
-        weakest = find_sandbox(only=Level.LIMITS)
-    except UserError as error:
-        missing(Level.LIMITS, str(error))
-    assert "level limits, which does not protect from a flaw of the kernel" in str(weakest)
-    assert any("files" in gap for gap in weakest.protection.gaps)
-
-
-def test_a_recipe_asks_for_a_level_and_limits() -> None:
-    config = SandboxConfig(level="limits", memory_mib=64, disk_mib=2, output_kib=1, wall_seconds=3.0, processes=4)
+def test_a_recipe_asks_for_limits_and_a_python() -> None:
+    config = SandboxConfig(memory_mib=64, disk_mib=2, output_kib=1, wall_seconds=3.0, processes=4)
     limits = Limits.from_config(config)
     assert (limits.memory_bytes, limits.disk_bytes, limits.output_bytes) == (64 * MIB, 2 * MIB, 1024)
     assert (limits.wall_seconds, limits.processes) == (3.0, 4)
@@ -227,13 +203,8 @@ def test_a_recipe_asks_for_a_level_and_limits() -> None:
 
 
 def test_a_caller_waits_for_a_free_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octetrl.process import sandbox as module
-
-    monkeypatch.setattr(module, "_slots", threading.BoundedSemaphore(1))
-    try:
-        box = find_sandbox(only=Level.LIMITS)
-    except UserError as error:
-        missing(Level.LIMITS, str(error))
+    box = sandbox_or_skip()
+    monkeypatch.setattr("octetrl.process.sandbox._slots", threading.BoundedSemaphore(1))
     program = Program("from time import *\nbegan = monotonic()\nsleep(0.3)\nprint(began, monotonic())")
     with ThreadPoolExecutor(3) as threads:
         spans = sorted(tuple(map(float, one.stdout.split())) for one in threads.map(box.run, [program] * 3))
@@ -248,6 +219,6 @@ def test_a_kernel_that_lists_no_children_is_said_to_limit_each_process_alone(mon
     for listed in (True, False):
         monkeypatch.setattr(levels, "lists_children", lambda listed=listed: listed)
         for level in Level:
-            gaps = levels.protection(level).gaps
+            gaps = level.gaps()
             assert any(gap.startswith(said) for gap in gaps) != listed
             assert listed or level is Level.BUBBLEWRAP or any("open and deleted" in gap for gap in gaps)

@@ -25,8 +25,7 @@ from octetrl.environments.code.scorer import (
 from octetrl.environments.score import Explained
 from octetrl.environments.scoring import RewardWorkers
 from octetrl.process.levels import Level
-from octetrl.process.limits import Outcome, SandboxStatus
-from octetrl.process.sandbox import Program, find_sandbox
+from octetrl.process.sandbox import Outcome, Program, SandboxStatus, find_sandbox
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 from tests.required import missing
@@ -317,16 +316,6 @@ def test_a_broken_sandbox_is_a_reward_error() -> None:
 def test_a_scorer_travels_and_finds_its_sandbox_there() -> None:
     arrived = pickle.loads(pickle.dumps(CodeScorer(QUICK)))
     assert arrived(Task("t", "p", metadata={"tests": CALLS, "function": "add"}), fenced(RIGHT)) == 1.0
-
-
-def test_a_level_that_hides_no_files_does_not_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file of the tests is there to be read, and without root's rights the run's memory."""
-    monkeypatch.setattr(scorer, "sandbox_for", lambda config: find_sandbox(only=Level.LIMITS))
-    task = Task("t", "p", metadata={"tests": ASSERTS})
-    with pytest.raises(UserError, match=r"environment.sandbox.level: limits does not judge code.*use landlock"):
-        code_environment([task], EnvironmentConfig(kind="code"))
-    with pytest.raises(UserError, match="limits does not judge code"):
-        CodeScorer(QUICK)(task, fenced(RIGHT))
 
 
 def test_programs_of_a_task_need_their_time() -> None:

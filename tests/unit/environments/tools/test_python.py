@@ -9,8 +9,7 @@ import pytest
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.environments.tools.python import python_tool, with_last_value_printed
 from octetrl.process.levels import Level
-from octetrl.process.limits import Outcome, SandboxStatus
-from octetrl.process.sandbox import Sandbox, find_sandbox
+from octetrl.process.sandbox import Outcome, Sandbox, SandboxStatus, find_sandbox
 from octetrl.system.errors import UserError
 from tests.required import missing
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.process.judge.nodes import ListNode, Nodes, TreeNode
-from octetrl.process.judge.wire import Malformed
+from octetrl.process.judge.wire import ListNode, Malformed, Nodes, TreeNode
 
 
 def refuse(*_: Any) -> Any:
