@@ -11,7 +11,7 @@ from typing import Any
 
 from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
-from octetrl.environments.base import Taskset
+from octetrl.environments.tasks import Taskset
 from octetrl.run.demo import bare_answer, worked_answer
 from octetrl.run.environment import build_environment
 

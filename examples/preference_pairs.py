@@ -10,7 +10,7 @@ from pathlib import Path
 
 from octetrl.config.load import load_recipe
 from octetrl.config.shipped import shipped_path
-from octetrl.environments.base import Taskset
+from octetrl.environments.tasks import Taskset
 from octetrl.records import Task
 from octetrl.run.demo import worked_answer
 from octetrl.run.environment import build_environment

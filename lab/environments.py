@@ -25,8 +25,8 @@ from pathlib import Path
 
 from lab.record import RESULTS, show, write_result
 from octetrl.config.load import recipe_from_mapping
+from octetrl.environments.dialogue import Dialogue, Limits
 from octetrl.environments.turns import Conversation, reward
-from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from octetrl.environments.base import MadeTasks
 from octetrl.environments.rewards import extract_answer
+from octetrl.environments.tasks import MadeTasks
 from octetrl.records import Task
 
 MARKER = "####"

@@ -24,7 +24,7 @@ from torch import Tensor
 from octetrl import LLM, SamplingParams
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer
-from octetrl.environments.base import Taskset
+from octetrl.environments.tasks import Taskset
 from octetrl.run.environment import build_environment
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,9 @@ from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
 from octetrl.config.rules_environment import FILES
 from octetrl.config.schema import Precision, Recipe
 from octetrl.config.several_environments import alone, errors_named
-from octetrl.environments.base import HasTasks, TaskEnvironment
 from octetrl.environments.python_object import MODULE, can_run_elsewhere, given_name, importable_name
 from octetrl.environments.rewards import ExactScorer
+from octetrl.environments.tasks import HasTasks, TaskEnvironment
 from octetrl.environments.trl_rewards import TrlReward, has_trl_form
 from octetrl.records import Task
 from octetrl.system.errors import UserError, type_of

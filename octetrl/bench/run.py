@@ -21,9 +21,8 @@ from typing import Any, Self, cast
 from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.arms import Arm
 from octetrl.bench.model import bench_worker, code_bytes, free_memory, hosted_bench_worker, tokenizer_of
-from octetrl.environments.base import Taskset
-from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import Key
+from octetrl.environments.scoring import Key, Score
+from octetrl.environments.tasks import Taskset
 from octetrl.records import PackedBatch, PolicyUpdate, RolloutStatus, Sample, Task
 from octetrl.rollout.backend import SessionRecord
 from octetrl.rollout.chat_tokens import ChatTokens

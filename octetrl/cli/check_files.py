@@ -153,7 +153,7 @@ def _source_problems(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Iter
 
 
 def _read_dataset(recipe: Recipe) -> None:
-    from octetrl.environments.scoring import check_sendable
+    from octetrl.environments.reward_workers import check_sendable
     from octetrl.run.environment import build_environment
 
     environment, dataset = recipe.environment, str(recipe.environment.dataset)
@@ -172,7 +172,7 @@ def _read_dataset(recipe: Recipe) -> None:
 def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
     """Raise UserError for an incomplete environment, or one whose tools the model cannot call. tokenizer: None where
     it is wrong itself, then tools are not checked."""
-    from octetrl.environments.turns.dialogue import check_environment, toolbox_of
+    from octetrl.environments.dialogue import check_environment, toolbox_of
 
     environment = _dialogue(recipe)
     if environment is None:
@@ -190,8 +190,8 @@ def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
 
 def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """A line about the rollouts, if they have several turns."""
-    from octetrl.environments.turns.conversation import components_of
-    from octetrl.environments.turns.dialogue import toolbox_of
+    from octetrl.environments.dialogue import toolbox_of
+    from octetrl.environments.turns import components_of
 
     environment, turns = _dialogue(recipe), recipe.environment.turns
     if environment is None:
@@ -210,7 +210,7 @@ def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _dialogue(recipe: Recipe) -> Any:
     """The recipe's environment, if it has several turns and can be loaded."""
-    from octetrl.environments.turns.dialogue import is_dialogue
+    from octetrl.environments.dialogue import is_dialogue
     from octetrl.run.environment import build_environment
 
     given = recipe.environment

@@ -65,7 +65,7 @@ def never_drawn(recipe: Recipe) -> list[str]:
     """A line for each environment whose weight is too small for a single task in the run.
 
     Before task n an environment with the share s that had none is behind by s n, and the other K - 1 together by
-    1 - s n. So one of them is further behind while s n < 1/K (environments/order.py).
+    1 - s n. So one of them is further behind while s n < 1/K (environments/tasks.py).
     """
     if recipe.algorithm.learns_from != "rollouts":
         return []

@@ -1,7 +1,7 @@
 """Training data of supervised steps: examples from one or several sources, mixed by weight, in a resumable order.
 
 The next example comes from the source that is furthest below its share; nothing is random. Within a source the order is
-seeded and endless. environments/order.py has both. The numbers of examples taken are the position in the mixture.
+seeded and endless. environments/tasks.py has both. The numbers of examples taken are the position in the mixture.
 
 Examples longer than the model's context are refused, or with `too_long: drop` left out and counted. All examples are
 tokenized when the run starts.
@@ -20,7 +20,7 @@ from octetrl.config.schema import DataSource
 from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
 from octetrl.data.preferences import preference_of, refuse_padded_end
 from octetrl.data.rows import find_value, read_rows, without_padding
-from octetrl.environments.order import EndlessOrder, furthest_behind, shares_of
+from octetrl.environments.tasks import EndlessOrder, furthest_behind, shares_of
 from octetrl.records import Sample
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong, to_utf8

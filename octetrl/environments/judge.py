@@ -27,9 +27,7 @@ from typing import Any, Self
 
 from octetrl.config.environment import JudgeConfig
 from octetrl.endpoint import Endpoint, EndpointError
-from octetrl.environments.base import LARGEST_REWARD
-from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import Key, RewardTimes, score_all
+from octetrl.environments.scoring import LARGEST_REWARD, Key, RewardTimes, Score, score_all
 from octetrl.records import RolloutStatus, Task
 
 _REMEMBERED = 100_000
@@ -68,7 +66,7 @@ class Judge:
         return score_all(self.begin(), completions)
 
     def begin(self) -> JudgeRound:
-        """Completions that are scored as they end (scoring_round.py)."""
+        """Completions that are scored as they end (scoring.py)."""
         return JudgeRound(self, self._config)
 
     def question(self, task: Task, completion_text: str) -> str:
@@ -126,7 +124,7 @@ class Judge:
 
 
 class JudgeRound:
-    """Completions about which a judge is asked while others are sampled (scoring_round.py)."""
+    """Completions about which a judge is asked while others are sampled (scoring.py)."""
 
     def __init__(self, judge: Judge, config: JudgeConfig) -> None:
         self._judge, self._asks_once = judge, config.temperature == 0

@@ -1,9 +1,16 @@
 """Scores answers of mathematics by their value: 1/2, 0.5 and \\frac{1}{2} are one answer (docs/environment_tools.md).
 
-The answer is found in the completion (`math_text.py`), read (`math_values.py`, with math-verify below it) and compared
-(`math_equal.py`; with sympy in `math_trees.py`). A completion without an answer that can be read is wrong and scores 0.
-A reference that can't be read is an error in the data: the file is refused when it is read, and the scorer raises an
-exception.
+The answer is found in the completion, read (`math_values.py`, with math-verify below it) and compared (`math_equal.py`,
+with sympy). A completion without an answer that can be read is wrong and scores 0. A reference that can't be read is an
+error in the data: the file is refused when it is read, and the scorer raises an exception. The answer is
+
+    the last \\boxed{...}                       also nested, or not closed at the end
+    the line after `environment.answer_marker`   if the recipe has one and there is no box after it
+    the text after "the answer is"              in several languages
+    the last formula or number                  otherwise
+
+Boxes that only a comma, "and" or "or" separates are one list. Every search takes time linear in the text, so a policy
+can't slow the scorer down by a long answer.
 
 A policy may write an answer whose evaluation takes hours or terabytes, such as 9!!!!. It is an answer, and wrong: the
 scorer gives up after `cpu_seconds` of computing or `_MEMORY` bytes. It counts processor time, because a right answer
@@ -24,18 +31,39 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
-from octetrl.environments.math_equal import equal, vote
-from octetrl.environments.math_text import final_answer, last_box
-from octetrl.environments.math_values import LONGEST, Value, Words, is_plain, read_value, tidied
-from octetrl.environments.score import Explained
+from octetrl.environments.math_values import LONGEST, Value, Words, is_plain, plain_characters, read_value, tidied
+from octetrl.environments.rewards import extract_answer
+from octetrl.environments.scoring import Explained
 from octetrl.process.callable_process import CallableProcess
 from octetrl.records import Task
 from octetrl.system.threads import num_cores
+
+_TAIL = 4000  # characters at the end that are searched if there is neither box nor marker
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ is no brace
+_BETWEEN_BOXES = re.compile(
+    r"[\s$.]*(?:[,;&]|\\q?quad|\\text\{|\b(?:and|or)\b)[\s$,;]*(?:and|or)?[\s$}]*(?:[A-Za-z]\s*=\s*)?"
+)
+
+_FORMULA = r"\$\$[^$]+\$\$|(?<!\\)\$[^$\n]+\$|\\\(.{1,400}?\\\)|\\\[.{1,400}?\\\]"
+_FRACTION = r"[-−]?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}"
+_NUMBER = r"(?<![\w.])[-−+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?"
+_FORMULA_OR_NUMBER = re.compile(rf"{_FORMULA}|{_FRACTION}|{_NUMBER}", re.DOTALL)
+
+_ANSWER_IS = re.compile(
+    r"\b(?:answer|result)(?:\s+(?:is|equals|would be)\b|\**\s*[:=\n])"
+    r"|答案\s*(?:是|为|為|:)|答え\s*(?:は|:)|답\s*(?:은|:)|ответ\b\s*(?::|-|—|равен)|\bantwort\s*(?:ist|lautet|:)"
+    r"|\b(?:respuesta|réponse|risposta|resposta)(?:\s+final[ea]?)?\s*(?:es\b|est\b|è|é|:)|đáp án\s*(?:là|:)",
+    re.IGNORECASE,
+)
+_END = re.compile(r"[.!?](?=\s|$)|;\s|,\s+(?!and\b|or\b)(?=[^\W\d_]{2})")  # of a sentence or clause
+
 
 Result = TypeVar("Result")
 _FORMULAS_PER_PROCESS = 300
@@ -77,6 +105,7 @@ class MathScorer:
         found = final_answer(completion_text, self.answer_marker)
         if found is None or len(found) > LONGEST or found in _too_hard:
             return None if found is None else found[:LONGEST]
+        vote = _comparison().vote
         try:
             return _bounded(lambda: found if (value := _read(found)) is None else vote(value), self.cpu_seconds)
         except _TooHardError:
@@ -87,14 +116,22 @@ class MathScorer:
             return option[1].lower() == reference.words
         if tidied(found) == tidied(last_box(written) or written):
             return True
-        tolerance = Fraction(self.tolerance).limit_denominator(10**15)
+        equal, tolerance = _comparison().equal, Fraction(self.tolerance).limit_denominator(10**15)
         return _bounded(
             lambda: (value := _read(found)) is not None and equal(reference, value, tolerance), self.cpu_seconds
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        vote(read_value("$\\frac{x}{2}+1$") or Words(""))  # in the reward worker: imports before the limited calls
+        _comparison().vote(read_value("$\\frac{x}{2}+1$") or Words(""))  # imports before the calls with a limit
+
+
+@cache
+def _comparison() -> ModuleType:
+    """`math_equal`, which takes 0.4 s to import with sympy: only processes that compare answers do."""
+    from octetrl.environments import math_equal
+
+    return math_equal
 
 
 def reference_problems(answers: Sequence[str | None]) -> list[str | None]:
@@ -132,6 +169,76 @@ def _read_apart(answers: list[str]) -> list[str]:
 
 def _unreadable(answers: Sequence[str]) -> list[str]:
     return [answer for answer in answers if _reference(answer) is None]
+
+
+def final_answer(completion_text: str, marker: str | None) -> str | None:
+    """The completion's answer as it stands there; None if there is none.
+
+    marker: `environment.answer_marker`; only the text after it is searched."""
+    if marker is not None and not marker.endswith(">"):
+        completion_text = completion_text.rstrip().removesuffix(marker)  # nothing follows it
+    found = extract_answer(completion_text, marker)
+    if not found:
+        return None
+    if (box := last_box(found)) is not None:
+        return box
+    if marker is not None:
+        return _first_statement(plain_characters(found[:_TAIL]))
+    tail = plain_characters(found[-_TAIL:]).strip()
+    *_, stated = ["", *(match.end() for match in _ANSWER_IS.finditer(tail))]
+    if isinstance(stated, int) and (statement := _first_statement(tail[stated:])):
+        return statement
+    if len(tail.split()) == 1 or not re.search(r"[^\W\d_]{2}", re.sub(r"\\[A-Za-z]+", "", tail)):
+        return tail  # nothing but an answer
+    *_, last = ["", *_FORMULA_OR_NUMBER.findall(tail)]
+    return last or (tail if len(tail) <= 100 else None)
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last box, or of several that form a list; None without a box. Of nested boxes, the outer one.
+    A box that is not closed ends with its line."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closing[opened.pop()] = brace.start()
+    contents: list[str] = []
+    end = 0
+    for box in _BOX.finditer(text):
+        if box.start() < end:
+            continue  # it is inside of the last one
+        if box.start() - end > 60 or not _BETWEEN_BOXES.fullmatch(text, end, box.start()):
+            contents.clear()  # not in one list with this one
+        start = box.end()
+        if text[start : start + 1] != "{":  # \boxed 7
+            content = re.split(r"\s", text[start : start + 40])[0].rstrip(".,$")
+            end = start + len(content)
+        elif start in closing:
+            content, end = text[start + 1 : closing[start]], closing[start] + 1
+        else:
+            content, end = text[start + 1 : start + _TAIL].lstrip().partition("\n")[0], start + 1
+        contents.append(content)
+    return ", ".join(dict.fromkeys(_BOX.sub("", content).strip() for content in contents)) or None
+
+
+def _first_statement(text: str) -> str | None:
+    """The first line of `text` that says something, up to the end of its sentence. A formula may have several lines."""
+    rest = text
+    while rest := re.sub(r"^[\s*:=_]+", "", rest):
+        for opening, closing in (("$$", "$$"), ("\\[", "\\]"), ("\\begin{", "\\end{")):
+            if rest.startswith(opening) and (end := rest.find(closing, len(opening))) > 0:
+                return rest[:end] + rest[end:].partition("\n")[0]
+        line, _, rest = rest.partition("\n")
+        if rest and line.rstrip().endswith((":", " is")) and not re.search(r"\d", line):
+            continue  # the answer stands on the next line
+        for clause in _END.finditer(line):
+            statement = line[: clause.start()]
+            if re.search(r"[\d$]", statement) and statement.count("$") % 2 == 0:
+                return statement
+        return line
+    return None
 
 
 @lru_cache(maxsize=256)

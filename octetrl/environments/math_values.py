@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any
-
-from octetrl.environments.math_text import plain_characters
 
 LONGEST = 1000  # characters of an answer; a longer one is not read
 _LARGEST_EXPONENT = 5000
@@ -97,6 +96,24 @@ def _plain(text: str) -> Number | Based | Words | None:
     return _number(plain) or _based(plain) or _words(plain, in_text > 0)
 
 
+_SYMBOL_NAMES = ["×times", "·cdot", "≤le", "≥ge", "≠ne", "∈in", "∩cap", "∞infty", "√sqrt", "°degree"]
+_SYMBOLS = {ord(name[0]): f"\\{name[1:]} " for name in _SYMBOL_NAMES}
+_PUNCTUATION = str.maketrans("。、−–÷⁄", ".,--//", "\u2061\u200b\ufeff")
+_RAISED = re.compile("[⁻⁰¹²³⁴-⁹]+")
+_LOWERED = re.compile("[₀-₉]+")
+
+
+def plain_characters(text: str) -> str:
+    """`text` with the ASCII forms of wide characters and other scripts' digits, and LaTeX for symbols."""
+    if text.isascii():
+        return text
+    text = _RAISED.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = _LOWERED.sub(lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
+    text = unicodedata.normalize("NFKC", text).translate(_PUNCTUATION).translate(_SYMBOLS)
+    return re.sub(r"(?![0-9])\d", lambda match: str(unicodedata.digit(match[0])), text)
+
+
 _MONEY = re.compile(
     r"(?:\b[A-Z]{1,3}\s?)?\\\$|\b[A-Z]{2}\$(?=\d)|[€£¥₹₽₩¢]|\b(?:USD|EUR|GBP|CNY|INR|RMB|Rs\.?)(?=\s*\d)"
 )
@@ -167,25 +184,12 @@ _OPERATOR = re.compile(r"[\\<>^_+*|{}\[\]]")
 _SEVERAL = re.compile(r"[,;\\]|\b(?:or|and)\b|(?<![^\W\d_])[^\W\d_](?![^\W\d_])")  # equations, or one in variables
 
 _UNIT_NAMES = (
-    *("m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "km kilometer kilometre"),
-    *("g gram", "kg kilogram", "mg milligram", "s sec second", "min minute", "h hr hour", "day", "week", "month"),
-    *(
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "year",
-        "cent",
-        "dollar usd",
-        "in inch inche",
-        "ft foot feet",
-        "yd yard",
-        "mi mile",
-    ),
+    "m meter metre, cm centimeter centimetre, mm millimeter millimetre, km kilometer kilometre, g gram, kg kilogram,"
+    " mg milligram, s sec second, min minute, h hr hour, day, week, month, year, cent, dollar usd, in inch inche,"
+    " ft foot feet, yd yard, mi mile, hundred, thousand, million, billion, trillion"
 )
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_UNITS = {name: names.split()[0] for names in _UNIT_NAMES for name in names.split()}
+_UNITS = {name: names.split()[0] for names in _UNIT_NAMES.split(", ") for name in names.split()}
 _SHORT_UNIT = re.compile(r"[lLNJWVKCFAP]|m[lL]|nm|oz|lb|sq|cu|Hz|mph|[ap]m|[AP]M|of|to|is|an|by|at|on|so|it|as")
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z]) ?\^ ?(?:\{-?\d\}|-?\d)")
 _FUNCTION = re.compile(

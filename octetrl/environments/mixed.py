@@ -1,6 +1,6 @@
 """Several environments in one run: the order of their tasks, their scores and their conversations.
 
-The next task comes from the environment that is furthest below its share (environments/order.py), so the shares follow
+The next task comes from the environment that is furthest below its share (environments/tasks.py), so the shares follow
 the weights exactly; of equals the first by name. Within an environment the tasks come in its own order, with its own
 seed, epochs and held-out tasks. A prompt that one environment holds out is skipped in all of them. The order depends on
 nothing else: the number of workers, a resume, or batches that are drawn ahead change none of it. The shares count from
@@ -21,21 +21,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from octetrl.config.several_environments import errors_named, renamed
-from octetrl.environments.base import Taskset, named, own_task
-from octetrl.environments.order import furthest_behind, shares_of
-from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import (
+from octetrl.environments.calls import Calls
+from octetrl.environments.dialogue import Dialogue, Dialogues
+from octetrl.environments.scoring import (
     Key,
     OpenScorer,
     RestartingScorer,
     RewardTimes,
+    Score,
     ScoringRound,
     TimedScorer,
     begin_round,
     score_all,
 )
-from octetrl.environments.turns.calls import Calls
-from octetrl.environments.turns.dialogue import Dialogue, Dialogues
+from octetrl.environments.tasks import Taskset, furthest_behind, named, own_task, shares_of
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 
@@ -140,7 +139,7 @@ class MixedScorer:
         return score_all(self.begin(), completions)
 
     def begin(self) -> MixedRound:
-        """Completions that are scored as they end (scoring_round.py). One round at a time."""
+        """Completions that are scored as they end (scoring.py). One round at a time."""
         return MixedRound(self._scorers, self.times)
 
     def close(self) -> None:

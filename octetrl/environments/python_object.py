@@ -9,16 +9,16 @@ separate process. Rewards are imported only in their workers.
 up in a mapping (`Given`) that comes with the recipe. Commands without such a mapping refuse the recipe. Such a reward
 runs in one of two places, depending on whether another process can import it:
 
-    a function or class at the top level of a module     in reward processes (environments/scoring.py)
-    a lambda, a closure, anything `__main__` defines      in this process (environments/function_rewards.py)
+    a function or class at the top level of a module      in reward processes (`RewardWorkers`)
+    a lambda, a closure, anything `__main__` defines      in threads of this process (`FunctionRewards`)
 
 A notebook's functions belong to `__main__`. A new process can't import them. Their code would have to be pickled, and
 no process here reads pickled code.
 
 **Checked.** An environment's attributes may be properties and its tasks may have any class, so each access may raise an
 exception or end the process. The checks cover what the run reads later. All tasks of a list are checked. In other
-sequences only some tasks are checked, because tasks may be created on access. Whatever this code changes for the whole
-process is put back.
+sequences only some tasks are checked, because tasks may be created on access. What this code changes for the whole
+process (`ProcessState`, calls.py) is put back.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import inspect
 import os
 import pickle
 import re
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from octetrl.environments.base import Environment
-from octetrl.environments.score import check_call_with_conversation, check_signature
-from octetrl.environments.turns.conversation import components_of
+from octetrl.environments.calls import unchanged_process
+from octetrl.environments.scoring import Scorer, check_call, check_signature, place_of
+from octetrl.environments.tasks import Environment
+from octetrl.environments.trl_rewards import TrlRewards, has_trl_form
+from octetrl.environments.turns import components_of
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.records import Task
 from octetrl.system.errors import Terminated, UserError, error_line, nearest, type_of
@@ -106,38 +106,26 @@ def load_object(field: str, path: str, seconds: float = LOAD_SECONDS) -> Any:
     _search_working_directory()
     if module_name not in sys.modules:
         _try_import(field, path, seconds)
-    try:
-        with unchanged_process():
-            return import_object(field, path)
-    except SystemExit as error:
-        raise UserError(
-            f"{field}: module '{module_name}' ends its process when imported (sys.exit({error.code}))"
-        ) from error
+    with unchanged_process():
+        return import_object(field, path)
 
 
 def import_object(field: str, path: str) -> Any:
-    """Import the object at `path` in this process only. Raises UserError; exceptions of the module are not caught."""
+    """Import the object at `path` in this process only. Raises UserError for what Python raises when it imports;
+    other exceptions of the module are not caught."""
     module_name = check_path(field, path)
     name = path.rpartition(":")[2]
     _search_working_directory()
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name and not module_name.startswith(f"{error.name}."):
+    except (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, OSError) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
-                f"{field}: module '{module_name}' fails when imported: it imports '{error.name}', which is not"
-                f" installed ({error_line(error)})"
+                f"{field}: module '{module_name}' does not import, there is no such module; it is looked for beside the"
+                " recipe, in the working directory and on PYTHONPATH"
             ) from error
-        raise UserError(
-            f"{field}: module '{module_name}' does not import, there is no such module; it is looked for beside the"
-            " recipe, in the working directory and on PYTHONPATH"
-        ) from error
-    except ImportError as error:
-        raise UserError(f"{field}: module '{module_name}' fails when imported ({error_line(error)})") from error
-    except (SyntaxError, NameError, AttributeError, TypeError, ValueError, OSError) as error:
-        reason = error_line(error)
-        if isinstance(error, SyntaxError):  # whose text has the line
-            reason = " ".join(f"SyntaxError: {error}".split())
+        is_syntax = isinstance(error, SyntaxError)  # its text has the line
+        reason = " ".join(f"SyntaxError: {error}".split()) if is_syntax else error_line(error)
         raise UserError(f"{field}: module '{module_name}' fails when imported ({reason})") from error
     if not hasattr(module, name):
         known = [word for word in vars(module) if not word.startswith("_")]
@@ -157,29 +145,22 @@ def check_path(field: str, path: str) -> str:
     return module_name
 
 
-@dataclass(frozen=True)
-class _Trial:
-    field: str
-    path: str
-
-    def __call__(self) -> None:
-        import_object(self.field, self.path)
+def _import_only(field: str, path: str) -> None:
+    import_object(field, path)
 
 
 def _try_import(field: str, path: str, seconds: float) -> None:
     module_name = path.partition(":")[0]
-    process = CallableProcess(_Trial(field, path))
+    process = CallableProcess(_import_only)
     try:
-        process.call(seconds=seconds)
+        process.call(field, path, seconds=seconds)
     except CallFailed as error:
         raise UserError(f"{field}: module '{module_name}' fails when imported ({error})") from error
     except ProcessDied as error:
         raise UserError(f"{field}: module '{module_name}' ends its process when imported ({error})") from error
     except NoAnswer as error:
-        raise UserError(
-            f"{field}: module '{module_name}' was not imported in {seconds:g} s; fix it, or raise"
-            " environment.load_timeout_seconds"
-        ) from error
+        remedy = "fix it, or raise environment.load_timeout_seconds"
+        raise UserError(f"{field}: module '{module_name}' was not imported in {seconds:g} s; {remedy}") from error
     finally:
         process.kill()
 
@@ -224,7 +205,7 @@ def check_environment(environment: Any, path: str) -> None:
         check_signature(environment.score, f"environment.dataset: the score of '{path}'")
     for name in ("start", "reply", "finish"):
         if callable(function := getattr(environment, name, None)):
-            check_call_with_conversation(function, f"environment.dataset: the {name} of '{path}'")
+            check_call(function, f"environment.dataset: the {name} of '{path}'", "conversation")
     check_tasks(environment, path)
 
 
@@ -235,70 +216,15 @@ _TRIED = 16  # of a sequence that is not a list
 
 
 def result_of(action: Callable[[], T], what: str) -> T:
-    """Call `action`, which runs the user's code, and return its result. Raises UserError if it raises any exception,
-    including SystemExit."""
+    """Call `action`, which runs the user's code, and return its result. Raises UserError for its exceptions, also for
+    SystemExit. Ctrl-C and signals that end the run pass."""
     try:
         with unchanged_process():
             return action()
     except (UserError, Terminated):
         raise
-    except SystemExit as error:
-        raise UserError(f"environment.dataset: {what} ends its process (sys.exit({error.code}))") from error
-    except KeyboardInterrupt as error:
-        if _may_be_ctrl_c(error):
-            raise
-        raise UserError(f"environment.dataset: {what} raises KeyboardInterrupt; fix the environment") from None
-    except Exception as error:  # the user's code may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"environment.dataset: {what} fails ({reason}); fix the environment") from error
-
-
-class ProcessState(NamedTuple):
-    """What the user's code may change for the whole process. dtype: torch's default, None before its import. stdout and
-    stderr may be replaced, but not by None."""
-
-    folder: str
-    dtype: Any
-    stdout: Any
-    stderr: Any
-
-    @classmethod
-    def now(cls) -> ProcessState:
-        torch = sys.modules.get("torch")
-        try:
-            folder = os.getcwd()
-        except FileNotFoundError:  # somebody removed it
-            folder = "."
-        return cls(folder, torch and torch.get_default_dtype(), sys.stdout, sys.stderr)
-
-    def put_back(self) -> list[str]:
-        """Put back what was changed, and return it in words."""
-        found, changes = self.now(), []
-        if found.folder != self.folder:
-            os.chdir(self.folder)
-            changes.append(f"the working directory is '{found.folder}', was '{self.folder}': use absolute paths")
-        torch = sys.modules.get("torch")
-        if torch is not None and found.dtype != (dtype := self.dtype or torch.float32):
-            torch.set_default_dtype(dtype)
-            changes.append(f"torch's default dtype is {found.dtype}, was {dtype}: give each tensor its dtype")
-        for name in ("stdout", "stderr"):
-            if getattr(found, name) is None is not getattr(self, name):
-                setattr(sys, name, getattr(self, name))
-                changes.append(f"sys.{name} is None: leave it as it was")
-        return changes
-
-
-@contextmanager
-def unchanged_process() -> Iterator[None]:
-    """Put back what was changed for the whole process, and whether this thread computes gradients."""
-    before, torch = ProcessState.now(), sys.modules.get("torch")
-    computes_gradients = torch is None or torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        before.put_back()
-        if torch := sys.modules.get("torch"):
-            torch.set_grad_enabled(computes_gradients)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise UserError(f"environment.dataset: {what} fails ({error_line(error)}); fix the environment") from error
 
 
 class ForeignTasks(Sequence[Task]):
@@ -315,17 +241,6 @@ class ForeignTasks(Sequence[Task]):
 
     def __getitem__(self, place: Any) -> Any:
         return result_of(partial(getitem, self._tasks, place), f"'{self._path}': tasks[{place}]")
-
-
-def _may_be_ctrl_c(error: KeyboardInterrupt) -> bool:
-    """False only if a Python handler is installed, because the handler would then have raised it."""
-    code = getattr(signal.getsignal(signal.SIGINT), "__code__", None)
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is code:
-            return True
-        trace = trace.tb_next
-    return code is None
 
 
 def check_tasks(environment: Any, path: str) -> None:
@@ -377,3 +292,50 @@ def _check_task(task: Any, where: str) -> None:
             f"{where}: its environment is {environment!r}, but the run sets this field of a Task; leave it empty, and"
             " give a field of your own another name"
         )
+
+
+_FIELD = "environment.reward"
+
+
+def named_reward(path: str, given: Given) -> Scorer:
+    """The reward that a recipe names: an object given in Python, or the function at `module:name`."""
+    if path not in given:
+        return PythonReward(path)
+    scorer: Scorer = given[path]
+    return TrlRewards([scorer]) if has_trl_form(scorer) else scorer
+
+
+@dataclass(frozen=True)
+class PythonReward:
+    """The function at `path`, a scorer. Raises UserError, in a worker, when it can't be imported or called."""
+
+    path: str
+
+    def __post_init__(self) -> None:
+        check_path(_FIELD, self.path)
+
+    def __call__(self, task: Task, completion_text: str) -> float:
+        return self._function(task, completion_text)
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"path": self.path}  # the function is not pickled: the worker imports it
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__dict__.update(state)
+        _ = self._function  # before the first call, whose time is limited
+
+    @cached_property
+    def _function(self) -> Scorer:
+        function = import_object(_FIELD, self.path)
+        if not callable(function):
+            raise UserError(f"{_FIELD}: '{self.path}' is {type_of(function)}, not a function")
+        if has_trl_form(function):
+            return TrlRewards([function])
+        check_signature(function, f"{_FIELD}: '{self.path}'")
+        scorer: Scorer = function
+        return scorer
+
+    @property
+    def place(self) -> str:
+        """Name, file and line of the function."""
+        return place_of(self._function)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from octetrl.environments.base import MadeTasks, TaskEnvironment
 from octetrl.environments.rewards import extract_answer
+from octetrl.environments.tasks import MadeTasks, TaskEnvironment
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.records import Task
 from octetrl.system.errors import UserError, nearest

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octetrl.environments.base import MadeTasks
 from octetrl.environments.python_object import LOAD_SECONDS, load_object
 from octetrl.environments.rewards import extract_answer
+from octetrl.environments.tasks import MadeTasks
 from octetrl.environments.turns import Conversation, metric, reward
 from octetrl.records import Task
 from octetrl.system.errors import UserError, nearest

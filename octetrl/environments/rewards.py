@@ -3,7 +3,7 @@
     environment: {dataset: chain_sum, reward: "octetrl.environments.rewards:last_number"}
 
 `ExactScorer` is the reward of prompts and answers from a file (data/tasks.py). It compares character by character; for
-any other comparison, write a reward function (`environments/python_reward.py`).
+any other comparison, write a reward function (`environments/python_object.py`).
 
 `extract_answer` finds the answer in a completion, by the recipe's `environment.answer_marker`:
 

@@ -1,351 +1,285 @@
-"""Rewards, each computed in a process that can be killed.
+"""The score of a completion, the checks of what a scorer takes and returns, and one round of scores.
 
-`RewardWorkers` keeps a few child processes (`process/callable_process.py`) that have loaded the environment's `score`.
-Each scores one completion at a time, so the time of each call is known, and a call that hangs blocks only one worker.
-A failure is never scored as 0:
+    with begin_round(scorer) as scoring:
+        scoring.submit(key, task, text)    for each completion, while others are still being sampled
+        scoring.advance()                  after every forward of the engine; never waits
+        scores = scoring.finish()          by key; waits for those that are missing
 
-    a finite number                             SCORED, reward = float(value)
-    a raise, NaN, None, a string, sys.exit      REWARD_ERROR, reward None, the error's text and line as detail
-    no answer after `timeout_seconds`           REWARD_TIMEOUT, reward None
-    an exit, a crash                            REWARD_CRASH, reward None
-    MemoryError, or more than `memory_mib`      REWARD_MEMORY, reward None
+Reward processes (reward_workers.py) and judges (judge.py) work beside the engine. Other scorers need what the engine
+uses, the GPU or Python's lock. They score all completions in `finish`, in the order of their keys.
 
-After the last three the worker is replaced, and `restarts` counts it. A worker that is killed while it loads or is idle
-is replaced as well, without effect on any completion. If SIGKILL ends a worker during a call, or SIGSTOP stops it until
-the time is over, the cause is probably outside: the completion is scored once more, and only the second time counts.
-
-Cost: 0.13 ms a completion. A replaced worker imports its libraries again (1 s for reasoning_gym) beside the others.
+A step waits for rewards if they are slower than sampling. `RewardTimes` measures the wait and keeps the slowest call,
+so that a run can name the slow task. `TimeoutBudget` gives up when the first calls of a step all time out: otherwise a
+score that always hangs would be waited for once per rollout.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-import pickle
-import select
-import signal
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self, runtime_checkable
 
-from octetrl.environments.base import LARGEST_REWARD, Scorer
-from octetrl.environments.score import CheckedScorer, Score
-from octetrl.environments.scoring_round import Growth, Key, RewardTimes, TimeoutBudget, score_all
-from octetrl.process.callable_process import Answer, CallableProcess, ProcessDied
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 
-UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # the exceptions of `pickle.dumps`
-_LOAD_ATTEMPTS = 3  # replacements in a row of a worker that was killed while it loaded
+Scorer = Callable[[Task, str], float]
+LARGEST_REWARD = 1e18  # its square is still a finite float32
+RETURNED_BY = "; returned by "  # in the error for a reward that is not a finite number
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One completion to be scored."""
+def finite_number(value: object, what: str) -> float:
+    """Convert a reward or metric to a float. Raises TypeError or ValueError if it is not a finite number within
+    ±LARGEST_REWARD."""
+    if value is None:
+        raise TypeError(f"the {what} is None, not a number; its function may lack a return")
+    if not isinstance(value, Real):
+        raise TypeError(f"the {what} is {str(value)[:40]!r} of type {type(value).__name__}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"the {what} is beyond ±{LARGEST_REWARD:g}; scale it down") from None
+    if not math.isfinite(number):
+        raise ValueError(f"the {what} is {number}, not a finite number")
+    if abs(number) > LARGEST_REWARD:
+        raise ValueError(f"the {what} is {number:g}, beyond ±{LARGEST_REWARD:g}; scale it down")
+    return number
 
-    number: int
-    task: Task
-    text: str
-    deadline: float = math.inf
-    may_repeat: bool = True  # if its process is killed or stopped from outside
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Score of one completion. `reward` is None unless `status` is SCORED. `detail` is then None or the scorer's
+    reason; otherwise it is the error."""
+
+    status: RolloutStatus
+    reward: float | None
+    detail: str | None = None
+    trace: str | None = None  # the traceback behind `detail`, where there is one
+    answered: str | None = None  # the completion's answer, if the scorer has `answered`
 
 
-Running = dict[CallableProcess, _Call]
+class Explained(float):
+    """A reward with the reason for it. Rollouts show the reason as their detail."""
+
+    detail: str | None
+
+    def __new__(cls, reward: float, detail: str | None = None) -> Explained:
+        made = super().__new__(cls, reward)
+        made.detail = detail
+        return made
 
 
-class RewardWorkers:
-    """`processes` child processes that hold `scorer`; use as a context manager, or `close` it.
+@dataclass(frozen=True, slots=True)
+class CheckedScorer:
+    """Calls `scorer` in the worker. Raises if the reward is not a number or too large. Also returns the completion's
+    answer, if the scorer has `answered(task, completion_text) -> str | None`."""
 
-    scorer: picklable `(task, completion_text) -> float`, such as `environment.score`. Limits: timeout_seconds for a
-    reward, load_seconds for loading the scorer, memory_mib for a worker with all processes that it starts (None: no
-    limit). processes None: one, and more while completions wait, up to one per core. gives_up: if the first calls of a
-    round all time out, the others are not called. Raises UserError at once if a worker can't load the scorer. Not
-    thread-safe.
-    """
+    scorer: Scorer
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        *,
-        timeout_seconds: float,
-        processes: int | None = 1,
-        memory_mib: int | None = None,
-        load_seconds: float = 120.0,
-        gives_up: bool = True,
-    ) -> None:
-        self._scorer = CheckedScorer(scorer)
-        self._growth, self._gives_up, self.times = Growth(processes), gives_up, RewardTimes()
-        self._timeout, self._load_seconds = timeout_seconds, load_seconds
-        self._memory_mib = memory_mib
-        self._failed_loads = 0  # in a row
-        self._has_loaded = False
-        self.restarts = 0
-        self._workers: list[CallableProcess] = []
-        self._workers = [self._start() for _ in range(self._growth.first)]
-        while not any(worker.is_ready for worker in self._workers):
-            self._look({}, deque())
+    def __call__(self, task: Task, completion_text: str) -> tuple[float, str | None, str | None]:
+        reward = self.scorer(task, completion_text)
+        try:
+            number = finite_number(reward, "reward")
+        except (TypeError, ValueError) as error:  # raised again with the place of the function that returned it
+            place = getattr(self.scorer, "place", None) or place_of(self.scorer)
+            raise type(error)(f"{error}{RETURNED_BY}{place}") from None
+        answered = getattr(getattr(self.scorer, "__self__", self.scorer), "answered", None)
+        detail = reward.detail if isinstance(reward, Explained) else None
+        return number, None if answered is None else answered(task, completion_text), detail
 
-    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
-        """The score of each (task, completion text), in their order."""
-        return score_all(self.begin(), completions)
 
-    def begin(self) -> RewardRound:
-        """Completions that are scored as they end (scoring_round.py). One round at a time."""
-        return RewardRound(self)
+def check_signature(score: Any, what: str) -> None:
+    """Raises UserError unless `score` is a plain function of (task, completion_text). what: its name in the message."""
+    if inspect.iscoroutinefunction(score):
+        raise UserError(
+            f"{what} ({place_of(score)}) is async; write a plain function of (task, completion_text) that returns a"
+            " number"
+        )
+    check_call(score, what, "task, completion_text")
 
-    def advance(self, queue: deque[_Call], running: Running, *, waits: bool) -> dict[int, Score]:
-        """Starts calls of idle workers, and returns the scores that have arrived, by number."""
-        for worker in [worker for worker in self._workers if worker.is_ready and worker not in running]:
-            if queue:
-                self._begin(worker, queue, running)
-        self._workers += [self._start() for _ in range(self._growth.more(len(queue), len(self._workers)))]
-        return self._look(running, queue, waits=waits)
 
-    def timeout_budget(self) -> TimeoutBudget | None:
-        """For one round. None: it waits for every call."""
-        return TimeoutBudget(len(self._workers)) if self._gives_up else None
+def check_call(function: Any, what: str, names: str) -> None:
+    """Raises UserError unless `function` can be called with these positional arguments. what: its name in the message;
+    names: of the arguments, such as "task, completion_text"."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C has no signature
+        return
+    try:
+        signature.bind(*names.split(", "))
+    except TypeError as error:
+        raise UserError(
+            f"{what} ({place_of(function)}) takes {signature}, but is called with ({names}): {error};"
+            f" {'take these arguments' if ',' in names else 'take this argument'}"
+        ) from None
 
-    def end(self, running: Running) -> None:
-        """Replaces the workers of calls whose answers are no longer needed."""
-        for worker in running:
-            self._replace(worker)
 
-    def close(self) -> None:
-        """End the workers, whatever they are doing."""
-        for worker in self._workers:
-            worker.kill()
-        self._workers = []
+def place_of(score: Any) -> str:
+    """Name, file and line of a function, method or callable object, such as `by_length, rewards.py:12`."""
+    function = score if inspect.isroutine(score) or not callable(score) else type(score).__call__
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    name = getattr(score, "__qualname__", None) or type(score).__qualname__
+    return name if code is None else f"{name}, {Path(code.co_filename).name}:{code.co_firstlineno}"
 
-    def __enter__(self) -> RewardWorkers:
-        return self
+
+@dataclass(slots=True)
+class RewardTimes:
+    """Seconds since the last `take`."""
+
+    waited: float = 0.0  # after sampling had ended
+    slowest: float = 0.0  # call
+    slowest_task: str = ""
+    last: RewardTimes | None = None  # what the last `take` returned
+
+    def called(self, task_id: str, seconds: float) -> None:
+        if seconds > self.slowest:
+            self.slowest, self.slowest_task = seconds, task_id
+
+    def take(self) -> RewardTimes:
+        """What was measured since the last call."""
+        self.last = RewardTimes(self.waited, self.slowest, self.slowest_task)
+        self.waited, self.slowest, self.slowest_task = 0.0, 0.0, ""
+        return self.last
+
+    def forget(self) -> None:
+        """Drop what was measured since the last `take`; `last` stays. An evaluation is not part of a step."""
+        last = self.last
+        self.take()
+        self.last = last
+
+
+LEAST_TRIED = 4  # time-outs in a row, from the first call of a step on, before the others are given up
+
+
+class TimeoutBudget:
+    """Whether the calls of one step are worth waiting for. `tried`: number of first calls that all time out before the
+    others are given up."""
+
+    def __init__(self, tried: int) -> None:
+        self._tried = max(tried, LEAST_TRIED)
+        self._ended = self._timed_out = 0
+
+    def ended(self, *, timed_out: bool) -> None:
+        self._timed_out += timed_out
+        self._ended += 1
+
+    @property
+    def is_over(self) -> bool:
+        return self._ended == self._timed_out >= self._tried
+
+    @property
+    def score(self) -> Score:
+        """The score of each call that is given up."""
+        reason = f"not called, because the first {self._timed_out} calls of the step returned nothing in time"
+        return Score(RolloutStatus.REWARD_TIMEOUT, None, reason)
+
+
+Key = tuple[int, int]  # of a completion: place of its task in the step, sibling
+
+
+class ScoringRound(Protocol):
+    """Completions that are being scored. Leaving the context abandons those that have no score yet."""
+
+    def __enter__(self) -> Self: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
 
-    def _start(self) -> CallableProcess:
-        try:
-            return CallableProcess(self._scorer, memory_mib=self._memory_mib)
-        except UNPICKLABLE as error:
-            raise UserError(
-                f"environment: the reward can't be sent to a process of its own ({error});"
-                " define it at the top level of a module"
-            ) from error
+    def submit(self, key: Key, task: Task, completion_text: str, /) -> None:
+        """Add a completion. Does not wait."""
 
-    def _begin(self, worker: CallableProcess, queue: deque[_Call], running: Running) -> None:
-        call = queue[0]
-        try:
-            worker.send(call.task, call.text)
-        except ProcessDied:  # it was killed while it was idle, not by this completion
-            self._replace(worker)
-            return
-        except UNPICKLABLE as error:
-            raise _unsendable(call.task, error) from error
-        queue.popleft()
-        call.deadline = time.monotonic() + self._timeout
-        running[worker] = call
+    def advance(self) -> None:
+        """Read scores and start further calls. Does not wait."""
 
-    def _look(self, running: Running, queue: deque[_Call], *, waits: bool = True) -> dict[int, Score]:
-        """Wait until a worker sends something or a deadline is reached; with `waits` false, only look. Returns the
-        finished scores by number, and removes their workers from `running`. A call that is made once more goes back
-        into the queue."""
-        found: dict[int, Score] = {}
-        for worker in self._wait(running) if waits else self._heard_from(running, 0.0):
-            if worker not in running:
-                self._greet(worker)
-                continue
-            score, is_from_outside = self._heard(worker)
-            if score is not None:
-                _end_call(self._ended(worker, running), score, is_from_outside, found, queue)
-        now = time.monotonic()
-        for worker in [worker for worker, call in running.items() if call.deadline <= now]:
-            text = f"no reward after {self._timeout:g} s; raise environment.reward_timeout_seconds"
-            score = Score(RolloutStatus.REWARD_TIMEOUT, None, text)
-            _end_call(self._ended(worker, running), score, worker.is_stopped, found, queue)
-            self._replace(worker)
-        for worker in [worker for worker in self._workers if not worker.is_ready]:
-            if worker.started + self._load_seconds <= now:
-                reason = f"it did not load in {self._load_seconds:g} s; raise environment.load_timeout_seconds"
-                self._load_again(worker, reason, always=False)
-        return found
+    def so_far(self) -> dict[Key, Score]:
+        """The scores that have arrived. Does not wait."""
 
-    def _wait(self, running: Running) -> list[CallableProcess]:
-        """Workers that have sent something; none if the first deadline is reached before."""
-        deadlines = [call.deadline for call in running.values()]
-        if deadlines and (grows_at := self._growth.grows_at()) is not None:
-            deadlines.append(grows_at)
-        deadlines += [worker.started + self._load_seconds for worker in self._workers if not worker.is_ready]
-        return self._heard_from(running, min(deadlines) - time.monotonic()) if deadlines else []
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` need not wait, or begins the work itself."""
 
-    def _ended(self, worker: CallableProcess, running: Running) -> _Call:
-        """Take the worker's call out of `running`, and measure it."""
-        call = running.pop(worker)
-        self.times.called(call.task.id, time.monotonic() - call.deadline + self._timeout)
-        return call
-
-    def _heard_from(self, running: Running, seconds: float) -> list[CallableProcess]:
-        """Workers that have sent something. Waits up to `seconds` for the first."""
-        poll, awaited = select.poll(), {}
-        for worker in self._workers:
-            if worker in running or not worker.is_ready:
-                awaited[worker.fileno()] = worker
-                poll.register(worker, select.POLLIN)
-        if not awaited:
-            return []
-        return [awaited[descriptor] for descriptor, _ in poll.poll(math.ceil(max(0.0, seconds) * 1000))]
-
-    def _heard(self, worker: CallableProcess) -> tuple[Score | None, bool]:
-        """The answer to the running call, None if it is not complete yet; and whether the worker was killed, perhaps
-        from outside."""
-        try:
-            answer = worker.take()
-        except ProcessDied as error:
-            self._replace(worker)
-            if error.memory_mib is None:
-                return Score(RolloutStatus.REWARD_CRASH, None, str(error)), error.signal == signal.SIGKILL
-            return Score(RolloutStatus.REWARD_MEMORY, None, self._past_limit(error)), False
-        return None if answer is None else _score(answer), False
-
-    def _greet(self, worker: CallableProcess) -> None:
-        """Read the greeting of a worker that loads. Raises UserError if it could not load the scorer."""
-        try:
-            greeting = worker.take()
-        except ProcessDied as error:
-            reason = str(error) if error.memory_mib is None else self._past_limit(error)
-            if error.signal:
-                self._load_again(worker, reason, always=True)
-                return
-            raise self._refusal(reason) from error
-        if greeting is None:
-            return
-        if greeting.cause == "user" and greeting.error is not None:
-            self.close()
-            raise UserError(greeting.error)
-        if greeting.error is not None:
-            raise self._refusal(greeting.error)
-        self._failed_loads = 0
-        self._has_loaded = True
-
-    def _load_again(self, worker: CallableProcess, reason: str, *, always: bool) -> None:
-        """Replace a worker that was killed or is late, at most a few times, because the scorer may not be the cause.
-        always: also if no worker has ever loaded."""
-        self._failed_loads += 1
-        if self._failed_loads >= _LOAD_ATTEMPTS or not (always or self._has_loaded):
-            raise self._refusal(reason)
-        self._replace(worker)
-
-    def _refusal(self, reason: str) -> UserError:
-        self.close()
-        return UserError(
-            f"environment: a reward process could not load the reward ({reason});"
-            " define it at the top level of a module that imports from the working directory"
-        )
-
-    def _past_limit(self, error: ProcessDied) -> str:
-        return f"{error}; environment.reward_memory_mib allows {self._memory_mib:,}"
-
-    def _replace(self, worker: CallableProcess) -> None:
-        worker.kill()
-        self.restarts += 1
-        self._workers[self._workers.index(worker)] = self._start()
+    def finish(self) -> dict[Key, Score]:
+        """The scores of all completions."""
 
 
-class RewardRound:
-    """Completions that reward processes score while others are sampled (scoring_round.py)."""
+class BatchScorer(Protocol):
+    """A scorer: RewardWorkers, FunctionRewards, Judge, or workers with a reward model."""
 
-    def __init__(self, workers: RewardWorkers) -> None:
-        self._workers = workers
-        self._queue: deque[_Call] = deque()
-        self._running: Running = {}
-        self._scores: dict[int, Score] = {}
-        self._keys: list[Key] = []
-        self._budget = workers.timeout_budget()
+    def score(self, completions: Sequence[tuple[Task, str]], /) -> list[Score]: ...
+
+
+class OpenScorer(BatchScorer, Protocol):
+    """A scorer with processes, threads or connections of its own: RewardWorkers, FunctionRewards or Judge."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class ConcurrentScorer(Protocol):
+    """A scorer that can score while the engine samples."""
+
+    def begin(self) -> ScoringRound: ...
+
+
+@runtime_checkable
+class TimedScorer(Protocol):
+    """A scorer that measures how long rewards take."""
+
+    @property
+    def times(self) -> RewardTimes: ...
+
+
+@runtime_checkable
+class RestartingScorer(Protocol):
+    """A scorer with processes of its own that are replaced after a crash or a time-out."""
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were replaced since the run began."""
+
+
+def begin_round(scorer: BatchScorer) -> ScoringRound:
+    """A round of `scorer`. One at a time."""
+    return scorer.begin() if isinstance(scorer, ConcurrentScorer) else _RoundAtTheEnd(scorer)
+
+
+def score_all(opened: ScoringRound, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+    """The score of each (task, completion text), in their order, by a round that has just begun."""
+    with opened as scoring:
+        for number, (task, text) in enumerate(completions):
+            scoring.submit((number, 0), task, text)
+        scores = scoring.finish()
+    return [scores[number, 0] for number in range(len(completions))]
+
+
+class _RoundAtTheEnd:
+    is_done = True
+
+    def __init__(self, scorer: BatchScorer) -> None:
+        self._scorer = scorer
+        self._completions: dict[Key, tuple[Task, str]] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._workers.end(self._running)
+    def __exit__(self, *error: object) -> None:
+        """The work begins in `finish`."""
 
     def submit(self, key: Key, task: Task, completion_text: str) -> None:
-        self._queue.append(_Call(len(self._keys), task, completion_text))
-        self._keys.append(key)
+        self._completions[key] = (task, completion_text)
 
     def advance(self) -> None:
-        """Reads scores and starts further calls. Does not wait. Raises UserError for a task that can't be sent."""
-        self._advance(waits=False)
+        """The work begins in `finish`."""
 
     def so_far(self) -> dict[Key, Score]:
-        return {key: self._scores[number] for number, key in enumerate(self._keys) if number in self._scores}
-
-    @property
-    def is_done(self) -> bool:
-        return not self._queue and not self._running
+        return {}
 
     def finish(self) -> dict[Key, Score]:
-        """The scores by key, in the order of `submit`. Waits for all of them."""
-        began = time.monotonic()
-        while not self.is_done:
-            self._advance(waits=True)
-        self._workers.times.waited += time.monotonic() - began
-        return self.so_far()
-
-    def _advance(self, *, waits: bool) -> None:
-        new = self._workers.advance(self._queue, self._running, waits=waits)
-        self._scores |= new
-        if self._budget is None:
-            return
-        for score in new.values():
-            self._budget.ended(timed_out=score.status is RolloutStatus.REWARD_TIMEOUT)
-        if self._budget.is_over:
-            given_up = Score(RolloutStatus.REWARD_TIMEOUT, None, self._budget.reason)
-            self._scores |= {call.number: given_up for call in self._queue}
-            self._queue.clear()
-
-
-def _end_call(call: _Call, score: Score, is_from_outside: bool, found: dict[int, Score], queue: deque[_Call]) -> None:
-    if is_from_outside and call.may_repeat:
-        call.may_repeat = False
-        queue.appendleft(call)
-    else:
-        found[call.number] = score
-
-
-def check_sendable(task: Task) -> None:
-    """The error for a task that can't be sent to a reward process."""
-    try:
-        pickle.dumps(task)
-    except UNPICKLABLE as error:
-        raise _unsendable(task, error) from error
-
-
-def _unsendable(task: Task, error: Exception) -> UserError:
-    """The error for a task that can't be pickled; it names the first such value of the metadata."""
-    place = "it"
-    for key, value in task.metadata.items():
-        try:
-            pickle.dumps(value)
-        except UNPICKLABLE:
-            place = f"metadata['{key}']"
-            break
-    reason = " ".join(str(error).split())[:200]
-    return UserError(
-        f"environment: task '{task.id}' can't be sent to a reward process: {place} can't be pickled ({reason});"
-        f" give tasks plain values, such as numbers, texts, lists and dictionaries"
-    )
-
-
-def _score(answer: Answer) -> Score:
-    """The score in a worker's answer, checked again: foreign code in the worker may have replaced `CheckedScorer`."""
-    if answer.error is not None:
-        status = RolloutStatus.REWARD_MEMORY if answer.cause == "memory" else RolloutStatus.REWARD_ERROR
-        return Score(status, None, answer.error, answer.trace)
-    match answer.value:
-        case (float(reward), None | str() as answered, None | str() as detail) if abs(reward) <= LARGEST_REWARD:
-            return Score(RolloutStatus.SCORED, reward, detail, answered=answered)
-    return Score(RolloutStatus.REWARD_ERROR, None, "the process gave what is no reward")
+        keys = sorted(self._completions)
+        return dict(zip(keys, self._scorer.score([self._completions[key] for key in keys]), strict=True))

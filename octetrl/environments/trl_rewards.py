@@ -21,8 +21,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from octetrl.environments.base import finite_number
-from octetrl.environments.score import place_of
+from octetrl.environments.scoring import finite_number, place_of
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import Task
 from octetrl.system.errors import UserError, type_of

@@ -13,8 +13,8 @@ The length of a conversation counts all tokens drawn in it.
 A request's seed follows from (run seed, step, place in the batch). A resumed step therefore samples the same tokens.
 Two steps with the same task sample different ones.
 
-If the environment is a `Dialogue` (environments/turns/), a completion is only the first turn. rollout/drive.py runs
-each rollout to its end, in one open session. The scorer then sees the last message.
+If the environment is a `Dialogue` (environments/dialogue.py), a completion is only the first turn. rollout/drive.py
+runs each rollout to its end, in one open session. The scorer then sees the last message.
 
 `collect_batch` collects a step's groups until enough of them are kept (DAPO's dynamic sampling, arXiv 2503.14476):
 
@@ -37,16 +37,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from octetrl.environments.score import Score
-from octetrl.environments.scoring_round import (
+from octetrl.environments.dialogue import Dialogues
+from octetrl.environments.scoring import (
     BatchScorer,
     RestartingScorer,
     RewardTimes,
+    Score,
     ScoringRound,
     TimedScorer,
     begin_round,
 )
-from octetrl.environments.turns.dialogue import Dialogues
 from octetrl.records import (
     Completion,
     FinishReason,

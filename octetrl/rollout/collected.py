@@ -65,7 +65,7 @@ class CollectedBatch:
 
 
 class Tasks(Protocol):
-    """A source of tasks: `Taskset` (environments/base.py)."""
+    """A source of tasks: `Taskset` (environments/tasks.py)."""
 
     def next_batch(self, n: int, /) -> list[Task]: ...
 

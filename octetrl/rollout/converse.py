@@ -21,9 +21,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octetrl.environments.score import Score
-from octetrl.environments.turns.conversation import Conversation
-from octetrl.environments.turns.dialogue import Dialogue, Failed, RequestedCall
+from octetrl.environments.dialogue import Dialogue, Failed, RequestedCall
+from octetrl.environments.scoring import Score
+from octetrl.environments.turns import Conversation
 from octetrl.records import (
     Completion,
     FinishReason,

@@ -2,7 +2,7 @@
 
 One thread, the caller's, does three things in turn. It waits for one of them only if the others have nothing to do:
 
-    takes the results of environment calls         (environments/turns/calls.py; the calls run in other threads)
+    takes the results of environment calls         (environments/calls.py; the calls run in other threads)
     advances the rollouts that waited for them     (rollout/converse.py), to their next request or their next calls
     takes the events of the open session           (rollout/backend.py; the engine here, or a worker elsewhere)
 
@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octetrl.environments.scoring_round import ScoringRound
-from octetrl.environments.turns.calls import CallResult
-from octetrl.environments.turns.dialogue import Dialogues, RequestedCall
+from octetrl.environments.calls import CallResult
+from octetrl.environments.dialogue import Dialogues, RequestedCall
+from octetrl.environments.scoring import ScoringRound
 from octetrl.records import Completion, GenerationRequest, Rollout, SessionEvent, Task
 from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.converse import ConversationSettings, RolloutPlace, RolloutSteps, converse

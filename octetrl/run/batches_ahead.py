@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from octetrl.environments.base import Taskset
+from octetrl.environments.tasks import Taskset
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.device import random_state, restore_random_state

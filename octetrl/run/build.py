@@ -21,8 +21,8 @@ from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.environments.code.scorer import packages_line
-from octetrl.environments.function_rewards import FunctionRewards
 from octetrl.environments.python_object import Given
+from octetrl.environments.reward_workers import FunctionRewards
 from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.process.sandbox import sandbox_for

@@ -11,8 +11,9 @@ from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import errors_named
 from octetrl.data.tasks import read_tasks
-from octetrl.environments.base import Environment, NoTasks, Scorer, TaskEnvironment, Taskset
+from octetrl.environments.calls import unchanged_process
 from octetrl.environments.code.scorer import code_environment
+from octetrl.environments.dialogue import is_dialogue
 from octetrl.environments.math_answers import MathScorer, reference_problems
 from octetrl.environments.mixed import MixedTaskset
 from octetrl.environments.python_object import (
@@ -20,15 +21,15 @@ from octetrl.environments.python_object import (
     Given,
     check_environment,
     load_environment,
-    unchanged_process,
+    named_reward,
 )
-from octetrl.environments.python_reward import named_reward
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.reset_step import gymnasium_environment
+from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.environments.rewards import ExactScorer
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.scoring import Scorer
+from octetrl.environments.tasks import Environment, NoTasks, TaskEnvironment, Taskset
 from octetrl.environments.tools.ready import with_tools
-from octetrl.environments.turns.dialogue import is_dialogue
 from octetrl.environments.verifiers_adapter import verifiers_environment
 from octetrl.records import Task
 

@@ -13,14 +13,13 @@ from octetrl.config.rules_environment import refuse_for_turns
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, errors_named
 from octetrl.data.tokenizer import Tokenizer, tool_family
-from octetrl.environments.base import Environment, Scorer
-from octetrl.environments.function_rewards import FunctionRewards
+from octetrl.environments.dialogue import Dialogue, Dialogues, Limits, is_dialogue, toolbox_of
 from octetrl.environments.judge import Judge
 from octetrl.environments.mixed import MixedDialogues, MixedScorer
-from octetrl.environments.python_object import Given, can_run_elsewhere
-from octetrl.environments.python_reward import named_reward
-from octetrl.environments.scoring import RewardWorkers
-from octetrl.environments.turns.dialogue import Dialogue, Dialogues, Limits, is_dialogue, toolbox_of
+from octetrl.environments.python_object import Given, can_run_elsewhere, named_reward
+from octetrl.environments.reward_workers import FunctionRewards, RewardWorkers
+from octetrl.environments.scoring import Scorer
+from octetrl.environments.tasks import Environment
 from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
 from octetrl.run.environment import NOTHING_GIVEN, Environments, reward_processes
 from octetrl.shapes.spec import ModelSpec

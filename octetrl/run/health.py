@@ -25,9 +25,9 @@ from pathlib import Path
 
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
+from octetrl.environments.dialogue import Dialogues
 from octetrl.environments.mixed import MixedTimes
-from octetrl.environments.scoring_round import BatchScorer
-from octetrl.environments.turns.dialogue import Dialogues
+from octetrl.environments.scoring import BatchScorer
 from octetrl.rollout.collect import times_of
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.system.errors import RunFailed

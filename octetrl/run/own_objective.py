@@ -5,7 +5,7 @@ from __future__ import annotations
 from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import load_object
-from octetrl.environments.score import place_of
+from octetrl.environments.scoring import place_of
 
 
 def try_objective(recipe: Recipe) -> str | None:

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
-from octetrl.environments.base import Environment
+from octetrl.environments.dialogue import is_dialogue, toolbox_of
 from octetrl.environments.judge import Judge
-from octetrl.environments.python_reward import PythonReward
-from octetrl.environments.score import RETURNED_BY, Score
-from octetrl.environments.scoring import RewardWorkers
-from octetrl.environments.turns.dialogue import is_dialogue, toolbox_of
+from octetrl.environments.python_object import PythonReward
+from octetrl.environments.reward_workers import RewardWorkers
+from octetrl.environments.scoring import RETURNED_BY, Score
+from octetrl.environments.tasks import Environment
 from octetrl.records import RolloutStatus, Task
 from octetrl.run.environment import build_environment, build_environments, build_tasks, build_taskset, reward_processes
 from octetrl.run.tokenizer_process import TokenizerProcess

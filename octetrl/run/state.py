@@ -12,7 +12,7 @@ from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.data.mixture import Mixture
 from octetrl.data.tokenizer import Tokenizer
-from octetrl.environments.base import Taskset
+from octetrl.environments.tasks import Taskset
 from octetrl.records import RolloutGroup
 from octetrl.rollout.collected import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths

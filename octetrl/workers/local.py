@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score
 from octetrl.records import (
     Completion,
     EarlierAnswer,

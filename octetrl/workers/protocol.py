@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score
 from octetrl.records import (
     Completion,
     EarlierAnswer,

@@ -23,8 +23,7 @@ import torch
 
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import load_tokenizer
-from octetrl.environments.base import finite_number
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score, finite_number
 from octetrl.fp8.policy import scoring_policy
 from octetrl.models.families import load_reward_spec
 from octetrl.models.hf_weights import load_weights

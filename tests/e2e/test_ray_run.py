@@ -22,7 +22,7 @@ from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.w
 
 from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig, DeadlineConfig
-from octetrl.environments.scoring import RewardRound
+from octetrl.environments.reward_workers import RewardRound
 from octetrl.models.weight_files import SINGLE
 from octetrl.records import Completion
 from octetrl.run import loop

@@ -30,8 +30,8 @@ from octetrl.config.schema import DataSource
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tasks import read_tasks
 from octetrl.data.tokenizer import load_tokenizer
-from octetrl.environments.base import Scorer, Taskset
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score, Scorer
+from octetrl.environments.tasks import Taskset
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec, spec_from_config
 from octetrl.models.hf_weights import save_weights

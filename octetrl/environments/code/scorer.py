@@ -21,9 +21,9 @@ from typing import Any
 from octetrl.config.rules_environment import MARGIN_SECONDS
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
-from octetrl.environments.base import TaskEnvironment
 from octetrl.environments.code.cases import TaskTests, last_python_block, output_bytes, read_tests, same_output
-from octetrl.environments.score import Explained
+from octetrl.environments.scoring import Explained
+from octetrl.environments.tasks import TaskEnvironment
 from octetrl.process.judge import judging, wire
 from octetrl.process.judge.link import ENDED
 from octetrl.process.judge.programs import contestant_program, judge_program

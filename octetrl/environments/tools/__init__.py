@@ -6,8 +6,19 @@ templates accept.
 """
 
 from octetrl.environments.tools.definition import Tool, Toolbox, ToolError, ToolResult, tool
-from octetrl.environments.tools.messages import family_of, json_arguments, to_message, tool_message, with_read_calls
-from octetrl.environments.tools.parsing import Call, Family, MalformedCall, ParsedMessage, ToolCall, parse_message
+from octetrl.environments.tools.messages import (
+    Call,
+    Family,
+    MalformedCall,
+    ParsedMessage,
+    ToolCall,
+    family_of,
+    json_arguments,
+    parse_message,
+    to_message,
+    tool_message,
+    with_read_calls,
+)
 
 __all__ = [
     "Call",

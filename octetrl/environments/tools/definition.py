@@ -49,7 +49,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError, to_json
 
-from octetrl.environments.tools.parsing import Call, MalformedCall
+from octetrl.environments.tools.messages import Call, MalformedCall
 from octetrl.system.errors import UserError, nearest, type_of
 
 _NAME = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)

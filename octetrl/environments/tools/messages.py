@@ -9,14 +9,232 @@ A chat template is a jinja program that comes with the model and may fail in man
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from octetrl.environments.tools.parsing import Call, Family, MalformedCall, ParsedMessage, ToolCall
 from octetrl.system.errors import UserError
 from octetrl.system.json_file import parse_json
+
+Family = Literal["hermes", "llama3_json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that can be read. The tool may be unknown, and the arguments may be wrong."""
+
+    id: str  # unique within its message
+    name: str
+    arguments: Mapping[str, Any]  # as decoded from JSON
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """A text that was meant as a call and can't be read."""
+
+    text: str  # as the policy wrote it
+    error: str  # one line for the policy: what is wrong and what is expected
+
+
+Call = ToolCall | MalformedCall
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    content: str  # the text outside calls, including thoughts, stripped of white space
+    calls: tuple[Call, ...] = ()
+
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _UNTHINK = "<think>", "</think>"
+_PYTHON_TAG = "<|python_tag|>"
+_LANDMARK = re.compile(f"{_OPEN}|{_THINK}|{_UNTHINK}")
+_ENDING = re.compile(f"{_CLOSE}|{_LANDMARK.pattern}")  # of a call that can't be read
+_SHOWN = 60
+_FORMS: dict[Family, str] = {
+    "hermes": f'{_OPEN}{{"name": <tool name>, "arguments": <JSON object>}}{_CLOSE}',
+    "llama3_json": '{"name": <tool name>, "parameters": <JSON object>}',
+}
+
+
+def parse_message(text: str, family: Family) -> ParsedMessage:
+    """Content and calls of one message of the policy."""
+    return _parse_hermes(text) if family == "hermes" else _parse_llama3(text)
+
+
+def _parse_hermes(text: str) -> ParsedMessage:
+    pieces: list[str] = []  # of content
+    calls: list[Call] = []
+    done = position = 0  # content is taken up to `done`, read up to `position`
+    thoughts_may_be_open = True
+    while found := _LANDMARK.search(text, position):
+        if found[0] == _THINK:
+            end = text.find(_UNTHINK, found.end())
+            position = len(text) if end < 0 else end + len(_UNTHINK)
+            thoughts_may_be_open = False
+        elif found[0] == _UNTHINK:
+            if thoughts_may_be_open:  # all of it was thought, what looked like calls too
+                pieces, calls, done = [], [], 0
+            thoughts_may_be_open = False
+            position = found.end()
+        else:
+            pieces.append(text[done : found.start()])
+            call, position = _read_tagged(text, found.end(), len(calls))
+            calls.append(call)
+            done = position
+    pieces.append(text[done:])
+    return ParsedMessage("\n".join(filter(None, (piece.strip() for piece in pieces))), tuple(calls))
+
+
+def _read_tagged(text: str, start: int, index: int) -> tuple[Call, int]:
+    """The call after an opening tag that ends at `start`, and where what follows it begins."""
+    value, end, error = _read_json(text, start)
+    opened = start - len(_OPEN)
+    if error is None:
+        after = _skip_blanks(text, end)
+        closed = after + len(_CLOSE) if text.startswith(_CLOSE, after) else after
+        if closed > after or after == len(text):
+            return _to_call(value, text[opened:closed], index, "hermes"), closed
+        error = f"{_shown(text[after:])} stands where {_CLOSE} should"
+    ending = _ENDING.search(text, start)
+    following = len(text) if ending is None else ending.end() if ending[0] == _CLOSE else ending.start()
+    return _malformed(text[opened:following].strip(), error, "hermes"), following
+
+
+def _parse_llama3(text: str) -> ParsedMessage:
+    thoughts, rest = _split_thoughts(text)
+    before, after = "", rest
+    calls: list[Call] = []
+    if rest.lstrip().startswith("{"):  # first of all, for the tag may stand in an argument
+        calls, after = _read_series(rest, has_tag=False)
+    if not calls and _PYTHON_TAG in rest:
+        before, _, body = rest.partition(_PYTHON_TAG)
+        calls, after = _read_series(body, has_tag=True)
+    if not calls:
+        return ParsedMessage(text.strip())
+    return ParsedMessage("\n".join(filter(None, (f"{thoughts}{before}".strip(), after.strip()))), tuple(calls))
+
+
+def _read_series(body: str, *, has_tag: bool) -> tuple[list[Call], str]:
+    """Objects separated by ";" and blanks, as far as they are meant as calls, and what comes after them. After a tag
+    the first is meant as one whatever it is; elsewhere its keys must say so."""
+    calls: list[Call] = []
+    position = _skip_blanks(body, 0)
+    while position < len(body) or (has_tag and not calls):
+        value, end, error = _read_json(body, position)
+        named = '"name"' in body[position:] if error else isinstance(value, dict) and _names_a_call(value)
+        if not named and (calls or not has_tag):
+            break
+        if error is not None:
+            return [*calls, _malformed(body[position:].strip(), error, "llama3_json")], ""
+        calls.append(_to_call(value, body[position:end], len(calls), "llama3_json"))
+        position = _skip_blanks(body, end)
+        if body.startswith(";", position):
+            position = _skip_blanks(body, position + 1)
+    return calls, body[position:]
+
+
+def _names_a_call(value: dict[str, Any]) -> bool:
+    return "name" in value and ("parameters" in value or "arguments" in value)
+
+
+def _split_thoughts(text: str) -> tuple[str, str]:
+    """(thoughts at the beginning, the rest). A brace or tag before them shows that they are something else."""
+    opened = text.lstrip().startswith(_THINK)
+    if not opened and text.lstrip().startswith(("{", _PYTHON_TAG)):
+        return "", text
+    thoughts, end, rest = text.partition(_UNTHINK)
+    if end:
+        return thoughts + end, rest
+    return (text, "") if opened else ("", text)
+
+
+def _to_call(value: Any, text: str, index: int, family: Family) -> Call:
+    """A call of what JSON gave, or what is wrong with it."""
+    error = None
+    name = arguments = None
+    if not isinstance(value, dict):
+        error = f"it is {_kind(value)}, not an object"
+    else:
+        name = value.get("name")
+        arguments = value.get("parameters", value.get("arguments"))
+        if family == "hermes":
+            arguments = value.get("arguments", arguments)
+        if isinstance(arguments, str):
+            inner, end, unread = _read_json(arguments, 0)
+            arguments = inner if unread is None and not arguments[end:].strip() else arguments
+        key = "arguments" if family == "hermes" else "parameters"
+        if not isinstance(name, str) or not name:
+            error = f'"name" is {_kind(name)}, not the name of a tool' if "name" in value else 'it has no "name"'
+        elif arguments is None:
+            error = f'it has no "{key}"'
+        elif not isinstance(arguments, dict):
+            error = f'"{key}" is {_kind(arguments)}, not an object'
+    if error is not None or not isinstance(name, str) or not isinstance(arguments, dict):
+        return _malformed(text.strip(), error or "", family)
+    return ToolCall(f"call_{index}", name, arguments)
+
+
+def _malformed(text: str, error: str, family: Family) -> MalformedCall:
+    return MalformedCall(text, f"the tool call can't be read: {error}. Write {_FORMS[family]}")
+
+
+class _NotJson(ValueError):
+    """JSON that Python reads and nobody else does."""
+
+
+def _no_constant(word: str) -> Any:
+    raise _NotJson(f"{word} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise _NotJson(f"{digits[:_SHOWN]} is too large a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)
+
+
+def _read_json(text: str, start: int) -> tuple[Any, int, str | None]:
+    """(value, its end, None) of the JSON at `start`, blanks before it skipped; or (None, start, what is wrong)."""
+    begin = _skip_blanks(text, start)
+    if begin == len(text):
+        return None, start, "there is nothing in it"
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        return None, start, f"it is not JSON ({error.msg} at {_shown(text[error.pos :])})"
+    except _NotJson as error:
+        return None, start, str(error)
+    except UnicodeEncodeError:
+        return None, start, "a string in it holds half of a surrogate pair"
+    except (ValueError, RecursionError):  # more digits, or deeper, than Python reads
+        return None, start, "it holds too long a number, or is nested too deeply"
+    return value, end, None
+
+
+def _skip_blanks(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text[: 2 * _SHOWN].split())
+    return f"'{line[:_SHOWN]}'" if line else "its end"
+
+
+def _kind(value: object) -> str:
+    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
+
 
 _OTHER_WAYS = ("<function=", "<arg_key>", "<｜tool", "<|tool_call_begin|>")
 

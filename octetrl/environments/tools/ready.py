@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.environments.base import Environment, Scorer
 from octetrl.environments.python_object import load_object
+from octetrl.environments.scoring import Scorer
+from octetrl.environments.tasks import Environment
 from octetrl.environments.tools.calculator import calculator
 from octetrl.environments.tools.definition import Tool
 from octetrl.environments.tools.python import python_tool

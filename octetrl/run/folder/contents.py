@@ -23,8 +23,8 @@ from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
 from octetrl.data.mixture import Mixture
-from octetrl.environments.base import Environment, TaskEnvironment, Taskset
 from octetrl.environments.python_object import Given, importable_name
+from octetrl.environments.tasks import Environment, TaskEnvironment, Taskset
 from octetrl.records import Task
 from octetrl.system.text import to_utf8
 from octetrl.telemetry.sinks import RUN_FILE

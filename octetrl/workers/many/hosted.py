@@ -28,7 +28,7 @@ import torch
 
 from octetrl.config.in_words import in_flight
 from octetrl.config.worker_memory import BufferChoice
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import EarlierAnswer, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task, joined
 from octetrl.rollout.backend import GenerationMetrics, SessionRecord

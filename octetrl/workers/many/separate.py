@@ -18,7 +18,7 @@ from pathlib import Path
 
 from octetrl.config.worker_memory import BufferChoice
 from octetrl.engine.admission import Admission
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score
 from octetrl.records import (
     Completion,
     EarlierAnswer,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.engine.admission import Admission
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import (
     Completion,

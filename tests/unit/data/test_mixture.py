@@ -13,7 +13,7 @@ from octetrl.config.schema import DataSource
 from octetrl.data.conversations import Conversation, Dialogue
 from octetrl.data.mixture import Mixture, Source, read_source
 from octetrl.data.preferences import Preference
-from octetrl.environments.order import EndlessOrder
+from octetrl.environments.tasks import EndlessOrder
 from octetrl.system.errors import UserError
 from tests.unit.data.letters import LetterTokens
 

@@ -10,9 +10,9 @@ import pytest
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.data.tasks import read_tasks
-from octetrl.environments.base import Taskset
 from octetrl.environments.math_answers import MathScorer
 from octetrl.environments.rewards import ExactScorer
+from octetrl.environments.tasks import Taskset
 from octetrl.run.environment import build_environment
 from octetrl.system.errors import UserError
 

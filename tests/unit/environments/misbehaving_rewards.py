@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octetrl.environments.score import Explained
+from octetrl.environments.scoring import Explained
 from octetrl.records import Task
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from octetrl.environments.calls import CallResult
+from octetrl.environments.dialogue import Dialogue, Failed, Limits, RequestedCall
 from octetrl.environments.tools import Family
-from octetrl.environments.turns import Conversation
-from octetrl.environments.turns.calls import CallResult
-from octetrl.environments.turns.conversation import current
-from octetrl.environments.turns.dialogue import Dialogue, Failed, Limits, RequestedCall
+from octetrl.environments.turns import Conversation, current
 from octetrl.records import Completion, FinishReason, RolloutStatus, Task
 from octetrl.system.errors import error_line
 

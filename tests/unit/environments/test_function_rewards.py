@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 
-from octetrl.environments.base import TaskEnvironment
-from octetrl.environments.function_rewards import FunctionRewards
 from octetrl.environments.math_answers import MathScorer
-from octetrl.environments.python_object import can_run_elsewhere, given_name, importable_name
-from octetrl.environments.python_reward import PythonReward, named_reward
+from octetrl.environments.python_object import (
+    PythonReward,
+    can_run_elsewhere,
+    given_name,
+    importable_name,
+    named_reward,
+)
+from octetrl.environments.reward_workers import FunctionRewards, RewardWorkers
 from octetrl.environments.rewards import ExactScorer, last_number
-from octetrl.environments.score import Explained
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.scoring import Explained
+from octetrl.environments.tasks import TaskEnvironment
 from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from octetrl.config.environment import JudgeConfig
 from octetrl.environments.judge import Judge
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 from tests.unit.environments.judge_double import Double, judge_double

@@ -12,7 +12,7 @@ import pytest
 
 from octetrl.environments import math_answers
 from octetrl.environments.math_answers import MathScorer, reference_problems
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.records import RolloutStatus, Task
 
 TABLE: list[dict[str, Any]] = [

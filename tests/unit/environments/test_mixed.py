@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.environments.base import Taskset, named, own_task
+from octetrl.environments.dialogue import Dialogue, Limits
 from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
-from octetrl.environments.order import furthest_behind, shares_of
-from octetrl.environments.score import Score
-from octetrl.environments.scoring import RewardWorkers
-from octetrl.environments.scoring_round import RewardTimes
-from octetrl.environments.turns.dialogue import Dialogue, Limits
+from octetrl.environments.reward_workers import RewardWorkers
+from octetrl.environments.scoring import RewardTimes, Score
+from octetrl.environments.tasks import Taskset, furthest_behind, named, own_task, shares_of
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 from tests.e2e.tiny_rewards import always_hangs, by_text

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.base import MadeTasks, TaskEnvironment, Taskset
 from octetrl.environments.reasoning_gym import EntryGenerator, EntryTask, check_dataset, reasoning_gym_environment
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.reward_workers import RewardWorkers
+from octetrl.environments.tasks import MadeTasks, TaskEnvironment, Taskset
 from octetrl.process.plain_data import from_text, to_text
 from octetrl.records import Task
 from octetrl.system.errors import UserError

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.score import Score
-from octetrl.environments.scoring import RewardWorkers, check_sendable
+from octetrl.environments.reward_workers import RewardWorkers, check_sendable
+from octetrl.environments.scoring import Score
 from octetrl.process import callable_process, supervised
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
@@ -255,7 +255,7 @@ def test_a_scorer_that_never_loads_is_refused_at_its_time(tmp_path: Path) -> Non
 RUN = """
 import signal, sys, time
 import misbehaving_rewards
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.records import Task
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 workers = RewardWorkers(misbehaving_rewards.by_name, timeout_seconds=60, processes=2)

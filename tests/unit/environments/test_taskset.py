@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.environments.base import Taskset
-from octetrl.environments.order import EndlessOrder
+from octetrl.environments.tasks import EndlessOrder, Taskset
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 

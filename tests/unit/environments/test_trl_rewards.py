@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from octetrl.environments.python_reward import PythonReward
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.python_object import PythonReward
+from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.environments.trl_rewards import TrlRewards, has_trl_form, trl_reward
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.process.levels import Level
 from octetrl.process.sandbox import find_sandbox
 from octetrl.records import Task

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from octetrl.config.schema import RolloutConfig
-from octetrl.environments.score import Score
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.reward_workers import RewardWorkers
+from octetrl.environments.scoring import Score
 from octetrl.records import Completion, FinishReason, GenerationRequest, OnCompletions, RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import collect_groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from octetrl.environments.score import Score
+from octetrl.environments.scoring import Score
 from octetrl.records import (
     Completion,
     FinishReason,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from octetrl.environments.dialogue import Dialogue, Limits
 from octetrl.environments.tools import tool
 from octetrl.environments.turns import Conversation, reward
-from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import (
     Completion,
     FinishReason,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.environments.dialogue import Dialogue, Limits
 from octetrl.environments.tools import Tool, family_of, tool
 from octetrl.environments.turns import Conversation, reward
-from octetrl.environments.turns.dialogue import Dialogue, Limits
 from octetrl.records import GenerationRequest, Reply, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.rollout.collect import collect_groups

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.environments.base import named
+from octetrl.environments.tasks import named
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run.ahead import Ahead
 from octetrl.run.batches_ahead import BufferedBatch, DataPlace, batches_from_json, batches_to_bytes

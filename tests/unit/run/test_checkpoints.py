@@ -12,7 +12,7 @@ import torch
 
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import load_tokenizer
-from octetrl.environments.base import NoTasks
+from octetrl.environments.tasks import NoTasks
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.loop import after_loss

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from octetrl.config.load import recipe_from_mapping
-from octetrl.environments.base import named
 from octetrl.environments.mixed import MixedDialogues, MixedScorer
+from octetrl.environments.tasks import named
 from octetrl.models.families import spec_from_config
 from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats, build_scorers

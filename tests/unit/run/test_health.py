@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.several_environments import never_drawn
 from octetrl.environments.mixed import MixedTimes
-from octetrl.environments.order import furthest_behind, shares_of
-from octetrl.environments.scoring_round import GROW_SECONDS, LEAST_TRIED, Growth, RewardTimes, TimeoutBudget
+from octetrl.environments.reward_workers import GROW_SECONDS, Growth
+from octetrl.environments.scoring import LEAST_TRIED, RewardTimes, TimeoutBudget
+from octetrl.environments.tasks import furthest_behind, shares_of
 from octetrl.rollout.collect import reward_times
 from octetrl.run.health import EmptySteps, SlowRewards
 from octetrl.system.errors import RunFailed
@@ -213,7 +215,7 @@ def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:
         patience.ended(timed_out=True)
         assert not patience.is_over
     patience.ended(timed_out=True)
-    assert patience.is_over and f"the first {LEAST_TRIED} calls" in patience.reason
+    assert patience.is_over and f"the first {LEAST_TRIED} calls" in str(patience.score.detail)
     patience.ended(timed_out=False)  # a call that was running
     assert not patience.is_over
     longer = TimeoutBudget(LEAST_TRIED + 1)
@@ -230,15 +232,15 @@ def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:
 
 def test_processes_double_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("octetrl.environments.scoring_round.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("octetrl.environments.scoring_round.num_cores", lambda: 6)
+    monkeypatch.setattr("octetrl.environments.reward_workers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("octetrl.environments.reward_workers.num_cores", lambda: 6)
     growth, processes, counts = Growth(None), 1, []
     for _ in range(12):
         processes += growth.more(100, processes)
         counts.append(processes)
         now[0] += GROW_SECONDS / 2
     assert counts == sorted(counts) and set(counts) == {1, 2, 4, 6}
-    assert growth.more(100, 6) == 0 and growth.grows_at() is None
+    assert growth.more(100, 6) == 0 and growth.grows_at() == math.inf
     fixed = Growth(3)
     assert fixed.first == 3 and fixed.more(100, 3) == 0
 

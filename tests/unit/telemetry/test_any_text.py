@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 
 from octetrl.cli.main import run_command
 from octetrl.cli.rollouts import RolloutsView
-from octetrl.environments.base import Taskset
+from octetrl.environments.tasks import Taskset
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.run.report import leave_report
 from octetrl.system.text import escaped, to_utf8

@@ -22,8 +22,8 @@ from octetrl.environments.code.scorer import (
     lacking_packages,
     packages_line,
 )
-from octetrl.environments.score import Explained
-from octetrl.environments.scoring import RewardWorkers
+from octetrl.environments.reward_workers import RewardWorkers
+from octetrl.environments.scoring import Explained
 from octetrl.process.levels import Level
 from octetrl.process.sandbox import Outcome, Program, SandboxStatus, find_sandbox
 from octetrl.records import RolloutStatus, Task

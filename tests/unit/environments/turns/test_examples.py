@@ -8,9 +8,9 @@ from typing import Any
 
 from examples.number_game import NumberGame
 from examples.tool_agent import Shop
-from octetrl.environments.base import Taskset
+from octetrl.environments.dialogue import Limits, is_dialogue
 from octetrl.environments.python_object import load_environment
-from octetrl.environments.turns.dialogue import Limits, is_dialogue
+from octetrl.environments.tasks import Taskset
 from octetrl.records import GenerationRequest, Rollout, RolloutStatus, SamplingParams
 from tests.unit.rollout.templates import tokenizer_of
 from tests.unit.rollout.test_drive import collect

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from octetrl.config.load import recipe_from_mapping
-from octetrl.environments.base import NoTasks, TaskEnvironment, Taskset
 from octetrl.environments.rewards import ExactScorer
+from octetrl.environments.tasks import NoTasks, TaskEnvironment, Taskset
 from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import Task
 from octetrl.run.folder.allowed_changes import CONTENT

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octetrl.engine.session import Session
-from octetrl.environments.scoring import RewardRound
+from octetrl.environments.reward_workers import RewardRound
 from octetrl.records import MicroBatch, PackedBatch, RolloutGroup
 from octetrl.rollout.samples import to_samples
 from octetrl.run.loop import _calibrate_first

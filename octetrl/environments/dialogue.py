@@ -5,7 +5,7 @@
     judged    @reward and @metric functions, all at once
 
 The author's code is never called here. The functions are generators: they yield the calls to make (`RequestedCall`) and
-receive the results (`CallResult`, turns/calls.py). One thread can therefore run hundreds of conversations. A failure of
+receive the results (`CallResult`, calls.py). One thread can therefore run hundreds of conversations. A failure of
 the environment is raised as `Failed`, with the rollout's status.
 
     start, reply or finish raises, or gives no reply    ENVIRONMENT_ERROR
@@ -26,11 +26,11 @@ from random import Random
 from typing import Any, Literal, TypeVar
 
 from octetrl.config.schema import EnvironmentConfig
-from octetrl.environments.base import finite_number, own_task
-from octetrl.environments.scoring_round import OpenScorer
+from octetrl.environments.calls import CallResult, Calls
+from octetrl.environments.scoring import OpenScorer, finite_number
+from octetrl.environments.tasks import own_task
 from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
-from octetrl.environments.turns.calls import CallResult, Calls
-from octetrl.environments.turns.conversation import Component, Conversation, components_of, replies_of
+from octetrl.environments.turns import Component, Conversation, components_of, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
 from octetrl.system.errors import UserError
 

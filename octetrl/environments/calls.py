@@ -25,23 +25,65 @@ import asyncio
 import contextvars
 import inspect
 import itertools
+import os
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from octetrl.environments.python_object import ProcessState
-from octetrl.environments.turns.conversation import Conversation, current
+from octetrl.environments.turns import Conversation, current
 from octetrl.system.errors import UserError, error_line, error_trace
 
 _LOOP_ANSWERS_WITHIN = 2.0  # seconds
+
+
+class ProcessState(NamedTuple):
+    """What the user's code may change for the whole process. dtype: torch's default, None before its import."""
+
+    folder: str
+    dtype: Any
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        torch = sys.modules.get("torch")
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:  # somebody removed it
+            folder = "."
+        return cls(folder, torch and torch.get_default_dtype())
+
+    def put_back(self) -> list[str]:
+        """Put back what was changed, and return it in words."""
+        now, changes = self.now(), []
+        if now.folder != self.folder:
+            os.chdir(self.folder)
+            changes.append(f"the working directory is '{now.folder}', was '{self.folder}': use absolute paths")
+        torch = sys.modules.get("torch")
+        if torch is not None and now.dtype != (dtype := self.dtype or torch.float32):
+            torch.set_default_dtype(dtype)
+            changes.append(f"torch's default dtype is {now.dtype}, was {dtype}: give each tensor its dtype")
+        return changes
+
+
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Put back what was changed for the whole process, and whether this thread computes gradients."""
+    before, torch = ProcessState.now(), sys.modules.get("torch")
+    computes_gradients = torch is None or torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        before.put_back()
+        if torch := sys.modules.get("torch"):
+            torch.set_grad_enabled(computes_gradients)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,13 @@ An environment has tasks, and a score for a completion of a task. Any object wit
 an environment (`examples/custom_environment.py` is one in ten lines). `TaskEnvironment` combines given tasks and a
 given scorer.
 
-A `Taskset` returns training tasks in an endless seeded order (`environments/order.py`), so a resumed run gets the same
-prompts as an uninterrupted one. Held-out tasks are chosen first. A training task with the same prompt as a held-out
-task is skipped. Prompts are compared and not ids, because a small generated dataset repeats prompts under many indices.
+A `Taskset` returns training tasks in an endless seeded order: one permutation per epoch, which depends only on (seed,
+epoch). Any position can be computed directly, so a resumed run gets the same prompts as an uninterrupted one. Held-out
+tasks are chosen first. A training task with the same prompt as a held-out task is skipped. Prompts are compared and not
+ids, because a small generated dataset repeats prompts under many indices.
+
+Among several sources nothing is random: the next task is taken from the source that is furthest below its share
+(`furthest_behind`). After any number of turns each source is within about one of its share.
 
 Tasks may be generated on access (`MadeTasks`), so nothing here iterates over all of them. A task of one of several
 environments (`NamedTask`) names its environment, and has an id of its own among all tasks.
@@ -15,15 +19,13 @@ environments (`NamedTask`) names its environment, and has an id of its own among
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Real
 from typing import Any, Protocol, overload
 
-from octetrl.environments.order import EndlessOrder
+from octetrl.environments.scoring import Scorer
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 from octetrl.system.text import to_utf8
@@ -80,28 +82,6 @@ def own_task(task: Task) -> Task:
     return task.own if isinstance(task, NamedTask) else task
 
 
-Scorer = Callable[[Task, str], float]
-LARGEST_REWARD = 1e18  # its square is still a finite float32
-
-
-def finite_number(value: object, what: str) -> float:
-    """Convert a reward or metric to a float. Raises TypeError or ValueError if it is not a finite number within
-    ±LARGEST_REWARD."""
-    if value is None:
-        raise TypeError(f"the {what} is None, not a number; its function may lack a return")
-    if not isinstance(value, Real):
-        raise TypeError(f"the {what} is {str(value)[:40]!r} of type {type(value).__name__}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"the {what} is beyond ±{LARGEST_REWARD:g}; scale it down") from None
-    if not math.isfinite(number):
-        raise ValueError(f"the {what} is {number}, not a finite number")
-    if abs(number) > LARGEST_REWARD:
-        raise ValueError(f"the {what} is {number:g}, beyond ±{LARGEST_REWARD:g}; scale it down")
-    return number
-
-
 class Environment(Protocol):
     """Tasks and their score. Two tasks are the same problem when their prompts are equal."""
 
@@ -141,6 +121,42 @@ class TaskEnvironment:
 
     tasks: Sequence[Task]
     score: Scorer
+
+
+class EndlessOrder:
+    """`order[position]` is the index, below `length`, at that position of the endless order."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self._length = length
+        self._seed = seed
+        self._epoch = -1
+        self._permutation: list[int] = []
+
+    def __getitem__(self, position: int) -> int:
+        epoch, place = divmod(position, self._length)
+        if epoch != self._epoch:
+            self._permutation = list(range(self._length))
+            random.Random(f"order/{self._seed}/{epoch}").shuffle(self._permutation)
+            self._epoch = epoch
+        return self._permutation[place]
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """Weights, all above 0, as shares of 1."""
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def furthest_behind(shares: Sequence[float], taken: Sequence[int]) -> int:
+    """Which source has the next turn; the first of equals.
+
+        argmax_s  shares_s (n + 1) - taken_s          n turns so far, taken_s of them of source s
+
+    Example: furthest_behind([0.5, 0.5], [1, 0]) is 1
+    """
+    due = sum(taken) + 1
+    behind = [share * due - number for share, number in zip(shares, taken, strict=True)]
+    return behind.index(max(behind))
 
 
 class Taskset:
@@ -240,11 +256,7 @@ class Taskset:
         """Hash of seed, number of tasks, held-out prompts and eight other prompts. It reads only a few tasks, because
         tasks may be generated on access."""
         probes = [self._tasks[len(self._tasks) * eighth // 8] for eighth in range(8)]
-        words = [
-            str(self._seed),
-            str(len(self._tasks)),
-            *(task.prompt for task in (*self._held_out, *probes)),
-        ]
+        words = [str(self._seed), str(len(self._tasks)), *(task.prompt for task in (*self._held_out, *probes))]
         return hashlib.sha256(to_utf8("\0".join(words))).hexdigest()
 
 
