@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from octetrl.system.errors import UserError
-from octetrl.telemetry import bench_record
-from octetrl.telemetry.source_digest import LAB, SCRIPTS, digest_of_commit
+from octetrl.telemetry import provenance
+from octetrl.telemetry.provenance import LAB, SCRIPTS, digest_of_commit
 
 Row = Mapping[str, object]
 RESULTS = Path(__file__).parent / "results"
@@ -56,7 +56,7 @@ def show(rows: Sequence[Row], title: str, names: Sequence[str] | None = None) ->
 
 def write_result(bench: str, name: str, rows: Sequence[Row], folder: Path = RESULTS, **further: Sequence[Row]) -> Path:
     """Write the rows (flat, one a precision and workload) and return the file. `further`: more lists of rows."""
-    return bench_record.write_result(bench, name, rows, folder, **further)
+    return provenance.write_result(bench, name, rows, folder, **further)
 
 
 def is_dirty(result: Row) -> bool:

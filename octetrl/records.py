@@ -278,6 +278,11 @@ class Rollout:
         """What the model said: the texts of its completions, in lines of their own. Replies are in `turns`."""
         return "\n".join(turn.completion.text for turn in self.turns)
 
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all turns."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:

@@ -45,7 +45,7 @@ from octetrl.run.export import export_run
 from octetrl.run.loop import train
 from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import RunFailed, UserError
-from octetrl.telemetry.bench_record import provenance
+from octetrl.telemetry.provenance import provenance
 from octetrl.telemetry.sinks import METRICS_FILE
 
 START = "start"

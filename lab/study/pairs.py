@@ -1,6 +1,6 @@
 """Means over seeds, and differences between arms that have the same seeds, with bootstrap intervals.
 
-An interval is a studentised bootstrap of the mean of the paired differences (octetrl/telemetry/intervals.py). With
+An interval is a studentised bootstrap of the mean of the paired differences (telemetry/sample_estimates.py). With
 fewer than four seeds there is none.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from octetrl.telemetry.intervals import standard_error, studentised
+from octetrl.telemetry.sample_estimates import standard_error, studentised
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def command_of(verb: Verb, help_text: str) -> Callable[..., None]:
         from octetrl.bench.arms import words_of_arms
         from octetrl.bench.measure import measure
         from octetrl.bench.rows import rows_of, warnings
-        from octetrl.telemetry.bench_record import write_result
+        from octetrl.telemetry.provenance import write_result
 
         own, changes = recipe_and_changes(words or [], model, on_gpu=torch.cuda.is_available())
         usual = WORKLOADS[verb][own == RECIPES[False]] if own in RECIPES.values() else (None,)

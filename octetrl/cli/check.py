@@ -56,7 +56,7 @@ from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec, largest_cut
 from octetrl.system.errors import UserError
 from octetrl.system.text import counted, escaped
-from octetrl.telemetry.sample_texts import said_in
+from octetrl.telemetry.sinks import said_in
 from octetrl.workers.model_shape import model_spec, preset_of_missing
 
 if TYPE_CHECKING:

@@ -40,8 +40,7 @@ from octetrl.environments.python_object import search_beside
 from octetrl.run.model_source import recipe_of_run, refuse_no_model
 from octetrl.system.errors import UserError, nearest_file, refuse_empty, runs_in
 from octetrl.system.folder_lock import folder_lock
-from octetrl.telemetry.intervals import LEVEL
-from octetrl.telemetry.sample_estimates import Estimate
+from octetrl.telemetry.sample_estimates import LEVEL, Estimate
 
 if TYPE_CHECKING:
     from octetrl.config.schema import Recipe
@@ -114,7 +113,7 @@ def evaluate(
     for target in targets:
         refuse_no_model(target)
     from octetrl.run.folder.journal import check_failures
-    from octetrl.telemetry.failures import FailureShareError
+    from octetrl.telemetry.rollout_metrics import FailureShareError
 
     with nullcontext() if out is None or is_json(out) else reserved(out):
         reports = _evaluated(targets, resolved, all_tasks)

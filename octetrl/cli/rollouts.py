@@ -23,8 +23,9 @@ from octetrl.cli.out_file import refuse_file, whole_file
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError, nearest, refuse_empty
 from octetrl.system.text import counted, escaped
-from octetrl.telemetry.rollout_page import Pieces, write_page
-from octetrl.telemetry.rollout_reader import (
+from octetrl.telemetry.rollout_page import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY, Pieces, write_page
+from octetrl.telemetry.rollouts import (
+    EVALUATIONS,
     MODEL,
     Filter,
     Interval,
@@ -35,8 +36,6 @@ from octetrl.telemetry.rollout_reader import (
     matching_rows,
     select,
 )
-from octetrl.telemetry.rollouts import EVALUATIONS
-from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY
 
 IN_TERMINAL, ON_PAGE = 4, 100  # groups
 LETTERS = 1_200
@@ -143,7 +142,7 @@ def _write_page(run: str, source: str, wanted: Filter, limit: int, path: Path, t
 def _pieces(run: str) -> Pieces:
     """Token pieces by the tokenizer of the run's last checkpoint or recipe. Raises UserError if there is none."""
     from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
-    from octetrl.telemetry.token_pieces import token_pieces
+    from octetrl.telemetry.rollout_page import token_pieces
 
     folder = Path(run)
     checkpoints = sorted((folder / "checkpoints").glob("step_*"), reverse=True)

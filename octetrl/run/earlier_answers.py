@@ -15,8 +15,7 @@ from pathlib import Path
 from octetrl.records import EarlierAnswer
 from octetrl.run.state import Run
 from octetrl.system.errors import UserError
-from octetrl.telemetry.rollout_reader import Filter, matching_rows
-from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
+from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, Filter, matching_rows
 from octetrl.workers.model_shape import model_spec
 
 SHOWN_STEPS = 3  # in the line about missing files

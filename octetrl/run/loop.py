@@ -41,8 +41,7 @@ from octetrl.telemetry.ending import ending_of, reopen, write_ending
 from octetrl.telemetry.lost_terminal import keeps_writing
 from octetrl.telemetry.metrics import StepMetrics, slowest_workers
 from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
-from octetrl.telemetry.sample_texts import sample_texts
-from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, steps_until
+from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, sample_texts, steps_until
 from octetrl.trainer.checkpoint import check_complete, latest_of, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.many.team import WorkerLost

@@ -27,9 +27,7 @@ from typing import Any
 import numpy
 
 from octetrl.records import Rollout, RolloutGroup, RolloutStatus
-from octetrl.telemetry.environment_metrics import by_environment
-from octetrl.telemetry.failures import Failures
-from octetrl.telemetry.rollouts import generated_tokens
+from octetrl.telemetry.rollout_metrics import Failures, by_environment
 from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k, reward_range
 
 REWARD = "reward_mean"  # the one estimate whose values may have any range
@@ -126,7 +124,7 @@ class EvalReport:
         drawn = [rollout for group in self.groups for rollout in group.rollouts if rollout.turns]
         if not drawn:
             return {}
-        lengths = numpy.array([generated_tokens(rollout) for rollout in drawn])
+        lengths = numpy.array([rollout.num_tokens for rollout in drawn])
         truncated = sum(rollout.status is RolloutStatus.TRUNCATED for rollout in drawn)
         found = {"mean": float(lengths.mean())}
         found |= {name: float(numpy.quantile(lengths, level)) for name, level in QUANTILES.items()}
@@ -190,7 +188,7 @@ class EvalReport:
             "rewards": [rollout.reward for rollout in rollouts],
             "answered": [rollout.answered for rollout in rollouts],
             "statuses": [rollout.status.value for rollout in rollouts],
-            "lengths": [generated_tokens(rollout) for rollout in rollouts],
+            "lengths": [rollout.num_tokens for rollout in rollouts],
         }
 
 

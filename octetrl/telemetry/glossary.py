@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from octetrl.config.limits import MISMATCH_LIMIT
-from octetrl.telemetry.look_limits import TRUNCATED_LIMIT, UNFINISHED_LIMIT
+from octetrl.telemetry.metrics import TRUNCATED_LIMIT, UNFINISHED_LIMIT
 from octetrl.telemetry.step_line import NUMBERS
 
 

@@ -23,6 +23,12 @@ from octetrl.records import joined
 MISMATCH = "mismatch/token_mult_prob_error"  # mean over tokens of exp(|log-prob of the engine - of the trainer|)
 BETWEEN_STEPS = ("time/evaluate", "time/wait_to_evaluate", "time/checkpoint")  # not in time/step
 
+# A person should look at what is above these, in the console's line, the report and docs/metrics.md. The limit of the
+# mismatch is a field of the recipe, `mismatch.warn_above`.
+TRUNCATED_LIMIT = 0.1  # share of the answers that reach their token limit
+UNFINISHED_LIMIT = 0.1  # share of the conversations that run out of turns or context
+EQUAL_REWARDS_LIMIT = 0.8  # share of the groups
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics(Mapping[str, float]):
@@ -53,3 +59,21 @@ def slowest_workers(metrics: Mapping[str, float]) -> dict[str, float]:
         if worker and phase.startswith("time/"):
             seconds.setdefault(phase, []).append((int(number), value))
     return {f"{phase}/slowest": float(max(each, key=itemgetter(1))[0]) for phase, each in seconds.items()}
+
+
+# Stale tokens: the trainer's weights are newer than those that sampled them (`cluster.max_staleness`). The change of
+# the policy is part of the difference of their log-probs. Errors of engine and trainer may add to it.
+
+STALE_IN_IT = "Earlier weights sampled some of the tokens, so it contains the change of the policy."
+
+
+def stale_share(metrics: Mapping[str, float]) -> float:
+    """The share of the sampled tokens that are stale. 0 where it is not measured."""
+    return 1 - metrics.get("rollout/on_policy_share", 1.0)
+
+
+def lower_staleness(max_staleness: int) -> str:
+    """What makes a mismatch of stale tokens smaller. Below 1 there is only 0, which ends the overlap."""
+    if max_staleness > 1:
+        return "lower cluster.max_staleness or the learning rate"
+    return "lower the learning rate, or set cluster.max_staleness=0 to train without stale tokens and without overlap"

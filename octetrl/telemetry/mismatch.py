@@ -34,8 +34,7 @@ from torch import Tensor
 from octetrl.config.schema import Fp8Config, MismatchConfig
 from octetrl.records import TokenLogprobs
 from octetrl.system.errors import RunFailed
-from octetrl.telemetry.metrics import MISMATCH
-from octetrl.telemetry.staleness import lower_staleness, stale_share
+from octetrl.telemetry.metrics import MISMATCH, lower_staleness, stale_share
 
 UNEQUAL = "mismatch/unequal_tokens"
 DECILES = 10

@@ -1,21 +1,12 @@
-"""What a report says about a run, read from its folder: recipe, metrics by step, hours, and what to look at.
-
-**Sound values.** What a report can use of the files in a run's folder. Damaged values are left out, and counted or
-named.
-
-The run itself writes numbers that are not finite as null. So a NaN, an infinity or an integer of 400 digits was not
-written by a run.
-"""
+"""What a report says about a run, read from its folder: settings, metrics by step, times, findings, and differences
+from other runs. The page, the terminal and a run's last screen have it from here."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +17,51 @@ from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.ranking import best_steps
 from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.system.errors import UserError, nearest_file, runs_in
-from octetrl.system.text import counted
+from octetrl.system.text import counted, printable
 from octetrl.telemetry.ending import FAILED, Ending, read_ending
-from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT
-from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
-from octetrl.telemetry.rollout_reader import Filter, Interval, SampledGroup, rollout_files, select
-from octetrl.telemetry.rollouts import EVALUATIONS
-from octetrl.telemetry.run_changes import HISTORY_FILE, changed_settings, read_objects
-from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
-from octetrl.telemetry.staleness import lower_staleness
-from octetrl.telemetry.step_lines import WARNINGS
+from octetrl.telemetry.metrics import (
+    BETWEEN_STEPS,
+    EQUAL_REWARDS_LIMIT,
+    MISMATCH,
+    TRUNCATED_LIMIT,
+    lower_staleness,
+)
+from octetrl.telemetry.rollouts import EVALUATIONS, Filter, Interval, SampledGroup, rollout_files, select
+from octetrl.telemetry.sample_estimates import Estimate, estimate_mean, reward_range
+from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, RUN_FILE, WARNINGS, read_objects
+from octetrl.telemetry.step_line import duration
 
-_OF_STEP = re.compile(r"^step \d+: ")
-_NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?%?")
-_SETTINGS = (
-    ("model", "model.path"), ("model", "model.preset"), ("algorithm", "algorithm.name"),
-    ("learning rate", "trainer.optimizer.lr"),
-    ("tasks", "environment.kind"), ("dataset", "environment.dataset"), ("reward", "environment.reward"),
-    ("prompts a step", "rollout.prompts_per_step"), ("answers a prompt", "rollout.group_size"),
-    ("answer limit", "rollout.max_new_tokens"), ("temperature", "rollout.temperature"), ("seed", "seed"),
-)  # fmt: skip
-
-
-_OF_ROLLOUTS = ("tasks", "dataset", "reward", "prompts a step", "answers a prompt", "answer limit", "temperature")
+Row = Mapping[str, Any]  # the metrics of a step; None: measured and not finite
+_SETTINGS = {
+    "model": ("model.path", "model.preset"),
+    "algorithm": ("algorithm.name",),
+    "learning rate": ("trainer.optimizer.lr",),
+    "tasks": ("environment.kind",),
+    "dataset": ("environment.dataset",),
+    "reward": ("environment.reward",),
+    "prompts a step": ("rollout.prompts_per_step",),
+    "answers a prompt": ("rollout.group_size",),
+    "answer limit": ("rollout.max_new_tokens",),
+    "temperature": ("rollout.temperature",),
+    "seed": ("seed",),
+}
+_OF_TASKS = ("tasks", "dataset", "reward")
+_OF_ROLLOUTS = (*_OF_TASKS, "prompts a step", "answers a prompt", "answer limit", "temperature")
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `rows`: its metrics by name, one mapping a step, in the order of steps. `unread`: damaged lines.
-    `damaged`: values and `lost`: fields of the recipe that are left out. `warnings`: what its console warned of, with
-    the step. `where`: of its run.json."""
+    """One run.
+
+    rows: one mapping a step, in the order of steps. unread: lines of metrics.jsonl that are none. warnings: what its
+    console warned of, with the step. where: its run.json."""
 
     folder: Path
     recipe: Mapping[str, Any]
-    rows: Sequence[Mapping[str, float | None]]
+    rows: Sequence[Row]
     unread: int = 0
     warnings: Sequence[tuple[int, str]] = ()
     where: Mapping[str, Any] = field(default_factory=dict)
-    damaged: int = 0
-    lost: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -77,53 +74,49 @@ class RunRecord:
 
     @property
     def left_out(self) -> list[str]:
-        """Remarks about the metrics and settings that can't be shown."""
-        found = []
-        if self.unread:
-            lines = counted(self.unread, "line")
-            found.append(f"{lines} of {METRICS_FILE} can't be read; their steps are missing here")
-        if self.damaged:
-            values = counted(self.damaged, "value")
-            why = "not a finite number, or a negative time or count"
-            found.append(f"{values} of {METRICS_FILE} can't be used ({why}); left out here")
-        if not self.recipe and not self.lost and (self.folder / "config.yaml").is_file():
-            found.append("config.yaml can't be read; its settings are left out here")
-        if self.lost:
-            found.append(f"config.yaml has damaged fields, which are left out here: {', '.join(self.lost)}")
-        remark = unordered_steps([int(row["step"] or 0) for row in self.rows])
-        return [*found, *([f"{METRICS_FILE}: {remark}"] if remark else [])]
+        """A remark about steps that can't be shown."""
+        lines = f"{counted(self.unread, 'line')} of {METRICS_FILE} can't be read; their steps are missing here"
+        return [lines] if self.unread else []
 
     @cached_property
     def hours(self) -> list[float]:
         """Hours of work until the end of each step, evaluations and checkpoints included."""
-        found, total = [], 0.0
+        ends, total = [], 0.0
         for row in self.rows:
             total += sum(row.get(name) or 0.0 for name in ("time/step", *BETWEEN_STEPS))
-            found.append(total / 3600)
-        return found
+            ends.append(total / 3600)
+        return ends
 
     def series(self, name: str) -> list[tuple[int, float, float]]:
         """(step, hours, value) of each step that measured it with a finite value."""
-        return [
-            (int(row["step"] or 0), hours, value)
-            for row, hours in zip(self.rows, self.hours, strict=True)
-            if (value := row.get(name)) is not None and math.isfinite(value)
-        ]
+        rows = zip(self.rows, self.hours, strict=True)
+        return [(row["step"], hours, value) for row, hours in rows if (value := row.get(name)) is not None]
 
     def values(self, name: str) -> list[float]:
         return [value for _, _, value in self.series(name)]
 
+    def setting(self, path: str) -> Any:
+        """A field of the recipe. None: the recipe has no such field, or its value is null."""
+        value: Any = self.recipe
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
     @property
     def environments(self) -> Mapping[str, Mapping[str, Any]]:
         """The sections of several environments, by name. Empty for a run of one."""
-        found = self.recipe.get("environments")
-        return {str(k): v for k, v in found.items() if isinstance(v, Mapping)} if isinstance(found, Mapping) else {}
+        return self.recipe.get("environments") or {}
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        try:
+            return ClusterConfig.model_validate(self.recipe.get("cluster") or {})
+        except ValidationError:  # of another version
+            return ClusterConfig()
 
     @property
     def mismatch_limit(self) -> float:
-        """Its `mismatch.warn_above`."""
-        given = _at(self.recipe, "mismatch.warn_above")
-        return float(given) if isinstance(given, int | float) else MISMATCH_LIMIT
+        return float(self.setting("mismatch.warn_above") or MISMATCH_LIMIT)
 
     @property
     def has_stale_tokens(self) -> bool:
@@ -131,46 +124,76 @@ class RunRecord:
         return any(share < 1 for share in self.values("rollout/on_policy_share"))
 
     @property
-    def max_staleness(self) -> int:
-        given = _at(self.recipe, "cluster.max_staleness")
-        return given if isinstance(given, int) else 1
-
-    @property
     def settings(self) -> list[tuple[str, str]]:
-        """The recipe in a few lines."""
-        found = [(label, _at(self.recipe, path)) for label, path in _SETTINGS]
-        if (rows := _at(self.recipe, "algorithm.batch_size")) is not None:  # it learns from files, not from rollouts
-            found = [(label, value) for label, value in found if label not in _OF_ROLLOUTS]
-            found += [("data", ", ".join(_files(self.recipe)) or None), ("rows a step", rows)]
-        if several := self.environments:
-            found = [(label, value) for label, value in found if label not in ("tasks", "dataset", "reward")]
-            found += [(f"environment {name}", _environment_text(section)) for name, section in several.items()]
-        shown = [(label, str(value)) for label, value in found if value is not None]
-        fp8 = _at(self.recipe, "fp8") or {}
+        """The recipe and the machine in a few lines."""
+        rows: list[tuple[str, Any]] = []
+        rows_a_step = self.setting("algorithm.batch_size")
+        for label, paths in _SETTINGS.items():
+            # A run that has a batch size learns from files, not from rollouts.
+            hidden = _OF_ROLLOUTS if rows_a_step is not None else _OF_TASKS if self.environments else ()
+            rows += [(label, self.setting(path)) for path in paths if label not in hidden]
+        if rows_a_step is not None:
+            rows += [("data", ", ".join(self._files()) or None), ("rows a step", rows_a_step)]
+        rows += [(f"environment {name}", _environment_text(section)) for name, section in self.environments.items()]
+        dtype = "float32" if self.setting("model.dtype") == "float32" else "BF16"
+        rows.append(("precision", self._precision(dtype)))
+        if layers := "; ".join(f"{where}: {formats}" for where, formats in self.where.get("linears") or ()):
+            rows.append(("linears by layer", f"{layers}; embedding, norms, lm_head: {dtype}"))
+        rows += [("parity", self.where.get("parity")), *self._workers()]
+        rows.append(("weights in flight", self.where.get("weights_in_flight")))
+        rows.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
+        rows.append(("changed", "; ".join(map(_change_text, read_objects(self.folder / HISTORY_FILE))) or None))
+        rows += [(label, self.where.get(label)) for label in ("machine", "commit")]
+        versions = (self.where.get("versions") or {}).items()
+        rows.append(("versions", ", ".join(f"{package} {number}" for package, number in versions) or None))
+        return [(label, str(value)) for label, value in rows if value is not None]
+
+    def _files(self) -> list[str]:
+        """The files that a run without rollouts learns from."""
+        sources = (self.setting("data.sources") or {}).values()
+        paths = [self.setting("algorithm.conversations"), *(section.get("path") for section in sources)]
+        return [str(path) for path in paths if path is not None]
+
+    def _precision(self, dtype: str) -> str:
+        fp8 = self.recipe.get("fp8") or {}
         sides = [name for name, key in (("rollout", "rollout"), ("training", "train")) if fp8.get(key)]
-        cache = fp8.get("kv_cache", "none")
-        dtype = "float32" if _at(self.recipe, "model.dtype") == "float32" else "BF16"
         linears = f"linears of {' and '.join(sides)} in FP8" if sides else f"linears in {dtype}"
-        exceptions = {key: fp8.get(key) for key in ("bf16_first_layers", "bf16_last_layers", "ignore") if fp8.get(key)}
-        kept = "".join(f", {key} {value}" for key, value in exceptions.items())
+        cache = fp8.get("kv_cache", "none")
         stored = {"none": dtype, "int8": "8-bit integers"}.get(cache, f"FP8, {cache}")
         if (alone := fp8.get("kv_cache_tensors", "both")) != "both":
             stored += f", {alone.upper()} alone"
-        shown.append(("precision", f"{linears}, KV cache in {stored}{kept}"))
-        layers = [f"{where}: {formats}" for where, formats in _pairs(self.where.get("linears"))]
-        shown += [("linears by layer", "; ".join([*layers, f"embedding, norms, lm_head: {dtype}"]))] * bool(layers)
-        if "parity" in self.where:
-            shown.append(("parity", str(self.where["parity"])))
-        shown += _workers(_at(self.recipe, "cluster"))
-        if "weights_in_flight" in self.where:
-            shown.append(("weights in flight", str(self.where["weights_in_flight"])))
-        shown.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
-        changed = changed_settings(read_objects(self.folder / HISTORY_FILE))
-        shown += [("changed", "; ".join(changed))] * bool(changed)
-        versions = self.where.get("versions")
-        known = versions.items() if isinstance(versions, Mapping) else ()
-        shown += [(label, str(self.where[label])) for label in ("machine", "commit") if label in self.where]
-        return shown + [("versions", ", ".join(f"{package} {number}" for package, number in known))] * bool(known)
+        exceptions = ("bf16_first_layers", "bf16_last_layers", "ignore")
+        kept = "".join(f", {name} {fp8[name]}" for name in exceptions if fp8.get(name))
+        return f"{linears}, KV cache in {stored}{kept}"
+
+    def _workers(self) -> Iterator[tuple[str, str]]:
+        """How many workers it has, which of them train or generate, and how far these may be apart."""
+        cluster = self.cluster
+        if cluster.on_cpus:
+            yield "workers", f"{cluster.num_workers} CPU process{'es' * (cluster.num_workers != 1)}"
+        elif cluster.num_workers > 1:
+            yield "workers", f"{cluster.num_workers} on {counted(cluster.num_gpus, 'GPU')}"
+        else:
+            yield "workers", "1"
+        if cluster.roles is not None:
+            given = {name.partition(".")[2]: self.setting(name) for name in ROLE_FIELDS}
+            yield "roles", ", ".join(f"{name} {count}" for name, count in given.items() if count is not None)
+            yield "max_staleness", str(cluster.max_staleness)
+
+
+def _environment_text(section: Mapping[str, Any]) -> str:
+    """One of several environments in a few words."""
+    reward = f", reward {section['reward']}" if section.get("reward") else ""
+    return f"{section.get('kind', '')} {section.get('dataset', '')}{reward}, weight {section.get('weight', 1):g}"
+
+
+def _change_text(line: Mapping[str, Any]) -> str:
+    """A field that a resumed run changed, from a line of history.jsonl. Of files: the beginning of their digests."""
+    old, new = (
+        ", ".join(f"{part} {digest[:8]}" for part, digest in value.items()) if isinstance(value, dict) else value
+        for value in (line["old"], line["new"])
+    )
+    return printable(f"{line['field']}: {old} until step {line['step']}, then {new}")
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -183,62 +206,33 @@ def read_run(folder: Path) -> RunRecord:
         missing = f"has no {METRICS_FILE}" if folder.is_dir() else "does not exist"
         hint = runs_in(folder) if folder.is_dir() else nearest_file(folder)
         raise UserError(f"report: '{folder}' {missing}; give the folder of a run{hint}")
-    rows, unread, damaged = [], 0, 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and is_step(row.get("step")):
-            row, lost_values = sound_row(row)
-            rows.append(row)
-            damaged += lost_values
-        elif line.endswith("\n"):  # without it, a run in progress is writing the line
-            unread += 1
+    rows = [row for row in read_objects(path) if type(row.get("step")) is int]
     if not rows:
         raise UserError(f"report: '{path}' has no finished step yet; wait for the first one")
-    raised = [
-        (line["step"], line["text"])
-        for line in read_objects(folder / WARNINGS)
-        if is_step(line.get("step")) and isinstance(line.get("text"), str)
-    ]
-    recipe, lost = sound_recipe(read_recipe(folder))
-    return RunRecord(folder, recipe, rows, unread, raised, read_where(folder), damaged, lost)
+    lines = path.read_bytes().count(b"\n")  # a run in progress is writing what follows the last one
+    warnings = [(line["step"], line["text"]) for line in read_objects(folder / WARNINGS)]
+    return RunRecord(folder, read_recipe(folder), rows, max(0, lines - len(rows)), warnings, read_where(folder))
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe of a run's folder; empty if it is missing or damaged."""
-    recipe = folder / "config.yaml"
-    try:
-        known = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)) if recipe.is_file() else {}
-    except (UserError, UnicodeDecodeError):
-        known = {}
-    return known if isinstance(known, dict) else {}
+    """The recipe of a run's folder; empty if it has none. Raises UserError if it is not YAML."""
+    path = folder / "config.yaml"
+    return parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {} if path.is_file() else {}
 
 
 def read_where(folder: Path) -> dict[str, Any]:
-    """The run.json of a run's folder; empty if it is missing or damaged."""
+    """The run.json of a run's folder; empty if it has none."""
     return next(read_objects(folder / RUN_FILE), {})
 
 
-def _pairs(value: object) -> list[tuple[str, str]]:
-    """The pairs of texts that a list has; what is damaged is left out."""
-    pairs = value if isinstance(value, list) else []
-    return [(str(one[0]), str(one[1])) for one in pairs if isinstance(one, list) and len(one) == 2]
-
-
-OF_THE_END = ("rollout/truncated_share", "reward/zero_variance_fraction")  # of no interest once they are low
+# ---------------------------------------------------------------- findings
 
 
 def findings(run: RunRecord) -> list[str]:
     """What a person should look at, with a remedy, from the metrics of all steps."""
     ended = run.ending
-    found = [f"the run {ended.text}"] if ended is not None and ended.how == FAILED else []
-    found += run.left_out
-
-    def steps_with(name: str, above: float) -> list[int]:
-        return [step for step, _, value in run.series(name) if value > above]
-
+    lines = [f"the run {ended.text}"] if ended is not None and ended.how == FAILED else []
+    lines += run.left_out
     checks = (
         (
             "mismatch/unequal_tokens",
@@ -248,7 +242,7 @@ def findings(run: RunRecord) -> list[str]:
         (MISMATCH, run.mismatch_limit, _disagreement(run)),
         (
             "fp8/kv_saturation",
-            _at(run.recipe, "fp8.saturation_warn") or 0.0,
+            run.setting("fp8.saturation_warn") or 0.0,
             "more K and V values than fp8.saturation_warn were clamped; raise fp8.calibration_margin",
         ),
         ("rollout/non_finite_tokens", 0.0, "activations were not finite in the rollout"),
@@ -270,23 +264,24 @@ def findings(run: RunRecord) -> list[str]:
         ),
     )
     for name, limit, says in checks:
-        steps = steps_with(name, limit)
-        if name in OF_THE_END and run.values(name)[-1:] and run.values(name)[-1] <= limit:
-            continue  # the model has learnt it since
-        if steps:
+        values = run.values(name)
+        steps = [step for step, _, value in run.series(name) if value > limit]
+        has_learnt = name in ("rollout/truncated_share", "reward/zero_variance_fraction") and values[-1:] <= [limit]
+        if steps and not has_learnt:
             where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, first in step {steps[0]}"
-            most = f", at most {max(run.values(name)):.2g}" if name == "fp8/kv_saturation" else ""
-            found.append(f"{says} ({name}, {where}{most})")
-    return [*found, *filter(None, [idle_tail(run)])]
+            most = f", at most {max(values):.2g}" if name == "fp8/kv_saturation" else ""
+            lines.append(f"{says} ({name}, {where}{most})")
+    return [*lines, *filter(None, [idle_tail(run)])]
 
 
 def _disagreement(run: RunRecord) -> str:
     """What a large mismatch means: with stale tokens it contains the change of the policy."""
     limit = f"{100 * (run.mismatch_limit - 1):.3g}%"
     if run.has_stale_tokens:
+        remedy = lower_staleness(run.setting("cluster.max_staleness") or 1)
         return (
             f"engine and trainer differ by more than {limit}, which contains the change of the policy, because earlier"
-            f" weights sampled some of the tokens; {lower_staleness(run.max_staleness)}. Or raise mismatch.warn_above"
+            f" weights sampled some of the tokens; {remedy}. Or raise mismatch.warn_above"
         )
     return f"engine and trainer disagree by more than {limit}; see docs/fp8.md"
 
@@ -304,20 +299,35 @@ def steps_above(run: RunRecord) -> str | None:
 
 def raised_warnings(run: RunRecord) -> list[str]:
     """What the run warned of. Warnings that differ in numbers only are one, with the text of the first."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    similar: dict[str, list[tuple[int, str]]] = {}
     for step, text in run.warnings:
-        text = _OF_STEP.sub("", text)
-        found.setdefault(_NUMBER.sub("#", text), []).append((step, text))
+        text = re.sub(r"^step \d+: ", "", text)
+        similar.setdefault(re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?%?", "#", text), []).append((step, text))
     return [
         f"{same[0][1]} (after step {same[0][0]}{f', {len(same)} times until step {same[-1][0]}' * (len(same) > 1)})"
-        for same in found.values()
+        for same in similar.values()
     ]
+
+
+def idle_tail(run: RunRecord) -> str | None:
+    """Says so if a run with `rollout.learn_beside_tail` never learnt beside a tail."""
+    shares = run.values("train/beside_tail_share")
+    if not run.setting("rollout.learn_beside_tail") or not shares or any(shares):
+        return None
+    return (
+        "rollout.learn_beside_tail: no token was trained on before the last answer ended:"
+        " no group was complete and scored in time, or too many answers ran until the end; give fewer tokens a"
+        " micro-batch, a faster reward, or a larger engine.max_batch"
+    )
+
+
+# ---------------------------------------------------------------- results
 
 
 def results(run: RunRecord) -> Iterator[tuple[str, str]]:
     """What came out: the best and the last evaluation, and reward or loss of the first and the last step."""
-    metric = _at(run.recipe, "checkpoint.best_metric")
-    metric = metric if isinstance(metric, str) and run.values(metric) else "eval/accuracy"
+    metric = run.setting("checkpoint.best_metric") or ""
+    metric = metric if run.values(metric) else "eval/accuracy"
     evaluations = {step: value for step, _, value in run.series(metric)}
     if evaluations:
         best, last = best_steps(evaluations.items())[0], max(evaluations)
@@ -328,22 +338,9 @@ def results(run: RunRecord) -> Iterator[tuple[str, str]]:
         else:
             yield "best", f"{name} {evaluations[best]:.3f} at step {best}{text}"
     for name, label in (("reward/mean", "mean reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
-        values = run.values(name)
-        if values:
+        if values := run.values(name):
             yield label, f"{values[0]:.3f} in the first step, {values[-1]:.3f} in the last"
             return
-
-
-def idle_tail(run: RunRecord) -> str | None:
-    """Says so if a run with `rollout.learn_beside_tail` never learnt beside a tail."""
-    shares = run.values("train/beside_tail_share")
-    if not _at(run.recipe, "rollout.learn_beside_tail") or not shares or any(shares):
-        return None
-    return (
-        "rollout.learn_beside_tail: no token was trained on before the last answer ended:"
-        " no group was complete and scored in time, or too many answers ran until the end; give fewer tokens a"
-        " micro-batch, a faster reward, or a larger engine.max_batch"
-    )
 
 
 def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:
@@ -356,123 +353,154 @@ def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:
         return 0, []
 
 
-def _workers(section: object) -> Iterator[tuple[str, str]]:
-    """How many workers a run has, which of them train or generate, and how far these may be apart."""
-    try:
-        cluster = ClusterConfig.model_validate(section or {})
-    except ValidationError:  # of another version
-        return
-    if cluster.on_cpus:
-        yield "workers", f"{cluster.num_workers} CPU process{'es' * (cluster.num_workers != 1)}"
-    elif cluster.num_workers > 1:
-        yield "workers", f"{cluster.num_workers} on {counted(cluster.num_gpus, 'GPU')}"
-    else:
-        yield "workers", "1"
-    given = {name.partition(".")[2]: _at({"cluster": section}, name) for name in ROLE_FIELDS}
-    if cluster.roles is not None:
-        yield "roles", ", ".join(f"{name} {count}" for name, count in given.items() if count is not None)
-        yield "max_staleness", str(cluster.max_staleness)
+# ---------------------------------------------------------------- times
+#
+# A step that generates and then learns is the sum of its phases. With `cluster.max_staleness` above 0 other workers
+# generate the next batches while a step learns. The parts are then what the step did and what it waited for. The time
+# of generating is not one of them, because it overlaps with them.
+
+LEARNING = ("time/train", "time/calibrate", "time/publish", "time/send_weights")
+PHASES = ("time/rollout", "time/reward", *LEARNING)
+PHASES_AHEAD = ("time/wait_for_batch", *LEARNING)
+OTHER = "other"
+_BESIDE = {
+    "time/rollout": "generating",
+    "time/reward": "rewards",
+    "time/wait_for_weights": "waiting for new weights",
+}
+_WORDS = {
+    "time/wait_for_batch": "waiting for the batch",
+    "time/send_weights": "sending weights",
+    "time/wait_to_evaluate": "waiting to evaluate",
+}
 
 
-def _environment_text(section: Mapping[str, Any]) -> str:
-    """One of several environments in a few words."""
-    reward = f", reward {section['reward']}" if section.get("reward") else ""
-    return f"{section.get('kind', '')} {section.get('dataset', '')}{reward}, weight {section.get('weight', 1):g}"
+def is_ahead(rows: Sequence[Row]) -> bool:
+    """Whether batches were generated while steps learnt."""
+    return any("time/wait_for_batch" in row for row in rows)
 
 
-def _files(recipe: Mapping[str, Any]) -> list[str]:
-    """The files that a run without rollouts learns from."""
-    one, sources = _at(recipe, "algorithm.conversations"), _at(recipe, "data.sources") or {}
-    several = [section.get("path") for section in sources.values() if isinstance(section, Mapping)]
-    return [str(path) for path in (one, *several) if path is not None]
+def seconds_by_part(rows: Sequence[Row], *, ahead: bool) -> dict[str, float]:
+    """Seconds of each part by its label, over all rows. `other`: the rest of the steps."""
+    phases = PHASES_AHEAD if ahead else PHASES
+    rest = _sum(rows, "time/step") - sum(_sum(rows, name) for name in phases)
+    parts = {_WORDS.get(name, name.removeprefix("time/")): _sum(rows, name) for name in (*phases, *BETWEEN_STEPS)}
+    return {**parts, OTHER: max(0.0, rest)}
 
 
-def _at(recipe: Mapping[str, Any], path: str) -> Any:
-    value: Any = recipe
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+def longest_first(rows: Sequence[Row]) -> dict[str, float]:
+    """The parts that took any time."""
+    parts = seconds_by_part(rows, ahead=is_ahead(rows))
+    return {name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0}
 
 
-LARGEST = 1e100  # of a metric: its square is still a float
-LONGEST = 1e10  # seconds
-MOST_STEPS = 10**12
-_COUNT = re.compile(r"mismatch/(age_\d+/tokens|tokens|unequal_tokens)")
-_SECTIONS = (
-    *("model", "fp8", "algorithm", "trainer", "trainer.optimizer", "environment", "environments", "rollout"),
-    *("cluster", "mismatch", "evaluation", "data", "data.sources"),
+def overlap(rows: Sequence[Row]) -> str:
+    """Says that generating and training overlap, with the seconds of generating. Empty if they do not."""
+    if is_ahead(rows):
+        sums = {word: _sum(rows, name) for name, word in _BESIDE.items()}
+        times = ", ".join(f"{word} {duration(seconds)}" for word, seconds in sums.items() if seconds >= 0.05)
+        return f"generating and training overlap; beside these steps: {times}" if times else ""
+    if sum(_sum(rows, name) for name in PHASES) > 1.02 * _sum(rows, "time/step") > 0:  # by more than rounding
+        return "some phases overlap: together they took longer than the steps"
+    return ""
+
+
+def _sum(rows: Sequence[Row], name: str) -> float:
+    return sum(row.get(name) or 0.0 for row in rows)
+
+
+# ---------------------------------------------------------------- differences between runs
+#
+# A reward says something about one set of tasks and one way to score them. Runs whose recipes differ there are compared
+# in length, entropy and time only.
+
+ENOUGH = 4  # steps, for a difference with an interval
+COMPARED = {
+    "eval/accuracy": "held-out accuracy",
+    "reward/mean": "reward",
+    "rollout/mean_length": "answer length",
+    "entropy": "entropy",
+    "time/step": "seconds of a step",
+}
+NAMED = 3  # fields of the recipe that differ
+ONLY_OF_SAME_TASKS = ("eval/accuracy", "reward/mean")
+OF_PAIRS = (
+    "Pairs are the same held-out tasks in the last evaluations, or the same steps over the last half of the runs. The"
+    " intervals are over pairs. Steps of a run depend on one another, so theirs are too narrow. None covers"
+    " another seed, which may differ as much."
 )
-_NUMBERS = ("fp8.saturation_warn", "mismatch.warn_above", "steps")
-_TEXTS = ("fp8.kv_cache", "fp8.kv_cache_tensors")
+LIMITS = {  # of time, memory and number: they change neither a task nor its score
+    *("train_size", "eval_size", "seed", "reward_timeout_seconds", "reward_memory_mib", "reward_workers"),
+    *("load_timeout_seconds", "task_timeout_seconds", "sandbox", "max_failure_share"),
+}
 
 
-def is_step(value: object) -> bool:
-    """Whether it can be the number of a step."""
-    return type(value) is int and 0 <= value < MOST_STEPS
+def differences(runs: Sequence[RunRecord]) -> Iterator[tuple[str, RunRecord, Estimate]]:
+    """What was compared, the run that the first one is subtracted from, and the difference."""
+    same = [run for run in runs[1:] if not changed_tasks(runs[0], run)]
+    for other in same:
+        if found := held_out_difference(runs[0], other):
+            yield "held-out reward, task by task", other, found
+    for name, title in COMPARED.items():
+        for other in same if name in ONLY_OF_SAME_TASKS else runs[1:]:
+            if found := paired_difference(runs[0], other, name):
+                yield f"{title}, step by step", other, found
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a number that can be squared, summed and drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+def interval_text(found: Estimate, begin: str = "") -> str:
+    """The interval in words. Equal differences have none: resampling them shows no spread, however few they are."""
+    if found.low == found.high:
+        return f"the same in all {found.tasks} pairs"
+    return f"{begin}{found.low:+.4g} to {found.high:+.4g}"
 
 
-def sound_row(row: Mapping[str, Any]) -> tuple[dict[str, float | None], int]:
-    """The metrics of a step, and how many of its values were left out. null stays: it was measured and not finite."""
-    kept = {name: value for name, value in row.items() if value is None or _is_sound(name, value)}
-    return kept, len(row) - len(kept)
+def uncompared(runs: Sequence[RunRecord]) -> Iterator[str]:
+    """A line for each run whose tasks are not those of the first one."""
+    for other in runs[1:]:
+        if changed := changed_tasks(runs[0], other):
+            fields = ", ".join(changed[:NAMED]) + (f" and {len(changed) - NAMED} more" if len(changed) > NAMED else "")
+            which = f"{runs[0].name} and {other.name}: " if len(runs) > 2 else ""
+            yield f"{which}the tasks differ: rewards and accuracies cannot be compared ({fields})"
 
 
-def _is_sound(name: str, value: object) -> bool:
-    if not is_number(value) or (_COUNT.fullmatch(name) and value < 0):  # type: ignore[operator]
-        return False
-    return not name.startswith("time/") or 0 <= value <= LONGEST  # type: ignore[operator]
+def changed_tasks(first: RunRecord, second: RunRecord) -> list[str]:
+    """The fields of the recipes that define tasks and score and differ. Empty if one of the recipes is missing."""
+    if not first.recipe or not second.recipe:
+        return []
+    mine, its = _task_fields(first), _task_fields(second)
+    return sorted(name for name in {**mine, **its} if mine.get(name) != its.get(name))
 
 
-def sound_recipe(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The recipe without what has another type than the report expects, and the names of these fields."""
-    kept, lost = dict(recipe), []
-    for path in _SECTIONS:
-        if not isinstance(_found(kept, path), Mapping | None):
-            lost.append(path)
-            kept = _without(kept, path)
-    for name, section in (kept.get("environments") or {}).items():
-        if not isinstance(section, Mapping):
-            lost.append(f"environments.{name}")
-        elif not is_number(section.get("weight", 1)):
-            lost.append(f"environments.{name}.weight")
-    for path in lost:
-        kept = _without(kept, path)
-    for path, is_sound in _fields():
-        if (value := _found(kept, path)) is not None and not is_sound(value):
-            lost.append(path)
-            kept = _without(kept, path)
-    return kept, lost
+def _task_fields(run: RunRecord) -> dict[str, Any]:
+    """What defines tasks and score, by the field's path."""
+    sections = {f"environments.{name}": section for name, section in run.environments.items()}
+    sections = sections or {"environment": run.recipe.get("environment") or {}}
+    fields = {"evaluation.right_from": run.setting("evaluation.right_from") or 1.0}
+    for path, section in sections.items():
+        fields |= {f"{path}.{name}": value for name, value in section.items() if name not in LIMITS}
+    return fields
 
 
-def _fields() -> Iterator[tuple[str, Any]]:
-    yield from ((path, is_number) for path in _NUMBERS)
-    yield from ((path, lambda value: isinstance(value, str)) for path in _TEXTS)
+def paired_difference(first: RunRecord, second: RunRecord, name: str) -> Estimate | None:
+    """Mean of second − first over the last half of the steps that both measured, with its interval.
+
+    Steps of a run depend on one another, so the interval is too narrow; it says less than several seeds do."""
+    mine = {step: value for step, _, value in first.series(name)}
+    both = [value - mine[step] for step, _, value in second.series(name) if step in mine]
+    last = both[len(both) // 2 :]
+    return estimate_mean(last, seed=0) if len(last) >= ENOUGH else None
 
 
-def _found(recipe: Any, path: str) -> Any:
-    for name in path.split("."):
-        recipe = recipe.get(name) if isinstance(recipe, Mapping) else None
-    return recipe
+def held_out_difference(first: RunRecord, second: RunRecord) -> Estimate | None:
+    """Mean of second − first over the held-out tasks that both evaluated last, by reward, with its interval.
 
+    It says whether these two models differ. Another seed of the same recipe may differ as much."""
 
-def _without(recipe: Mapping[str, Any], path: str) -> dict[str, Any]:
-    name, _, rest = path.partition(".")
-    section = recipe.get(name)
-    if rest and isinstance(section, Mapping):
-        return {**recipe, name: _without(section, rest)}
-    return {key: value for key, value in recipe.items() if key != name}
+    def by_task(run: RunRecord) -> dict[tuple[str, str], float]:
+        tasks = ((group.rows[0], group.rewards) for group in last_evaluation(run)[1] if group.rewards)
+        return {(row.task_id, row.line["prompt"]): sum(rewards) / len(rewards) for row, rewards in tasks}
 
-
-def unordered_steps(steps: list[int]) -> str | None:
-    """A remark if a step is there twice or comes before an earlier one."""
-    wrong = [(one, after) for one, after in pairwise(steps) if after <= one]
-    if not wrong:
-        return None
-    first, after = wrong[0]
-    what = "repeats" if first == after else f"comes after step {first}"
-    return f"steps are repeated or out of order (first: step {after} {what}); they are shown as they are written"
+    mine, its = by_task(first), by_task(second)
+    both = [value - mine[task] for task, value in its.items() if task in mine]
+    low, high = reward_range(mine.values(), its.values())
+    return estimate_mean(both, seed=0, within=(low - high, high - low)) if len(both) >= ENOUGH else None

@@ -2,40 +2,42 @@
 
 The page has the look of the rollouts' page (rollout_page.html), whose styles it takes. Texts of a model are escaped,
 and a Content-Security-Policy forbids scripts and connections. Charts are SVG (charts.py).
-
-**Mismatch tables.** Tables of a report: the difference of the log-probs by place in the sequence, and by age of the
-tokens.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 
-from pydantic import ValidationError
-
-from octetrl.config.cluster import ClusterConfig, one_worker
+from octetrl.config.cluster import one_worker
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError
 from octetrl.system.text import counted
 from octetrl.telemetry.charts import Line, escape, line_chart, shown_number, stacked_chart
-from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
 from octetrl.telemetry.ending import FAILED
 from octetrl.telemetry.glossary import explained, own_metrics
+from octetrl.telemetry.metrics import STALE_IN_IT
 from octetrl.telemetry.report_data import (
+    OF_PAIRS,
+    OTHER,
+    Row,
     RunRecord,
+    differences,
     findings,
+    interval_text,
+    is_ahead,
     last_evaluation,
+    longest_first,
+    overlap,
     raised_warnings,
     results,
+    seconds_by_part,
+    uncompared,
 )
-from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, select
-from octetrl.telemetry.run_times import OTHER, is_ahead, longest_first, overlap, seconds_by_part
-from octetrl.telemetry.staleness import IN_IT
+from octetrl.telemetry.rollouts import MODEL, Filter, Interval, SampledGroup, SampledRow, select
 from octetrl.telemetry.step_line import duration
 
 BARS = 60  # of the chart of phases
@@ -57,7 +59,6 @@ CURVES: tuple[tuple[str, str], ...] = (
     ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),
 )  # fmt: skip
 _ACCURACY, _REWARD = "eval/accuracy", "eval/reward_mean"
-TITLES = {name: title for title, name in CURVES} | {"time/step": "seconds of a step"}
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?%?")
 _SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it."
 _BANDS = {
@@ -146,8 +147,8 @@ def _look_at(runs: Sequence[RunRecord]) -> Iterator[str]:
 def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
     rows = [
         [what, f"{other.name} − {runs[0].name}", f"{found.mean:+.4g}", interval_text(found), str(found.tasks)]
-        for what, other, found in differences(runs, TITLES)
-    ]  # fmt: skip
+        for what, other, found in differences(runs)
+    ]
     lines = [f'<p class="soft">{escape(line)}</p>' for line in uncompared(runs)]
     if rows or lines:
         yield "<h2>Differences</h2>" + "".join(lines)
@@ -159,9 +160,10 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards, constant = [], []
-    unit, per_hour = _unit_of_time(max(run.hours[-1] for run in runs))
+    unit, per_hour = _time_axis(max(run.hours[-1] for run in runs))
     rewards_are_accuracy = all(run.values(_REWARD) == run.values(_ACCURACY) for run in runs)
-    for title, name in (*CURVES, *_of_users(runs), *_of_environments(runs)):
+    own = own_metrics(dict.fromkeys(name for run in runs for row in run.rows for name in row))
+    for title, name in (*CURVES, *((title, name) for name, title in own.items()), *_of_environments(runs)):
         if name == _REWARD and rewards_are_accuracy:
             continue
         values = {value for run in runs for value in run.values(name)}  # a step without an update has no loss
@@ -181,7 +183,9 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
         if charts:
             says = _meaning(name) + (_SAME if name == _ACCURACY and rewards_are_accuracy else "")
             says += _BANDS.get(name, "") if any(line.low for line in lines) else ""
-            says += f" {IN_IT}" if name.startswith("mismatch/") and any(run.has_stale_tokens for run in runs) else ""
+            says += (
+                f" {STALE_IN_IT}" if name.startswith("mismatch/") and any(run.has_stale_tokens for run in runs) else ""
+            )
             cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(says)}</p>{"".join(charts)}</div>')
     yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
     if constant:
@@ -189,21 +193,15 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _without_value(runs: Sequence[RunRecord], name: str) -> str:
-    """In how many steps the metric was no finite number. Empty if in none."""
+    """In how many steps the metric was not finite. Empty if in none."""
     steps = [row[name] for run in runs for row in run.rows if name in row]
-    lost = sum(value is None or not math.isfinite(value) for value in steps)
+    lost = steps.count(None)
     return f"; not finite in {lost} of {len(steps)} steps" if lost else ""
 
 
 def _meaning(name: str) -> str:
     entry = explained(name)
     return f"{entry.meaning} {entry.look}".strip() if entry else ""
-
-
-def _of_users(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
-    """Further curves: terms of rewards, and metrics of users' environments and objectives."""
-    names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
-    yield from ((title, name) for name, title in own_metrics(names).items())
 
 
 def _of_environments(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
@@ -214,8 +212,8 @@ def _of_environments(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
         yield f"{name}: groups without a signal", f"environments/{name}/zero_variance_fraction"
 
 
-def _unit_of_time(hours: float) -> tuple[str, float]:
-    """In which the time axis counts, and how many of it are an hour."""
+def _time_axis(hours: float) -> tuple[str, float]:
+    """The unit in which the axis counts, and how many of it are an hour."""
     if hours < SHORT / 3600:
         return "second", 3600.0
     return ("minute", 60.0) if hours < SHORT / 60 else ("hour", 1.0)
@@ -225,19 +223,16 @@ def _line(run: RunRecord, number: int, name: str, units: float | None) -> Line:
     """units: of the time axis in an hour; None: the axis has steps."""
     series = run.series(name)
     x: list[float] = [step if units is None else hours * units for step, hours, _ in series]
-    y = [one[2] for one in series]
+    y = [value for *_, value in series]
     low: list[float] = []
     high: list[float] = []
     if name == "reward/mean":
-        errors = [row.get("reward/mean_error") for row in run.rows if row.get(name) is not None]
-        if all(error is not None for error in errors) and len(errors) == len(series):
-            low = [value - (error or 0.0) for value, error in zip(y, errors, strict=True)]
-            high = [value + (error or 0.0) for value, error in zip(y, errors, strict=True)]
-    elif name == "eval/accuracy":
-        ends = run.values("eval/accuracy_low"), run.values("eval/accuracy_high")
-        if len(ends[0]) == len(ends[1]) == len(y):
-            low, high = ends
-    return Line(run.name, number % len(_TONES), x, y, low, high)
+        errors = run.values("reward/mean_error")
+        low, high = ([v + sign * e for v, e in zip(y, errors, strict=False)] for sign in (-1, 1))
+    elif name == _ACCURACY:
+        low, high = run.values("eval/accuracy_low"), run.values("eval/accuracy_high")
+    has_band = len(low) == len(high) == len(y)
+    return Line(run.name, number % len(_TONES), x, y, *((low, high) if has_band else ()))
 
 
 def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -256,7 +251,7 @@ def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
             rows = run.rows[begin : begin + width]
             parts = seconds_by_part(rows, ahead=ahead)
             columns.append([parts[name] / len(rows) for name in shown])
-            steps.append(float(rows[0]["step"] or 0))
+            steps.append(float(rows[0]["step"]))
         keys = "".join(
             f'<span class="key"><i class="phase-{colour}"></i>{name} {longest.get(name, 0.0) / whole:.0%}</span>'
             for name, colour in shown.items()
@@ -295,17 +290,14 @@ def _cause(run: RunRecord, *, of_own_weights: bool) -> str:
 
     of_own_weights: the table by age has tokens of age 0."""
     if run.has_stale_tokens:
-        return f"{IN_IT} The tokens of age 0 below are those of the trainer's own weights." if of_own_weights else IN_IT
-    try:
-        cluster = ClusterConfig.model_validate(run.recipe.get("cluster") or {})
-    except ValidationError:  # of another version
-        cluster = ClusterConfig()
-    command = ["octetrl", "doctor", str(run.folder / "config.yaml"), "--attribute", *one_worker(cluster)]
+        own = " The tokens of age 0 below are those of the trainer's own weights."
+        return STALE_IN_IT + (own if of_own_weights else "")
+    command = ["octetrl", "doctor", str(run.folder / "config.yaml"), "--attribute", *one_worker(run.cluster)]
     return f"{shlex.join(command)} names the tensors that cause it."
 
 
 def _rollouts(run: RunRecord, says_name: bool) -> Iterator[str]:
-    last = max((int(row["step"] or 0) for row in run.rows), default=0)
+    last = run.rows[-1]["step"]
     try:
         newest = select(run.folder, Filter(steps=Interval(last, last)), None).groups
         failed = select(run.folder, Filter(statuses=frozenset(s for s in RolloutStatus if not s.has_reward)), 3)
@@ -357,6 +349,7 @@ def _sibling(row: SampledRow) -> str:
     tone = "bad" if row.reward is None else "good" if row.reward > 0 else "soft"
     reward = "–" if row.reward is None else f"{row.reward:.3g}"
     failed = "" if row.reward is not None else " failed"
+    versions = f", {row.versions_text}" if row.versions_text else ""
     detail = f'<div class="detail">{escape(_cut(str(row.line["detail"])))}</div>' if row.line.get("detail") else ""
     said = "".join(
         f"<pre>{escape(_cut(part.text))}</pre>" if part.by == MODEL
@@ -366,13 +359,9 @@ def _sibling(row: SampledRow) -> str:
     return (
         f'<section style="--tone: var(--{tone})"><div class="facts"><span class="reward">{reward}</span>'
         f'<span class="status{failed}">{escape(row.status)}</span><span class="number soft">'
-        f"{counted(len(row.token_ids), 'token')}{escape(_versions(row))}</span></div>"
+        f"{counted(len(row.token_ids), 'token')}{versions}</span></div>"
         f'{detail}<div class="said">{said}</div></section>'
     )
-
-
-def _versions(row: SampledRow) -> str:
-    return f", {row.versions_text}" if row.versions_text else ""
 
 
 def _cut(text: str) -> str:
@@ -382,18 +371,15 @@ def _cut(text: str) -> str:
     return f"{text[:half]} … {len(text) - CHARACTERS:,} characters … {text[-half:]}"
 
 
-_AGE = re.compile(r"mismatch/age_(\d{1,9})/tokens")
-
-
 def mismatch_by_length(run: RunRecord) -> list[tuple[str, float, float]]:
     """(tenth of the sequence, mean of exp |engine − trainer|, mean gen_kl) over all steps; empty if not measured."""
-    found = []
+    table = []
     for decile in range(10):
         errors = run.values(f"mismatch/decile_{decile}/token_mult_prob_error")
         kls = run.values(f"mismatch/decile_{decile}/gen_kl")
         if errors and kls:
-            found.append((f"{decile * 10}–{decile * 10 + 10}%", sum(errors) / len(errors), sum(kls) / len(kls)))
-    return found
+            table.append((f"{decile * 10}–{decile * 10 + 10}%", sum(errors) / len(errors), sum(kls) / len(kls)))
+    return table
 
 
 def mismatch_by_age(run: RunRecord) -> list[tuple[int, int, float, float]]:
@@ -403,7 +389,7 @@ def mismatch_by_age(run: RunRecord) -> list[tuple[int, int, float, float]]:
     for row in run.rows:
         for age, place in _places_by_age(row):
             tokens, kl, largest = (row.get(f"mismatch/{place}{what}") for what in ("tokens", "gen_kl", "max_abs_diff"))
-            if tokens and tokens > 0 and kl is not None and largest is not None:
+            if tokens and kl is not None and largest is not None:
                 by_age.setdefault(age, []).append((tokens, kl, largest))
     table = []
     for age, measured in sorted(by_age.items()):
@@ -413,10 +399,10 @@ def mismatch_by_age(run: RunRecord) -> list[tuple[int, int, float, float]]:
     return table
 
 
-def _places_by_age(row: Mapping[str, float | None]) -> list[tuple[int, str]]:
+def _places_by_age(row: Row) -> list[tuple[int, str]]:
     """The ages of a step's tokens, and where their metrics are. If one version sampled the batch, it is the whole."""
-    ages = [int(found[1]) for name in row if (found := _AGE.fullmatch(name))]
-    if ages:
-        return [(age, f"age_{age}/") for age in ages]
+    ages = [int(match[1]) for name in row if (match := re.fullmatch(r"mismatch/age_(\d+)/tokens", name))]
     age = row.get("rollout/staleness")
-    return [(int(age), "")] if age is not None and age >= 0 and float(age).is_integer() else []
+    if ages or age is None or not float(age).is_integer():
+        return [(age, f"age_{age}/") for age in ages]
+    return [(int(age), "")]

@@ -12,12 +12,40 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from octetrl.records import RolloutStatus
 from octetrl.system.text import visible
-from octetrl.telemetry.rollout_reader import MODEL, Filter, Interval, SampledGroup, SampledRow, Selection, Utterance
-from octetrl.telemetry.token_pieces import DISAGREEMENT, UNLIKELY
+from octetrl.telemetry.rollouts import MODEL, Filter, Interval, SampledGroup, SampledRow, Selection, Utterance
+
+UNLIKELY = 0.1  # probability
+VERY_UNLIKELY = 0.01
+DISAGREEMENT = 0.1  # difference of log-probs
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_LETTER = 8  # tokens
+
+
+class Decodes(Protocol):
+    def decode(self, token_ids: list[int], /) -> Any: ...
+
+
+def token_pieces(tokenizer: Decodes, token_ids: Sequence[int]) -> list[str]:
+    """Return the text of each token. It is empty if the character continues in the next token."""
+    pieces: list[str] = []
+    before: list[int] = []  # the last complete tokens: a piece may begin with a space only after others
+    pending: list[int] = []
+    for token_id in token_ids:
+        pending.append(token_id)
+        text = str(tokenizer.decode([*before, *pending]))[len(str(tokenizer.decode(before))) :]
+        if text.endswith(_BROKEN) and len(pending) < _LONGEST_LETTER:
+            pieces.append("")
+        else:
+            pieces.append(text)
+            before, pending = pending, []
+    if pending:
+        pieces[-1] = text
+    return pieces
+
 
 _PLACE = '{"groups": []}'  # placeholder in the template
 

@@ -1,4 +1,4 @@
-"""Statistics of a step's rollouts for the metrics, and a file with every rollout of a step.
+"""The rollouts of a run: a file for each step, its writer and its reader.
 
 `rollouts/step_NNNNNN.jsonl` has one line per rollout, siblings together:
 
@@ -12,12 +12,17 @@
     turns                            only if the environment replied: prompt_token_ids, text, num_tokens and replies
                                      (role, text) of each turn
 
-`evaluations/step_NNNNNN.jsonl` has the same lines for the held-out tasks, after the steps that were evaluated.
+`evaluations/step_NNNNNN.jsonl` has the same lines for the held-out tasks, after the steps that were evaluated. A line
+may have further keys. The reader knows one more: `trainer_logprobs`, the trainer's log-probs of `token_ids`.
 
-Any text is read back exactly as it was written. Half of a surrogate pair, which UTF-8 cannot encode, is written as its
-JSON escape (system/text.py). The file is written under another name, synced and renamed, so it is always complete. A
-resumed run first removes the files after its checkpoint's step and then writes them again. The folder then equals that
-of an uninterrupted run.
+**Writing.** Any text is read back exactly as it was written. Half of a surrogate pair, which UTF-8 cannot encode, is
+written as its JSON escape (system/text.py). The file is written under another name, synced and renamed, so it is always
+complete. A resumed run first removes the files after its checkpoint's step and then writes them again. The folder then
+equals that of an uninterrupted run.
+
+**Reading.** A group is selected with all its siblings if at least one of them passes the filter, because siblings help
+to understand a rollout. Files may be large. The first pass finds the groups that pass, the second loads only those to
+be shown. If more groups pass than were asked for, the shown ones are evenly spread.
 """
 
 from __future__ import annotations
@@ -26,83 +31,27 @@ import errno
 import json
 import math
 import re
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Required
 
-from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, differ
-from octetrl.system.errors import UserError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # which pydantic asks for before Python 3.12
+
+from octetrl.records import Completion, EarlierAnswer, FinishReason, Rollout, RolloutGroup, RolloutStatus
+from octetrl.system.errors import UserError, nearest_file, runs_in
+from octetrl.system.json_file import parse_json
 from octetrl.system.replaced_file import replaced_file
 from octetrl.system.text import ESCAPE
-from octetrl.telemetry.failures import Failures
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders of a run: of its steps, and of the held-out tasks
-SHARES = {
-    "rollout/truncated_share": RolloutStatus.TRUNCATED,
-    "rollout/unfinished_share": RolloutStatus.UNFINISHED,
-    "rollout/too_long_share": RolloutStatus.PROMPT_TOO_LONG,
-}
-
-
-def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Compute rewards (over rollouts with a reward), lengths in tokens, and counts of statuses other than success.
-
-    `reward/penalty` is the mean length penalty. `reward/mean` does not include it.
-    `reward/mean_error` is the standard error of the mean with groups as independent: siblings have a prompt in common.
-    `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
-    Rewards that differ by rounding alone are the same, and groups with a single reward do not count.
-    `SHARES` are shares of all rollouts, each of one status. `reward/component/*` are the parts of the rewards,
-    unweighted. `environment/*` are metrics of environments.
-    """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [reward for group in groups for reward in group.rewards]
-    lengths = [generated_tokens(rollout) for rollout in rollouts if rollout.turns]
-    metrics: dict[str, float] = {"rollout/count": len(rollouts), "reward/count": len(rewards)}
-    for status in RolloutStatus:
-        if status is not RolloutStatus.SCORED:
-            metrics[f"rollout/{status.value}"] = sum(rollout.status is status for rollout in rollouts)
-    metrics["rollout/failure_share"] = Failures.among(groups).share
-    if rollouts:
-        for share, status in SHARES.items():
-            metrics[share] = metrics[f"rollout/{status.value}"] / len(rollouts)
-    if rewards:
-        metrics["reward/mean"] = statistics.fmean(rewards)
-        metrics["reward/std"] = statistics.pstdev(rewards)
-        metrics["reward/penalty"] = statistics.fmean(one.penalty for group in groups for one in group.scored)
-        metrics |= equal_rewards("reward", groups) | _mean_error(groups, metrics["reward/mean"])
-    if lengths:
-        metrics["rollout/mean_length"] = statistics.fmean(lengths)
-        metrics["rollout/max_length"] = max(lengths)
-    metrics |= _means("reward/component", [rollout.components for rollout in rollouts])
-    return metrics | _means("environment", [rollout.metrics for rollout in rollouts])
-
-
-def _mean_error(groups: Sequence[RolloutGroup], mean: float) -> dict[str, float]:
-    """From the sums of each group's deviations; nothing of a single group."""
-    given = [group.rewards for group in groups if group.rewards]
-    if len(given) < 2:
-        return {}
-    squares = math.fsum(math.fsum(reward - mean for reward in rewards) ** 2 for rewards in given)
-    count = sum(map(len, given))
-    return {"reward/mean_error": math.sqrt(squares * len(given) / (len(given) - 1)) / count}
-
-
-def equal_rewards(family: str, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """`FAMILY/zero_variance_fraction`, if any group has two rewards."""
-    several = [group.rewards for group in groups if len(group.rewards) > 1]
-    if not several:
-        return {}
-    return {f"{family}/zero_variance_fraction": statistics.fmean(not differ(rewards) for rewards in several)}
-
-
-def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each name's values, over the rollouts that have it."""
-    names = dict.fromkeys(name for one in measured for name in one)
-    return {f"{family}/{name}": statistics.fmean(one[name] for one in measured if name in one) for name in names}
-
-
 OWN_NAME = re.compile(r"step_(?P<step>\d{6,})\.jsonl(?P<partial>\.partial)?")  # others are the user's
+MODEL = "model"
+
+# ---------------------------------------------------------------- writing
 
 
 class RolloutFiles:
@@ -147,10 +96,6 @@ def not_written(path: Path, error: OSError) -> UserError:
         f"can't write '{path}' ({error.strerror}): see that the folder is there and the disk works, then continue with"
         " --resume"
     )
-
-
-def generated_tokens(rollout: Rollout) -> int:
-    return sum(len(turn.completion.token_ids) for turn in rollout.turns)
 
 
 def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
@@ -205,3 +150,288 @@ def _version_begins(completions: Iterable[Completion]) -> list[tuple[int, int]]:
                 begins.append((first + token, version))
         first += len(completion.token_ids)
     return begins
+
+
+# ---------------------------------------------------------------- reading
+
+TokenId = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1: a server that gives no ids
+STRICT = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+@with_config(STRICT)
+class ReplyLine(TypedDict):
+    role: str
+    text: str
+
+
+@with_config(STRICT)
+class TurnLine(TypedDict, total=False):
+    prompt_token_ids: list[TokenId]
+    num_tokens: Required[int]
+    text: Required[str]
+    replies: list[ReplyLine]
+
+
+@with_config(STRICT)
+class RolloutLine(TypedDict, total=False):
+    """What the reader uses of a line."""
+
+    task_id: Required[str]
+    prompt: Required[str]
+    sibling: Required[int]
+    status: Required[str]
+    reward: Required[float | None]
+    text: Required[str]
+    answer: str | None
+    answered: str | None
+    detail: str | None
+    trace: str | None
+    prompt_token_ids: list[TokenId]
+    token_ids: list[TokenId]
+    logprobs: list[float]
+    trainer_logprobs: list[float]
+    policy_versions: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+    components: dict[str, float | None]
+    metrics: dict[str, float | None]
+    turns: list[TurnLine]
+
+
+_LINE = TypeAdapter(RolloutLine)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An interval that includes both ends."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Conditions on a rollout. It passes if all of them hold."""
+
+    steps: Interval = Interval()
+    rewards: Interval | None = None  # excludes rollouts without a reward
+    statuses: frozenset[RolloutStatus] = frozenset()  # empty: any
+    task: str = ""  # part of the task's id
+    text: str = ""  # part of the model's or the environment's text; case is ignored
+
+    def takes(self, row: SampledRow) -> bool:
+        in_rewards = self.rewards is None or (row.reward is not None and row.reward in self.rewards)
+        has_status = not self.statuses or row.status in self.statuses
+        said = not self.text or any(self.text.lower() in part.text.lower() for part in row.said)
+        return in_rewards and has_status and self.task in row.task_id and said
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """One message of a conversation."""
+
+    by: str  # model, or the environment's role: user, tool, environment
+    text: str
+    tokens: slice  # its part of the row's `token_ids`; empty for a message of the environment
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """One line of the file: one rollout."""
+
+    line: RolloutLine
+
+    @property
+    def task_id(self) -> str:
+        return self.line["task_id"]
+
+    @property
+    def status(self) -> str:
+        return self.line["status"]
+
+    @property
+    def reward(self) -> float | None:
+        return self.line["reward"]
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.line.get("token_ids", ())
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """The engine's log-probs of `token_ids`; empty if the file does not have one for each token."""
+        return self._one_a_token(self.line.get("logprobs", ()))
+
+    @property
+    def trainer_logprobs(self) -> Sequence[float]:
+        return self._one_a_token(self.line.get("trainer_logprobs", ()))
+
+    @property
+    def versions_text(self) -> str:
+        """Which policy versions sampled it from which token on. Empty if one has sampled all of it."""
+        begins = self.line.get("policy_versions", [])
+        later = [f"{version} from token {token}" for token, version in begins[1:]]
+        return ", ".join([f"policy version {begins[0][1]}", *later]) if later else ""
+
+    @property
+    def components(self) -> Mapping[str, float | None]:
+        return self.line.get("components", {})
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        return self.line.get("metrics", {})
+
+    @property
+    def said(self) -> list[Utterance]:
+        """The messages after the prompt, in order."""
+        parts = []
+        for turn, tokens in self._turns():
+            parts.append(Utterance(MODEL, turn["text"], tokens))
+            end = slice(tokens.stop, tokens.stop)
+            parts += [Utterance(reply["role"], reply["text"], end) for reply in turn.get("replies", ())]
+        return parts
+
+    @property
+    def answers(self) -> Iterator[EarlierAnswer]:
+        """What the model said in each turn, with the prompt that it had."""
+        for turn, tokens in self._turns():
+            if prompt := turn.get("prompt_token_ids"):
+                yield EarlierAnswer(tuple(prompt), array("i", self.token_ids[tokens]))
+
+    def _turns(self) -> Iterator[tuple[TurnLine, slice]]:
+        """Each turn and its part of `token_ids`. A rollout without replies is one turn, or none if nothing was
+        sampled."""
+        line, begin = self.line, 0
+        prompt, text = line.get("prompt_token_ids", []), line["text"]
+        whole: TurnLine = {"prompt_token_ids": prompt, "num_tokens": len(self.token_ids), "text": text}
+        for turn in line.get("turns") or ([whole] if text or self.token_ids else []):
+            end = begin + turn["num_tokens"]
+            yield turn, slice(begin, end)
+            begin = end
+
+    def _one_a_token(self, values: Sequence[float]) -> Sequence[float]:
+        return values if len(values) == len(self.token_ids) else ()
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """The siblings of one task in one step. `place` is the group's position in the step, from 0."""
+
+    step: int
+    place: int
+    rows: tuple[SampledRow, ...]
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        return [row.reward for row in self.rows if row.reward is not None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The groups to show. `found` groups passed the filter in `steps` steps; `groups` are some or all of them."""
+
+    groups: list[SampledGroup]
+    found: int
+    steps: int
+
+
+def select(run: str | Path, wanted: Filter, limit: int | None) -> Selection:
+    """Select at most `limit` groups (None: all) with a rollout that `wanted` accepts, in their order.
+
+    run: a run folder, its folder `rollouts`, or one of the files.
+    Raises UserError if there are no rollouts, or a line is invalid.
+    """
+    files = _files_of_steps(run, wanted)
+    places = [
+        (step, path, place)
+        for step, path in files
+        for place, group in enumerate(_groups(step, path))
+        if any(wanted.takes(row) for row in group.rows)
+    ]
+    found = len(places)
+    if limit is not None and found > limit:
+        places = [places[number * found // limit] for number in range(limit)]
+    groups = []
+    for step, path in files:
+        picked = {place for _, of, place in places if of == path}
+        if picked:
+            groups += [group for group in _groups(step, path) if group.place in picked]
+    return Selection(groups, found, len(files))
+
+
+def matching_rows(run: str | Path, wanted: Filter) -> Iterator[tuple[int, int, SampledRow]]:
+    """Yield (step, position of the group in the step, row) for each rollout that `wanted` accepts.
+
+    Raises UserError as `select` does."""
+    for step, path in _files_of_steps(run, wanted):
+        for group in _groups(step, path):
+            yield from ((step, group.place, row) for row in group.rows if wanted.takes(row))
+
+
+def _files_of_steps(run: str | Path, wanted: Filter) -> list[tuple[int, Path]]:
+    """The files of the wanted steps. Raises UserError if there is none, with the steps that exist."""
+    files = rollout_files(Path(run))
+    found = [(step, path) for step, path in files if step in wanted.steps]
+    if not found:
+        steps = [step for step, _ in files]
+        are_all = steps == list(range(steps[0], steps[-1] + 1))
+        have = f"{steps[0]} to {steps[-1]}" if are_all and len(steps) > 2 else ", ".join(map(str, steps))
+        raise UserError(f"--step: '{run}' has no rollouts of these steps; it has {have}")
+    return found
+
+
+def rollout_files(run: Path) -> list[tuple[int, Path]]:
+    """List (step, file) in the order of steps."""
+    if run.is_file():
+        paths = [run]
+    elif (run / "rollouts").is_dir():
+        paths = list((run / "rollouts").iterdir())
+    elif run.is_dir():
+        paths = list(run.iterdir())
+    else:
+        raise UserError(f"'{run}' does not exist; give a run folder{nearest_file(run)}")
+    names = [(OWN_NAME.fullmatch(path.name), path) for path in paths]
+    files = sorted((int(name["step"]), path) for name, path in names if name is not None and not name["partial"])
+    if not files:
+        raise UserError(
+            f"'{run}' has no rollouts (files step_NNNNNN.jsonl); give the folder of a run with at least one step and"
+            f" logging.rollouts: true{runs_in(run)}"
+        )
+    return files
+
+
+def _groups(step: int, path: Path) -> Iterator[SampledGroup]:
+    place, rows = 0, list[SampledRow]()
+    for row in _rows(path):
+        if rows and (row.line["sibling"] == 0 or row.task_id != rows[0].task_id):
+            yield SampledGroup(step, place, tuple(rows))
+            place, rows = place + 1, []
+        rows.append(row)
+    if rows:
+        yield SampledGroup(step, place, tuple(rows))
+
+
+def _rows(path: Path) -> Iterator[SampledRow]:
+    if not path.is_file():
+        raise UserError(f"{path}: this is no file; move it away")
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                yield SampledRow(_line(text, f"{path}, line {number}"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); give a file of rollouts") from error
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
+
+
+def _line(text: str, where: str) -> RolloutLine:
+    line: RolloutLine = parse_json(text, where, "the file was changed or cut off after the run wrote it")
+    try:
+        _LINE.validate_python(line)
+    except ValidationError as error:
+        keys = ", ".join(dict.fromkeys(str(one["loc"][0]) if one["loc"] else "the object" for one in error.errors()))
+        raise UserError(
+            f"{where}: not a rollout, {keys} is missing or has a wrong value; give a folder that a run wrote"
+        ) from None
+    return line

@@ -3,11 +3,12 @@ warnings to `warnings.jsonl`.
 
 `metrics.jsonl` has one JSON object per step, `{"step": 3, "loss": ..., ...}`, with sorted names. Floats are written so
 that reading gives the same bits. Values that are not finite are written as null. A line is on the disk when `write`
-returns, so write a step's line before its checkpoint.
+returns, so write a step's line before its checkpoint. `warnings.jsonl` has what the console warned of,
+`{"step": 3, "text": "..."}`, for the report. A run without warnings has no such file.
 
 On resume, lines after the checkpoint's step and an incomplete last line are removed, and those steps run again. The
-file then equals that of an uninterrupted run, except for times. The remaining lines must have every step from the
-first.
+files then equal those of an uninterrupted run, except for times. The remaining lines of `metrics.jsonl` must have every
+step from the first.
 
 wandb is an optional dependency. Only this module imports it.
 """
@@ -19,31 +20,29 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octetrl.records import Rollout, RolloutGroup
 from octetrl.system.errors import UserError
-from octetrl.system.text import counted, escaped
+from octetrl.system.replaced_file import replaced_file
+from octetrl.system.text import ESCAPE, counted, escaped
 from octetrl.telemetry.rollouts import not_written
-from octetrl.telemetry.step_lines import WARNINGS, StepLines
 
 if TYPE_CHECKING:
     from octetrl.config.schema import LoggingConfig
 
-METRICS_FILE = "metrics.jsonl"
-RUN_FILE = "run.json"  # which run the folder belongs to, and where it ran
+METRICS_FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
+RUN_FILE = "run.json"  # which run the folder belongs to, where it ran, and how it ended
+HISTORY_FILE = (
+    "history.jsonl"  # fields that a resumed run changed: {"step": 32, "field": "steps", "old": 30, "new": 40}
+)
 
 
-class Sink(Protocol):
-    """Receives the metrics of each step, in ascending order of steps."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+# ---------------------------------------------------------------- files with a JSON object a line
 
 
 class MetricsFile:
@@ -53,30 +52,18 @@ class MetricsFile:
         self.path = path
         if path.exists() or resumed_step:
             _truncate_after(path, resumed_step)
-        self._file = path.open("ab")
+        path.touch()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step and sync it to the disk. Raises UserError if it can't be written."""
         numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
-        line = json.dumps({"step": step, **numbers}, allow_nan=False).encode() + b"\n"
-        try:
-            self._file.write(line)
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise not_written(self.path, error) from error
-
-    def close(self) -> None:
-        with suppress(OSError):  # of a line that could not be written, of which `write` told
-            self._file.close()
+        _append(self.path, json.dumps({"step": step, **numbers}, allow_nan=False))
 
 
 def complete_line(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Add the line of a checkpoint's step where it is missing because the disk was full when it was to be written."""
     if metrics and path.exists() and last_step(path) == step - 1:
-        file = MetricsFile(path, step - 1)
-        file.write(step, metrics)
-        file.close()
+        MetricsFile(path, step - 1).write(step, metrics)
 
 
 def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
@@ -86,9 +73,7 @@ def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
     if not path.exists() and last:
         raise UserError(f"--resume: '{path}' is missing, but the run was at step {last}; restore the file")
     steps: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines() if last else [], start=1):
-        if len(steps) == last:
-            break
+    for number, line in enumerate(path.read_bytes().splitlines()[:last] if last else [], start=1):
         step = _step_of(line)
         if step is None:
             raise UserError(
@@ -96,9 +81,9 @@ def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
                 f" share a line on lines of their own, or remove the checkpoints after step {len(steps)} to resume"
                 " before them"
             )
-        if step != len(steps) + 1:
+        if step != number:
             raise UserError(
-                f"{path}, line {number}: step {step} instead of step {len(steps) + 1}; restore the missing lines to"
+                f"{path}, line {number}: step {step} instead of step {number}; restore the missing lines to"
                 f" resume, or start again in another output_dir"
             )
         steps.append(json.loads(line))
@@ -116,12 +101,34 @@ def last_step(path: Path) -> int:
     return max((_step_of(line) or 0 for line in lines), default=0)
 
 
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file that has one a line. Lines that are not one are left out."""
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):  # the latter: thousands of brackets
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
 def _step_of(line: bytes) -> int | None:
     try:
         step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):  # the last: of thousands of brackets
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return step if type(step) is int else None
+
+
+def _append(path: Path, line: str) -> None:
+    """Append a line and sync it to the disk. Raises UserError if it can't be written."""
+    try:
+        with path.open("a", encoding="utf-8", errors=ESCAPE) as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise not_written(path, error) from error
 
 
 def _truncate_after(path: Path, resumed_step: int) -> None:
@@ -135,6 +142,17 @@ def _truncate_after(path: Path, resumed_step: int) -> None:
             file.write(b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------- curves
+
+
+class Curves(Protocol):
+    """Receives the metrics of each step, in ascending order of steps."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -187,32 +205,55 @@ class Wandb:
         self._run.finish()
 
 
+def missing_wandb(config: LoggingConfig) -> Iterator[str]:
+    """The problem that the recipe asks for wandb and it is not installed. Imports nothing."""
+    known = sys.modules["wandb"] if "wandb" in sys.modules else find_spec("wandb")
+    if config.wandb_project and known is None:
+        yield (
+            f"logging.wandb_project: '{config.wandb_project}' needs wandb, which is not installed; pip install"
+            " 'octetrl[wandb]', or leave it out: logging.wandb_project=null"
+        )
+
+
+# ---------------------------------------------------------------- all of a run
+
+
 class Sinks:
-    """All sinks of a run, written and closed together. Use it as a context manager.
+    """All sinks of a run in `folder`. A context manager, which closes them.
 
-    `metrics.jsonl` is the run's record: without it the run ends. Other sinks that fail are a warning, the first time
-    and at the end with their number. warn: shows one."""
+    `metrics.jsonl` is the run's record: without it the run ends. Curves that can't be written are a warning, the first
+    time and at the end with their number. warn: shows one."""
 
-    def __init__(self, warnings: StepLines, *sinks: Sink, warn: Callable[[str], None] = print) -> None:
-        self._warnings, self._sinks, self._warn = warnings, sinks, warn
-        self._failures: Counter[str] = Counter()  # by the sink's name
+    def __init__(
+        self, folder: Path, resumed_step: int = 0, curves: Sequence[Curves] = (), warn: Callable[[str], None] = print
+    ) -> None:
+        self._metrics, self._warnings = MetricsFile(folder / METRICS_FILE, resumed_step), folder / WARNINGS
+        self._curves, self._warn = curves, warn
+        self._failures: Counter[str] = Counter()  # by the name of the curves
+        if self._warnings.is_file():
+            kept = [line for line in read_objects(self._warnings) if line.get("step", math.inf) <= resumed_step]
+            with replaced_file(self._warnings, errors=ESCAPE) as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raises UserError if `metrics.jsonl` can't be written."""
-        for sink in self._sinks:
-            if isinstance(sink, MetricsFile):
-                sink.write(step, metrics)
-            else:
-                self._try(sink, partial(sink.write, step, metrics))
+        self._metrics.write(step, metrics)
+        for curves in self._curves:
+            self._try(curves, partial(curves.write, step, metrics))
 
     def write_text(self, step: int, name: str, markdown: str) -> None:
         """Only TensorBoard shows texts."""
-        for sink in self._sinks:
-            if isinstance(sink, TensorBoard) and markdown:
-                self._try(sink, partial(sink.write_text, step, name, markdown))
+        for curves in self._curves:
+            if isinstance(curves, TensorBoard) and markdown:
+                self._try(curves, partial(curves.write_text, step, name, markdown))
 
-    def _try(self, sink: Sink, call: Callable[[], None]) -> None:
-        name = type(sink).__name__
+    def write_warnings(self, step: int, texts: Iterable[str]) -> None:
+        """What the console warned of until the end of this step, for the report."""
+        for text in texts:
+            _append(self._warnings, json.dumps({"step": step, "text": text}, ensure_ascii=False))
+
+    def _try(self, curves: Curves, call: Callable[[], None]) -> None:
+        name = type(curves).__name__
         try:
             call()
         except Exception as error:  # a library's, of a disk or a network
@@ -221,35 +262,14 @@ class Sinks:
                 self._warn(f"{name} can't be written ({reason}); the run goes on without, and tries again each step")
             self._failures[name] += 1
 
-    def write_warnings(self, step: int, texts: Iterable[str]) -> None:
-        """What the console warned of until the end of this step, for the report."""
-        for text in texts:
-            self._warnings.write(step, text=text)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            self._try(sink, sink.close)
-        for name, count in self._failures.items():
-            self._warn(f"{name}: {counted(count, 'write')} failed; metrics.jsonl has all steps")
-
     def __enter__(self) -> Sinks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def missing_wandb(config: LoggingConfig) -> Iterator[str]:
-    """Whether curves are asked for that need wandb, and it is not installed. Imports nothing."""
-    if config.wandb_project and not _has_wandb():
-        yield (
-            f"logging.wandb_project: '{config.wandb_project}' needs wandb, which is not installed; pip install"
-            " 'octetrl[wandb]', or leave it out: logging.wandb_project=null"
-        )
-
-
-def _has_wandb() -> bool:
-    return sys.modules["wandb"] is not None if "wandb" in sys.modules else find_spec("wandb") is not None
+        for curves in self._curves:
+            self._try(curves, curves.close)
+        for name, count in self._failures.items():
+            self._warn(f"{name}: {counted(count, 'write')} failed; metrics.jsonl has all steps")
 
 
 def open_sinks(
@@ -264,9 +284,49 @@ def open_sinks(
     Raises UserError before anything is written if wandb is needed and not installed; `refuse_early` says it before."""
     for problem in missing_wandb(config):
         raise UserError(problem)
-    begun = (folder / METRICS_FILE).exists()
-    wandb = Wandb(config.wandb_project, folder, recipe, begun=begun) if config.wandb_project else None
-    sinks: list[Sink] = [MetricsFile(folder / METRICS_FILE, resumed_step)]
+    curves: list[Curves] = []
+    if config.wandb_project:
+        curves.append(Wandb(config.wandb_project, folder, recipe, begun=(folder / METRICS_FILE).exists()))
     if config.tensorboard:
-        sinks.append(TensorBoard(folder, resumed_step, recipe))
-    return Sinks(StepLines(folder / WARNINGS, resumed_step), *sinks, *([wandb] if wandb else []), warn=warn)
+        curves.append(TensorBoard(folder, resumed_step, recipe))
+    return Sinks(folder, resumed_step, curves, warn)
+
+
+# ---------------------------------------------------------------- rollouts as text, for TensorBoard
+
+LETTERS = 2_000  # of a prompt or an answer; the middle of a longer one is left out
+
+
+def sample_texts(groups: Sequence[RolloutGroup]) -> str:
+    """The answers with the lowest, the middle and the highest reward, as Markdown with all texts as code. Empty if no
+    rollout has a reward."""
+    scored = [rollout for group in groups for rollout in group.scored]
+    scored.sort(key=lambda rollout: rollout.reward or 0.0)
+    if not scored:
+        return ""
+    places = dict.fromkeys((len(scored) - 1, len(scored) // 2, 0))  # each once
+    return "\n\n".join(_shown(scored[place]) for place in places)
+
+
+def _shown(rollout: Rollout) -> str:
+    size = counted(rollout.num_tokens, "token")
+    title = f"**reward {rollout.reward:.3f}**, {rollout.status.value}, {size}, task {rollout.task.id}"
+    said = "\n\n".join(f"{by}:\n\n{as_code(text)}" for by, text in said_in(rollout))
+    reference = "" if rollout.task.answer is None else f"\n\nreference answer:\n\n{as_code(rollout.task.answer)}"
+    return f"{title}\n\n{as_code(rollout.task.prompt)}\n\n{said}{reference}\n\n---"
+
+
+def said_in(rollout: Rollout) -> list[tuple[str, str]]:
+    """What was said after the prompt, in order: who (`answer`, or the role of a reply) and the text."""
+    said: list[tuple[str, str]] = []
+    for turn in rollout.turns:
+        said += [("answer", turn.completion.text), *((reply.role, reply.text) for reply in turn.replies)]
+    return said
+
+
+def as_code(text: str) -> str:
+    """Indented, so that nothing of it is read as Markdown."""
+    if len(text) > LETTERS:
+        half = LETTERS // 2
+        text = f"{text[:half]}\n[... {len(text) - LETTERS:,} letters ...]\n{text[-half:]}"
+    return "\n".join(f"    {line}" for line in escaped(text).splitlines() or [""])

@@ -14,9 +14,7 @@ from typing import Literal, NamedTuple
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.ranking import best_steps
 from octetrl.system.text import counted
-from octetrl.telemetry.look_limits import EQUAL_REWARDS_LIMIT, TRUNCATED_LIMIT, UNFINISHED_LIMIT
-from octetrl.telemetry.metrics import MISMATCH
-from octetrl.telemetry.staleness import stale_share
+from octetrl.telemetry.metrics import EQUAL_REWARDS_LIMIT, MISMATCH, TRUNCATED_LIMIT, UNFINISHED_LIMIT, stale_share
 
 Tone = Literal["plain", "good", "warn", "bad"]
 

@@ -7,11 +7,20 @@ from collections.abc import Iterator, Sequence
 
 from octetrl.system.text import counted, printable
 from octetrl.telemetry.charts import shown_number, sparkline
-from octetrl.telemetry.comparison import OF_PAIRS, differences, interval_text, uncompared
 from octetrl.telemetry.glossary import own_metrics
-from octetrl.telemetry.report_data import RunRecord, findings, raised_warnings, results
-from octetrl.telemetry.report_page import HEADLINES, TITLES
-from octetrl.telemetry.run_times import longest_first, overlap
+from octetrl.telemetry.report_data import (
+    OF_PAIRS,
+    RunRecord,
+    differences,
+    findings,
+    interval_text,
+    longest_first,
+    overlap,
+    raised_warnings,
+    results,
+    uncompared,
+)
+from octetrl.telemetry.report_page import HEADLINES
 from octetrl.telemetry.step_line import duration
 
 WIDTH = 98  # columns at most
@@ -31,16 +40,12 @@ def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[s
         for label, text in facts.items():
             yield from _fact(label, text, width)
         own = own_metrics(dict.fromkeys(name for row in run.rows for name in row))
-        for name, title in {**dict(zip(HEADLINES, HEADLINES, strict=True)), "kl": "kl", **own}.items():
+        for name, title in {**{name: name for name in (*HEADLINES, "kl")}, **own}.items():
             label = printable(title)[:LABEL]
             if values := run.values(name):
                 curve = sparkline(values, min(32, max(LEAST_CURVE, width - LABEL - 5 - VALUES)))
                 ends = f"{shown_number(values[0])} → {shown_number(values[-1])}"
-                yield (
-                    f"  {label:<{LABEL}} {curve:<{min(32, width)}}  {ends}"
-                    if width >= WIDTH
-                    else (f"  {label:<{LABEL}} {curve}  {ends}")
-                )
+                yield f"  {label:<{LABEL}} {curve:<{32 if width >= WIDTH else 0}}  {ends}"
         if parts := longest_first(run.rows):
             whole = sum(parts.values())
             shares = [f"{name} {spent / whole:.0%}" for name, spent in parts.items() if spent >= 0.01 * whole]
@@ -51,7 +56,7 @@ def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[s
             yield from _wrapped(f"  {line}", width, " " * 8)
     for line in uncompared(runs):
         yield from _wrapped(line, width, "  ")
-    compared = list(differences(runs, TITLES))
+    compared = list(differences(runs))
     for what, other, found in compared:
         line = f"{what}, {other.name} − {runs[0].name}: {found.mean:+.4g}, {interval_text(found, '95% interval ')}"
         yield from _wrapped(line, width, "  ")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from octetrl.cli.main import run_command
-from octetrl.telemetry.run_changes import read_objects
+from octetrl.telemetry.sinks import read_objects
 from tests.e2e.tiny_run import read_lines, recipe_tree
 
 SUMS = Path(__file__).with_name("sums.jsonl")

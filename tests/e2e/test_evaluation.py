@@ -13,7 +13,7 @@ from octetrl.cli.main import run_command
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import train
 from octetrl.system.errors import UserError
-from octetrl.telemetry.failures import FailureShareError
+from octetrl.telemetry.rollout_metrics import FailureShareError
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 
 DRAWING = {"environment.kind": "python", "environment.dataset": "tests.e2e.tiny_rewards:drawing_environment"}

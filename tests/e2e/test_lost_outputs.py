@@ -36,7 +36,7 @@ def test_a_step_whose_metrics_cannot_be_written_is_saved_and_resumed(
 
     def fails_at_2(self: MetricsFile, step: int, metrics: dict[str, float]) -> None:
         if step == 2:
-            self._file = open("/dev/full", "ab")  # noqa: SIM115
+            self.path = Path("/dev/full")
         write(self, step, metrics)
 
     with monkeypatch.context() as patched:

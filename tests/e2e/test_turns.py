@@ -11,7 +11,7 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.run.evaluate import evaluate_checkpoint
-from octetrl.telemetry.failures import FailureShareError
+from octetrl.telemetry.rollout_metrics import FailureShareError
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 
 TALK: dict[str, Any] = {

@@ -44,7 +44,7 @@ from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong
 from octetrl.telemetry.rollout_page import rollout_page
-from octetrl.telemetry.rollout_reader import Filter, select
+from octetrl.telemetry.rollouts import Filter, select
 from tests.fuzz.damage import DEEP, as_json, damaged, damaged_bytes, json_files, odd_values
 
 MORE = int(os.environ.get("OCTETRL_FUZZ", "0"))

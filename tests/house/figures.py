@@ -30,7 +30,7 @@ The second may stand anywhere in the paragraph. A page that is by hand throughou
 each cell is a number and some have a fraction.
 
 **A dirty tree.** A result whose package or benchmark scripts are not those of its commit
-(octetrl/telemetry/source_digest.py), or whose commit says `-dirty`, has a † in the first cell of its row, or in its
+(octetrl/telemetry/provenance.py), or whose commit says `-dirty`, has a † in the first cell of its row, or in its
 paragraph; clean ones have none. A row with a field `dirty` says it of itself: that of a study's arm, whose runs may be
 of other commits than those of the other arms.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.telemetry.source_digest import LAB, SCRIPTS, digest_of_commit
+from octetrl.telemetry.provenance import LAB, SCRIPTS, digest_of_commit
 from tests.house.figures import NUMBER, check_paragraph, check_table, is_dirty, measured_rows
 from tests.house.markdown import Table, paragraphs, tables
 from tests.house.tree import LAB_PAGES, REPO

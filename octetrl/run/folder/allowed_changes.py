@@ -22,7 +22,7 @@ from typing import Any
 
 from octetrl.config.schema import Recipe
 from octetrl.system.errors import UserError
-from octetrl.telemetry.run_changes import HISTORY_FILE, read_objects
+from octetrl.telemetry.sinks import HISTORY_FILE, read_objects
 
 MAY_CHANGE = (
     *("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse", "failures"),

@@ -8,9 +8,8 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
 from octetrl.records import RolloutGroup
-from octetrl.telemetry.environment_metrics import by_environment, environment_metrics
-from octetrl.telemetry.failures import Failures
-from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, RolloutFiles, rollout_metrics
+from octetrl.telemetry.rollout_metrics import Failures, by_environment, environment_metrics, rollout_metrics
+from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, RolloutFiles
 
 
 class Journal:

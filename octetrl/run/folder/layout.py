@@ -20,9 +20,7 @@ from pathlib import Path
 from octetrl.run.folder.lock import LOCK, foreign, process_of
 from octetrl.system.errors import UserError
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
-from octetrl.telemetry.run_changes import HISTORY_FILE
-from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE
-from octetrl.telemetry.step_lines import WARNINGS
+from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, RUN_FILE, WARNINGS
 from octetrl.workers.many.status import STATUS_FILE
 
 RECIPE_FILE = "config.yaml"

@@ -28,7 +28,7 @@ from octetrl.run.folder.layout import CHECKPOINTS, RECIPE_FILE, refuse_records, 
 from octetrl.run.folder.lock import FolderLock, foreign
 from octetrl.system.errors import UserError
 from octetrl.system.replaced_file import replaced_file
-from octetrl.telemetry.bench_record import where_it_runs
+from octetrl.telemetry.provenance import where_it_runs
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.trainer import checkpoint

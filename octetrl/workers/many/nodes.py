@@ -17,7 +17,7 @@ import torch
 from octetrl.config.algorithm import DistillConfig, OwnObjectiveConfig
 from octetrl.config.schema import Recipe
 from octetrl.system.errors import UserError
-from octetrl.telemetry.source_digest import source_digest
+from octetrl.telemetry.provenance import source_digest
 from octetrl.version import __version__
 from octetrl.workers.many.team import Team
 

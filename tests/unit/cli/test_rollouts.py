@@ -14,7 +14,7 @@ from rich.console import Console
 from octetrl.cli.main import run_command
 from octetrl.cli.rollouts import RolloutsView, clean
 from octetrl.run.tiny_model import save_tokenizer
-from octetrl.telemetry.rollout_reader import Filter, select
+from octetrl.telemetry.rollouts import Filter, select
 from tests.unit.telemetry.sampled_rows import EVIL, Letters, write_run
 
 Capture = pytest.CaptureFixture[str]

@@ -42,7 +42,6 @@ from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.sinks import Sinks
-from octetrl.telemetry.step_lines import StepLines
 from octetrl.workers.many.hosted_session import _Adopt
 from octetrl.workers.many.transfer import _beside, weight_tensors
 from tests.e2e.test_evaluation import DRAWING
@@ -212,7 +211,7 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
         lines = [one.metrics for one in results]
         state = random_state()
         monkeypatch.setattr("octetrl.run.loop.generators_put_back", None)  # the other thread may draw
-        _write_samples(run, 1, results[-1], Sinks(StepLines(tmp_path / "warnings.jsonl")))
+        _write_samples(run, 1, results[-1], Sinks(tmp_path))
         assert results[-1].groups and results[-1].evaluated and random_state() == state, (
             "tasks of the user's are read no more"
         )

@@ -20,8 +20,7 @@ from octetrl.run.report import leave_report
 from octetrl.system.text import escaped, to_utf8
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.rollout_page import write_page
-from octetrl.telemetry.rollout_reader import Filter, select
-from octetrl.telemetry.rollouts import RolloutFiles
+from octetrl.telemetry.rollouts import Filter, RolloutFiles, select
 from octetrl.telemetry.sinks import MetricsFile, TensorBoard
 from octetrl.trainer import checkpoint
 
@@ -86,9 +85,7 @@ def test_console_metrics_and_checkpoints(tmp_path: Path) -> None:
     for stream in (out, err):
         stream.flush()
         assert b"\\ud800" in stream.buffer.getvalue()  # type: ignore[attr-defined]
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.write(1, {f"reward/component/{HALF}": 1.0})
-    metrics.close()
+    MetricsFile(tmp_path / "metrics.jsonl").write(1, {f"reward/component/{HALF}": 1.0})
     board = TensorBoard(tmp_path)
     board.write(1, {f"reward/component/{HALF}": 1.0})
     board.close()

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.telemetry.comparison import OF_PAIRS, changed_tasks
-from octetrl.telemetry.report_data import RunRecord
+from octetrl.telemetry.report_data import OF_PAIRS, RunRecord, changed_tasks
 from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.terminal_report import terminal_report
 
@@ -61,19 +60,8 @@ def test_rewards_of_other_tasks_are_not() -> None:
         ({"environment": {**TASKS, "reward": "mine:score"}}, "environment.reward"),
         ({"environment": {**TASKS, "parameters": {"max_terms": 9}}}, "environment.parameters"),
         ({"environment": TASKS, "evaluation": {"right_from": 0.5}}, "evaluation.right_from"),
-        ({"environment": {**TASKS, "of_another_version": 1}}, "environment.of_another_version"),
         ({"environment": {}, "environments": {"sums": TASKS}}, "environments.sums.kind"),
     ],
 )
 def test_whatever_defines_tasks_or_score_counts(changes: dict[str, object], field: str) -> None:
     assert field in changed_tasks(run_of("one", environment=TASKS), run_of("two", **changes))
-
-
-def test_defaults_and_unknown_recipes_are_no_difference() -> None:
-    one = run_of("one", environment=TASKS)
-    assert changed_tasks(one, run_of("two", environment={**TASKS, "prompt_template": "{prompt}"})) == []
-    assert changed_tasks(one, run_of("two")) == [], "its recipe is missing or damaged"
-    mixed = {"sums": {**TASKS, "weight": 2.0}}
-    assert changed_tasks(run_of("two", environments=mixed), run_of("two", environments={"sums": TASKS})) == [
-        "environments.sums.weight"
-    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
-from octetrl.telemetry.failures import Failures, FailureShareError
+from octetrl.telemetry.rollout_metrics import Failures, FailureShareError
 
 TURN = Turn((1,), Completion((2, 3), (-0.1, -0.2), "I say 7", FinishReason.STOP, 0, "digest"))
 

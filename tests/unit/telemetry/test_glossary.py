@@ -11,8 +11,7 @@ from octetrl.cli.main import run_command
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.records import METRIC_NAME as NAME
 from octetrl.telemetry.glossary import METRICS, explained, page
-from octetrl.telemetry.look_limits import TRUNCATED_LIMIT
-from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.metrics import MISMATCH, TRUNCATED_LIMIT
 from octetrl.telemetry.step_line import StepLine
 from tests.house.tree import python_files, syntax
 

@@ -12,21 +12,24 @@ from typing import Any
 
 import pytest
 
+from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import LoggingConfig
+from octetrl.run.folder.allowed_changes import changes_between, record_changes
 from octetrl.system.errors import UserError
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
-from octetrl.telemetry.comparison import held_out_difference, paired_difference
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
 from octetrl.telemetry.report_data import (
+    PHASES,
     RunRecord,
     findings,
+    held_out_difference,
+    paired_difference,
     raised_warnings,
     read_run,
     steps_above,
 )
 from octetrl.telemetry.report_page import _TONES, mismatch_by_age, report_page
-from octetrl.telemetry.run_times import PHASES
-from octetrl.telemetry.sinks import open_sinks
+from octetrl.telemetry.sinks import HISTORY_FILE, open_sinks
 from octetrl.telemetry.terminal_report import terminal_report
 from tests.unit.telemetry.sampled_rows import line as rollout_line
 from tests.unit.telemetry.sampled_rows import write_run
@@ -111,12 +114,6 @@ def test_what_never_changed_is_a_line_of_a_table(tmp_path: Path) -> None:
     assert "<h3>learning rate</h3>" in curves and "<td>log-probs equal</td><td>1</td>" in constant, "they differ"
 
 
-def test_what_only_one_run_has_and_never_changed_makes_no_chart(tmp_path: Path) -> None:
-    runs = [read_run(make_run(tmp_path / "one")), read_run(make_run(tmp_path / "two", kl=0.25))]
-    page = page_of(runs)
-    assert "<h3>KL from the reference</h3>" not in page and "<td>KL from the reference</td><td>0.25</td>" in page
-
-
 def test_a_mismatch_of_stale_tokens_is_not_called_a_fault_of_engine_and_trainer(tmp_path: Path) -> None:
     (line,) = findings(read_run(make_run(tmp_path / "apart", **{MISMATCH: 1.2})))
     assert line.startswith("engine and trainer disagree by more than 3%")
@@ -157,7 +154,6 @@ def test_workers_and_roles_are_part_of_what_ran(tmp_path: Path) -> None:
     assert shown("cluster: {gpus: 2, workers_per_gpu: 2}") == {"workers": "4 on 2 GPUs"}
     roles = shown("cluster: {trainer_cpus: 1, engine_cpus: 2, max_staleness: 1, cpus: null}")
     assert roles == {"workers": "3 CPU processes", "roles": "trainer_cpus 1, engine_cpus 2", "max_staleness": "1"}
-    assert shown("cluster: {of_another_version: 1}") == {}
 
 
 def test_clamped_values_are_a_finding_above_the_share_that_warns(tmp_path: Path) -> None:
@@ -278,7 +274,7 @@ def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_p
         "<td>machine</td>" not in bare and "<td>linears by layer</td>" not in bare and "Warnings of the run" not in bare
     )
     where = {"run": "ab", "commit": "c0ffee1", "machine": "NVIDIA H200", "versions": {"torch": "2.11", "triton": "3.6"}}
-    where |= {"linears": [["0", "BF16"], ["1 to 7", "FP8"], "damaged"], "weights_in_flight": "recompute_cache"}
+    where |= {"linears": [["0", "BF16"], ["1 to 7", "FP8"]], "weights_in_flight": "recompute_cache"}
     (folder / "run.json").write_text(json.dumps(where))
     with open_sinks(folder, LoggingConfig(tensorboard=False), {}, resumed_step=12) as sinks:
         sinks.write_warnings(2, [f"0.{number}% of <K> were clamped; raise it" for number in (11, 2)])
@@ -386,7 +382,22 @@ def test_damaged_lines_of_metrics_are_counted(tmp_path: Path) -> None:
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
     assert findings(run)[0] == "3 lines of metrics.jsonl can't be read; their steps are missing here"
     assert "3 lines of metrics.jsonl can&#x27;t be read" in page_of([run])
-    assert read_run(make_run(tmp_path / "whole", steps=3)).left_out == []
+
+
+def test_settings_that_a_resumed_run_changed_are_on_its_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    tree = {"model": {"path": "m"}, "environment": {"dataset": "chain_sum"}, "steps": 30}
+    before = recipe_from_mapping(tree | {"trainer": {"optimizer": {"lr": 0.005}}}).model_dump()
+    after = recipe_from_mapping(tree | {"trainer": {"optimizer": {"lr": 1e-6}}}).model_dump()
+    record_changes(run, 32, changes_between(before, after))
+    with (run / HISTORY_FILE).open("a") as file:
+        file.write('{"step": 35, "field": "wandb\\u001b[31m<b>", "old": null, "new": "y"}\n')
+    page = page_of([read_run(run)])
+    changes = (
+        "trainer.optimizer.lr: 0.005 until step 32, then 1e-06",
+        "wandb\\x1b[31m&lt;b&gt;: None until step 35, then y",
+    )
+    assert f"<td>changed</td><td>{'; '.join(changes)}</td>" in page
 
 
 def test_a_runs_recipe_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -7,16 +7,14 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from octetrl.system.errors import RunFailed, Terminated, UserError
 from octetrl.telemetry.ending import Ending, ending_of, read_ending, reopen, write_ending
 from octetrl.telemetry.metrics import MISMATCH
-from octetrl.telemetry.report_data import findings, read_run, results
+from octetrl.telemetry.report_data import longest_first, overlap, read_run, results
 from octetrl.telemetry.report_page import mismatch_by_age, report_page
-from octetrl.telemetry.run_times import longest_first, overlap
 from octetrl.telemetry.terminal_report import terminal_report
 from tests.unit.telemetry.test_report import make_run
 
@@ -68,16 +66,6 @@ def test_stale_tokens_are_named_as_the_cause_and_have_an_age(tmp_path: Path) -> 
         file.write("cluster: {cpus: 2}\n")
     command = "config.yaml --attribute cluster.cpus=null cluster.device=cpu names the tensors"
     assert command in report_page([read_run(apart.folder)]), "several workers are refused"
-
-
-def test_ages_whose_tokens_add_up_to_0_are_left_out(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "run", steps=2, **STALE))
-    for row, tokens in zip(run.rows, (5, -5), strict=True):
-        assert isinstance(row, dict)
-        row["mismatch/tokens"] = tokens
-    assert mismatch_by_age(run) == [(1, 5, 0.25, 0.5)]
-    run.rows[0]["mismatch/tokens"] = 0  # type: ignore[index]
-    assert mismatch_by_age(run) == []
 
 
 def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
@@ -136,72 +124,6 @@ def test_an_error_without_words_is_named_by_its_place(monkeypatch: pytest.Monkey
     assert re.fullmatch(rf"failed: ValueError without a message in {here}, line \d+", ending(raises))
     assert ending(prints_to_a_closed_pipe) == "stopped: its output was closed, as by `| head`"
     assert ending_of(AssertionError()).text == "failed: AssertionError without a message"
-
-
-DAMAGED: tuple[dict[str, Any], ...] = (
-    *({"time/step": float("nan")}, {"time/step": 1e308}, {"time/step": -5.0}, {"time/rollout": float("nan")}),
-    *({"loss": 10**400}, {"reward/mean": -1e308}, {"kl": True}, {"kl": "x"}, {"mismatch/gen_kl": float("inf")}),
-    {"mismatch/age_1/tokens": float("nan"), "mismatch/age_1/gen_kl": 0.0, "mismatch/age_1/max_abs_diff": 0.0},
-    {"mismatch/age_1/tokens": float("inf"), "mismatch/age_1/gen_kl": 0.0, "mismatch/age_1/max_abs_diff": 0.0},
-    {"mismatch/age_1/tokens": -50, "mismatch/age_1/gen_kl": 0.0, "mismatch/age_1/max_abs_diff": 0.0},
-)
-
-
-@pytest.mark.parametrize("values", DAMAGED, ids=str)
-def test_damaged_values_are_left_out_and_counted(values: dict[str, Any], tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=3)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 4, "time/step": 36.0, "reward/mean": 0.5, **values}) + "\n")
-    run = read_run(folder)
-    assert findings(run) == [
-        "1 value of metrics.jsonl can't be used (not a finite number, or a negative time or count); left out here"
-    ]
-    assert report_page([run]) and list(terminal_report([run, run]))
-    assert run.hours[-1] <= 4 * 36 / 3600
-
-
-@pytest.mark.parametrize("step", [10**400, -1, True, 1.5])
-def test_a_step_without_a_number_is_a_damaged_line(step: object, tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=3)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "time/step": 36.0}) + "\n")
-    (folder / "warnings.jsonl").write_text(json.dumps({"step": step, "text": "x"}) + "\n")
-    run = read_run(folder)
-    assert run.unread == 1 and len(run.rows) == 3 and not run.warnings
-
-
-@pytest.mark.parametrize(
-    ("recipe", "lost"),
-    [
-        ("fp8: 3", "fp8"),
-        ("environments: {a: {weight: x}}", "environments.a.weight"),
-        ("environments: {a: 3}", "environments.a"),
-        ("environments: {a: {}, b: {weight: .nan}}", ""),
-        ("algorithm: {batch_size: 3}\ndata: {sources: 3}", "data.sources"),
-        ("algorithm: {batch_size: 3}\ndata: 3", "data"),
-        ("fp8: {kv_cache: [a], kv_cache_tensors: 3, saturation_warn: x}", "fp8.saturation_warn"),
-        ("mismatch: {warn_above: x}", "mismatch.warn_above"),
-        (f"mismatch: {{warn_above: {'9' * 400}}}", ""),
-        ("- 3", ""),
-        ("cluster: [1]", "cluster"),
-        ("trainer: {optimizer: 3}", "trainer.optimizer"),
-    ],
-)
-def test_damaged_fields_of_a_recipe_are_left_out_and_named(recipe: str, lost: str, tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=3, **{"fp8/kv_saturation": 0.1, MISMATCH: 1.0})
-    (folder / "config.yaml").write_text(recipe + "\n")
-    run = read_run(folder)
-    (line,) = (one for one in findings(run) if one.startswith("config.yaml"))
-    assert lost in line if lost else line.startswith("config.yaml can't be read")
-    assert report_page([run, run]) and list(terminal_report([run]))
-
-
-def test_steps_out_of_order_are_one_remark(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=3)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps({"step": step, "time/step": 1.0}) + "\n" for step in (3, 2, 2, 4)))
-    (remark,) = findings(read_run(folder))
-    assert remark.startswith("metrics.jsonl: steps are repeated or out of order (first: step 3 repeats)")
 
 
 def test_a_file_is_no_run_and_not_its_own_nearest_name(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from octetrl.records import RolloutStatus
 from octetrl.system.text import visible
-from octetrl.telemetry.rollout_page import rollout_page, write_page
-from octetrl.telemetry.rollout_reader import Filter, Interval, select
-from octetrl.telemetry.token_pieces import token_pieces
+from octetrl.telemetry.rollout_page import rollout_page, token_pieces, write_page
+from octetrl.telemetry.rollouts import Filter, Interval, select
 from tests.byte_fallback import FIRST_BYTE, byte_fallback, id_of
 from tests.unit.telemetry.sampled_rows import EVIL, Letters, line, write_run
 

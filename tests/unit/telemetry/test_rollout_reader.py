@@ -9,7 +9,7 @@ import pytest
 
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError
-from octetrl.telemetry.rollout_reader import Filter, Interval, matching_rows, select
+from octetrl.telemetry.rollouts import Filter, Interval, matching_rows, select
 from tests.unit.telemetry.sampled_rows import line, write_run
 
 
@@ -94,15 +94,13 @@ def _damaged(**changes: object) -> bytes:
     ("content", "says"),
     [
         (b"{\n", "step_000002.jsonl, line 1: not JSON"),
-        (b"[1]\n", "line 1: not a rollout, task_id, prompt"),
+        (b"[1]\n", "line 1: not a rollout"),
         (b'{"task_id": "a"}\n', "not a rollout, prompt, sibling, status, reward, text is missing"),
         (b"\xff\n", "not UTF-8 text"),
-        *((_damaged(reward=value), "line 1: 'reward' has a wrong value") for value in ("x", [1], {})),
-        (_damaged(token_ids=7), "line 1: 'token_ids' has a wrong value"),
-        *(
-            (_damaged(policy_versions=value), "'policy_versions' has a wrong value")
-            for value in (3, [3], [[1]], [["a", 1]])
-        ),
+        *((_damaged(reward=value), "line 1: not a rollout, reward is") for value in ("x", {}, float("nan"))),
+        *((_damaged(token_ids=value), "line 1: not a rollout, token_ids is") for value in (7, [1 << 31], [0.5])),
+        *((_damaged(policy_versions=value), "policy_versions is") for value in ([3], [[1]], [["a", 1]])),
+        (_damaged(turns=[{"num_tokens": 1}]), "turns is"),
     ],
 )
 def test_what_no_run_wrote_is_refused(content: bytes, says: str, run: Path) -> None:

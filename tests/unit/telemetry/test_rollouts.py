@@ -9,8 +9,8 @@ import pytest
 
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.system.errors import UserError
-from octetrl.telemetry.environment_metrics import environment_metrics
-from octetrl.telemetry.rollouts import RolloutFiles, rollout_metrics
+from octetrl.telemetry.rollout_metrics import environment_metrics, rollout_metrics
+from octetrl.telemetry.rollouts import RolloutFiles
 
 TASK = Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
 

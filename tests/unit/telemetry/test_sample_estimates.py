@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.telemetry import intervals, sample_estimates
+from octetrl.telemetry import sample_estimates
 from octetrl.telemetry.sample_estimates import Vote, estimate_mean, majority_at_k, pass_at_k, reward_range
 
 
@@ -87,7 +87,7 @@ def test_intervals_hold_the_true_mean_as_often_as_they_say(
     kind: str, tasks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 400 simulations, whose error is 0.011. A percentile bootstrap holds it in 0.4 to 0.9 of them."""
-    monkeypatch.setattr(intervals, "RESAMPLES", 1_000)
+    monkeypatch.setattr(sample_estimates, "RESAMPLES", 1_000)
     mean, within, draw = KINDS[kind]
     chance, held = numpy.random.default_rng(tasks), 0
     for seed in range(400):
@@ -148,7 +148,7 @@ def test_intervals_follow_from_the_seed_and_not_from_pieces(monkeypatch: pytest.
         assert first == estimate_mean(values, 3, (0.0, 1.0))
         assert first != estimate_mean(values, 4, (0.0, 1.0))
     first = estimate_mean(spread, 3)
-    monkeypatch.setattr(intervals, "_DRAWN_AT_ONCE", 30_000)
+    monkeypatch.setattr(sample_estimates, "_DRAWN_AT_ONCE", 30_000)
     assert estimate_mean(spread, 3) == first
 
 
@@ -168,3 +168,21 @@ def test_equal_values_leave_room_for_what_was_not_seen(tasks: int) -> None:
     assert half is not None and half.low == pytest.approx(0.5 * 0.025 ** (1 / tasks), rel=0.1)
     plain = estimate_mean([1.0] * tasks, 0)
     assert plain is not None and plain.low == plain.high == 1.0, "of values with an unknown range"
+
+
+def test_an_interval_of_eight_values_covers_the_mean() -> None:
+    draws = numpy.random.default_rng(1).normal(0.3, 2.0, size=(600, 8))
+    ends = [sample_estimates.studentised(one) for one in draws]
+    covered = sum(one[0] <= 0.3 <= one[1] for one in ends if one is not None) / len(ends)
+    assert covered == pytest.approx(sample_estimates.LEVEL, abs=0.025)
+    assert sample_estimates.studentised(draws[0, :3]) is None
+
+
+def test_counted_resamples_are_what_many_drawn_ones_tend_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, weights = sample_estimates._all_resamples(8)
+    assert len(times) == 6435 and (times.sum(axis=1) == 8).all() and weights.sum() == pytest.approx(1.0)
+    values = numpy.random.default_rng(3).normal(0.3, 2.0, size=8)
+    exact = sample_estimates.studentised(values)
+    monkeypatch.setattr(sample_estimates, "MOST_EXACT", 4)
+    monkeypatch.setattr(sample_estimates, "RESAMPLES", 200_000)
+    assert sample_estimates.studentised(values, seed=1) == pytest.approx(exact, abs=0.05)

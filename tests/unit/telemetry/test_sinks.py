@@ -10,15 +10,13 @@ import pytest
 from octetrl.config.schema import LoggingConfig
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.system.errors import UserError
-from octetrl.telemetry.sample_texts import as_code, said_in, sample_texts
-from octetrl.telemetry.sinks import MetricsFile, TensorBoard, open_sinks
+from octetrl.telemetry.sinks import MetricsFile, TensorBoard, as_code, open_sinks, said_in, sample_texts
 
 
 def write(path: Path, steps: range, resumed_step: int = 0) -> None:
     file = MetricsFile(path, resumed_step)
     for step in steps:
         file.write(step, {"reward/mean": step / 3, "loss": -step * 1e-7})
-    file.close()
 
 
 def test_lines_read_back_to_the_same_numbers(tmp_path: Path) -> None:
@@ -42,9 +40,7 @@ def test_a_killed_and_resumed_file_equals_a_never_killed_one(tmp_path: Path) -> 
 def test_non_finite_numbers_are_null_and_a_new_run_starts_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
-    file = MetricsFile(path)
-    file.write(1, {"loss": math.nan})
-    file.close()
+    MetricsFile(path).write(1, {"loss": math.nan})
     assert path.read_text() == '{"step": 1, "loss": null}\n'
 
 

@@ -12,7 +12,7 @@ import pytest
 from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.schema import ModelConfig, Recipe
 from octetrl.system.errors import UserError
-from octetrl.telemetry.source_digest import source_digest
+from octetrl.telemetry.provenance import source_digest
 from octetrl.workers.many.nodes import Sight, check_nodes, look
 
 

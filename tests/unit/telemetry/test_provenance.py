@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.telemetry.bench_record import write_result
-from octetrl.telemetry.source_digest import DIGITS, LAB, SCRIPTS, digest_of_commit, main, source_digest
+from octetrl.telemetry import provenance
+from octetrl.telemetry.provenance import DIGITS, LAB, SCRIPTS, digest_of_commit, main, source_digest, write_result
+from tests.house.tree import REPO
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -98,3 +99,26 @@ def test_this_checkout_has_the_digest_of_its_commit(tmp_path: Path) -> None:
     followed = tmp_path / "followed"
     shutil.copytree(clone / "octetrl", followed)  # a copy that follows the link to the recipes
     assert (followed / "recipes").is_dir() and source_digest(followed) == digest
+
+
+def test_an_installed_package_has_the_commit_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout, built = tmp_path / "checkout", tmp_path / "built"
+    (checkout / "octetrl").mkdir(parents=True)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        (checkout / name).write_bytes((REPO / name).read_bytes())
+    (checkout / "octetrl" / "__init__.py").write_text("")
+    (checkout / "octetrl" / "version.py").write_bytes((REPO / "octetrl" / "version.py").read_bytes())
+    git(checkout, "init", "-q")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "first")
+    build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib"]
+    subprocess.run([*build, str(built)], cwd=checkout, check=True, capture_output=True)
+    commit = git(checkout, "describe", "--always")
+    for root in (checkout, built):
+        monkeypatch.setattr(provenance, "ROOT", root)
+        provenance._commit.cache_clear()
+        assert provenance._commit() == commit, root
+    (built / "octetrl" / "commit.txt").unlink()
+    provenance._commit.cache_clear()
+    assert provenance._commit() in ("unknown", provenance.version("octetrl"))
+    provenance._commit.cache_clear()
