@@ -48,8 +48,7 @@ def _print(line: str) -> None:
 
 def _ending(folder: Path) -> Iterator[str] | None:
     """How the run ended, from run.json. None: run.json has no ending, so the run is live or was killed."""
-    from octetrl.telemetry.ending import FINISHED, read_ending
-    from octetrl.telemetry.report_data import read_where
+    from octetrl.telemetry.ending import FINISHED, read_ending, read_where
 
     ending = read_ending(read_where(folder))
     if ending is None:
@@ -143,7 +142,8 @@ def _in_flight(folder: Path) -> Iterator[str]:
     """What becomes of the KV cache of unfinished answers if weights change in flight, also where the recipe asks for
     something else."""
     from octetrl.config.in_words import CACHE_OF_ANSWERS
-    from octetrl.telemetry.report_data import read_recipe, read_where
+    from octetrl.telemetry.ending import read_where
+    from octetrl.telemetry.report_data import read_recipe
 
     in_force = read_where(folder).get("weights_in_flight")
     said = CACHE_OF_ANSWERS.get(in_force) if isinstance(in_force, str) else None

@@ -36,9 +36,8 @@ from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.state import Run, StepResult
 from octetrl.system.errors import UserError
 from octetrl.system.sigterm import terminable
-from octetrl.telemetry.console import Console
+from octetrl.telemetry.console import Console, keeps_writing
 from octetrl.telemetry.ending import ending_of, reopen, write_ending
-from octetrl.telemetry.lost_terminal import keeps_writing
 from octetrl.telemetry.metrics import StepMetrics, slowest_workers
 from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, sample_texts, steps_until

@@ -16,28 +16,36 @@ heartbeat.
 
 The time left of a phase is that of the same phase in the step before; in the first step it follows from what is done.
 Of a rollout at least the share of its tokens is done that were sampled of all that it may have.
+
+**A lost terminal.** A run goes on when its terminal is closed or the reader of its output ends. Within `keeps_writing`
+SIGHUP is ignored, as by nohup, also in processes that the run starts. The first write that finds no reader opens
+`console.log` in the run's folder and makes it stdout or stderr, so everything that follows goes there, too.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import statistics
+import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal, TextIO, cast
+from pathlib import Path
+from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.system.text import escaped, printable
 from octetrl.telemetry.glossary import own_metrics
-from octetrl.telemetry.lost_terminal import Screen
 from octetrl.telemetry.metrics import BETWEEN_STEPS
 from octetrl.telemetry.step_line import (
     WIDTH,
@@ -54,28 +62,12 @@ from octetrl.telemetry.step_line import (
 Mode = Literal["auto", "plain", "quiet"]
 
 HEARTBEAT_SECONDS = 60.0
-FRAMES_PER_SECOND = 4.0
+FRAMES = 4.0  # a second
 STYLES: dict[Tone, str] = {"plain": "", "good": "green", "warn": "yellow", "bad": "bold red"}
 AFTER = {"rollout": "rewards"}  # what a step does between two phases
 MOST_WORKERS = 8  # with a line each
 
 _on_screen: list[Console] = []  # with phases at the bottom of the terminal
-
-
-class PhaseProgress:
-    """A callback that shows a phase's progress."""
-
-    def __init__(self, phase: Phase) -> None:
-        self._phase = phase
-
-    def __call__(
-        self, done: int, total: int | None = None, tokens: int | None = None, most_tokens: int | None = None
-    ) -> None:
-        """Show progress: `done` of `total` units of work (answers, micro-batches).
-
-        tokens: number of tokens since the phase began. most_tokens: as many as it may have."""
-        phase = self._phase
-        phase.done, phase.total, phase.tokens, phase.most_tokens = done, total, tokens, most_tokens
 
 
 class Console:
@@ -105,7 +97,7 @@ class Console:
         self._took: dict[str, float] = {}  # seconds of each phase, the last time
         self._between: Phase | None = None  # what runs between two phases
         self._line = StepLine(total_steps, mismatch_limit)
-        self._times = StepTimes()
+        self._seconds: list[float] = []  # of each step
         self._evaluations: dict[int, float] = {}  # accuracy by step
         self._step: int | None = None  # that runs now
         self._step_began = 0.0
@@ -131,27 +123,26 @@ class Console:
             self._step = None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[PhaseProgress]:
-        """Show the phase while the block runs: `with console.phase("rollout") as progress: ...`.
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Show the phase while the block runs: `with console.phase("rollout") as show: show(done, total)`.
 
         A phase within another one of this thread shows its progress as the outer one's."""
         thread = threading.get_ident()
         outer = self._phases.get(thread)
         if outer is not None or self._quiet:
-            yield PhaseProgress(outer or Phase(name))
+            yield outer or Phase(name)
             return
         phase = Phase(name, self._took.get(name))
         with self._shown():
             with self._lock:
                 self._phases[thread] = phase
             try:
-                yield PhaseProgress(phase)
+                yield phase
                 self._took[name] = phase.seconds
             finally:
                 with self._lock:
                     del self._phases[thread]
-                    between = AFTER.get(name)
-                    self._between = None if between is None else Phase(between)
+                    self._between = Phase(AFTER[name]) if name in AFTER else None
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
@@ -159,9 +150,8 @@ class Console:
         with self._lock:
             is_first = not self._quiet and self._live is None and self._heart is None
             if is_first and self._is_live:
-                frames = FRAMES_PER_SECOND
                 self._live = Live(
-                    get_renderable=self._bottom, console=self._out, transient=True, refresh_per_second=frames
+                    get_renderable=self._bottom, console=self._out, transient=True, refresh_per_second=FRAMES
                 )
             elif is_first:
                 self._ended.clear()
@@ -223,7 +213,7 @@ class Console:
     def _whole(self, width: int, room: int) -> Text:
         """The line of the whole run."""
         assert self._step is not None
-        done, mean = self._step - 1, self._times.mean
+        done, mean = self._step - 1, self._mean_seconds
         spent = time.perf_counter() - self._step_began
         share = (done + (min(spent / mean, 1.0) if mean else 0.0)) / max(self._total_steps, 1)
         left = mean * (self._total_steps - done) - spent
@@ -231,6 +221,14 @@ class Console:
         facts = [] if latest is None else [f"held-out accuracy {latest:.3f}"]
         facts.append(f"{duration(left)} left" if left > 0 else duration(spent) or "0 s")
         return bar_line(f"step {self._step}/{self._total_steps}", share, facts, width, room, plain=self._is_ascii)
+
+    @property
+    def _mean_seconds(self) -> float:
+        """Mean seconds of this process's steps, from which the time left of a run is extrapolated. 0 before the first.
+
+        All steps count, because steps of one run may differ a hundredfold (without an update, with an evaluation) and
+        the mean of a few would jump. The first one compiles kernels; it counts only until there is another."""
+        return statistics.fmean(self._seconds[1:] or self._seconds or [0.0])
 
     def _workers_lines(self) -> Sequence[str]:
         if self.workers is None:
@@ -245,8 +243,8 @@ class Console:
         """Show the measured numbers of a step in one line, and those of an evaluation after it in another.
 
         is_due: false if only the evaluation is to be shown."""
-        self._times.add(sum(metrics.get(name, 0.0) for name in ("time/step", *BETWEEN_STEPS)))
-        left = duration(self._times.mean * (self._total_steps - step))
+        self._seconds.append(sum(metrics.get(name, 0.0) for name in ("time/step", *BETWEEN_STEPS)))
+        left = duration(self._mean_seconds * (self._total_steps - step))
         width = min(WIDTH, self._out.width) if self._is_live else WIDTH
         if is_due:
             self._print_parts(self._line.parts(step, metrics, left, width))
@@ -299,24 +297,13 @@ class Console:
         """Show one line that a person should act on."""
         self._warnings.append(text)
         text = escaped(f"warning: {text}")
-        above = (
-            self._out if self._live is not None and self._err.is_terminal else self._err
-        )  # or it would be drawn over
-        above.print(text, style="yellow", markup=False)
+        is_above = self._live is not None and self._err.is_terminal  # or it would be drawn over
+        (self._out if is_above else self._err).print(text, style="yellow", markup=False)
 
     def take_warnings(self) -> list[str]:
         """The warnings since the last call."""
         taken, self._warnings = self._warnings, []
         return taken
-
-    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Show a table, such as the result of a run or of the demo. It is shown in every mode."""
-        table = Table(title=title, title_justify="left")
-        for index, name in enumerate(header):
-            table.add_column(name, justify="left" if index == 0 else "right")
-        for row in rows:
-            table.add_row(*map(escaped, row))
-        self._out.print(table)
 
 
 def leave_screen() -> None:
@@ -340,7 +327,10 @@ ALMOST = 0.99  # the most that a bar shows whose phase has not ended
 
 @dataclass(slots=True)
 class Phase:
-    """A phase that runs. `before`: seconds that it took the last time; None: it is the first time."""
+    """A phase that runs. A call shows its progress.
+
+    before: seconds that it took the last time; None: it is the first time. done, total: units of work (answers,
+    micro-batches). tokens: number of tokens since the phase began; most_tokens: as many as it may have."""
 
     name: str
     before: float | None = None
@@ -349,6 +339,11 @@ class Phase:
     total: int | None = None
     tokens: int | None = None
     most_tokens: int | None = None
+
+    def __call__(
+        self, done: int, total: int | None = None, tokens: int | None = None, most_tokens: int | None = None
+    ) -> None:
+        self.done, self.total, self.tokens, self.most_tokens = done, total, tokens, most_tokens
 
     @property
     def seconds(self) -> float:
@@ -386,29 +381,6 @@ class Phase:
         return f"{duration(left)} left" if left is not None and left >= 0.5 else f"{duration(self.seconds) or '0 s'}"
 
 
-class StepTimes:
-    """Mean seconds of this process's steps, from which the time left of a run is extrapolated.
-
-    All steps count, because steps of one run may differ a hundredfold (without an update, with an evaluation) and the
-    mean of a few would jump. The first one compiles kernels; it counts only until there is another."""
-
-    def __init__(self) -> None:
-        self._first = self._others = 0.0
-        self._count = 0
-
-    def add(self, seconds: float) -> None:
-        if self._count:
-            self._others += seconds
-        else:
-            self._first = seconds
-        self._count += 1
-
-    @property
-    def mean(self) -> float:
-        """0 before the first step."""
-        return self._others / (self._count - 1) if self._count > 1 else self._first
-
-
 def heartbeat(phase: Phase, step: str) -> str:
     """One line for a pipe."""
     left = phase.seconds_left
@@ -431,3 +403,62 @@ def bar_line(label: str, share: float | None, facts: list[str], width: int, room
     text.append("  ".join(kept))
     text.truncate(width)
     return text
+
+
+# ---------------------------------------------------------------- a lost terminal
+
+CONSOLE_FILE = "console.log"
+LOST = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESTALE)
+_logs: list[Path] = []  # of the runs that are going on, the innermost last
+
+
+@contextmanager
+def keeps_writing(folder: Path) -> Iterator[None]:
+    """Within, what finds no reader is appended to a file in `folder`."""
+    is_main = threading.current_thread() is threading.main_thread()
+    ignores = is_main and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    if ignores:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _logs.append((folder / CONSOLE_FILE).absolute())
+    try:
+        yield
+    finally:
+        _logs.pop()
+        if ignores:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+class Screen:
+    """stdout or stderr, as a file for rich."""
+
+    def __init__(self, name: Literal["stdout", "stderr"]) -> None:
+        self._name = name
+
+    @property
+    def _file(self) -> Any:
+        file = getattr(sys, self._name)
+        return getattr(file, "rich_proxied_file", file)  # while a live line is shown
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text)
+        except OSError as error:
+            self._go_on(error)  # the stream keeps the text
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._go_on(error)
+            self._file.flush()
+
+    def _go_on(self, error: OSError) -> None:
+        if error.errno not in LOST or not _logs:
+            raise error
+        log = os.open(_logs[-1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(log, 1 if self._name == "stdout" else 2)
+        os.close(log)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

@@ -20,7 +20,7 @@ from octetrl.system.errors import RunFailed, UserError
 from octetrl.system.replaced_file import replaced_file
 from octetrl.system.sigterm import ending_signal
 from octetrl.system.text import ESCAPE, printable
-from octetrl.telemetry.sinks import RUN_FILE
+from octetrl.telemetry.sinks import RUN_FILE, read_objects
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 MOST = 2_000  # characters of a reason
@@ -61,13 +61,9 @@ def ending_of(error: BaseException | None) -> Ending:
 def _is_of_closed_pipe(error: BaseException) -> bool:
     """Whether it was raised while a BrokenPipeError was handled, as rich does when it prints."""
     before: BaseException | None = error
-    seen: set[int] = set()
-    while before is not None and id(before) not in seen:
-        if isinstance(before, BrokenPipeError):
-            return True
-        seen.add(id(before))
+    while before is not None and not isinstance(before, BrokenPipeError):
         before = before.__cause__ or before.__context__
-    return False
+    return before is not None
 
 
 def _place_of(error: BaseException) -> str:
@@ -76,26 +72,22 @@ def _place_of(error: BaseException) -> str:
     return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
+def read_where(folder: Path) -> dict[str, Any]:
+    """The run.json of a run's folder. Empty if it has none, or a damaged one."""
+    return next(read_objects(folder / RUN_FILE), {})
+
+
 def write_ending(folder: Path, ending: Ending) -> None:
     """Add it to run.json. An ending that is there stays, and so does a folder without a sound run.json."""
-    known = _known(folder)
-    if known is not None and not known.get("ended"):
+    known = read_where(folder)
+    if known and not known.get("ended"):
         _write(folder, {**known, "ended": {"how": ending.how, "why": ending.why}})
 
 
 def reopen(folder: Path) -> None:
     """Remove the ending from run.json, of a run that goes on. A folder without a sound run.json stays as it is."""
-    known = _known(folder)
-    if known is not None:
+    if known := read_where(folder):
         _write(folder, {**known, **LIVE})
-
-
-def _known(folder: Path) -> dict[str, Any] | None:
-    try:
-        known = json.loads((folder / RUN_FILE).read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    return known if isinstance(known, dict) else None
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
@@ -107,7 +99,4 @@ def read_ending(where: Mapping[str, Any]) -> Ending | None:
     """From a run.json. None: the run is live, or its process was killed. Metrics of the last step are no proof that it
     has finished: they are written before the checkpoint."""
     ended = where.get("ended")
-    if isinstance(ended, Mapping) and ended.get("how") in (FINISHED, FAILED, STOPPED):
-        why = ended.get("why")
-        return Ending(ended["how"], printable(" ".join(why.split())) if isinstance(why, str) else "")
-    return None
+    return Ending(ended["how"], printable(" ".join(ended["why"].split()))) if ended else None

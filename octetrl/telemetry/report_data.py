@@ -18,7 +18,7 @@ from octetrl.config.ranking import best_steps
 from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.system.errors import UserError, nearest_file, runs_in
 from octetrl.system.text import counted, printable
-from octetrl.telemetry.ending import FAILED, Ending, read_ending
+from octetrl.telemetry.ending import FAILED, Ending, read_ending, read_where
 from octetrl.telemetry.metrics import (
     BETWEEN_STEPS,
     EQUAL_REWARDS_LIMIT,
@@ -28,7 +28,7 @@ from octetrl.telemetry.metrics import (
 )
 from octetrl.telemetry.rollouts import EVALUATIONS, Filter, Interval, SampledGroup, rollout_files, select
 from octetrl.telemetry.sample_estimates import Estimate, estimate_mean, reward_range
-from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, RUN_FILE, WARNINGS, read_objects
+from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, WARNINGS, read_objects
 from octetrl.telemetry.step_line import duration
 
 Row = Mapping[str, Any]  # the metrics of a step; None: measured and not finite
@@ -218,11 +218,6 @@ def read_recipe(folder: Path) -> dict[str, Any]:
     """The recipe of a run's folder; empty if it has none. Raises UserError if it is not YAML."""
     path = folder / "config.yaml"
     return parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {} if path.is_file() else {}
-
-
-def read_where(folder: Path) -> dict[str, Any]:
-    """The run.json of a run's folder; empty if it has none."""
-    return next(read_objects(folder / RUN_FILE), {})
 
 
 # ---------------------------------------------------------------- findings

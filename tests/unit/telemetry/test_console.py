@@ -372,9 +372,3 @@ def test_quiet_shows_warnings_only() -> None:
     console.note("resumed")
     console.warn("mismatch [high]")
     assert (out.getvalue(), err.getvalue()) == ("", "warning: mismatch [high]\n")
-
-
-def test_a_finished_table_is_shown_as_given() -> None:
-    out = StringIO()
-    Console("plain", 1, out=out).table("demo", ["", "accuracy"], [["after SFT", "0.42"], ["after GRPO", "0.87"]])
-    assert all(word in out.getvalue() for word in ("demo", "accuracy", "after SFT", "0.42", "after GRPO", "0.87"))

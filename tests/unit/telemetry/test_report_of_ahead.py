@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.system.errors import RunFailed, Terminated, UserError
-from octetrl.telemetry.ending import Ending, ending_of, read_ending, reopen, write_ending
+from octetrl.telemetry.ending import Ending, ending_of, reopen, write_ending
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.report_data import longest_first, overlap, read_run, results
 from octetrl.telemetry.report_page import mismatch_by_age, report_page
@@ -92,10 +92,6 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
         lines = list(terminal_report([read_run(folder)]))
         assert lines[0].endswith(f", {ending.how}")
         assert any(line.startswith("  look: the run failed") for line in lines) == (ending.how == "failed")
-    (folder / "run.json").write_text('{"ended": {"how": ["failed"], "why": 3}}')
-    assert read_run(folder).ending is None
-    assert read_ending({"ended": {"how": "failed", "why": 3}}) == Ending("failed")
-    assert read_ending({}) is None
     (folder / "run.json").write_text("[" * 100_000)
     write_ending(folder, Ending("stopped"))
 
