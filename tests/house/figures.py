@@ -40,6 +40,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lab.record import is_dirty, model_of
@@ -70,19 +71,19 @@ def shown_as(measured: float, shown: str) -> bool:
     return abs(measured - float(digits) * unit) <= 0.5 * step * (1 + 1e-9)
 
 
-@cache
 def measured_rows(pattern: str) -> list[Row]:
     """The rows of all files that a marker means, each with its file's name behind the bench."""
     found = [sorted(REPO.glob(one)) for one in pattern.split(",")]
     assert all(found), f"no file is {pattern}"
-    return [
-        row | of_file | {"dirty": row.get("dirty", of_file["dirty"])}  # a row of several runs may say it itself
-        for paths in found
-        for path in paths
-        for result in [json.loads(path.read_text(encoding="utf-8"))]
-        for of_file in [{"file": path.stem.partition("_")[2], "dirty": is_dirty(result), MODEL: model_of(result)}]
-        for row in result["rows"]
-    ]
+    return [row for paths in found for path in paths for row in _rows_of(path)]
+
+
+@cache
+def _rows_of(path: Path) -> list[Row]:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    of_file = {"file": path.stem.partition("_")[2], "dirty": is_dirty(result), MODEL: model_of(result)}
+    # a row of several runs may say itself whether it is dirty
+    return [row | of_file | {"dirty": row.get("dirty", of_file["dirty"])} for row in result["rows"]]
 
 
 # ---------------------------------------------------------------- tables
