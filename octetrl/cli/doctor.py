@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -82,7 +83,7 @@ def _on_workers(recipe: str, resolved: Recipe, examination: Examination, *, attr
     if attribute:
         alone = " ".join(one_worker(resolved.cluster))
         raise UserError(f"--attribute: it examines one worker; leave it out, or add {alone}")
-    from octetrl.doctor.by_precision import examine_workers
+    from octetrl.doctor.findings import examine_workers
 
     lines, equal = examine_workers(resolved, examination, os.path.abspath(recipe))
     for line in lines:
@@ -95,18 +96,17 @@ def _on_other_engine(path: str, recipe: Recipe, size: tuple[int, int, int], *, a
     """Say how far its log-probs are from the trainer's. Exit code 1 if a run would warn (`mismatch.warn_above`)."""
     for problem in backend_problems_here(recipe, find_device(recipe, None)):
         raise UserError(problem)
-    from octetrl.doctor.by_precision import by_precision, in_a_process
     from octetrl.doctor.examine import Examination
-    from octetrl.doctor.other_engine import summary_of
+    from octetrl.doctor.other_engine import by_precision, precision_lines, summary_in_process, summary_of
 
     examination = Examination(*size)
-    alone = in_a_process(os.path.abspath(path), examination, bound)
+    alone = partial(summary_in_process, os.path.abspath(path), examination, bound)
     found = alone(recipe) if attribute else summary_of(recipe, examination, bound)
     typer.echo(f"doctor: {found.title}; {recipe.engine.backend}, of which equality is not promised")
     for line in found.lines:
         typer.echo(line)
     if attribute:
-        for line in by_precision(recipe, found.measured, alone).lines():
+        for line in precision_lines(by_precision(recipe, found, alone)):
             typer.echo(line)
     if not found.is_near:
         raise typer.Exit(DIFFERING)

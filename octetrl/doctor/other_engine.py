@@ -7,15 +7,28 @@ as in training. Equality is not promised, so the report says how large the diffe
                      others read what the engine has cached. An error that grows comes from the cache
     first above      the earliest place at which a difference exceeds a bound
 
-Only the doctor of our own engine goes op by op: another engine's values inside a forward are not ours to read. What can
-be attributed is in by_precision.py.
+Only the doctor of our own engine goes op by op: another engine's values inside a forward are not ours to read.
+
+**By precision** (`--attribute`): what FP8 adds to the differences. The recipe's precision is built up from BF16, and
+engine and trainer are compared after each step:
+
+    nothing in FP8       what remains is the order of sums in the kernels
+    + linears            weights and activations of the linears
+    + KV cache           what is read back from it
+
+Each precision is a process of its own, because an engine's formats are set when it starts. Its tokens are drawn again
+with the same seeds, and differ from those of the other precisions. So a share is the difference of two means over
+different tokens, and small shares of few tokens mean nothing.
 
 N drawn tokens, L layers, S scales of a layer's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,8 +36,10 @@ from torch import Tensor
 
 from octetrl.config.schema import Recipe
 from octetrl.doctor.examine import Examination, ExaminedWorker
+from octetrl.environments.python_object import search_beside
 from octetrl.fp8.kv_scales import KVScales, split_scales
 from octetrl.records import Completion
+from octetrl.system.errors import RunFailed
 from octetrl.telemetry.metrics import MISMATCH
 from octetrl.telemetry.mismatch import mismatch_metrics
 from octetrl.trainer.forward import KVReplay
@@ -164,12 +179,9 @@ def replays_of(own: KVReplay, scales: KVScales | None, subject: ExaminedWorker) 
         yield ONE_SCALE, KVReplay("calibrated", scale_LS)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The differences of one precision."""
+# ---------------------------------------------------------------- by precision
 
-    mean: float
-    largest: float
+REST, LINEARS, CACHE = "nothing in FP8", "+ linears", "+ KV cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +191,8 @@ class Summary:
     title: str
     lines: tuple[str, ...]
     is_near: bool
-    measured: Measured
+    mean: float  # difference
+    largest: float
 
 
 def summary_of(recipe: Recipe, examination: Examination, bound: float) -> Summary:
@@ -187,4 +200,47 @@ def summary_of(recipe: Recipe, examination: Examination, bound: float) -> Summar
     subject = ExaminedWorker(recipe, examination)
     report = examine_other(subject, bound)
     found = report.departures
-    return Summary(str(subject), tuple(report.lines()), report.is_near, Measured(found.mean, found.largest))
+    return Summary(str(subject), tuple(report.lines()), report.is_near, found.mean, found.largest)
+
+
+def precisions_of(recipe: Recipe) -> list[tuple[str, Recipe]]:
+    """The recipe's precision, built up from BF16. Steps that change nothing are left out."""
+    fp8 = recipe.fp8
+    steps = [(REST, fp8.model_copy(update={"rollout": False, "train": False, "kv_cache": "none"}))]
+    if fp8.rollout or fp8.train:
+        steps.append((LINEARS, fp8.model_copy(update={"kv_cache": "none"})))
+    if fp8.kv_cache != "none":
+        steps.append((CACHE, fp8))
+    return [(name, recipe.model_copy(update={"fp8": step, "precision": None})) for name, step in steps]
+
+
+def by_precision(recipe: Recipe, whole: Summary, examine: Callable[[Recipe], Summary]) -> list[tuple[str, Summary]]:
+    """Examines each precision but the recipe's own, which is the last one and of which `whole` is known."""
+    *steps, (own, _) = precisions_of(recipe)
+    return [*((name, examine(step)) for name, step in steps), (own, whole)]
+
+
+def precision_lines(examined: Sequence[tuple[str, Summary]]) -> Iterator[str]:
+    yield "the same engine and trainer in other precisions (each draws its own tokens, with the same seeds)"
+    whole, before = examined[-1][1].mean, 0.0
+    for name, one in examined:
+        share = (one.mean - before) / whole if whole else 0.0
+        before = one.mean
+        yield f"  {name:<18}mean {one.mean:<10.3g}largest {one.largest:<10.3g}{share:>8.1%} of the recipe's mean"
+
+
+def summary_in_process(path: str, examination: Examination, bound: float, recipe: Recipe) -> Summary:
+    """Examines a recipe in a new process, which frees all memory at its end. `path`: of the file beside which the
+    recipe's modules are."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        try:
+            return process.submit(_summary, path, recipe, examination, bound).result()
+        except BrokenProcessPool:
+            raise RunFailed(
+                "doctor: the process of one precision died; its last lines say why, or it ran out of memory"
+            ) from None
+
+
+def _summary(path: str, recipe: Recipe, examination: Examination, bound: float) -> Summary:
+    search_beside(path)
+    return summary_of(recipe, examination, bound)

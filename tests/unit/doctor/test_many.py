@@ -12,8 +12,8 @@ import pytest
 from octetrl.cli.main import run_command
 from octetrl.config.load import dump_recipe
 from octetrl.config.schema import Recipe
-from octetrl.doctor import by_precision as many
-from octetrl.doctor.by_precision import Findings, compared
+from octetrl.doctor import findings as many
+from octetrl.doctor.findings import Findings, compared
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.unit.workers.many.thread_team import ThreadTeam
 

@@ -20,9 +20,22 @@ from torch import Tensor
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.cli.main import run_command
 from octetrl.config.schema import Recipe
-from octetrl.doctor.by_precision import CACHE, LINEARS, REST, ByPrecision, _summary, by_precision, precisions_of
 from octetrl.doctor.examine import Examination, ExaminedWorker
-from octetrl.doctor.other_engine import ONE_SCALE, Departures, Measured, Summary, examine_other, replays_of, summary_of
+from octetrl.doctor.other_engine import (
+    CACHE,
+    LINEARS,
+    ONE_SCALE,
+    REST,
+    Departures,
+    Summary,
+    _summary,
+    by_precision,
+    examine_other,
+    precision_lines,
+    precisions_of,
+    replays_of,
+    summary_of,
+)
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 from octetrl.shapes.spec import ModelSpec
@@ -172,6 +185,10 @@ def test_in_bf16_there_is_no_cache_to_replay(model: Path, doubles: list[SayingDo
 # ---------------------------------------------------------------- other precisions
 
 
+def summary(mean: float, largest: float) -> Summary:
+    return Summary("title", ("a line",), True, mean, largest)
+
+
 def test_precisions_are_built_up_from_bf16(model: Path, doubles: list[SayingDouble]) -> None:
     def fp8_of(precision: str) -> list[tuple[str, bool, bool, str]]:
         steps = precisions_of(recipe_of(model, precision))
@@ -181,27 +198,26 @@ def test_precisions_are_built_up_from_bf16(model: Path, doubles: list[SayingDoub
     assert fp8_of("fp8_rollout") == [(REST, False, False, "none"), (LINEARS, True, False, "none")]
     full = [(REST, False, False, "none"), (LINEARS, True, True, "none"), (CACHE, True, True, "calibrated")]
     assert fp8_of("fp8_full") == full
-    whole = Measured(0.5, 1.0)
+    whole = summary(0.5, 1.0)
     found = by_precision(recipe_of(model, "fp8_full"), whole, lambda recipe: summary_of(recipe, SMALL, 0.1))
-    assert [name for name, _ in found.found] == [REST, LINEARS, CACHE] and found.found[-1][1] == whole
+    assert [name for name, _ in found] == [REST, LINEARS, CACHE] and found[-1][1] == whole
     assert [bool(double.cached[0].any()) for double in doubles] == [True, True], "neither has an FP8 cache to clear"
 
 
 def test_what_travels_between_processes_arrives(model: Path) -> None:
     """The processes themselves run in tests/gpu/vllm_doctor.py: each costs seconds of imports."""
     recipe = recipe_of(model, "fp8_full")
-    summary = Summary("title", ("a line",), True, Measured(0.5, 1.0))
-    sent = (_summary, "r.yaml", recipe, SMALL, 0.1, summary)
+    sent = (_summary, "r.yaml", recipe, SMALL, 0.1, summary(0.5, 1.0))
     assert pickle.loads(pickle.dumps(sent)) == sent
     refused = pickle.loads(pickle.dumps(UserError("engine.backend: no room")))
     assert isinstance(refused, UserError) and str(refused) == "engine.backend: no room"
 
 
 def test_shares_add_up() -> None:
-    steps = [(REST, Measured(0.01, 0.2)), (LINEARS, Measured(0.03, 0.3)), (CACHE, Measured(0.04, 0.3))]
-    lines = list(ByPrecision(steps).lines())[1:]
+    steps = [(REST, summary(0.01, 0.2)), (LINEARS, summary(0.03, 0.3)), (CACHE, summary(0.04, 0.3))]
+    lines = list(precision_lines(steps))[1:]
     assert [line.split("of the recipe")[0].split()[-1] for line in lines] == ["25.0%", "50.0%", "25.0%"]
-    assert "0.0% of" in list(ByPrecision([(REST, Measured(0.0, 0.0))]).lines())[1]
+    assert "0.0% of" in list(precision_lines([(REST, summary(0.0, 0.0))]))[1]
 
 
 # ---------------------------------------------------------------- the command
