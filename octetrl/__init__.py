@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octetrl.records import Task
     from octetrl.system.errors import RunFailed, UserError
 
-from octetrl.system.threads import short_waits
+from octetrl.system.host import short_waits
 from octetrl.version import __version__
 
 os.environ.update(short_waits(os.environ))  # before torch is loaded, which reads it then

@@ -33,8 +33,8 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from octetrl.system.address import HOW, is_address
 from octetrl.system.errors import UserError
+from octetrl.system.names import HOW, is_address
 
 _MAY_PASS = (408, 409, 429)
 _NOT_IMPLEMENTED = 501

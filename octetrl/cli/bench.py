@@ -23,7 +23,7 @@ from octetrl.config.schema import Recipe
 from octetrl.run.recipe_model import with_found_model
 from octetrl.shapes.presets import PRESETS, refuse_unknown_model
 from octetrl.system.errors import UserError
-from octetrl.system.sigterm import terminable
+from octetrl.system.process import terminable
 from octetrl.system.text import binary_size as size
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from octetrl.run.quick_refusals import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling
-from octetrl.system.hub_name import hub_dataset
+from octetrl.system.names import hub_dataset
 from octetrl.telemetry.sinks import missing_wandb
 
 ROWS_TRIED = 64  # of each source of conversations: whether the chat template can write them

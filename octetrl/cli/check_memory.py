@@ -43,7 +43,7 @@ from octetrl.fp8.policy import PrecisionPolicy, precision_policy, scoring_policy
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec
 from octetrl.shapes.spec import ModelSpec, largest_cut, why_not_cut
 from octetrl.system.errors import UserError
-from octetrl.system.host_memory import USABLE_HOST, available_host_bytes
+from octetrl.system.host import USABLE_HOST, available_host_bytes
 from octetrl.system.text import binary_size as size
 
 USUAL_GPUS = (1, 2, 4, 8)

@@ -10,7 +10,7 @@ import typer
 
 from octetrl.cli.train import last_saved_step
 from octetrl.system.errors import Terminated
-from octetrl.system.freed_memory import keep_freed_memory
+from octetrl.system.host import keep_freed_memory
 
 
 def demo(

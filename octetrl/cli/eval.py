@@ -39,7 +39,7 @@ from octetrl.config.shipped import way_to_make
 from octetrl.environments.python_object import search_beside
 from octetrl.run.model_source import recipe_of_run, refuse_no_model
 from octetrl.system.errors import UserError, nearest_file, refuse_empty, runs_in
-from octetrl.system.folder_lock import folder_lock
+from octetrl.system.files import folder_lock
 from octetrl.telemetry.sample_estimates import LEVEL, Estimate
 
 if TYPE_CHECKING:

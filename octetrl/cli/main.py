@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from octetrl.cli.ctrl_c import INTERRUPTED, CtrlC, Stopped, clear_screen, is_of_ctrl_c
 from octetrl.system.errors import TERMINATED, Terminated
-from octetrl.system.sigterm import EndAtOnce
+from octetrl.system.process import end_at_once
 from octetrl.system.text import ESCAPE
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -38,7 +38,7 @@ def main() -> NoReturn:
     try:
         _open_closed_streams()
         ctrl_c.install()
-        EndAtOnce.install()
+        end_at_once()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors=ESCAPE)  # as stderr is: no text of a model, task or path ends a run
         import octetrl.cli.verbs  # noqa: F401

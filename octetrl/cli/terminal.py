@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import typer
 
-from octetrl.system.imports import uncollected
+from octetrl.system.process import uncollected
 
 LEAST_WIDTH = 30  # of a text; a narrower terminal breaks it itself
 LOADING = "  loading PyTorch"

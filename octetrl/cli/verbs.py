@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from octetrl.cli.usage import Command
-from octetrl.system.sigterm import terminable
+from octetrl.system.process import terminable
 from octetrl.version import __version__
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Fraction, Section
-from octetrl.system.address import HOW, is_address
+from octetrl.system.names import HOW, is_address
 
 TEMPLATE = """You grade an answer to a question. Be strict: what is not shown is not known.
 

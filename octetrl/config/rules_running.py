@@ -13,7 +13,7 @@ from octetrl.config.rules_training import samples_rollouts
 from octetrl.config.schema import MOST_STOPS, EngineConfig, ModelConfig, OpenaiConfig, Recipe, SpeculationConfig
 from octetrl.config.section import Problem
 from octetrl.shapes.blocks import SCALE_PER_TOKEN
-from octetrl.system.address import HOW, is_address
+from octetrl.system.names import HOW, is_address
 
 _URL = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

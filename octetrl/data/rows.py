@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octetrl.system.errors import UserError
-from octetrl.system.hub_name import DATASET_PREFIX, HubName, hub_dataset
 from octetrl.system.json_file import kind_of, parse_json, read_text
+from octetrl.system.names import DATASET_PREFIX, HubName, hub_dataset
 
 
 class Row(NamedTuple):

@@ -41,7 +41,7 @@ from octetrl.environments.rewards import extract_answer
 from octetrl.environments.scoring import Explained
 from octetrl.process.callable_process import CallableProcess
 from octetrl.records import Task
-from octetrl.system.threads import num_cores
+from octetrl.system.host import num_cores
 
 _TAIL = 4000  # characters at the end that are searched if there is neither box nor marker
 

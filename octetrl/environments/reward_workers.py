@@ -46,7 +46,7 @@ from octetrl.environments.scoring import (
 from octetrl.process.callable_process import Answer, CallableProcess, Cause, ProcessDied
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
-from octetrl.system.threads import num_cores
+from octetrl.system.host import num_cores
 
 GROW_SECONDS = 0.5  # that calls wait for a free process before the number of processes doubles
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)  # the exceptions of `pickle.dumps`

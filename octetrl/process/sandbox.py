@@ -37,7 +37,7 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.process.levels import DEVICES, WARDEN_PACKAGE, Interpreter, Level, bubblewrap_command, find_interpreters
 from octetrl.process.supervised import Supervised
 from octetrl.system.errors import UserError
-from octetrl.system.threads import num_cores
+from octetrl.system.host import num_cores
 
 MIB = 2**20
 

@@ -22,7 +22,7 @@ from octetrl.process.plain_data import LONGEST_MESSAGE, framed, take_frame, to_t
 from octetrl.process.supervisor import Supervisor, print_error, receive_order, send
 from octetrl.process.usage import lists_children
 from octetrl.system.errors import UserError, error_line, error_trace
-from octetrl.system.imports import uncollected
+from octetrl.system.process import uncollected
 
 LOST_SOCKET = 113
 """Exit code of a worker whose data socket was closed, or replaced by another file, by the callable."""

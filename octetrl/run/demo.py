@@ -46,9 +46,9 @@ from octetrl.run.loop import train
 from octetrl.run.tiny_model import save_tokenizer
 from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import UserError
-from octetrl.system.folder_lock import folder_lock
+from octetrl.system.files import folder_lock
+from octetrl.system.host import free_cores, num_cores
 from octetrl.system.text import counted
-from octetrl.system.threads import free_cores, num_cores
 
 WRITTEN = ("model", "worked_examples.jsonl", "sft", "grpo")
 MARKER = "made_by_octetrl_demo"

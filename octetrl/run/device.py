@@ -12,7 +12,7 @@ import torch
 
 from octetrl.config.schema import ClusterConfig
 from octetrl.system.errors import UserError
-from octetrl.system.threads import num_cores
+from octetrl.system.host import num_cores
 
 NUMPY_SEEDS = 1 << 32  # numpy.random.seed refuses larger ones
 

@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from octetrl.system.errors import Terminated
-from octetrl.system.sigterm import ENDING, RaiseTerminated, raise_terminated
+from octetrl.system.process import ENDING, EndingHandler, raise_terminated
 from octetrl.telemetry.console import Console
 
 Handler = Callable[[int, FrameType | None], object]
@@ -50,7 +50,7 @@ class StopRequest:
         self._process = os.getpid()
         for number in ENDING if in_main_thread else ():
             earlier = signal.getsignal(number)
-            if earlier is signal.SIG_DFL or isinstance(earlier, RaiseTerminated):
+            if earlier is signal.SIG_DFL or isinstance(earlier, EndingHandler):
                 self._earlier[number] = earlier
                 signal.signal(number, self._on_ending)
         return self

@@ -35,7 +35,7 @@ from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, restore
 from octetrl.run.state import Run, StepResult
 from octetrl.system.errors import UserError
-from octetrl.system.sigterm import terminable
+from octetrl.system.process import terminable
 from octetrl.telemetry.console import Console, keeps_writing
 from octetrl.telemetry.ending import ending_of, reopen, write_ending
 from octetrl.telemetry.metrics import StepMetrics, slowest_workers

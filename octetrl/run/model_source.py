@@ -17,7 +17,7 @@ from typing import Any
 
 from octetrl.config.load import load_recipe
 from octetrl.system.errors import UserError, dangling, nearest_file, runs_in
-from octetrl.system.hub_name import HubName, hub_name
+from octetrl.system.names import HubName, hub_name
 
 BEST = "best"  # RUN@best
 SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja")

@@ -16,7 +16,7 @@ from octetrl.config.shipped import way_to_make
 from octetrl.run.folder.layout import RECIPE_FILE, refuse_unwritable, refuse_used
 from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
 from octetrl.system.errors import UserError, nearest, nearest_file
-from octetrl.system.hub_name import hub_dataset
+from octetrl.system.names import hub_dataset
 from octetrl.telemetry.sinks import missing_wandb
 
 

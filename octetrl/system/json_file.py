@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,72 +99,70 @@ class JsonObject(Mapping[str, Any]):
 
     def integer(self, key: str, default: int | None = None, *, most: int, least: int = 1) -> int:
         """Read a whole number from `least` (1 or 0) to `most`."""
-        value = self._given(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            kind = "a positive integer" if least else "0 or a positive integer"
-            raise self.wrong(key, f"{kind} is needed, at most {most:,}")
+        needed = f"{'a' if least else '0 or a'} positive integer is needed, at most {most:,}"
+        value: int = self._read(key, default, needed, lambda value: _is_whole(value) and least <= value <= most)
         return value
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e308) -> float:
         """Read a positive number that is finite as a float, from `least` to `most`."""
-        value = self._given(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < 1e308:
-            raise self.wrong(key, "a positive number is needed")
+        value = self._read(key, default, "a positive number is needed", _is_positive)
         if not least <= value <= most:
             raise self.wrong(key, f"a number from {least:g} to {most:g} is needed")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self._given(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false is needed")
+        value: bool = self._read(key, default, "true or false is needed", lambda value: isinstance(value, bool))
         return value
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        value = self._given(key, default)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(key, "a string is needed")
+        value: str | None = self._read(key, default, "a string is needed", lambda value: isinstance(value, str | None))
         return value
 
     def texts(self, key: str) -> list[str]:
         """Read a list of strings; empty by default."""
-        value = self._given(key, [])
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self.wrong(key, "a list of strings is needed")
+        value: list[str] = self._read(key, [], "a list of strings is needed", _each(lambda one: isinstance(one, str)))
         return value
 
     def integers(self, key: str) -> list[int]:
         """Read a list of whole numbers; empty by default."""
-        value = self._given(key, [])
-        whole = isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
-        if not whole:
-            raise self.wrong(key, "a list of integers is needed")
-        return list(value)
+        value: list[int] = self._read(key, [], "a list of integers is needed", _each(_is_whole))
+        return value
 
     def object(self, key: str) -> JsonObject:
         """Read a nested object; empty by default."""
-        value = self._given(key, {})
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object is needed")
+        value = self._read(key, {}, "an object is needed", lambda value: isinstance(value, dict))
         return JsonObject(value, f"{self.where}in '{key}': ")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Read one token id or a list of them, each below `vocab_size`; none by default."""
-        value = self._given(key, [])
-        ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in ids):
-            raise self.wrong(key, f"a token id or a list of them is needed, each below vocab_size {vocab_size}")
-        return tuple(ids)
+        needed = f"a token id or a list of them is needed, each below vocab_size {vocab_size}"
+        are_ids = _each(lambda one: _is_whole(one) and 0 <= one < vocab_size)
+        value = self._read(key, [], needed, lambda value: are_ids(value if isinstance(value, list) else [value]))
+        return tuple(value if isinstance(value, list) else [value])
 
     def wrong(self, key: str, needed: str) -> UserError:
         value = self.values_by_key.get(key)
         given = shown(value) if value is not None else "null" if key in self.values_by_key else "missing"
         return UserError(f"{self.where}'{key}' is {given}, {needed}; correct the config")
 
-    def _given(self, key: str, default: Any) -> Any:
+    def _read(self, key: str, default: Any, needed: str, is_right: Callable[[Any], bool]) -> Any:
         value = self.values_by_key.get(key)
-        return default if value is None else value
+        value = default if value is None else value
+        if not is_right(value):
+            raise self.wrong(key, needed)
+        return value
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e308
+
+
+def _each(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list) and all(map(is_right, values))
 
 
 def shown(value: object) -> str:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octetrl.system.errors import RunFailed, UserError
-from octetrl.system.replaced_file import replaced_file
-from octetrl.system.sigterm import ending_signal
+from octetrl.system.files import replaced_file
+from octetrl.system.process import ending_signal
 from octetrl.system.text import ESCAPE, printable
 from octetrl.telemetry.sinks import RUN_FILE, read_objects
 

@@ -43,8 +43,8 @@ from typing_extensions import TypedDict  # which pydantic asks for before Python
 
 from octetrl.records import Completion, EarlierAnswer, FinishReason, Rollout, RolloutGroup, RolloutStatus
 from octetrl.system.errors import UserError, nearest_file, runs_in
+from octetrl.system.files import replaced_file
 from octetrl.system.json_file import parse_json
-from octetrl.system.replaced_file import replaced_file
 from octetrl.system.text import ESCAPE
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders of a run: of its steps, and of the held-out tasks

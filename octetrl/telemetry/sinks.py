@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octetrl.records import Rollout, RolloutGroup
 from octetrl.system.errors import UserError
-from octetrl.system.replaced_file import replaced_file
+from octetrl.system.files import replaced_file
 from octetrl.system.text import ESCAPE, counted, escaped
 from octetrl.telemetry.rollouts import not_written
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from octetrl.system.errors import UserError
-from octetrl.system.threads import num_cores
+from octetrl.system.host import num_cores
 
 CHUNK_BYTES = 64 << 20
 SLICE_BYTES = 4 << 20  # read and hashed at one time: it stays in a core's cache

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from octetrl.system.errors import UserError
-from octetrl.system.host_memory import USABLE_HOST, available_host_bytes
+from octetrl.system.host import USABLE_HOST, available_host_bytes
 from octetrl.trainer.file_digests import (
     CHUNK_BYTES,
     WrittenFile,

@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from octetrl.system.imports import uncollected
+from octetrl.system.process import uncollected
 
 with uncollected():  # a worker's process begins with this module
     from octetrl.config.schema import Recipe

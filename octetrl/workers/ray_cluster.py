@@ -33,8 +33,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
 from octetrl.system.errors import RunFailed, UserError
-from octetrl.system.sigterm import terminable
-from octetrl.system.threads import short_waits
+from octetrl.system.host import short_waits
+from octetrl.system.process import terminable
 from octetrl.workers import ray_watcher
 from octetrl.workers.ray_address import FOLDER_PREFIX, REMEDY, address_to_join
 from octetrl.workers.ray_daemons import Daemons

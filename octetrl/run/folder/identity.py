@@ -15,7 +15,7 @@ from pathlib import Path
 
 from octetrl.run.folder.layout import CHECKPOINTS
 from octetrl.system.errors import UserError
-from octetrl.system.replaced_file import replaced_file
+from octetrl.system.files import replaced_file
 from octetrl.telemetry.ending import LIVE
 from octetrl.telemetry.sinks import RUN_FILE
 from octetrl.trainer import checkpoint

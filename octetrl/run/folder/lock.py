@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from octetrl.system.errors import UserError
-from octetrl.system.folder_lock import folder_lock
+from octetrl.system.files import folder_lock
 
 LOCK = "lock"
 PROBED = 0.05  # seconds; longer than `octetrl status` holds a lock

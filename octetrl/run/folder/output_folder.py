@@ -27,7 +27,7 @@ from octetrl.run.folder.identity import new_run_id, read_run_id, refuse_foreign_
 from octetrl.run.folder.layout import CHECKPOINTS, RECIPE_FILE, refuse_records, refuse_used
 from octetrl.run.folder.lock import FolderLock, foreign
 from octetrl.system.errors import UserError
-from octetrl.system.replaced_file import replaced_file
+from octetrl.system.files import replaced_file
 from octetrl.telemetry.provenance import where_it_runs
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, last_step

@@ -32,7 +32,7 @@ from octetrl.environments.scoring import Score
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import EarlierAnswer, GenerationRequest, PackedBatch, PolicyUpdate, Published, Task, joined
 from octetrl.rollout.backend import GenerationMetrics, SessionRecord
-from octetrl.system.threads import num_cores
+from octetrl.system.host import num_cores
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.peers import ALONE, Peers, join_store

@@ -27,7 +27,7 @@ from octetrl.config.worker_memory import BufferChoice, batch_cache_bytes, choose
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.records import Published
 from octetrl.system.errors import UserError
-from octetrl.system.host_memory import available_host_bytes
+from octetrl.system.host import available_host_bytes
 from octetrl.trainer.peers import ProcessGroupPeers
 from octetrl.workers.worker import Worker
 

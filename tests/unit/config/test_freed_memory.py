@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from octetrl.system.freed_memory import keep_freed_memory
+from octetrl.system.host import keep_freed_memory
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
 FAULTS = """
 import ctypes, resource
-from octetrl.system.freed_memory import keep_freed_memory
+from octetrl.system.host import keep_freed_memory
 if {keep}:
     assert keep_freed_memory({{}})
 libc, size = ctypes.CDLL(None), 16 << 20

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from octetrl.system.imports import uncollected
+from octetrl.system.process import uncollected
 from tests.house.tree import REPO
 
 IN_A_PROCESS = """
 import gc
-from octetrl.system.imports import uncollected
+from octetrl.system.process import uncollected
 try:
     with uncollected():
         assert not gc.isenabled()

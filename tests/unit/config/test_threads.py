@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.system import threads
-from octetrl.system.threads import free_cores, num_cores
+from octetrl.system import host
+from octetrl.system.host import free_cores, num_cores
 
 IDLE, BUSY, WAITS = "0 0 0 9 0 0 0 0 0 0", "5 2 2 0 0 0 0 0 9 9", "0 0 1 0 8 0 0 0 0 0"
 START = "0 0 0 0 0 0 0 0 0 0"
@@ -35,7 +35,7 @@ def test_cores_that_idle_are_free(cores: list[str], free: int, tmp_path: Path, m
 
     stat = tmp_path / "stat"
     texts = iter([look(), look()])
-    monkeypatch.setattr(threads, "STAT", stat)
+    monkeypatch.setattr(host, "STAT", stat)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     stat.write_text(next(texts))
     monkeypatch.setattr(time, "sleep", lambda _: stat.write_text(next(texts)))
@@ -46,7 +46,7 @@ def test_cores_that_idle_are_free(cores: list[str], free: int, tmp_path: Path, m
 def test_a_machine_that_does_not_say_it_has_no_number(
     text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(host, "STAT", tmp_path / "stat")
     if text is not None:
         (tmp_path / "stat").write_text(text)
     assert free_cores(0.0) is None
@@ -75,8 +75,8 @@ def test_cores_are_those_of_the_affinity_within_the_quota_of_the_container(
     groups: str | None, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(threads, "CGROUPS", tmp_path / "fs")
-    monkeypatch.setattr(threads, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(host, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(host, "OWN_CGROUPS", tmp_path / "own")
     if groups is not None:
         (tmp_path / "own").write_text(groups)
     for name, text in files.items():

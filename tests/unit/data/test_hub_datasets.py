@@ -22,7 +22,7 @@ from octetrl.data.mixture import read_source
 from octetrl.data.rows import read_rows
 from octetrl.run.environment import build_environment, build_taskset
 from octetrl.system.errors import UserError
-from octetrl.system.hub_name import HubName, hub_dataset, hub_name
+from octetrl.system.names import HubName, hub_dataset, hub_name
 
 SUMS = {
     "train": [{"question": f"{n} + 1?", "answer": f"{n} + 1 is\n#### {n + 1}"} for n in range(20)],

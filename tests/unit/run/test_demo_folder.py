@@ -12,7 +12,7 @@ from octetrl.run import demo
 from octetrl.run.demo import COLD_START, FINISHED, MADE, MARKER, note_phase, prepare_folder
 from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.system.errors import Terminated, UserError
-from octetrl.system.folder_lock import folder_lock
+from octetrl.system.files import folder_lock
 from tests.e2e.tiny_run import tiny_recipe
 
 SAVED = ("sft/checkpoints/step_000007", "grpo/checkpoints/step_000001", "grpo/checkpoints/step_000002")

@@ -14,7 +14,7 @@ import pytest
 from octetrl.run.interrupt import StopRequest
 from octetrl.run.loop import train
 from octetrl.system.errors import Terminated
-from octetrl.system.sigterm import ending_signal, terminable
+from octetrl.system.process import ending_signal, terminable
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.ending import ending_of
 from tests.e2e.tiny_run import tiny_recipe

@@ -97,7 +97,7 @@ def test_how_a_run_ended_is_in_its_folder(tmp_path: Path) -> None:
 
 
 def test_an_error_without_words_is_named_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octetrl.system.sigterm._raised", {})  # no earlier test's signal
+    monkeypatch.setattr("octetrl.system.process._raised", {})  # no earlier test's signal
 
     def ending(act: Callable[[], object]) -> str:
         try:

@@ -129,7 +129,7 @@ def test_a_full_or_broken_disk_is_one_line_and_leaves_nothing(
         raise OSError(number, os.strerror(number))
 
     files = RolloutFiles(tmp_path)
-    monkeypatch.setattr("octetrl.system.replaced_file.os.fsync", fail)
+    monkeypatch.setattr("octetrl.system.files.os.fsync", fail)
     with pytest.raises(UserError, match=said) as raised:
         files.write(1, [FLAT])
     assert list(tmp_path.iterdir()) == [] and raised.value.__cause__ is not raised.value

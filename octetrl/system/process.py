@@ -1,10 +1,14 @@
-"""SIGTERM, SIGUSR1 and SIGQUIT end a command with one line. Where there is something to clean up, they raise
-`Terminated`, as Ctrl-C raises KeyboardInterrupt; before, as while modules are imported, they end the process."""
+"""Signals that end a command, and imports of large libraries.
+
+SIGTERM, SIGUSR1 and SIGQUIT end a command with one line. Where there is something to clean up, they raise `Terminated`,
+as Ctrl-C raises KeyboardInterrupt; before, as while modules are imported, they end the process."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,39 +21,30 @@ ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT)  # a scheduler's warni
 _raised: dict[int, str] = {}  # the process in which a signal raised Terminated, and the signal's name
 
 
-class Handler:
-    """Of SIGTERM, for this process. A second signal ends the process, and the first one a forked process."""
+class EndingHandler:
+    """Handles these signals in this process. A second signal ends the process, and the first one a forked process.
 
-    def __init__(self) -> None:
-        self._process = os.getpid()
+    raises: raise `Terminated`. Otherwise end the process with one line."""
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def __init__(self, *, raises: bool) -> None:
+        self.raises, self._process = raises, os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != self._process:
             os.kill(os.getpid(), number)
-        self.act(signal.Signals(number).name)
-
-    def act(self, by: str) -> NoReturn:
-        raise NotImplementedError
-
-
-class RaiseTerminated(Handler):
-    def act(self, by: str) -> NoReturn:
-        raise_terminated(by)
-
-
-class EndAtOnce(Handler):
-    """From the start of a command (`install`) until something is to be cleaned up."""
-
-    @classmethod
-    def install(cls) -> None:
-        for number in ENDING:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, cls())
-
-    def act(self, by: str) -> NoReturn:
+        by = signal.Signals(number).name
+        if self.raises:
+            raise_terminated(by)
         os.write(2, f"octetrl: stopped by {by}\n".encode())
         os._exit(TERMINATED)
+
+
+def end_at_once() -> None:
+    """Let these signals end the process, from the start of a command until something is to be cleaned up."""
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, EndingHandler(raises=False))
 
 
 def raise_terminated(by: str) -> NoReturn:
@@ -71,12 +66,13 @@ def terminable() -> Iterator[None]:
     """In the main thread, these signals raise Terminated meanwhile, unless the process has handlers of its own."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may set a handler
     before = {number: signal.getsignal(number) for number in ENDING}
-    free = [number for number, one in before.items() if one in (signal.SIG_DFL, None) or isinstance(one, EndAtOnce)]
+    ours = [number for number, one in before.items() if isinstance(one, EndingHandler) and not one.raises]
+    free = [*ours, *(number for number, one in before.items() if one in (signal.SIG_DFL, None))]
     if not in_main_thread or not free:
         yield
         return
     for number in free:
-        signal.signal(number, RaiseTerminated())
+        signal.signal(number, EndingHandler(raises=True))
     _raised.clear()
     try:
         yield
@@ -89,3 +85,20 @@ def terminable() -> Iterator[None]:
         for number in free:
             signal.signal(number, before[number] or signal.SIG_DFL)
         _raised.clear()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause garbage collection while modules are imported, and leave them out of every later one.
+
+    Collections would take a fifth of the import's time and free nothing: modules stay as long as the process. A
+    process that has PyTorch already, or collects no garbage, is left as it is."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

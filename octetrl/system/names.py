@@ -1,4 +1,5 @@
-"""Recognize names of the Hugging Face hub where a recipe may also give a path: `owner/name`, `owner/name@REVISION`."""
+"""Names of the Hugging Face hub where a recipe may also give a path: `owner/name`, `owner/name@REVISION`. Addresses of
+servers."""
 
 from __future__ import annotations
 
@@ -34,3 +35,26 @@ def hub_dataset(text: str | Path) -> HubName | None:
         name, _, revision = text.removeprefix(DATASET_PREFIX).partition("@")
         return HubName(name, revision or None)
     return None if Path(text).suffix in _FILES else hub_name(text)
+
+
+HOW = "write it as http://localhost:8000/v1"
+_FORM = re.compile(r"https?://[^/\s@]+(/\S*)?")
+_LAST_PORT = 65_535
+
+
+def is_address(url: str) -> bool:
+    """Whether it is of http or https, without a user, and httpx and the name service take its port, brackets and host
+    name. Without httpx, of which the client itself says that it is missing, only the form is known."""
+    if not _FORM.fullmatch(url):
+        return False
+    try:
+        import httpx
+    except ImportError:
+        return True
+    try:
+        address = httpx.URL(url)
+        host = address.host  # decoded: raises for a label that is no Punycode
+        address.raw_host.decode("ascii").encode("idna")  # as a socket does, for labels that are empty or too long
+    except (httpx.InvalidURL, UnicodeError):  # IDNAError is a UnicodeError
+        return False
+    return bool(host) and (address.port is None or 0 < address.port <= _LAST_PORT)
