@@ -82,6 +82,7 @@ _TRAINED = {"frozen": False}
 CUDA_CONTEXT, CPU_PROCESS = 600_000_000, 500_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # both moments of one parameter
 OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_states.py)
+CACHE = "KV cache"  # name of its part
 RETURNING = "FP8 codes"  # name of the part that is freed and quantised again in an update
 
 
@@ -155,7 +156,7 @@ def estimate_memory(
     device_bytes: the device's memory. None: unknown; a KV cache that is a share of it then has no size either.
     critic, scorer, teacher: the models that the recipe asks for. `scorer` is a reward model.
     """
-    weight_bytes, backend = (2 if recipe.model.dtype == "bfloat16" else 4), TRAITS[recipe.engine.backend]
+    weight_bytes, backend = recipe.model.value_bytes, TRAITS[recipe.engine.backend]
     trains_scalar = recipe.algorithm.name == "reward_model"
     if trains_scalar:
         spec = ScalarModel(spec, precisions).trunk
@@ -174,7 +175,7 @@ def estimate_memory(
     sums = recipe.trainer.gradient_bytes * trained
     owned = sums if recipe.cluster.gradients == "sharded" else 0
     parts.append(MemoryPart("gradients", sums, f"{recipe.trainer.gradients} sums", owned_bytes=owned))
-    parts.append(_optimizer(recipe, trained, weight_bytes, on_gpu))
+    parts.append(_optimizer(recipe.trainer.optimizer, trained, weight_bytes, on_gpu))
     if teacher is not None:
         parts.append(MemoryPart("teacher", _fixed(*teacher, weight_bytes, emulated), _teacher(recipe.algorithm)))
     if recipe.algorithm.keeps_reference:
@@ -197,13 +198,8 @@ def estimate_memory(
         return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
     parts += [MemoryPart(*held, "generating") for held in backend.held(spec, precisions.fp8_rollout)]
     per_token = kv_bytes_per_token(recipe, spec, precisions)
-    taken = sum(part.num_bytes for part in parts if part.when != "training")
-    tokens = kv_cache_capacity(recipe, per_token, on_gpu, None if device_bytes is None else device_bytes - taken)
-    if tokens is not None:
-        how = f"{tokens:,} tokens of {per_token:,} bytes"
-        parts.append(MemoryPart("KV cache", tokens * per_token, how, "generating"))
     takes_turns = on_gpu and recipe.engine.release_for_training
-    return MemoryEstimate(tuple(parts), per_token, tokens, takes_turns)
+    return with_kv_cache(recipe, parts, per_token, device_bytes, on_gpu=on_gpu, takes_turns=takes_turns)
 
 
 def _teacher(algorithm: AlgorithmConfig) -> str:
@@ -213,12 +209,11 @@ def _teacher(algorithm: AlgorithmConfig) -> str:
 
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     """Bytes of one token in the KV cache, over all layers."""
-    wide = 2 if recipe.model.dtype == "bfloat16" else 4
     dynamic = recipe.fp8.kv_cache in SCALE_PER_TOKEN or not spec.calibrates
 
     def num_bytes(tensor: CachedTensor) -> int:
         is_fp8 = tensor.name in precisions.fp8_cache
-        return tensor.bytes_per_token(1 if is_fp8 else wide, token_scales=is_fp8 and dynamic)
+        return tensor.bytes_per_token(1 if is_fp8 else recipe.model.value_bytes, token_scales=is_fp8 and dynamic)
 
     return sum(num_bytes(tensor) for layer in range(spec.num_layers) for tensor in spec.cached(layer))
 
@@ -266,12 +261,19 @@ def _fixed(spec: ModelSpec, precisions: Precisions, weight_bytes: int, emulated:
     return weight_bytes * others + _fp8_copies(spec, own, emulated=emulated, backward=False)
 
 
-def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) -> MemoryPart:
-    optimizer = recipe.trainer.optimizer
-    own_master = optimizer.master == "float32" and weight_bytes == 2
-    each = STATE_BYTES[optimizer.states] + (4 if own_master else 0)
+def _has_master(optimizer: OptimizerConfig, weight_bytes: int) -> bool:
+    return optimizer.master == "float32" and weight_bytes == 2
+
+
+def _bytes_of_state(optimizer: OptimizerConfig, weight_bytes: int) -> float:
+    """Bytes of the optimizer's state for one parameter."""
+    return STATE_BYTES[optimizer.states] + (4 if _has_master(optimizer, weight_bytes) else 0)
+
+
+def _optimizer(optimizer: OptimizerConfig, trained: int, weight_bytes: int, on_gpu: bool) -> MemoryPart:
+    each = _bytes_of_state(optimizer, weight_bytes)
     how = f"two moments, {optimizer.states}"
-    if own_master:
+    if _has_master(optimizer, weight_bytes):
         how += " and the master" if optimizer.states == "float32" else ", and the master, float32"
     if optimizer.offload and on_gpu:
         held = f"{how}: {each * trained / 2**30:.1f} GiB in host memory, two pieces of it on the device"
@@ -280,12 +282,10 @@ def _optimizer(recipe: Recipe, trained: int, weight_bytes: int, on_gpu: bool) ->
 
 
 def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: bool, emulated: bool) -> MemoryPart:
-    optimizer = recipe.trainer.model_copy(update={"optimizer": recipe.critic.optimizer})
-    states = _optimizer(
-        recipe.model_copy(update={"trainer": optimizer}), critic.trunk.num_parameters, weight_bytes, on_gpu
-    )
-    gradients = recipe.trainer.gradient_bytes * critic.trunk.num_parameters
-    num_bytes = weight_bytes * critic.trunk.num_parameters + gradients + states.num_bytes
+    parameters = critic.trunk.num_parameters
+    states = _optimizer(recipe.critic.optimizer, parameters, weight_bytes, on_gpu)
+    gradients = recipe.trainer.gradient_bytes * parameters
+    num_bytes = weight_bytes * parameters + gradients + states.num_bytes
     kept = recipe.trainer.weight_codes == "kept"
     num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated, backward=kept)
     owned = weight_bytes * elements_of(critic.trunk, critic.precisions.fp8_train)
@@ -375,20 +375,29 @@ class _LayerMemory:
             of_weights += blocks[place].of_weights
 
 
-def kv_cache_capacity(recipe: Recipe, per_token: int, on_gpu: bool, free_bytes: int | None) -> int | None:
-    """Tokens of the KV cache, in whole pages, by the engine's rule: `kv_cache_tokens` if given, on a GPU a share of
-    the free memory, on a CPU enough for a step's requests."""
-    engine, rollout = recipe.engine, recipe.rollout
-    if engine.kv_cache_tokens is not None:
-        tokens = engine.kv_cache_tokens
-    elif on_gpu:
-        if free_bytes is None:
-            return None
-        tokens = int(max(free_bytes, 0) * engine.kv_memory_fraction) // per_token
-    else:
-        longest = -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // engine.page_size) * engine.page_size
+def with_kv_cache(
+    recipe: Recipe,
+    parts: list[MemoryPart],
+    per_token: int,
+    device_bytes: int | None,
+    *,
+    on_gpu: bool,
+    takes_turns: bool,
+) -> MemoryEstimate:
+    """The estimate of these parts and a KV cache, by the engine's rule: `kv_cache_tokens` if given, on a GPU a share of
+    the memory that is free while it generates, on a CPU enough for a step's requests. In whole pages."""
+    engine, rollout, tokens = recipe.engine, recipe.rollout, recipe.engine.kv_cache_tokens
+    if tokens is None and not on_gpu:
+        longest = in_pages(recipe, rollout.max_prompt_tokens + rollout.max_new_tokens)
         tokens = min(rollout.prompts_per_step * rollout.group_size, engine.max_batch) * longest
-    return tokens // engine.page_size * engine.page_size
+    elif tokens is None and device_bytes is not None:
+        free = device_bytes - sum(part.num_bytes for part in parts if part.when != "training")
+        tokens = int(max(free, 0) * engine.kv_memory_fraction) // max(1, per_token)
+    if tokens is None:
+        return MemoryEstimate(tuple(parts), per_token, None, takes_turns)
+    tokens = tokens // engine.page_size * engine.page_size
+    cache = MemoryPart(CACHE, tokens * per_token, f"{tokens:,} tokens of {per_token:,} bytes", "generating")
+    return MemoryEstimate((*parts, cache), per_token, tokens, takes_turns)
 
 
 GATHERED_CHUNKS = 4  # chunks whose logits' gradients share one GEMM (kernels/gemm/linear_logprobs_backward.py)
@@ -409,7 +418,7 @@ def logits_bytes(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int, *, 
 
 def longest_rollout(recipe: Recipe) -> int:
     """Tokens of the longest prompt and answer, also of an evaluation, in whole pages."""
-    return _in_pages(recipe, _longest(recipe))
+    return in_pages(recipe, _longest(recipe))
 
 
 def generates(recipe: Recipe) -> bool:
@@ -420,7 +429,7 @@ def generates(recipe: Recipe) -> bool:
 def smallest_cache(recipe: Recipe) -> int:
     """Tokens of the smallest KV cache with which a worker generates, in whole pages."""
     context = recipe.model.context_length if TRAITS[recipe.engine.backend].needs_context else 0
-    return _in_pages(recipe, max(_longest(recipe), context))
+    return in_pages(recipe, max(_longest(recipe), context))
 
 
 def describe_smallest(recipe: Recipe) -> str:
@@ -436,7 +445,8 @@ def _longest(recipe: Recipe) -> int:
     return rollout.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
 
 
-def _in_pages(recipe: Recipe, tokens: int) -> int:
+def in_pages(recipe: Recipe, tokens: int) -> int:
+    """As many tokens in whole pages of the KV cache."""
     page = recipe.engine.page_size
     return -(-tokens // page) * page
 
@@ -470,8 +480,7 @@ def saves_beside_steps(recipe: Recipe) -> bool:
 
 def saved_state(recipe: Recipe, spec: ModelSpec, critic: ScalarModel | None) -> SavedState:
     """Estimate the size of one checkpoint of the run."""
-    weight_bytes = 2 if recipe.model.dtype == "bfloat16" else 4
-    lora, algorithm = recipe.model.lora, recipe.algorithm
+    weight_bytes, lora, algorithm = recipe.model.value_bytes, recipe.model.lora, recipe.algorithm
     trains_scalar = algorithm.name == "reward_model"
     if trains_scalar:
         spec = replace(spec, tied_embeddings=True)  # the scalar head replaces lm_head
@@ -479,17 +488,11 @@ def saved_state(recipe: Recipe, spec: ModelSpec, critic: ScalarModel | None) -> 
     if lora is not None:
         trained = adapter_elements(spec, lora) + (spec.hidden_size if trains_scalar else 0)
     weights = weight_bytes * trained
-    optimizer = int(_optimizer_bytes(recipe.trainer.optimizer, weight_bytes) * trained)
+    optimizer = int(_bytes_of_state(recipe.trainer.optimizer, weight_bytes) * trained)
     if isinstance(algorithm, KlSettings) and algorithm.keeps_reference and algorithm.reference_every:
         weights *= 2
     if critic is not None:
         elements = critic.trunk.num_parameters
         weights += weight_bytes * elements
-        optimizer += int(_optimizer_bytes(recipe.critic.optimizer, weight_bytes) * elements)
+        optimizer += int(_bytes_of_state(recipe.critic.optimizer, weight_bytes) * elements)
     return SavedState(weights, optimizer)
-
-
-def _optimizer_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> float:
-    """Bytes of the optimizer's state for one parameter."""
-    has_master = optimizer.master == "float32" and weight_bytes == 2
-    return STATE_BYTES[optimizer.states] + (4 if has_master else 0)

@@ -121,6 +121,11 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train only adapters and keep the weights frozen. `{}`: with the defaults. null: train the weights."""
 
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value in `dtype`."""
+        return 2 if self.dtype == "bfloat16" else 4
+
 
 class Fp8Config(Section):
     """FP8 settings. `precision:` sets the main ones together. A field given here overrides it."""

@@ -29,12 +29,14 @@ from dataclasses import dataclass, replace
 from octetrl.config.backends import TRAITS
 from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import (
+    CACHE,
     MemoryEstimate,
     MemoryPart,
     Precisions,
     elements_of,
+    in_pages,
     kv_bytes_per_token,
-    kv_cache_capacity,
+    with_kv_cache,
 )
 from octetrl.config.schema import Recipe
 from octetrl.shapes.spec import ModelSpec
@@ -49,19 +51,14 @@ def on_each_worker(recipe: Recipe, estimate: MemoryEstimate, available: int | No
     `estimate`: of one worker that has the same part of the model. `available`: the device's memory. On a GPU a KV cache
     that takes a share of the free memory is larger by what the others own; with None it has no size.
     """
-    engine, owners = recipe.engine, recipe.cluster.num_groups
+    owners, per_token = recipe.cluster.num_groups, estimate.kv_bytes_per_token
     if owners == 1:
         return estimate
-    parts = [_share(part, owners) for part in estimate.parts if part.name != "KV cache"]
-    tokens = estimate.kv_cache_tokens
-    shares = engine.kv_cache_tokens is None and not recipe.cluster.on_cpus
-    if shares and tokens is not None and available is not None:
-        free = available - sum(part.num_bytes for part in parts if part.when != "training")
-        tokens = int(max(free, 0) * engine.kv_memory_fraction) // max(1, estimate.kv_bytes_per_token)
-    if tokens:
-        how = f"{tokens:,} tokens of {estimate.kv_bytes_per_token:,} bytes"
-        parts.append(MemoryPart("KV cache", tokens * estimate.kv_bytes_per_token, how, "generating"))
-    return replace(estimate, parts=tuple(parts), kv_cache_tokens=tokens)
+    parts = [_share(part, owners) for part in estimate.parts if part.name != CACHE]
+    if not per_token:
+        return replace(estimate, parts=tuple(parts))
+    on_gpu = not recipe.cluster.on_cpus
+    return with_kv_cache(recipe, parts, per_token, available, on_gpu=on_gpu, takes_turns=estimate.takes_turns)
 
 
 def _share(part: MemoryPart, owners: int) -> MemoryPart:
@@ -114,17 +111,16 @@ def batch_cache_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -
         return engine.kv_cache_tokens * each
     answers = -(-rollout.prompts_per_step * rollout.group_size // roles[1])
     longest = min(recipe.model.context_length, rollout.max_prompt_tokens + rollout.max_new_tokens)
-    pages = -(-longest // engine.page_size)
-    return min(answers, engine.max_batch) * pages * engine.page_size * each
+    return min(answers, engine.max_batch) * in_pages(recipe, longest) * each
 
 
 def sent_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     """Bytes that an update sends to a worker that generates: codes, scales, and what is not FP8; or adapters."""
     lora = recipe.model.lora
     if lora is not None:
-        return _wide(recipe) * adapter_elements(spec, lora)
+        return recipe.model.value_bytes * adapter_elements(spec, lora)
     codes = elements_of(spec, precisions.fp8_train)
-    return codes + 4 * (codes // 128**2) + _wide(recipe) * (spec.num_parameters - codes)
+    return codes + 4 * (codes // 128**2) + recipe.model.value_bytes * (spec.num_parameters - codes)
 
 
 def held_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
@@ -135,13 +131,8 @@ def held_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     return sent_bytes(whole, spec, precisions) + adapters + own
 
 
-def _wide(recipe: Recipe) -> int:
-    return 2 if recipe.model.dtype == "bfloat16" else 4
-
-
-OF_GENERATING = {"KV cache", "vLLM", "reward model"}
+OF_GENERATING = {CACHE, "vLLM", "reward model"}
 KEPT = {"CUDA context", "process", "reward model", "vLLM"}  # a worker that only generates has them too
-BUFFER = "second buffer"
 
 
 def of_trainer(recipe: Recipe, estimate: MemoryEstimate) -> MemoryEstimate:
@@ -165,15 +156,10 @@ def of_engine(
     parts = _engine_parts(recipe, spec, precisions, estimate, on_gpu=on_gpu)
     choice = buffer_choice(recipe, spec, precisions, estimate, on_gpu=on_gpu, available=available)
     if choice is not None and choice.doubles:
-        parts.append(
-            MemoryPart(BUFFER, sent_bytes(recipe, spec, precisions), "new weights, while answers are generated")
-        )
-    taken = sum(part.num_bytes for part in parts)
-    each = estimate.kv_bytes_per_token
-    tokens = kv_cache_capacity(recipe, each, on_gpu, None if available is None else available - taken)
-    if tokens is not None:
-        parts.append(MemoryPart("KV cache", tokens * each, f"{tokens:,} tokens of {each:,} bytes", "generating"))
-    return MemoryEstimate(tuple(parts), each, tokens, takes_turns=False)
+        sent = sent_bytes(recipe, spec, precisions)
+        parts.append(MemoryPart("second buffer", sent, "new weights, while answers are generated"))
+    per_token = estimate.kv_bytes_per_token
+    return with_kv_cache(recipe, parts, per_token, available, on_gpu=on_gpu, takes_turns=False)
 
 
 def buffer_choice(
@@ -211,6 +197,6 @@ def _engine_parts(
     how += ", and adapters" if recipe.model.lora is not None else ""
     parts = [MemoryPart("weights", held_bytes(recipe, spec, held), how)]
     if own and (recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)):
-        emulated = sum(linear.num_weights for name, linear in spec.linears() if name in sent | made)
+        emulated = elements_of(spec, sent | made)
         parts += [MemoryPart("FP8 values", 8 * emulated, "the codes' values in float64")] if emulated else []
     return parts + [part for part in estimate.parts if part.name in KEPT]
