@@ -1,19 +1,27 @@
-"""Read conversations for SFT and convert them to samples.
+"""Read conversations for SFT and pairs of answers for preference objectives, and convert them to samples.
 
-A row has one of two forms, and a file may mix them:
+A conversation is a row of one of two forms, which a file may mix:
 
     {"prompt": ..., "answer": ...}               tokenized like a rollout: the prompt with the start of the answer's
                                                  turn, then the answer and EOS
     {"messages": [{"role", "content"}, ...]}     several turns, exactly as the chat template writes them. `tools` is
                                                  optional and goes to the template
 
-The loss covers only the assistant's text, including the end of its turn.
+A pair is a better and a worse answer to the same prompt. `prompt` may also be a list of messages:
+
+    {"prompt": "...", "chosen": "...", "rejected": "..."}       tokenized like a rollout
+    {"messages": [...], "chosen": ..., "rejected": ...}         as the chat template writes them; each answer is a text,
+                                                                or a list of the messages that follow
+    {"chosen": [...], "rejected": [...]}                        two whole conversations; their common beginning is the
+                                                                prompt
+
+The loss covers only the assistant's text after the prompt, including the end of its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from octetrl.data.rows import required_text
@@ -23,6 +31,7 @@ from octetrl.system.errors import UserError, nearest
 from octetrl.system.json_file import kind_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PAIR = ("chosen", "rejected")
 Message = Mapping[str, Any]
 
 
@@ -94,29 +103,30 @@ def supervised(token_ids: tuple[int, ...], loss_mask: tuple[bool, ...]) -> Sampl
     return Sample(token_ids, loss_mask, generator_logprobs=None, advantage=1.0, policy_version=None)
 
 
-def conversation_of(record: Mapping[str, Any], where: str) -> Conversation | Dialogue:
+def read_conversation(record: Mapping[str, Any], where: str) -> Conversation | Dialogue:
     """Read the conversation of a row. Raises UserError that begins with `where`."""
     if "messages" not in record:
         refuse_tools(record, where)
         return Conversation(required_text(record, "prompt", where), required_text(record, "answer", where))
-    messages = messages_of(record, "messages", where)
+    messages = read_messages(record, "messages", where)
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(f"{where}: 'messages' has no assistant message to train on; add its answers")
-    return Dialogue(messages, tools=tools_of(record, where))
+    return Dialogue(messages, tools=read_tools(record, where))
 
 
-def messages_of(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
+def read_messages(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
     """Read `record[key]`, a list of messages with known roles and text. Raises UserError for anything else."""
     messages = record[key]
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else kind_of(messages)
         raise UserError(f'{where}: \'{key}\' is {found}; it must be a list of {{"role", "content"}}')
-    for problem in _message_problems(messages, f"{where}: '{key}'"):
-        raise UserError(problem)
-    return tuple(with_read_calls(message, f"{where}: '{key}', message {at}") for at, message in enumerate(messages, 1))
+    places = [f"{where}: '{key}', message {number}" for number in range(1, len(messages) + 1)]
+    for message, place in zip(messages, places, strict=True):
+        _refuse_message(message, place)
+    return tuple(map(with_read_calls, messages, places))
 
 
-def tools_of(record: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
+def read_tools(record: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: 'tools' is {kind_of(tools)}; it must be a list of what the chat template takes")
@@ -125,26 +135,114 @@ def tools_of(record: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
 
 def refuse_tools(record: Mapping[str, Any], where: str) -> None:
     """Raise UserError if a row whose prompt is a text has tools, which only the template of messages could write."""
-    if tools_of(record, where):
+    if read_tools(record, where):
         raise UserError(
             f"{where}: 'tools' is only read beside 'messages', which the chat template writes; give the prompt as"
             " \"messages\", or remove 'tools'"
         )
 
 
-def _message_problems(messages: Sequence[Any], where: str) -> Iterator[str]:
-    for number, message in enumerate(messages, start=1):
-        at = f"{where}, message {number}"
-        if not isinstance(message, dict):
-            yield f"{at} is {kind_of(message)}; it must be an object with role and content"
-        elif message.get("role") not in ROLES:
-            role = message.get("role")
-            hint = nearest(role, ROLES) if isinstance(role, str) else ""
-            yield f"{at}: role {role!r} is not allowed; it must be one of {', '.join(ROLES)}{hint}"
-        elif isinstance(message.get("content"), list):
-            yield f"{at}: 'content' is a list of parts; conversations are of text alone, so give the text as a string"
-        elif not isinstance(message.get("content"), str):
-            if not (message["role"] == "assistant" and message.get("tool_calls") and not message.get("content")):
-                yield f"{at}: 'content' is {kind_of(message.get('content'))}; it must be a string"
-        elif message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
-            yield f"{at}: the assistant's 'content' is empty; give its answer, or remove the message"
+def _refuse_message(message: Any, at: str) -> None:
+    """Raise UserError if it is not a message with a known role and text. `at`: its place."""
+    if not isinstance(message, dict):
+        raise UserError(f"{at} is {kind_of(message)}; it must be an object with role and content")
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if role not in ROLES:
+        hint = nearest(role, ROLES) if isinstance(role, str) else ""
+        raise UserError(f"{at}: role {role!r} is not allowed; it must be one of {', '.join(ROLES)}{hint}")
+    if isinstance(content, list):
+        raise UserError(
+            f"{at}: 'content' is a list of parts; conversations are of text alone, so give the text as a string"
+        )
+    if role == "assistant" and calls and not content:
+        return
+    if not isinstance(content, str):
+        raise UserError(f"{at}: 'content' is {kind_of(content)}; it must be a string")
+    if role == "assistant" and not content.strip() and not calls:
+        raise UserError(f"{at}: the assistant's 'content' is empty; give its answer, or remove the message")
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two conversations with the same prompt and different answers."""
+
+    chosen: Conversation | Dialogue
+    rejected: Conversation | Dialogue
+
+    def tokenized(self, chat: TurnTokens) -> Tokenized:
+        better, worse = self.chosen.tokenized(chat), self.rejected.tokenized(chat)
+        if len(better.samples) + len(worse.samples) > 2:
+            raise UserError(
+                "the chat template leaves out parts of an earlier answer of 'chosen' or 'rejected', and a pair compares"
+                " one answer each; give the earlier answers in the prompt, or remove their thoughts"
+            )
+        if better.samples[0].token_ids == worse.samples[0].token_ids:
+            raise UserError(
+                "'chosen' and 'rejected' have the same tokens, since the chat template leaves out where they differ;"
+                " write the difference into 'content', or remove the row"
+            )
+        pair = (replace(better.samples[0], pair=0), replace(worse.samples[0], pair=0, chosen=False))
+        return Tokenized(pair, better.across_borders + worse.across_borders)
+
+
+def refuse_padded_end(item: Tokenized, pad_token_id: int | None) -> None:
+    """Raise UserError if an answer ends with padding: its reward would be read before its end."""
+    if pad_token_id is not None and any(sample.token_ids[-1] == pad_token_id for sample in item.samples):
+        raise UserError(
+            f"an answer ends with the tokenizer's pad token ({pad_token_id}), before which its reward would be read;"
+            f" give the tokenizer another pad_token"
+        )
+
+
+def read_preference(record: Mapping[str, Any], where: str) -> Preference:
+    """Read the pair of a row. Raises UserError that begins with `where`."""
+    for key in PAIR:
+        if key not in record:
+            raise UserError(f"{where}: no '{key}'{nearest(key, record)}; the line has {', '.join(record) or 'no keys'}")
+    if record["chosen"] == record["rejected"]:
+        raise UserError(f"{where}: 'chosen' and 'rejected' are the same, so neither is better; remove the row")
+    given = next((key for key in ("messages", "prompt") if key in record), None)
+    if given is None:
+        return Preference(*_two_dialogues(record, where))
+    if given == "messages" or isinstance(record[given], list):
+        context, tools = read_messages(record, given, where), read_tools(record, where)
+        answers = [(*context, *_answer(record, key, where)) for key in PAIR]
+        return Preference(*(Dialogue(messages, len(context), tools) for messages in answers))
+    prompt = required_text(record, "prompt", where)
+    if any(isinstance(record[key], list) for key in PAIR):
+        chosen, rejected = _two_dialogues(record, where)
+        if prompt not in [message.get("content") for message in chosen.messages[: chosen.learn_from]]:
+            raise UserError(
+                f"{where}: 'prompt' is not in the common beginning of 'chosen' and 'rejected';"
+                f" give \"messages\" and two answers, or remove 'prompt'"
+            )
+        return Preference(chosen, rejected)
+    refuse_tools(record, where)
+    return Preference(*(Conversation(prompt, required_text(record, key, where)) for key in PAIR))
+
+
+def _two_dialogues(record: Mapping[str, Any], where: str) -> tuple[Dialogue, Dialogue]:
+    """Read two whole conversations. Their common beginning is the prompt."""
+    for key in PAIR:
+        if not isinstance(record[key], list):
+            raise UserError(f"{where}: '{key}' is a text without a prompt; give 'prompt' or 'messages' too")
+    chosen, rejected = (read_messages(record, key, where) for key in PAIR)
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    tools = read_tools(record, where)
+    for key, messages in zip(PAIR, (chosen, rejected), strict=True):
+        if all(message["role"] != "assistant" for message in messages[common:]):
+            raise UserError(
+                f"{where}: '{key}' has no assistant message that differs from the other's; give two answers"
+            )
+    return Dialogue(chosen, common, tools), Dialogue(rejected, common, tools)
+
+
+def _answer(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
+    if not isinstance(record[key], list):
+        return ({"role": "assistant", "content": required_text(record, key, where)},)
+    messages = read_messages(record, key, where)
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(f"{where}: '{key}' has no assistant message; give its answer")
+    return messages

@@ -17,8 +17,7 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from octetrl.config.schema import DataSource
-from octetrl.data.conversations import Tokenized, TurnTokens, conversation_of
-from octetrl.data.preferences import preference_of, refuse_padded_end
+from octetrl.data.conversations import Tokenized, TurnTokens, read_conversation, read_preference, refuse_padded_end
 from octetrl.data.rows import find_value, read_rows, without_padding
 from octetrl.environments.tasks import EndlessOrder, furthest_behind, shares_of
 from octetrl.records import Sample
@@ -35,9 +34,9 @@ class Example(Protocol):
     def tokenized(self, chat: TurnTokens, /) -> Tokenized: ...
 
 
-_OF_RECORD: dict[Kind, Callable[[Mapping[str, Any], str], Example]] = {
-    "conversations": conversation_of,
-    "preferences": preference_of,
+_READERS: dict[Kind, Callable[[Mapping[str, Any], str], Example]] = {
+    "conversations": read_conversation,
+    "preferences": read_preference,
 }
 
 
@@ -57,7 +56,7 @@ def read_source(name: str, config: DataSource, kind: Kind) -> Source:
     for row in read_rows(config.path, split=config.split, subset=config.subset):
         record = _with_columns(without_padding(row.record) if row.is_padded else row.record, config.columns)
         try:
-            examples.append(_OF_RECORD[kind](record, row.where))
+            examples.append(_READERS[kind](record, row.where))
             places.append(row.where)
         except UserError as error:
             problems.append(str(error))
@@ -78,22 +77,6 @@ def _with_columns(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapp
     return renamed
 
 
-def _tokenized(
-    example: Example, place: str, chat: TurnTokens, pad_token_id: int | None
-) -> tuple[Tokenized | None, str]:
-    """Tokenize an example. Returns it with its length in words.
-
-    It is None if the text's length alone shows that it exceeds the context."""
-    try:
-        item = example.tokenized(chat)
-        refuse_padded_end(item, pad_token_id)
-    except TextTooLong as error:
-        return None, str(error)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from error
-    return item, f"{item.longest} tokens"
-
-
 def _digest(source: Source) -> str:
     digest = hashlib.sha256()
     for example in source.examples:
@@ -101,16 +84,14 @@ def _digest(source: Source) -> str:
     return digest.hexdigest()[:16]
 
 
-class _Order:
+@dataclass(slots=True)
+class _Queue:
     """The tokenized examples of one source, in an endless order."""
 
-    def __init__(self, name: str, items: Sequence[Tokenized], seed: int) -> None:
-        self.name, self.items, self.taken = name, items, 0
-        self._order = EndlessOrder(len(items), seed)
-
-    def next(self) -> Tokenized:
-        self.taken += 1
-        return self.items[self._order[self.taken - 1]]
+    name: str
+    items: Sequence[Tokenized]
+    order: EndlessOrder
+    taken: int = 0
 
 
 class Mixture:
@@ -135,12 +116,11 @@ class Mixture:
             raise UserError("data.sources: there are no rows to train on")
         self._shares = shares_of([source.weight for source in sources])
         self._seed, self._dropped, self._across_borders = seed, 0, 0
-        self._pad_token_id = pad_token_id
-        self._orders = []
+        self._queues = []
         self.digests = {source.name: _digest(source) for source in sources}  # of all rows, by source
         for number, source in enumerate(sources):
-            items = self._fitting(source, chat, context_length, too_long)
-            self._orders.append(_Order(source.name, items, seed + number))
+            items = self._fitting(source, chat, context_length, too_long, pad_token_id)
+            self._queues.append(_Queue(source.name, items, EndlessOrder(len(items), seed + number)))
         self.metrics: Mapping[str, float] = {}  # of the last batch
 
     def next_batch(self, n: int) -> list[Sample]:
@@ -149,25 +129,26 @@ class Mixture:
 
         A source may start a new epoch inside a batch."""
         samples: list[Sample] = []
-        before = [order.taken for order in self._orders]
+        before = self._taken
         for _ in range(n):
-            number = self._taken
-            drawn = self._furthest_behind().next().samples
+            number, queue = sum(self._taken), self._queues[furthest_behind(self._shares, self._taken)]
+            drawn = queue.items[queue.order[queue.taken]].samples
+            queue.taken += 1
             samples += [sample if sample.pair is None else replace(sample, pair=number) for sample in drawn]
         self.metrics = {
             "data/too_long": float(self._dropped),
             "data/tokens_across_borders": float(self._across_borders),
         }
-        for order, earlier in zip(self._orders, before, strict=True):
+        for queue, earlier in zip(self._queues, before, strict=True):
             self.metrics |= {
-                f"data/share/{order.name}": (order.taken - earlier) / n,
-                f"data/epoch/{order.name}": order.taken / len(order.items),
+                f"data/share/{queue.name}": (queue.taken - earlier) / n,
+                f"data/epoch/{queue.name}": queue.taken / len(queue.items),
             }
         return samples
 
     def state(self) -> dict[str, Any]:
         """Return the position in the order, as JSON."""
-        return {"taken": [order.taken for order in self._orders], "fingerprint": self._fingerprint}
+        return {"taken": self._taken, "fingerprint": self._fingerprint}
 
     def restore(self, state: Mapping[str, Any], *, has_changed: bool = False) -> None:
         """Continue from a `state()`. Raises UserError if it is from other examples, weights or another seed, unless
@@ -177,32 +158,43 @@ class Mixture:
                 "data.sources: the sources, the tokenizer or the seed differ from the checkpoint's;"
                 " resume with the same ones, or start a new run from its weights"
             )
-        for order, taken in zip(self._orders, state["taken"], strict=True):
-            order.taken = taken
+        for queue, taken in zip(self._queues, state["taken"], strict=True):
+            queue.taken = taken
 
     @property
-    def _taken(self) -> int:
-        return sum(order.taken for order in self._orders)
-
-    def _furthest_behind(self) -> _Order:
-        return self._orders[furthest_behind(self._shares, [order.taken for order in self._orders])]
+    def _taken(self) -> list[int]:
+        return [queue.taken for queue in self._queues]
 
     def _fitting(
-        self, source: Source, chat: TurnTokens, context_length: int | None, too_long: Literal["refuse", "drop"]
+        self,
+        source: Source,
+        chat: TurnTokens,
+        context_length: int | None,
+        too_long: Literal["refuse", "drop"],
+        pad_token_id: int | None,
     ) -> list[Tokenized]:
+        """The tokenized examples that fit into the context."""
         items = []
         for example, place in zip(source.examples, source.places, strict=True):
-            item, length = _tokenized(example, place, chat, self._pad_token_id)
-            if item is None or (context_length is not None and item.longest > context_length):
-                if too_long == "refuse":
-                    raise UserError(
-                        f"{place}: {length}, but model.context_length is {context_length};"
-                        f" raise it, shorten the row, or set data.too_long: drop"
-                    )
+            try:
+                item = example.tokenized(chat)
+                refuse_padded_end(item, pad_token_id)
+                length = item.longest
+                excess = f"{length} tokens" if context_length is not None and length > context_length else None
+            except TextTooLong as error:  # the text's length alone shows it
+                excess = str(error)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from error
+            if excess is None:
+                self._across_borders += item.across_borders
+                items.append(item)
+            elif too_long == "drop":
                 self._dropped += 1
-                continue
-            self._across_borders += item.across_borders
-            items.append(item)
+            else:
+                raise UserError(
+                    f"{place}: {excess}, but model.context_length is {context_length};"
+                    f" raise it, shorten the row, or set data.too_long: drop"
+                )
         if not items:
             raise UserError(
                 f"data.sources: '{source.name}' has no rows to train on"
@@ -213,8 +205,8 @@ class Mixture:
     @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(repr((self._seed, self._shares)).encode())
-        for order in self._orders:
-            for item in order.items:
+        for queue in self._queues:
+            for item in queue.items:
                 for sample in item.samples:
                     digest.update(repr((sample.token_ids, sample.loss_mask)).encode())
         return digest.hexdigest()

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+from octetrl.data.conversations import refuse_padded_end
 from octetrl.data.mixture import Source
-from octetrl.data.preferences import refuse_padded_end
 from octetrl.data.tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer, tool_family
 from octetrl.environments.tools import Family
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied

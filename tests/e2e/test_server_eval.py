@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from octetrl.cli.main import run_command
-from octetrl.data.conversations import conversation_of
+from octetrl.data.conversations import read_conversation
 from tests.e2e.live_server import CONTEXT_LENGTH, Live, live_server
 from tests.e2e.tiny_run import read_lines, recipe_tree
 from tests.unit.environments.judge_double import judge_double
@@ -203,7 +203,7 @@ def test_lines_for_sft_are_read_as_conversations(live: Live, prompts: str, capsy
     rows = [json.loads(line) for line in out.splitlines()]
     assert rows and (len(rows) == 8 or "answers were truncated and are left out" in err)
     for row in rows:
-        conversation_of(row, "here")
+        read_conversation(row, "here")
         assert "n" not in row and ("prompt" not in row or (row["reference"], row["id"]) == ("3", 7))
 
 

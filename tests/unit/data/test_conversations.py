@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.data.conversations import Conversation, Dialogue, conversation_of
-from octetrl.data.preferences import preference_of
+from octetrl.data.conversations import Conversation, Dialogue, read_conversation, read_preference
 from octetrl.system.errors import UserError
 from tests.unit.data.letters import LetterTokens
 
@@ -24,17 +23,17 @@ def test_the_loss_is_on_the_answer_and_the_eos() -> None:
 
 
 def test_several_turns_learn_from_each_answer() -> None:
-    example = conversation_of({"messages": [USER, SAID, USER, SAID]}, "here")
+    example = read_conversation({"messages": [USER, SAID, USER, SAID]}, "here")
     assert isinstance(example, Dialogue)
     (sample,) = example.tokenized(LetterTokens()).samples
     assert sample.loss_mask == (False, False, True, True) * 2
 
 
 def test_both_forms_may_stand_in_one_file() -> None:
-    assert conversation_of({"prompt": "p", "answer": "a", "level": 3}, "here") == Conversation("p", "a")
+    assert read_conversation({"prompt": "p", "answer": "a", "level": 3}, "here") == Conversation("p", "a")
     calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
     tool = {"role": "tool", "content": "3"}
-    example = conversation_of({"messages": [USER, calls, tool, SAID], "tools": [{"name": "add"}]}, "here")
+    example = read_conversation({"messages": [USER, calls, tool, SAID], "tools": [{"name": "add"}]}, "here")
     assert example == Dialogue((USER, calls, tool, SAID), tools=({"name": "add"},))
 
 
@@ -53,14 +52,14 @@ def test_arguments_as_json_text_are_read(given: Any, read: dict[str, Any], insid
         return {"role": "assistant", "content": None, "tool_calls": [{"function": call} if inside else call]}
 
     record = {"messages": [USER, said(given)]}
-    assert conversation_of(record, "here") == Dialogue((USER, said(read)))
-    pair = preference_of({"messages": [USER], "chosen": [said(given)], "rejected": "b"}, "here")
+    assert read_conversation(record, "here") == Dialogue((USER, said(read)))
+    pair = read_preference({"messages": [USER], "chosen": [said(given)], "rejected": "b"}, "here")
     assert isinstance(pair.chosen, Dialogue) and pair.chosen.messages[1] == said(read)
 
 
 def test_calls_without_any_are_left_out() -> None:
     record = {"messages": [USER, {**SAID, "tool_calls": None}, USER, {**SAID, "tool_calls": []}]}
-    assert conversation_of(record, "here") == Dialogue((USER, SAID, USER, SAID))
+    assert read_conversation(record, "here") == Dialogue((USER, SAID, USER, SAID))
 
 
 def called(arguments: Any) -> dict[str, Any]:
@@ -91,6 +90,6 @@ def called(arguments: Any) -> dict[str, Any]:
 )
 def test_a_bad_row_is_named(record: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        conversation_of(record, "c.jsonl:7")
+        read_conversation(record, "c.jsonl:7")
     assert message in str(caught.value) and str(caught.value).startswith("c.jsonl:7: ")
     assert "\n" not in str(caught.value)

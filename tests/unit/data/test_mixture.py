@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.config.schema import DataSource
-from octetrl.data.conversations import Conversation, Dialogue
+from octetrl.data.conversations import Conversation, Dialogue, Preference
 from octetrl.data.mixture import Mixture, Source, read_source
-from octetrl.data.preferences import Preference
 from octetrl.environments.tasks import EndlessOrder
 from octetrl.system.errors import UserError
 from tests.unit.data.letters import LetterTokens

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.data.conversations import Conversation, Dialogue
-from octetrl.data.preferences import Preference, preference_of
+from octetrl.data.conversations import Conversation, Dialogue, Preference, read_preference
 from octetrl.records import Sample
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.system.errors import UserError
@@ -24,7 +23,7 @@ MORE = {"role": "user", "content": "m"}
 
 
 def samples_of(record: dict[str, Any]) -> tuple[Sample, ...]:
-    return preference_of(record, "here").tokenized(LetterTokens()).samples
+    return read_preference(record, "here").tokenized(LetterTokens()).samples
 
 
 def learnt(sample: Sample) -> str:
@@ -34,7 +33,7 @@ def learnt(sample: Sample) -> str:
 
 
 def test_texts_are_tokens_as_a_rollouts_are() -> None:
-    assert preference_of({"prompt": "p", "chosen": "g", "rejected": "b"}, "here") == Preference(
+    assert read_preference({"prompt": "p", "chosen": "g", "rejected": "b"}, "here") == Preference(
         Conversation("p", "g"), Conversation("p", "b")
     )
 
@@ -69,7 +68,7 @@ def test_earlier_answers_are_not_learnt_and_longer_ones_are_wholly() -> None:
     ],
 )
 def test_both_answers_have_the_tools_of_the_row(record: dict[str, Any]) -> None:
-    pair = preference_of({**record, "tools": [{"name": "add"}]}, "here")
+    pair = read_preference({**record, "tools": [{"name": "add"}]}, "here")
     assert isinstance(pair.chosen, Dialogue) and isinstance(pair.rejected, Dialogue)
     assert pair.chosen.tools == pair.rejected.tools == ({"name": "add"},)
 
@@ -84,7 +83,7 @@ def test_tokens_across_borders_of_both_answers_are_counted() -> None:
             (masked,) = super().message_tokens(messages, learn_from=learn_from, tools=tools)
             return (replace(masked, across_borders=len(messages[-1]["content"])),)
 
-    pair = preference_of({"messages": [USER], "chosen": "g", "rejected": "bad"}, "here")
+    pair = read_preference({"messages": [USER], "chosen": "g", "rejected": "bad"}, "here")
     assert pair.tokenized(Bordered()).across_borders == 1 + 3
 
 
@@ -92,17 +91,17 @@ def test_pairs_that_the_template_makes_equal_are_refused_and_thoughts_make_a_dif
     r1 = ChatTokens(tokenizer_of("r1"))
     prompt = {"messages": [{"role": "user", "content": "2 + 2?"}]}
     better, worse = "<think>\nSum.\n</think>\n\n4", "<think>\nHm.\n</think>\n\n4"
-    chosen, rejected = preference_of({**prompt, "chosen": better, "rejected": worse}, "here").tokenized(r1).samples
+    chosen, rejected = read_preference({**prompt, "chosen": better, "rejected": worse}, "here").tokenized(r1).samples
     assert [tokenizer_of("r1").decode(one.token_ids).split("<think>\n")[1] for one in (chosen, rejected)] == [
         "Sum.\n</think>\n\n4<|end|>", "Hm.\n</think>\n\n4<|end|>",
     ]  # fmt: skip
     twice = {"prompt": "2 + 2?", "chosen": better, "rejected": better.removeprefix("<think>\n")}
     with pytest.raises(UserError, match="same tokens"):
-        preference_of(twice, "here").tokenized(r1)
+        read_preference(twice, "here").tokenized(r1)
     answers = [{"role": "assistant", "content": better}, {"role": "user", "content": "?"}]
     several = {**prompt, "chosen": [*answers, answers[0]], "rejected": worse}
     with pytest.raises(UserError, match="one answer each"):
-        preference_of(several, "here").tokenized(r1)
+        read_preference(several, "here").tokenized(r1)
 
 
 @pytest.mark.parametrize(
@@ -124,5 +123,5 @@ def test_pairs_that_the_template_makes_equal_are_refused_and_thoughts_make_a_dif
 )
 def test_a_bad_row_is_named(record: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        preference_of(record, "p.jsonl:7")
+        read_preference(record, "p.jsonl:7")
     assert message in str(caught.value) and str(caught.value).startswith("p.jsonl:7: ")
