@@ -29,20 +29,7 @@ def test_shapes_have_the_published_number_of_parameters(name: str, parameters: i
     assert (spec.tied_embeddings, spec.qk_norm) == (tied, not name.startswith("llama"))
 
 
-def test_every_preset_is_one_this_decoder_can_run() -> None:
-    for name in PRESETS:
-        assert spec_from_config(preset_config(name)).max_positions >= 1024
-
-
 def test_a_recipe_may_name_every_preset() -> None:
     assert set(get_args(Preset)) == set(PRESETS)
-
-
-def test_a_preset_is_the_callers_own_copy() -> None:
-    preset_config("tiny")["vocab_size"] = 1
-    assert preset_config("tiny")["vocab_size"] == 384
-
-
-def test_an_unknown_preset_comes_with_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'qwen3-8b'"):
         preset_config("qwen3-8")

@@ -8,8 +8,7 @@ import pytest
 
 from octetrl.config.json_schema import recipe_json_schema
 from octetrl.config.load import load_recipe, recipe_from_mapping
-from octetrl.config.problems import section_of
-from octetrl.config.schema import EngineConfig, Recipe, TrainerConfig
+from octetrl.config.schema import Recipe
 from octetrl.config.validate import validate_with_spec
 from octetrl.models.families import spec_from_config
 from octetrl.shapes.presets import preset_config
@@ -41,6 +40,11 @@ def problem_of(*fields: tuple[str, Any]) -> str:
 
 SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
+SERVER = (
+    ("engine.backend", "openai"),
+    ("engine.openai.base_url", "http://host:8000/v1"),
+    ("engine.openai.model", "m"),
+)
 JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 
 IMPOSSIBLE = [  # fields that the objective or the section does not have, or that are wrong by themselves
@@ -184,12 +188,6 @@ def test_evaluation_is_free_of_what_only_training_demands(tmp_path: Path) -> Non
         load_recipe(path)
 
 
-def test_sections_are_told_from_fields() -> None:
-    assert section_of(Recipe, "engine") is EngineConfig
-    assert section_of(TrainerConfig, "minibatches") is None
-    assert section_of(Recipe, "nothing") is None
-
-
 # --- with the model's shape ---------------------------------------------------------------------------------
 
 TINY = spec_from_config(preset_config("tiny"))
@@ -220,12 +218,6 @@ def test_what_the_model_cannot_follow_is_refused(fields: list[tuple[str, Any]], 
 def test_k_without_norm_is_no_problem() -> None:
     qwen2 = replace(TINY, family="qwen2", qkv_bias=True, qk_norm=False, max_positions=4096)
     validate_with_spec(recipe_with(("precision", "fp8_full")), qwen2)
-
-
-def test_all_problems_with_a_model_are_reported_together() -> None:
-    spec = replace(TINY, intermediate_size=500, hidden_size=120)
-    with pytest.raises(UserError, match=r"^3 problems\n  model\.context_length"):
-        validate_with_spec(recipe_with(("precision", "fp8_full")), spec)
 
 
 def test_every_whole_number_of_a_recipe_has_an_upper_limit() -> None:
