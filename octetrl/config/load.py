@@ -75,12 +75,10 @@ def load_recipe(
     layers = _read_chain(path)
     if fields is not None:
         layers.append(_Layer(PYTHON, _plain(fields)))
-    tree: Tree = {}
-    for layer in layers:
-        tree = _merge(below_model(below_file(tree, layer.tree), layer.tree), _with_precision(layer.tree), Recipe)
+    tree = _merged(layers)
     given, problems = _parse_overrides(overrides)
-    tree = below_model_overrides(below_overrides(tree, given), given)
-    unknown = unknown_names(tree, given)
+    tree = _below_overrides(tree, given)
+    unknown = _unknown_names(tree, given)
     problems += unknown
     # Sorted so that `precision` comes first: fields written out in the same place override it.
     for keys, value in sorted(given, key=lambda override: override[0] != ("precision",)):
@@ -98,10 +96,7 @@ def load_recipe(
 
 def recipe_tree(path: str | Path) -> Tree:
     """Merge the file at `path` and all files that it extends, without checks."""
-    tree: Tree = {}
-    for layer in _read_chain(find_recipe(path)):
-        tree = _merge(below_model(below_file(tree, layer.tree), layer.tree), _with_precision(layer.tree), Recipe)
-    return tree
+    return _merged(_read_chain(find_recipe(path)))
 
 
 def recipe_from_mapping(tree: Mapping[str, Any], source: str = "recipe") -> Recipe:
@@ -243,6 +238,13 @@ def _with_precision(tree: Tree) -> Tree:
     return {**tree, "fp8": {**fields, **written}}
 
 
+def _merged(layers: Iterable[_Layer]) -> Tree:
+    tree: Tree = {}
+    for layer in layers:
+        tree = _merge(_below(tree, layer.tree), _with_precision(layer.tree), Recipe)
+    return tree
+
+
 def _merge(base: Tree, top: Tree, schema: type[Section]) -> Tree:
     """Merge `top` over `base`: sections key by key, any other value as a whole. An empty section changes nothing."""
     merged = dict(base)
@@ -314,9 +316,32 @@ def _gives(tree: Any, keys: list[str]) -> bool:
     return True
 
 
-def below_model(tree: Tree, top: Tree) -> Tree:
-    """`tree` without what the model of `top`, a later file, replaces."""
-    base, new = tree.get("model"), top.get("model")
+_OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split")
+_ONE, _SEVERAL = "environment", "environments"
+
+
+def _below(tree: Tree, top: Tree) -> Tree:
+    """`tree` without what the file `top` replaces."""
+    if top.get(_SEVERAL) and _ONE not in top:
+        tree = {key: value for key, value in tree.items() if key != _ONE}
+    elif top.get(_ONE) and not top.get(_SEVERAL):
+        tree = {key: value for key, value in tree.items() if key != _SEVERAL}
+    new = top.get(_ONE)
+    tree = _with_kind(tree, (_ONE,), new["kind"]) if isinstance(new, dict) and "kind" in new else tree
+    return _without_preset(tree, top.get("model"))
+
+
+def _below_overrides(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> Tree:
+    """`tree` without what overrides (keys and values) replace. They count as one file."""
+    for keys, value in overrides:
+        if keys[-1] == "kind" and (keys[:-1] == (_ONE,) or (len(keys) == 3 and keys[0] == _SEVERAL)):
+            tree = _with_kind(tree, keys[:-1], value)
+    return _without_preset(tree, {keys[1]: value for keys, value in overrides if keys[:-1] == ("model",)})
+
+
+def _without_preset(tree: Tree, new: Any) -> Tree:
+    """`tree` without its model's preset and random weights, if the section `new` gives a path instead."""
+    base = tree.get("model")
     if not isinstance(base, dict) or not isinstance(new, dict):
         return tree
     if not new.get("path") or new.get("preset") or not base.get("preset"):
@@ -324,49 +349,19 @@ def below_model(tree: Tree, top: Tree) -> Tree:
     return {**tree, "model": {key: value for key, value in base.items() if key not in ("preset", "init")}}
 
 
-def below_model_overrides(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> Tree:
-    """The same for overrides, keys and values, which count as one file."""
-    return below_model(tree, {"model": {keys[1]: value for keys, value in overrides if keys[:-1] == ("model",)}})
-
-
-_OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split")
-_ONE, _SEVERAL = "environment", "environments"
-
-
-def below_file(tree: Tree, top: Tree) -> Tree:
-    """`tree` without what the file `top` replaces."""
-    if top.get(_SEVERAL) and _ONE not in top:
-        tree = {key: value for key, value in tree.items() if key != _ONE}
-    elif top.get(_ONE) and not top.get(_SEVERAL):
-        tree = {key: value for key, value in tree.items() if key != _SEVERAL}
-    new = top.get(_ONE)
-    return _with_kind(tree, (_ONE,), new["kind"]) if isinstance(new, dict) and "kind" in new else tree
-
-
-def below_overrides(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> Tree:
-    """`tree` without what overrides of a kind replace. overrides: keys and values."""
-    for keys, value in overrides:
-        if keys[-1] == "kind" and (keys[:-1] == (_ONE,) or (len(keys) == 3 and keys[0] == _SEVERAL)):
-            tree = _with_kind(tree, keys[:-1], value)
-    return tree
-
-
-def unknown_names(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> list[Problem]:
+def _unknown_names(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> list[Problem]:
     """Overrides of environments that a tree with `environments` does not have, unless one gives the dataset."""
-    known = tree.get(_SEVERAL)
-    if not isinstance(known, dict) or not known:
+    known, of_names = tree.get(_SEVERAL), [keys for keys, _ in overrides if keys[0] == _SEVERAL]
+    if not isinstance(known, dict) or not known or (_SEVERAL,) in of_names:
         return []
-    named = {keys[1]: None for keys, _ in overrides if len(keys) > 2 and keys[0] == _SEVERAL and keys[1] not in known}
-    begun = {
-        keys[1] for keys, _ in overrides if keys[:1] == (_SEVERAL,) and keys[2:] in ((), ("dataset",)) and keys[1:]
-    }
+    begun = {keys[1] for keys in of_names if keys[2:] in ((), ("dataset",))}
     return [
         Problem(
             (f"{_SEVERAL}.{name}",),
             f"there is no environment '{name}'; the recipe has {', '.join(known)}{nearest(name, known)}",
         )
-        for name in named
-        if name not in begun and (_SEVERAL,) not in [keys for keys, _ in overrides]
+        for name in dict.fromkeys(keys[1] for keys in of_names)
+        if name not in known and name not in begun
     ]
 
 

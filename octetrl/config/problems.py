@@ -115,10 +115,8 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
         field = _field_of(location)
         if detail["type"] == "extra_forbidden" and field[:-1] == (SECTION,) and owners(field[-1]):
             misplaced.append(field[-1])
-        elif detail["type"] == "extra_forbidden" and field[:-1] == (SECTION,):
-            problems.append(unknown_field(tree[SECTION]["name"], field[-1]))
         elif detail["type"] == "extra_forbidden" and len(field) == len(location):
-            problems.append(_unknown_key(field))
+            problems.append(_unknown_key(field, _schema_at(field[:-1], tree)))
         elif detail["type"] == "missing" and len(field) == len(location):
             problems.append(Problem((".".join(field),), _missing(field)))
         elif detail["type"] == "union_tag_invalid":
@@ -160,26 +158,40 @@ def _is_name(keys: Sequence[str]) -> bool:
     return len(keys) == 2 and keys[0] == SECTION_BY_NAME
 
 
-def _unknown_key(keys: tuple[str, ...]) -> Problem:
+def _schema_at(keys: Sequence[str], tree: Mapping[str, Any]) -> type[Section]:
+    if tuple(keys) == (SECTION,):
+        return OBJECTIVES[tree[SECTION]["name"]]
     schema: type[Section] = Recipe
-    for depth, key in enumerate(keys[:-1], start=1):
+    for depth, key in enumerate(keys, start=1):
         schema = MixedEnvironmentConfig if _is_name(keys[:depth]) else section_of(schema, key) or schema
-    parent, name = ".".join(keys[:-1]), keys[-1]
+    return schema
+
+
+def _unknown_key(keys: tuple[str, ...], schema: type[Section]) -> Problem:
+    """Report a key that `schema` lacks, with the field that may be meant."""
+    full, parent, name = ".".join(keys), ".".join(keys[:-1]), keys[-1]
     if keys in _OF_SEVERAL:
         text = f"{name} belongs to one of several environments: {SECTION_BY_NAME}.NAME.{name}"
-        return Problem((".".join(keys),), f"{'.'.join(keys)}: unknown key; {text}")
-    meant, hint = _elsewhere(parent, name), nearest(name, schema.model_fields)
-    if name in OURS:
-        meant = [OURS[name]]
-    elif not meant and hint:
-        near = ".".join(filter(None, (parent, hint.split("'")[1])))
-        return Problem((".".join(keys), near), f"{'.'.join(keys)}: unknown key{hint}")
-    elif not meant and (almost := nearest(name, _by_name(), _ALMOST)):
-        meant = _elsewhere(parent, almost.split("'")[1])
+        return Problem((full,), f"{full}: unknown key; {text}")
+    ours = OURS.get(name, "")
+    if ours and (parent != SECTION or not ours.startswith(f"{SECTION}.") or ours.split(".")[1] in schema.model_fields):
+        meant = [ours]
+    else:
+        meant = _elsewhere(parent, name)
+    hint = nearest(name, schema.model_fields)
+    if not meant and hint:
+        return Problem((full, ".".join(filter(None, (parent, _named(hint))))), f"{full}: unknown key{hint}")
+    if not meant and (almost := nearest(name, _by_name(), _ALMOST)):
+        meant = _elsewhere(parent, _named(almost))
+    hint = f"; allowed are {', '.join(schema.model_fields)}"
     if meant:
-        hint = "; did you mean '" + "' or '".join(meant) + "'?"
-    text = f"{'.'.join(keys)}: unknown key{hint or '; allowed are ' + ', '.join(schema.model_fields)}"
-    return Problem((".".join(keys), *meant[:1]), text)
+        hint = f"; did you mean {' or '.join(repr(each) for each in meant)}?"
+    return Problem((full, *meant[:1]), f"{full}: unknown key{hint}")
+
+
+def _named(hint: str) -> str:
+    """The name that a hint of `nearest` suggests."""
+    return hint.split("'")[1]
 
 
 def _elsewhere(parent: str, name: str) -> list[str]:
@@ -349,24 +361,6 @@ def misplaced_fields(name: str, fields: Iterable[str]) -> Problem:
         f" {which}, or give {nulls} where a base file has {which}, or choose another {SECTION}.name"
     )
     return Problem((*(f"{SECTION}.{field}" for field in fields), f"{SECTION}.name"), text)
-
-
-def unknown_field(name: str, field: str) -> Problem:
-    """Report a field that no objective has, and suggest the nearest known field."""
-    own, ours = OBJECTIVES[name].model_fields, OURS.get(field, field).removeprefix(f"{SECTION}.")
-    if ours != field and ours not in own and not owners(ours):
-        return Problem((f"{SECTION}.{field}", ours), f"{SECTION}.{field}: unknown key; did you mean '{ours}'?")
-    hint = nearest(ours, own)
-    meant = hint.split("'")[1] if hint else ""
-    if not hint:
-        elsewhere = nearest(field, {key for section in OBJECTIVES.values() for key in section.model_fields})
-        if elsewhere:
-            meant = elsewhere.split("'")[1]
-            hint = f"{elsewhere} It belongs to {_listed(owners(meant))}, not to {name}"
-        else:
-            hint = f"; allowed are {', '.join(own)}"
-    fields = (f"{SECTION}.{field}", f"{SECTION}.{meant}") if meant else (f"{SECTION}.{field}",)
-    return Problem(fields, f"{SECTION}.{field}: unknown key{hint}")
 
 
 def _listed(names: list[str]) -> str:

@@ -104,7 +104,7 @@ SFT = "{name: sft, conversations: c}"
             " except sapo,",
         ),
         ("{name: ipo, conversations: c, label_smoothing: 0.1}", [], "recipe.yaml: algorithm.label_smoothing: ipo has"),
-        (SFT, ["algorithm.kl_coef=0.1"], "did you mean 'kl_coefficient'? It belongs to every objective except sft, "),
+        (SFT, ["algorithm.kl_coef=0.1"], "did you mean 'algorithm.kl_coefficient'?"),
         ("{}", ["algorithm.kl_coef=0.1"], "algorithm.kl_coef: unknown key; did you mean 'kl_coefficient'?"),
         (SFT, ["algorithm.quux=1"], "allowed are name, token_weighting, constant_length, conversations, batch_size"),
         ("{}", ["algorithm.name=grop"], "algorithm.name: 'grop' is not allowed; choose one of grpo, dapo, dual_clip"),

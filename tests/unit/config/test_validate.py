@@ -147,7 +147,7 @@ def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
         ("trainer.lr", "did you mean 'trainer.optimizer.lr'?"),
         ("trainer.learning_rate", "did you mean 'trainer.optimizer.lr'?"),
         ("rollout.num_generations", "did you mean 'rollout.group_size'?"),
-        ("algorithm.beta", "did you mean 'kl_coefficient'?"),
+        ("algorithm.beta", "did you mean 'algorithm.kl_coefficient'?"),
         ("environment.weight", "weight belongs to one of several environments: environments.NAME.weight"),
         ("logging.wandb", "did you mean 'wandb_project'?"),
         ("logging.level", "allowed are console"),  # and not environment.sandbox.level
