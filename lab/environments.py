@@ -89,7 +89,7 @@ def measure(run: Run, environment: Slow, step: int) -> tuple[list[RolloutGroup],
     collection, state = replace(run.collection.at_step(step), group_size=GROUP), Collecting()
     began = time.perf_counter()
     try:
-        groups = collect_groups(environment.tasks, dialogue, run.rollout_workers, collection, state)
+        groups = collect_groups(environment.tasks, dialogue, run.workers, collection, state)
     finally:
         dialogue.close()
     return groups, state.occupancy, time.perf_counter() - began

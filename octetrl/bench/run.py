@@ -29,19 +29,19 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collected import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import method_of
-from octetrl.run.device import resolve_device, seed_everything
+from octetrl.run.device import seed_everything
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.run.step import learn, produce
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.metrics import StepMetrics
-from octetrl.workers.local import LocalWorkers
+from octetrl.workers.build import BuiltWorker, resolve_device
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import admission_of, start_team, workers_on
 from octetrl.workers.many.team import Deadlines
-from octetrl.workers.many.workers import TeamContext
-from octetrl.workers.protocol import Workers
+from octetrl.workers.team import LocalTeam
 from octetrl.workers.worker import Worker
+from octetrl.workers.workers import Workers
 
 LIMITS = "answer_limits"  # of a task's metadata: tokens of each sibling's answer
 
@@ -161,7 +161,7 @@ class LearnOnly(StepMethod):
         return StepResult(learn(run, [replace(one, policy_version=version) for one in self._samples], number))
 
 
-class EmbeddedWorkers(LocalWorkers):
+class EmbeddedWorkers(Workers):
     """The worker of this process, which tells the peak of learning from that of the whole step."""
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
@@ -187,7 +187,8 @@ def _embedded(arm: Arm) -> Iterator[Workers]:
     device = resolve_device(arm.recipe.cluster)
     worker = bench_worker(arm.spec, arm.recipe, device, trains=arm.verb != "rollout")
     try:
-        yield EmbeddedWorkers(worker, Console("quiet", arm.recipe.steps))
+        console = Console("quiet", arm.recipe.steps)
+        yield EmbeddedWorkers(LocalTeam(BuiltWorker(worker), console), console, worker)
     finally:
         worker.engine.sleep()
         del worker
@@ -201,8 +202,8 @@ def _on_ray(arm: Arm) -> Iterator[Workers]:
     team = start_team(recipe, None, deadlines, trains=trains, build=partial(hosted_bench_worker, arm.spec))
     try:
         admission = admission_of(arm.spec, tokenizer_of(recipe), recipe.model.context_length)
-        context = TeamContext(Costs.of(arm.spec), deadlines, Console("quiet", recipe.steps))
-        yield workers_on(team, recipe, context, admission, trains=trains)
+        console = Console("quiet", recipe.steps)
+        yield workers_on(team, recipe, Costs.of(arm.spec), deadlines, console, admission, trains=trains)
     finally:
         team.close()
 
@@ -240,7 +241,7 @@ def _method_of(arm: Arm, workers: Workers) -> StepMethod:
 
 def published_bytes(run: Run) -> int:
     """Bytes of codes and scales that a publish of the embedded worker renews; 0 on several workers."""
-    worker = run.workers.worker if isinstance(run.workers, LocalWorkers) else None
+    worker = run.workers.worker
     return code_bytes(worker.engine_model) if isinstance(worker, Worker) else 0
 
 

@@ -36,7 +36,7 @@ from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
 from octetrl.rollout.converse import seed_of
-from octetrl.run.device import resolve_device, seed_everything
+from octetrl.run.device import seed_everything
 from octetrl.run.environment import build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats
 from octetrl.shapes.spec import ModelSpec
@@ -45,7 +45,7 @@ from octetrl.trainer.activation_checkpoint import KEPT
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.without_update import accumulate_gradients
-from octetrl.workers.build import fill_weights
+from octetrl.workers.build import fill_weights, resolve_device
 from octetrl.workers.model_shape import model_spec, with_context_length
 from octetrl.workers.worker import Worker, own_engine
 

@@ -43,7 +43,7 @@ from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.clock import Clock
-from octetrl.workers.protocol import WorkersAhead
+from octetrl.workers.many.roles import SeparateWorkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Ahead(StepMethod):
 
     draws_ahead = True
 
-    def __init__(self, recipe: Recipe, workers: WorkersAhead) -> None:
+    def __init__(self, recipe: Recipe, workers: SeparateWorkers) -> None:
         self._recipe, self._workers, self._clock = recipe, workers, Clock()
         self._lead = Lead(recipe.cluster.max_staleness)
         self._changed = threading.Condition()
@@ -270,7 +270,7 @@ def staleness(samples: Sequence[Sample], policy_version: int, most: int) -> dict
 class _Stoppable:
     """Generates until `check` raises, which closes the session."""
 
-    def __init__(self, workers: WorkersAhead, check: Callable[[], None]) -> None:
+    def __init__(self, workers: SeparateWorkers, check: Callable[[], None]) -> None:
         self._workers, self._check = workers, check
 
     def generate(

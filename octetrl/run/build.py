@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import build_algorithm
@@ -31,7 +30,7 @@ from octetrl.rollout.collected import CollectionSettings
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.ahead import Ahead
 from octetrl.run.beside_tail import BesideTail
-from octetrl.run.device import gpus_beside, resolve_device, runs_on_gpu, seed_everything
+from octetrl.run.device import gpus_beside, runs_on_gpu, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
 from octetrl.run.environment_parts import build_chats, build_scorers
 from octetrl.run.folder.contents import Contents, contents_of
@@ -41,13 +40,11 @@ from octetrl.run.step import GenerateThenLearn, LearnFromData
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
-from octetrl.workers.build import build_worker
-from octetrl.workers.local import LocalLearningWorkers, LocalWorkers
-from octetrl.workers.many.build import build_many_workers
+from octetrl.workers.many.build import build_workers
+from octetrl.workers.many.roles import SeparateWorkers
 from octetrl.workers.many.tail import TailWorkers
 from octetrl.workers.model_shape import model_spec, with_context_length
-from octetrl.workers.protocol import LearningWorkers, Workers, WorkersAhead
-from octetrl.workers.reward_model_worker import RewardModelWorker
+from octetrl.workers.workers import Workers
 
 
 def build_run(
@@ -95,13 +92,13 @@ def build_run(
     if check_contents is not None:
         check_contents(contents_of(recipe, given, tokenizer.chat_template, environments, taskset, conversations))
     with console.phase("load"):
-        workers = _build_workers(recipe, spec, tokenizer, console, trains)  # last: it takes the longest
+        workers = build_workers(recipe, spec, tokenizer, console, trains=trains)  # last: it takes the longest
     return Run(
         config=recipe,
         tokenizer=tokenizer,
         taskset=taskset,
         conversations=conversations,
-        rewards=cast(Workers, workers) if rewards is None else rewards,
+        rewards=workers if rewards is None else rewards,
         algorithm=algorithm,
         workers=workers,
         method=method_of(recipe, workers),
@@ -111,25 +108,13 @@ def build_run(
     )
 
 
-def method_of(recipe: Recipe, workers: LearningWorkers) -> StepMethod:
+def method_of(recipe: Recipe, workers: Workers) -> StepMethod:
     """How the recipe's run takes its steps."""
     if recipe.algorithm.learns_from != "rollouts":
         return LearnFromData()
-    if recipe.cluster.max_staleness and isinstance(workers, WorkersAhead):
+    if recipe.cluster.max_staleness and isinstance(workers, SeparateWorkers):
         return Ahead(recipe, workers)
     return BesideTail(workers) if isinstance(workers, TailWorkers) else GenerateThenLearn()
-
-
-def _build_workers(
-    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console: Console, trains: bool
-) -> LearningWorkers:
-    if recipe.cluster.uses_ray:
-        return build_many_workers(recipe, spec, tokenizer, console, trains=trains)
-    device = resolve_device(recipe.cluster)
-    built = build_worker(recipe, device, tokenizer=tokenizer, trains=trains)
-    if isinstance(built.worker, RewardModelWorker):
-        return LocalLearningWorkers(built.worker, console)
-    return LocalWorkers(built.worker, console, built.scorer)
 
 
 def full_precision(spec: ModelSpec) -> PrecisionPolicy:

@@ -1,4 +1,4 @@
-"""Selects the device of a run, and sets the global switches that make a run repeatable."""
+"""Which devices a run has, and the global switches that make a run repeatable."""
 
 from __future__ import annotations
 
@@ -11,23 +11,9 @@ import numpy
 import torch
 
 from octetrl.config.schema import ClusterConfig
-from octetrl.system.errors import UserError
-from octetrl.system.host import num_cores
+from octetrl.workers.build import resolve_device
 
 NUMPY_SEEDS = 1 << 32  # numpy.random.seed refuses larger ones
-
-
-def resolve_device(cluster: ClusterConfig) -> torch.device:
-    """The device of a run in this process; `auto` is the GPU if there is one. Raises UserError if CUDA is requested and
-    absent."""
-    available = torch.cuda.is_available()
-    if cluster.device == "cuda" and not available:
-        raise UserError(
-            "device: 'cuda' was requested, but this machine has no usable GPU; use the CPU, where FP8 is emulated"
-            " (cluster.device=cpu in a recipe, else --device cpu), or install a CUDA build of torch"
-        )
-    torch.set_num_threads(cluster.cpu_threads or min(torch.get_num_threads(), num_cores()))
-    return torch.device("cuda" if available and cluster.device != "cpu" and not cluster.on_cpus else "cpu")
 
 
 def runs_on_gpu(cluster: ClusterConfig) -> bool:

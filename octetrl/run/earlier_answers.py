@@ -39,7 +39,7 @@ def remember_answers(run: Run, folder: Path, step: int) -> None:
     if missing:
         shown = ", ".join(map(str, missing[:SHOWN_STEPS])) + (" and others" if len(missing) > SHOWN_STEPS else "")
         run.console.warn(f"{folder / ROLLOUTS} has no rollouts of step {shown}: no drafts are made from their answers")
-    run.rollout_workers.remember([answer for answers in reversed(newest) for answer in answers])
+    run.workers.remember([answer for answers in reversed(newest) for answer in answers])
 
 
 def _newest_first(run: Run, folder: Path, step: int, missing: list[int]) -> Iterator[list[EarlierAnswer]]:

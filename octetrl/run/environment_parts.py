@@ -24,7 +24,7 @@ from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
 from octetrl.run.environment import NOTHING_GIVEN, Environments, reward_processes
 from octetrl.shapes.spec import ModelSpec
 from octetrl.workers.build import model_scores
-from octetrl.workers.protocol import Workers
+from octetrl.workers.workers import Workers
 
 TurnScorer = RewardWorkers | FunctionRewards | Judge  # of one environment, for answers of one turn
 Rewards = TurnScorer | MixedScorer | Dialogues | Workers

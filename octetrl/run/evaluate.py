@@ -44,8 +44,8 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     collection = replace(run.collection, sampling=sampling, group_size=config.evaluation.samples, step=0)
     state = Collecting()
     with run.console.phase("evaluate"), generators_put_back():
-        groups = with_plain_tasks(collect_groups(tasks, run.rewards, run.rollout_workers, collection, state))
-        run.rollout_workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
+        groups = with_plain_tasks(collect_groups(tasks, run.rewards, run.workers, collection, state))
+        run.workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
     times = times_of(run.rewards)
     if times is not None:
         times.forget()
@@ -75,9 +75,9 @@ def evaluate_checkpoint(
     run, step = read_model(target, build)
     try:
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
-        if run.rollout_workers.needs_calibration:
+        if run.workers.needs_calibration:
             chat, longest = run.collection.chat, recipe.model.context_length
-            run.rollout_workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, longest) for task in tasks])
+            run.workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, longest) for task in tasks])
         return replace(evaluate(run, tasks), step=step)
     finally:
         run.close()

@@ -16,18 +16,14 @@ from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationRequest, SamplingParams
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.converse import seed_in_call
-from octetrl.run.device import resolve_device
 from octetrl.run.model_source import precision_of
 from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong
 from octetrl.telemetry.console import Console
-from octetrl.workers.build import build_worker
-from octetrl.workers.local import LocalWorkers
-from octetrl.workers.many.build import build_many_workers
-from octetrl.workers.many.workers import ManyWorkers
+from octetrl.workers.many.build import build_workers
 from octetrl.workers.model_shape import model_spec
-from octetrl.workers.worker import Worker
+from octetrl.workers.workers import Workers
 
 
 def generate_text(
@@ -50,7 +46,7 @@ def generate_text(
     """
     console = Console("auto" if shows_progress else "quiet", total_steps=0, out=sys.stderr)
 
-    def load(folder: Path) -> tuple[LocalWorkers | ManyWorkers, list[tuple[int, ...]]]:
+    def load(folder: Path) -> tuple[Workers, list[tuple[int, ...]]]:
         trained = trained_model(folder)
         tokenizer = tokenizer_of(trained)
         positions = load_spec(Path(trained["path"])).max_positions
@@ -118,17 +114,9 @@ def generation_recipe(
     )
 
 
-def generating_workers(
-    recipe: Recipe, tokenizer: Tokenizer, console: Console | None = None
-) -> LocalWorkers | ManyWorkers:
+def generating_workers(recipe: Recipe, tokenizer: Tokenizer, console: Console | None = None) -> Workers:
     """Workers that only generate: one in this process, or those of `cluster`. Close them."""
     spec, console = model_spec(recipe), console or Console("quiet", total_steps=0)
     validate_with_spec(recipe, spec)
     check_vocabulary(tokenizer, spec.vocab_size)
-    if recipe.cluster.uses_ray:
-        workers = build_many_workers(recipe, spec, tokenizer, console, trains=False)
-        assert isinstance(workers, ManyWorkers), "a recipe to generate trains no reward model"
-        return workers
-    built = build_worker(recipe, resolve_device(recipe.cluster), tokenizer=tokenizer, trains=False)
-    assert isinstance(built.worker, Worker), "a recipe to generate trains no reward model"
-    return LocalWorkers(built.worker, console)
+    return build_workers(recipe, spec, tokenizer, console, trains=False)

@@ -165,7 +165,7 @@ def _run_steps(
                 metrics = StepMetrics.merge(metrics, stopped_for)
                 draws_now = run.conversations is None and not run.method.draws_ahead
                 if draws_now and recipe.engine.prefix_cache == "keep":
-                    run.rollout_workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
+                    run.workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
             metrics = StepMetrics.merge(metrics, checkpoints.figures())
             with checkpoints.saved_if_failed(run, step, metrics):
                 sinks.write(step, metrics)
@@ -226,14 +226,14 @@ def one_step(run: Run, step: int, journal: Journal = NO_FILES) -> StepResult:
 
 def _calibrate_first(run: Run) -> Mapping[str, float]:
     """Calibrates an FP8 cache before the first rollout, on the prompts of that rollout. Returns what it took."""
-    if not run.rollout_workers.needs_calibration:
+    if not run.workers.needs_calibration:
         return {}
     place = run.taskset.state()
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
     run.taskset.restore(place)
     limit = run.config.rollout.max_prompt_tokens
     prompts = [run.collection.chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks]
-    return run.rollout_workers.calibrate(prompts)
+    return run.workers.calibrate(prompts)
 
 
 @contextmanager

@@ -17,11 +17,11 @@ def sample_answers(recipe: Recipe, number: int) -> list[RolloutGroup]:
     run = build_run(quiet, trains=False)
     try:
         tasks = run.taskset.next_batch(number)
-        if run.rollout_workers.needs_calibration:
+        if run.workers.needs_calibration:
             limit = recipe.rollout.max_prompt_tokens
             chat = run.collection.chat
-            run.rollout_workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks])
+            run.workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks])
         one_each = replace(run.collection.at_step(1), group_size=1)
-        return collect_groups(tasks, run.rewards, run.rollout_workers, one_each, Collecting())
+        return collect_groups(tasks, run.rewards, run.workers, one_each, Collecting())
     finally:
         run.close()

@@ -27,8 +27,8 @@ from octetrl.run.step import GenerateThenLearn
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport
 from octetrl.workers.model_shape import model_spec
-from octetrl.workers.protocol import LearningWorkers
 from octetrl.workers.server import ServerWorkers
+from octetrl.workers.workers import Workers
 
 
 def evaluate_server(recipe: Recipe, *, all_tasks: bool) -> EvalReport:
@@ -83,7 +83,7 @@ def build_server_run(recipe: Recipe) -> Run:
         conversations=None,
         rewards=cast(Rewards, rewards),  # validated: no reward model scores, so there are some
         algorithm=build_algorithm(recipe.algorithm),
-        workers=cast(LearningWorkers, workers),  # it generates, which is all that an evaluation asks
+        workers=cast(Workers, workers),  # it generates, which is all that an evaluation asks
         method=GenerateThenLearn(),
         console=console,
         collection=collection,

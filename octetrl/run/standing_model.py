@@ -24,10 +24,9 @@ from octetrl.run.generate import generating_workers, generation_recipe, tokenize
 from octetrl.run.model_source import precision_of, recipe_of_run
 from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
-from octetrl.workers.local import LocalWorkers
 from octetrl.workers.many.team import WorkerLost
-from octetrl.workers.many.workers import ManyWorkers
 from octetrl.workers.model_shape import model_spec
+from octetrl.workers.workers import Workers
 
 CONTEXT_LENGTH = 8192  # tokens at most of a model that is no run, where none is asked for
 CALIBRATION_MARGIN = 1.5
@@ -55,9 +54,9 @@ class StandingModel:
         self.vocab_size = model_spec(recipe).vocab_size
         self.context_length = recipe.model.context_length  # tokens, prompt and answer together
         self.chat = ChatTokens(tokenizer, context_length=self.context_length)
-        self._workers: LocalWorkers | ManyWorkers | None = self._built()
+        self._workers: Workers | None = self._built()
 
-    def _built(self) -> LocalWorkers | ManyWorkers:
+    def _built(self) -> Workers:
         length = self.context_length
         workers = generating_workers(self._recipe, self.tokenizer)
         try:
@@ -69,7 +68,7 @@ class StandingModel:
         return workers
 
     @contextmanager
-    def _whole(self) -> Iterator[LocalWorkers | ManyWorkers]:
+    def _whole(self) -> Iterator[Workers]:
         if self._workers is None:
             self._workers = self._built()
         try:
@@ -91,7 +90,7 @@ class StandingModel:
 
     def close(self) -> None:
         """Ends workers in other processes. A later call builds them again."""
-        if isinstance(self._workers, ManyWorkers):
+        if self._workers is not None and not self._workers.in_process:
             workers, self._workers = self._workers, None
             workers.close()
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
@@ -21,7 +21,7 @@ from octetrl.run.environment_parts import Rewards
 from octetrl.run.folder.journal import Journal, check_failures
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.metrics import StepMetrics
-from octetrl.workers.protocol import LearningWorkers, Workers
+from octetrl.workers.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,11 @@ class Run:
     conversations: Mixture | None  # or preference pairs; None: rollouts
     rewards: Rewards
     algorithm: Algorithm
-    workers: LearningWorkers
+    workers: Workers
     method: StepMethod
     console: Console
     collection: CollectionSettings
     lengths: ExpectedLengths  # of answers, learnt from step to step
-
-    @property
-    def rollout_workers(self) -> Workers:
-        """The workers, typed as workers that generate. A reward model's run has none and never calls this."""
-        assert self.algorithm.reward_loss is None, "these workers sample no rollouts"
-        return cast(Workers, self.workers)
 
     def close(self) -> None:
         self.method.close()

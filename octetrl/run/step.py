@@ -42,7 +42,7 @@ class LearnFromData(StepMethod):
 
 def produce(run: Run, step: int) -> CollectedBatch:
     """Tasks -> scored groups, of which some are kept."""
-    workers, settings = run.rollout_workers, run.collection.at_step(step)
+    workers, settings = run.workers, run.collection.at_step(step)
     return collect_batch(run.taskset, run.algorithm.keeps, run.rewards, workers, settings, run.lengths)
 
 

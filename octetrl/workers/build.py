@@ -6,14 +6,15 @@ names. A worker on another machine therefore receives the recipe alone, and must
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.schema import Recipe
+from octetrl.config.schema import ClusterConfig, Recipe
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.weight_memory import LoadCount, Loading
@@ -22,6 +23,9 @@ from octetrl.models.hf_weights import load_weights
 from octetrl.models.peft_adapters import begin_adapters
 from octetrl.models.random_weights import draw_weights
 from octetrl.shapes.tensor_cut import TensorCut
+from octetrl.system.errors import UserError
+from octetrl.system.host import num_cores
+from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.model_shape import model_spec
 from octetrl.workers.reward_model_worker import RewardModelWorker
@@ -33,12 +37,53 @@ Role = Literal["both", "trains", "generates"]  # of a worker in a run; other wor
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a built worker says of itself."""
+
+    layout: PackingLayout
+    policy_version: int
+    needs_calibration: bool
+    weights_are_whole: bool
+    loaded: LoadCount = field(default_factory=LoadCount)  # when it was built
+    link_gb_per_second: float = 0.0  # at which it receives weights from the others, measured before; 0 if it is alone
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltWorker:
     """What one worker holds: the model that is trained, and the reward model that scores, if the recipe names one."""
 
     worker: Worker | RewardModelWorker
     scorer: RewardModelScorer | None = None
     loaded: LoadCount = field(default_factory=LoadCount)  # what building `worker` has read and quantised
+
+    def state(self, link_gb_per_second: float = 0.0) -> WorkerState:
+        worker = self.worker
+        needs_calibration = isinstance(worker, Worker) and worker.needs_calibration
+        whole = worker.weights_are_whole
+        return WorkerState(
+            worker.layout, worker.policy_version, needs_calibration, whole, self.loaded, link_gb_per_second
+        )
+
+    def verb(self, name: str) -> Callable[..., Any]:
+        """What a team calls by this name."""
+        if name == "score":
+            assert self.scorer is not None, "the recipe has no environment.reward_model"
+            return self.scorer.score
+        method: Callable[..., Any] = self.state if name in ("build", "state") else getattr(self.worker, name)
+        return method
+
+
+def resolve_device(cluster: ClusterConfig) -> torch.device:
+    """The device of a run in this process; `auto` is the GPU if there is one. Raises UserError if CUDA is requested and
+    absent."""
+    available = torch.cuda.is_available()
+    if cluster.device == "cuda" and not available:
+        raise UserError(
+            "device: 'cuda' was requested, but this machine has no usable GPU; use the CPU, where FP8 is emulated"
+            " (cluster.device=cpu in a recipe, else --device cpu), or install a CUDA build of torch"
+        )
+    torch.set_num_threads(cluster.cpu_threads or min(torch.get_num_threads(), num_cores()))
+    return torch.device("cuda" if available and cluster.device != "cpu" and not cluster.on_cpus else "cpu")
 
 
 def build_worker(

@@ -86,7 +86,7 @@ class RewardModelWorker:
     def copy_state(self) -> str | None:
         return self._state.copy()
 
-    def write_state(self, folder: Path, *, copied: bool) -> list[WrittenFile]:
+    def write_state(self, folder: Path, copied: bool) -> list[WrittenFile]:
         """The reward model in Hugging Face form (with LoRA: adapter and head in PEFT form), and the optimizer."""
         return self._state.write(folder, copied=copied)
 

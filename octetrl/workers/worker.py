@@ -177,6 +177,11 @@ class Worker:
         """The next `generate` prefills every prompt, whatever was generated before."""
         self.engine.forget_prefixes()
 
+    def remember(self, answers: Sequence[EarlierAnswer]) -> None:
+        """Gives answers of earlier steps to the engine, for its drafts. Another backend makes none from them."""
+        if isinstance(self.engine, RemembersAnswers):
+            self.engine.remember(answers)
+
     def train(self, batch: PackedBatch, by: Callable[..., PolicyUpdate] | None = None) -> PolicyUpdate:
         """One update from `batch`, with the KV cache of its samples; the metrics contain the mismatch.
 
@@ -222,7 +227,7 @@ class Worker:
         """Copies the state into host memory, for `write_state`. Returns None, or why the host has no room for it."""
         return self._state.copy()
 
-    def write_state(self, folder: Path, *, copied: bool) -> list[WrittenFile]:
+    def write_state(self, folder: Path, copied: bool) -> list[WrittenFile]:
         """Writes the copied state, or the live one: the model in Hugging Face form (with LoRA: the adapter in PEFT's),
         and all that `load` needs."""
         return self._state.write(folder, copied=copied)
@@ -288,9 +293,3 @@ def own_engine(worker: Worker) -> Engine:
             " OctetRL's own engine; run them without another backend"
         )
     return worker.engine
-
-
-def remember(worker: Worker, answers: Sequence[EarlierAnswer]) -> None:
-    """Gives answers of earlier steps to a worker's engine, for its drafts. Another backend makes none from them."""
-    if isinstance(worker.engine, RemembersAnswers):
-        worker.engine.remember(answers)

@@ -15,7 +15,6 @@ import torch
 
 from octetrl.run.serve import ServeOptions, build_app
 from octetrl.server.intake import Intake
-from octetrl.workers.local import LocalWorkers
 from tests.e2e.official_client import openai, uvicorn
 
 CONTEXT_LENGTH = 512
@@ -61,7 +60,7 @@ def live_server(model: Path, **options: Any) -> Iterator[Live]:
                 assert thread.is_alive(), "the server did not start"
                 time.sleep(0.005)
             loaded = intake.engine._open_session.__self__._workers  # type: ignore[attr-defined]
-            engine = loaded.worker.engine if isinstance(loaded, LocalWorkers) else None
+            engine = loaded.worker and loaded.worker.engine
             yield Live(f"http://127.0.0.1:{listening.getsockname()[1]}", model, intake, engine)
         finally:
             server.should_exit = True

@@ -181,7 +181,7 @@ def test_a_worker_that_stalls_ends_the_step_and_is_named(
     live = build_run(tiny_recipe(model, folder, JOINED | {"cluster.cpus": 1}))
     team = live.workers._team
     try:
-        live.rollout_workers.calibrate([[1, 2, 3]])
+        live.workers.calibrate([[1, 2, 3]])
         (folder / "logs" / "worker_0.log").open("a").write("the last words\n")
         stopped = pids_of(folder)[0]
         os.kill(stopped, signal.SIGSTOP)
@@ -191,7 +191,7 @@ def test_a_worker_that_stalls_ends_the_step_and_is_named(
             team.ask_one(0, "state", "state")
         monkeypatch.setattr(team, "_deadlines", Deadlines(DeadlineConfig(silent_seconds=3.0)))
         with pytest.raises(WorkerLost, match=rf"{lost} .* s: it has been silent for \d+\.\d s; it printed:") as error:
-            live.rollout_workers.calibrate([[1, 2, 3]])
+            live.workers.calibrate([[1, 2, 3]])
         assert str(error.value).endswith("\n    the last words")
     finally:
         live.close()
@@ -214,7 +214,7 @@ def test_a_run_learns_beside_its_tail(
     train(tiny_recipe(model, tmp_path / "waits", changes))
     monkeypatch.setattr("octetrl.workers.many.build.build_worker", build_paused_worker)
     monkeypatch.setattr("octetrl.workers.many.tail.TAIL_SHARE", 1.5)
-    monkeypatch.setattr("octetrl.workers.many.workers.LINGER_SECONDS", 0.0)
+    monkeypatch.setattr("octetrl.workers.many.sampler.LINGER_SECONDS", 0.0)
     monkeypatch.setattr(RewardRound, "advance", advance_while_workers_pause)
     train(tiny_recipe(model, folder, changes | JOINED | {"rollout.learn_beside_tail": True, "steps": 2}))
     lines = read_lines(folder / "metrics.jsonl")

@@ -29,7 +29,7 @@ from octetrl.run.loop import train
 from octetrl.trainer.peers import Peers, ProcessGroupPeers, join_store, serve_store
 from octetrl.trainer.shards import Cut, Share, cut_rows
 from octetrl.workers.many import transfer
-from octetrl.workers.many.separate import SeparateWorkers
+from octetrl.workers.many.roles import SeparateWorkers
 from octetrl.workers.many.status import STATUS_FILE
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.gpu.test_doctor import WIDE

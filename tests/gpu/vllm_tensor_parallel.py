@@ -47,18 +47,18 @@ def recipe_of(precision: str, model: Path, folder: Path, gpus: int) -> Any:
 def greedy(run: Run) -> Drawn:
     """Greedy answers of the first weights."""
     prompts = [tuple(5 + (7 * number + place) % 300 for place in range(20)) for number in range(PROMPTS)]
-    if run.rollout_workers.needs_calibration:
-        run.rollout_workers.calibrate(prompts)
+    if run.workers.needs_calibration:
+        run.workers.calibrate(prompts)
     sampling = SamplingParams(ANSWER, temperature=0.0, ignore_eos=True)
     asked = [GenerationRequest(f"g{number}", prompt, sampling) for number, prompt in enumerate(prompts)]
-    drawn = run.rollout_workers.generate(asked)
+    drawn = run.workers.generate(asked)
     return [(list(one.token_ids), list(one.logprobs)) for (one,) in drawn]
 
 
 def cancelled(run: Run) -> None:
     """Ranks stay in step when a request is cancelled while its answers run."""
     sampling = SamplingParams(64, temperature=1.0, ignore_eos=True)
-    with run.rollout_workers.session() as session:
+    with run.workers.session() as session:
         for name in ("kept", "cancelled"):
             session.submit(GenerationRequest(name, (5, 6, 7), sampling, 4))
         session.events(0.05)

@@ -1,4 +1,4 @@
-"""Builds the workers of a recipe that has several, or that names a Ray cluster."""
+"""Builds the workers of a recipe: one in this process, or several on Ray."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
-from octetrl.workers.build import build_worker
+from octetrl.workers.build import build_worker, resolve_device
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.nodes import check_nodes
 from octetrl.workers.many.plan import BuildWorker
-from octetrl.workers.many.separate import SeparateWorkers
-from octetrl.workers.many.tail import TailWorkers
-from octetrl.workers.many.team import Deadlines, Team
-from octetrl.workers.many.workers import ManyLearningWorkers, ManyWorkers, TeamContext
+from octetrl.workers.many.roles import SeparateWorkers
+from octetrl.workers.many.sampler import ManySampler
+from octetrl.workers.many.tail import TailSampler, TailWorkers
+from octetrl.workers.many.team import Deadlines, ProcessTeam
+from octetrl.workers.workers import Workers, local_workers
 
 if TYPE_CHECKING:
     from octetrl.workers.ray import RayTeam
 
 
-def build_many_workers(
-    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console: Console, *, trains: bool
-) -> ManyLearningWorkers | SeparateWorkers:
-    """Starts or joins Ray, and loads the model on every worker. Raises UserError."""
+def build_workers(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console: Console, *, trains: bool) -> Workers:
+    """The workers of a run, with their model: one in this process, or those of `cluster`, which start or join Ray.
+    `trains` false: they only generate and score. Raises UserError."""
+    if not recipe.cluster.uses_ray:
+        device = resolve_device(recipe.cluster)
+        return local_workers(build_worker(recipe, device, tokenizer=tokenizer, trains=trains), console)
     fp8_training = precision_policy(spec, recipe.fp8).uses_fp8("train")
     problem = whole_weights_problem(recipe.cluster, recipe.trainer.weight_codes, trains_fp8=fp8_training)
     if trains and problem is not None:
@@ -43,12 +46,9 @@ def build_many_workers(
     build = partial(build_worker, tokenizer=travels)  # arrives sooner than AutoTokenizer is imported
     team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines, build=build)
     console.workers = team.lines
-    context = TeamContext(Costs.of(spec), deadlines, console)
     try:
-        if recipe.algorithm.name == "reward_model":
-            return ManyLearningWorkers(team, context, trains=trains)
         admission = admission_of(spec, tokenizer, recipe.model.context_length)
-        return workers_on(team, recipe, context, admission, trains=trains)
+        return workers_on(team, recipe, Costs.of(spec), deadlines, console, admission, trains=trains)
     except BaseException:
         team.close()
         team.forget_logs()
@@ -56,15 +56,33 @@ def build_many_workers(
 
 
 def workers_on(
-    team: Team, recipe: Recipe, context: TeamContext, admission: Admission, *, trains: bool
-) -> ManyWorkers | SeparateWorkers:
-    """The policy's workers in the processes of `team`, as the recipe divides their work."""
+    team: ProcessTeam,
+    recipe: Recipe,
+    costs: Costs,
+    deadlines: Deadlines,
+    console: Console,
+    admission: Admission,
+    *,
+    trains: bool,
+) -> Workers:
+    """The workers in the processes of `team`, as the recipe divides their work."""
     cluster = recipe.cluster
-    if cluster.roles is not None and trains:
-        how = {"is_ahead": cluster.max_staleness > 0, "in_flight": cluster.weights_in_flight != "off"}
-        return SeparateWorkers(team, cluster.roles, context, admission, **how)
-    kind = TailWorkers if trains and recipe.rollout.learn_beside_tail else ManyWorkers
-    return kind(team, context, admission, trains=trains, size=cluster.tensor_parallel)
+    if recipe.algorithm.name == "reward_model":
+        return Workers(team, console, costs=costs, trains=trains)
+    if trains and cluster.roles is not None:
+
+        def sampler(engines: ProcessTeam) -> ManySampler:
+            return ManySampler(engines, admission, deadlines, first=cluster.num_trainers)
+
+        is_ahead, in_flight = cluster.max_staleness > 0, cluster.weights_in_flight != "off"
+        return SeparateWorkers(
+            team, cluster.roles, console, sampler, costs=costs, is_ahead=is_ahead, in_flight=in_flight
+        )
+    if trains and recipe.rollout.learn_beside_tail:
+        return TailWorkers(team, console, TailSampler(team, admission, deadlines), costs=costs)
+    size = cluster.tensor_parallel
+    many = ManySampler(team, admission, deadlines, size=size)
+    return Workers(team, console, many, costs=costs, size=size, trains=trains)
 
 
 def admission_of(spec: ModelSpec, tokenizer: Tokenizer, context_length: int) -> Admission:

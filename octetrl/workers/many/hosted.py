@@ -39,17 +39,17 @@ from octetrl.trainer.peers import ALONE, Peers, join_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.streamed import StreamedCall
 from octetrl.trainer.tensor_peers import GridPeers, connect_grid
-from octetrl.workers.build import BuiltWorker, Role
+from octetrl.workers.build import BuiltWorker, Role, WorkerState
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession, with_pause
 from octetrl.workers.many.nodes import Sight, look
-from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerPlan, WorkerState
+from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerPlan
 from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.many.worker_log import last_lines, print_into
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.training_progress import counted
-from octetrl.workers.worker import Worker, remember
+from octetrl.workers.worker import Worker
 
 Result = TypeVar("Result")
 
@@ -176,10 +176,8 @@ class HostedWorker:
         return torch.device("cpu") if self._plan.recipe.cluster.workers_per_gpu > 1 else device
 
     def state(self) -> WorkerState:
-        worker = self._worker
-        needs_calibration = isinstance(worker, Worker) and worker.needs_calibration
-        whole, link = worker.weights_are_whole, self._link_gb_per_second
-        return WorkerState(worker.layout, worker.policy_version, needs_calibration, whole, self._loaded, link)
+        assert self._built is not None, "`build` comes first"
+        return self._built.state(self._link_gb_per_second)
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         def count(done: int, total: int) -> None:
@@ -268,8 +266,8 @@ class HostedWorker:
         return self._compute("calibrate", lambda: self._policy.calibrate(token_lists))
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
-        assert self._built is not None and self._built.scorer is not None, "the recipe has no environment.reward_model"
-        return self._compute("score", partial(self._built.scorer.score, completions))
+        assert self._built is not None, "`build` comes first"
+        return self._compute("score", partial(self._built.verb("score"), completions))
 
     def prepare_saving(self) -> None:
         self._compute("checkpoint", lambda: self._worker.prepare_saving())
@@ -287,7 +285,7 @@ class HostedWorker:
         self._compute("load", lambda: self._worker.load(saved, policy_version))
 
     def remember(self, answers: Sequence[EarlierAnswer]) -> None:
-        self._compute("load", partial(remember, self._policy, answers))
+        self._compute("load", partial(self._policy.remember, answers))
 
     def forget_prefixes(self) -> None:
         self._compute("rollout", lambda: self._policy.forget_prefixes())

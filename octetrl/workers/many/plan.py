@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from octetrl.config.schema import Recipe
-from octetrl.layers.weight_memory import LoadCount
 from octetrl.records import GenerationProgress, SessionEvent
 from octetrl.rollout.backend import SessionRecord
-from octetrl.trainer.packing import PackingLayout
 from octetrl.workers.build import BuiltWorker, build_worker
 from octetrl.workers.many.assignment import Said
 
@@ -36,18 +34,6 @@ class WorkerPlan:
         if roles is None or not self.trains:
             return ""
         return "trains" if self.rank < roles[0] else "generates"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """What a built worker says of itself."""
-
-    layout: PackingLayout
-    policy_version: int
-    needs_calibration: bool
-    weights_are_whole: bool
-    loaded: LoadCount = field(default_factory=LoadCount)  # when it was built
-    link_gb_per_second: float = 0.0  # at which it receives weights from the others, measured before; 0 if it is alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from octetrl.rollout.backend import GenerationMetrics
 from octetrl.system.errors import UserError
 from octetrl.workers.many.assignment import Assignment, RequestPiece, Room
 from octetrl.workers.many.plan import SessionNews
-from octetrl.workers.many.team import Call, Deadlines, Team
+from octetrl.workers.many.team import Call, Deadlines, ProcessTeam
 
 POLL_SECONDS = 0.5  # that a worker waits for the first event
 NOTHING_YET = GenerationProgress(0, 0, 0, 0, 0.0)
@@ -30,7 +30,7 @@ class ManySession:
 
     def __init__(
         self,
-        team: Team,
+        team: ProcessTeam,
         rooms: Sequence[Room],
         admission: Admission,
         deadlines: Deadlines,

@@ -78,11 +78,13 @@ class StatusReport:
         silent = f", silent for {self.seconds_ago:.0f} s" if self.seconds_ago > STALE_SECONDS else ""
         read = ""
         if status.read_gb:
-            read = f", read {size(status.read_gb)} and quantised {size(status.quantized_gb)} of weights"
+            read = (
+                f", read {size_in_words(status.read_gb)} and quantised {size_in_words(status.quantized_gb)} of weights"
+            )
         return f"{status.place}: {self._doing}, {status.memory_gb:.1f} GB, process {status.pid}{read}{silent}"
 
 
-def size(gb: float) -> str:
+def size_in_words(gb: float) -> str:
     """4.1 GB, or 33 MB."""
     return f"{gb:.1f} GB" if gb >= 0.1 else f"{1e3 * gb:.2g} MB"
 

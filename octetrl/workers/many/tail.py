@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from octetrl.config.in_words import TAIL_SHARE
 from octetrl.records import MicroBatch, OnProgress, PackedBatch, PolicyUpdate, SessionEvent, joined
 from octetrl.rollout.backend import SessionRecord
+from octetrl.telemetry.console import Console
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs, shared_out
 from octetrl.workers.many.plan import SessionNews, Withdrawn
+from octetrl.workers.many.sampler import ManySampler
 from octetrl.workers.many.session import ManySession
-from octetrl.workers.many.team import Call, Team
-from octetrl.workers.many.workers import ManyWorkers
+from octetrl.workers.many.team import Call, ProcessTeam
+from octetrl.workers.workers import Workers
 
 CALLS_AHEAD = 2  # micro-batches that a worker has been sent, so that it never waits for the driver
 
@@ -37,7 +39,7 @@ CALLS_AHEAD = 2  # micro-batches that a worker has been sent, so that it never w
 class PartQueue:
     """The micro-batches of one step: those that no worker has yet, and the calls of those that workers train on."""
 
-    def __init__(self, team: Team, costs: Costs, step: int | None = None) -> None:
+    def __init__(self, team: ProcessTeam, costs: Costs, step: int | None = None) -> None:
         self._team, self._costs, self._step = team, costs, step
         self._waiting: deque[tuple[float, PackedBatch]] = deque()  # (cost, one micro-batch)
         self._calls: list[tuple[Call, float]] = []
@@ -101,7 +103,9 @@ class PartQueue:
 class TailSession(ManySession):
     """A session whose last answers continue on one worker, so that the others train on what `queue` has."""
 
-    def __init__(self, queue: PartQueue, team: Team, rooms: Sequence[Room], *settings: Any, **options: Any) -> None:
+    def __init__(
+        self, queue: PartQueue, team: ProcessTeam, rooms: Sequence[Room], *settings: Any, **options: Any
+    ) -> None:
         super().__init__(team, rooms, *settings, **options)
         self._queue, self._room = queue, min(room.sequences for room in rooms)
         self.withdrawn: dict[int, SessionRecord] = {}  # of the workers whose sessions are closed
@@ -148,55 +152,69 @@ class TailSession(ManySession):
         return list(self._of_requests(worker, events))
 
 
-class TailWorkers(ManyWorkers):
+class TailSampler(ManySampler):
+    """Samples for `TailWorkers`. `queue`: of the step that learns beside its tail; None: between steps."""
+
+    queue: PartQueue | None = None
+    moved_answers = 0  # of the step
+    tail_seconds = 0.0
+
+    def begin_step(self, queue: PartQueue) -> None:
+        self.queue, self.moved_answers, self.tail_seconds = queue, 0, 0.0
+
+    def _session_on(self, rooms: Sequence[Room], linger_seconds: float, on_progress: OnProgress | None) -> ManySession:
+        if self.queue is None:
+            return super()._session_on(rooms, linger_seconds, on_progress)
+        parts = (self.queue, self._leaders, rooms, self._admission, self._deadlines)
+        return TailSession(*parts, linger_seconds=linger_seconds, on_progress=on_progress)
+
+    def _close(self, session: ManySession) -> list[SessionRecord]:
+        records = dict(session.withdrawn) if isinstance(session, TailSession) else {}
+        still_open = [worker for worker in range(self._team.size) if worker not in records]
+        calls = [self._team.begin(worker, "close_session") for worker in still_open]
+        records |= dict(zip(still_open, self._team.collect("rollout", calls), strict=True))
+        if isinstance(session, TailSession) and session.tail_began is not None:
+            self.moved_answers += session.moved
+            self.tail_seconds += time.monotonic() - session.tail_began
+        return [records[worker] for worker in range(self._team.size)]
+
+
+class TailWorkers(Workers):
     """`Workers` that train on complete parts of a step's batch while its last answers are still sampled.
 
     Between `begin_step` and `finish_step` a rollout calls `offer` with the parts that are complete.
     """
 
-    _queue: PartQueue | None = None  # of this step; None: between steps
-    _metrics: Mapping[str, float] = {}
+    def __init__(self, team: ProcessTeam, console: Console, sampler: TailSampler, *, costs: Costs) -> None:
+        super().__init__(team, console, sampler, costs=costs)
+        self._process_team, self._tail, self._costs_of_parts = team, sampler, costs
 
     def begin_step(self, divisor: float, step: int | None = None) -> None:
         """`divisor` of the loss until its denominator is known (trainer/streamed.py). `step`: the batch's."""
         self._team.ask("submit", "begin_update", divisor)
-        self._queue = PartQueue(self._team, self._costs, step)
-        self._metrics = {"rollout/moved_answers": 0.0, "time/tail": 0.0}
+        self._tail.begin_step(PartQueue(self._process_team, self._costs_of_parts, step))
 
     def offer(self, batch: PackedBatch) -> None:
         """A part of the step's batch, whose groups are complete."""
-        assert self._queue is not None, "`begin_step` comes first"
-        self._queue.offer(batch)
+        assert self._tail.queue is not None, "`begin_step` comes first"
+        self._tail.queue.offer(batch)
 
     def finish_step(self) -> PolicyUpdate:
         """The update, once all parts were offered."""
-        queue, self._queue = self._queue, None
+        queue, self._tail.queue = self._tail.queue, None
         assert queue is not None, "`begin_step` comes first"
         if queue.policy_version is None:
             return self.train(PackedBatch((), (), None))
         with self._console.phase("train"), self._clock("train") as took:
             queue.finish()
         update = self._update("finish_update", [(queue.whole(),)] * self._team.size)
-        own = {**self._metrics, "train/beside_tail_share": queue.early / queue.offered}
+        own = {
+            "rollout/moved_answers": float(self._tail.moved_answers),
+            "time/tail": self._tail.tail_seconds,
+            "train/beside_tail_share": queue.early / queue.offered,
+        }
         metrics = {name: value for name, value in update.metrics.items() if name != "train/tokens_per_second"}
         return replace(update, metrics=joined(metrics, own, took))
-
-    def _session_of(self, rooms: Sequence[Room], linger_seconds: float, on_progress: OnProgress) -> ManySession:
-        if self._queue is None:
-            return super()._session_of(rooms, linger_seconds, on_progress)
-        parts = (self._queue, self._drawing, rooms, self._admission, self._deadlines)
-        return TailSession(*parts, linger_seconds=linger_seconds, on_progress=on_progress)
-
-    def _close(self, session: ManySession) -> list[SessionRecord]:
-        records = dict(session.withdrawn) if isinstance(session, TailSession) else {}
-        open_still = [worker for worker in range(self._team.size) if worker not in records]
-        calls = [self._team.begin(worker, "close_session") for worker in open_still]
-        records |= dict(zip(open_still, self._team.collect("rollout", calls), strict=True))
-        if isinstance(session, TailSession) and session.tail_began is not None:
-            moved, seconds = self._metrics["rollout/moved_answers"], self._metrics["time/tail"]
-            seconds += time.monotonic() - session.tail_began
-            self._metrics = {"rollout/moved_answers": moved + session.moved, "time/tail": seconds}
-        return [records[worker] for worker in range(self._team.size)]
 
 
 def _tokens(micro_batch: MicroBatch) -> int:

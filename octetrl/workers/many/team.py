@@ -1,4 +1,4 @@
-"""What the driver needs of the processes that hold its workers. workers/ray.py has them on Ray.
+"""Teams of processes: calls beside one another, parts of a team, deadlines. workers/ray.py has one on Ray.
 
 **Deadlines.** How long a phase may take on a worker, and the error of a worker that is lost.
 
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from octetrl.config.cluster import DeadlineConfig
 from octetrl.system.errors import RunFailed
+from octetrl.workers.team import Team
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,31 +26,8 @@ class Call:
     reference: Any
 
 
-class Team(Protocol):
-    """Workers 0 to `size` - 1. Each verb is a method of `HostedWorker` (hosted.py).
-
-    Everything that waits raises WorkerLost for a worker that died, stalled or took longer than its phase may, and
-    otherwise what the verb raised.
-    """
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def host(self) -> str:
-        """Address of this machine, as the workers reach it."""
-
-    def place(self, worker: int, /) -> str:
-        """Number, host and GPU of a worker, for messages."""
-
-    def ask(self, phase: str, verb: str, /, *arguments: Any) -> list[Any]:
-        """The results of all workers for the same arguments."""
-
-    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]], /) -> list[Any]:
-        """The results of all workers, each for its own arguments."""
-
-    def ask_one(self, worker: int, phase: str, verb: str, /, *arguments: Any) -> Any:
-        """The result of one worker."""
+class ProcessTeam(Team, Protocol):
+    """A team of processes: a verb is a method of `HostedWorker` (hosted.py), and calls may run beside one another."""
 
     def collect(self, phase: str, calls: Sequence[Call], /) -> list[Any]:
         """The results of calls that were begun, one of each worker, in their order."""
@@ -66,15 +44,12 @@ class Team(Protocol):
     def lose(self, worker: int, phase: str, seconds: float, why: str, /) -> Exception:
         """The WorkerLost of a worker that took too long, by the caller's clock."""
 
-    def close(self) -> None:
-        """Ends all processes. A second call does nothing."""
-
 
 class PartOfTeam:
     """Some workers of a team, as a team: those that train, those that draw, or the first of each group that shares a
     model. Worker i of it is `members[i]` of `team`."""
 
-    def __init__(self, team: Team, members: Sequence[int]) -> None:
+    def __init__(self, team: ProcessTeam, members: Sequence[int]) -> None:
         self._team, self._members = team, members
 
     @property

@@ -20,8 +20,8 @@ from octetrl.run.build import build_run
 from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
 from octetrl.run.state import Run
-from octetrl.workers.many.workers import WorkersDiffer
 from octetrl.workers.worker import Worker
+from octetrl.workers.workers import WorkersDiffer
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.gpu import vllm_smoke

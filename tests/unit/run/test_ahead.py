@@ -47,7 +47,7 @@ from octetrl.workers.many.transfer import _beside, weight_tensors
 from tests.e2e.test_evaluation import DRAWING
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import run_on, steps_of
+from tests.unit.workers.many.thread_team import run_on, steps_of, team_of
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_one_version_ahead_repeats_its_bits_and_takes_the_same_tasks(
     runs = []
     for buffer in ("double", "single"):
         with run_on(1, model, tmp_path, engines=1, ahead=1, buffer=buffer, **changes) as run:
-            receiver = run.workers._team.workers[1]._receiver
+            receiver = team_of(run).workers[1]._receiver
             assert (receiver._waiting is None) == (buffer == "single")
             runs.append(steps_of(run, 3))
     drawn, lines = runs[0]
@@ -245,9 +245,8 @@ def test_weights_may_be_in_flight_from_a_resumed_step_on(model: Path, tmp_path: 
 def test_a_run_that_ends_early_closes_what_it_draws(model: Path, tmp_path: Path) -> None:
     with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=50) as run:
         one_step(run, 1)
-        workers = run.workers
     assert not [thread for thread in threading.enumerate() if thread.name == "produce" and thread.is_alive()]
-    assert all(worker._session is None for worker in workers._team.workers)
+    assert all(worker._session is None for worker in team_of(run).workers)
 
 
 def test_no_room_for_waiting_weights_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +277,7 @@ def test_a_second_buffer_is_allocated_before_the_cache_if_all_have_room(
 
     monkeypatch.setattr("octetrl.workers.many.transfer.available_host_bytes", lambda: next(rooms))
     with run_on(1, model, tmp_path, engines=len(free), ahead=ahead, precision="fp8") as run:
-        for worker in run.workers._team.workers[1:]:
+        for worker in team_of(run).workers[1:]:
             waiting = worker._receiver._waiting
             assert (waiting is not None) == doubles and worker._policy.engine._cache is None
             if waiting is not None:
@@ -311,7 +310,7 @@ def test_the_cache_is_replayed_with_the_scales_of_drawing(model: Path, tmp_path:
     with run_on(1, model, tmp_path, engines=1, ahead=1, steps=3) as run:
         lines = [one_step(run, step).metrics for step in (1, 2, 3)]
         assert all(line["time/publish_pause"] > 0.0 for line in lines), "of the weights last taken before its batch"
-        trainer, engine = (one._policy for one in run.workers._team.workers)
+        trainer, engine = (one._policy for one in team_of(run).workers)
         assert set(trainer.earlier_scales) == {2, 3}
         scales = {version: trainer.earlier_scales[version].scale_LS for version in (2, 3)}
         assert trainer.replay(2).kv_scale_LS is scales[2] and trainer.replay(3).kv_scale_LS is scales[3]
@@ -324,7 +323,7 @@ def steps_in_flight(
 ) -> tuple[list[tuple[RolloutGroup, ...]], list[dict[str, Any]]]:
     """Three steps. From the second batch on, the engine takes new weights after the sixth forward."""
     with run_on(1, model, folder, engines=1, ahead=1, in_flight=how, buffer=buffer, **changes) as run:
-        engine = run.workers._team.workers[1]
+        engine = team_of(run).workers[1]
         step_of_session, publish = Session.events, run.workers.publish
         drawing: dict[str, Any] = {"session": None, "batch": 0, "forwards": 0}
 

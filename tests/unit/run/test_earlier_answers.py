@@ -34,7 +34,7 @@ class Resumed:
         self.speculation = SpeculationConfig(name="ngram", memory_tokens=memory_tokens)
         self.drafts, self.steps, self.warnings = NGramDrafts(self.speculation), list[int](), list[str]()
         self.method: Any = GenerateThenLearn()
-        self.conversations, self.console, self.rollout_workers = None, SimpleNamespace(warn=self.warnings.append), self
+        self.conversations, self.console, self.workers = None, SimpleNamespace(warn=self.warnings.append), self
         self.config = SimpleNamespace(engine=SimpleNamespace(speculation=self.speculation))
 
     def remember(self, answers: list[Any]) -> None:

@@ -36,7 +36,7 @@ from octetrl.rollout.backend import BackendSession, GenerationMetrics
 from octetrl.system.errors import UserError
 from octetrl.trainer.packing import pack
 from octetrl.workers.build import BuiltWorker, build_worker
-from octetrl.workers.worker import Worker, own_engine, remember
+from octetrl.workers.worker import Worker, own_engine
 from tests.e2e.live_server import live_server
 from tests.e2e.tiny_run import make_model
 from tests.parity.shapes import TINY
@@ -172,7 +172,7 @@ def step_of(worker: Worker) -> tuple[list[list[Completion]], str, list[list[Comp
     """What the worker draws, the digest after an update, and what it draws then."""
     worker.calibrate([request.prompt_token_ids for request in ASKED])
     drawn = worker.generate(ASKED)
-    remember(worker, [EarlierAnswer((1, 2), (3,))])  # a backend without drafts ignores it
+    worker.remember([EarlierAnswer((1, 2), (3,))])  # a backend without drafts ignores it
     samples = [rewarded(sample) for sample in samples_of(ASKED, drawn)]
     update = worker.train(pack(samples, worker.layout, "token"))
     assert update.metrics["mismatch/unequal_tokens"] == 0

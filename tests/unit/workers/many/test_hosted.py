@@ -19,13 +19,13 @@ from octetrl.records import GenerationProgress, GenerationRequest, Sample, Sampl
 from octetrl.rollout.backend import OnSession, SessionRecord
 from octetrl.telemetry.console import Console
 from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers.build import WorkerState
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.hosted_session import HostedSession
-from octetrl.workers.many.plan import WorkerPlan, WorkerState
-from octetrl.workers.many.tail import TailWorkers
+from octetrl.workers.many.plan import WorkerPlan
+from octetrl.workers.many.tail import TailSampler, TailWorkers
 from octetrl.workers.many.team import Call, Deadlines
-from octetrl.workers.many.workers import TeamContext
 from tests.unit.workers.many.thread_team import ThreadTeam
 
 LAYOUT = PackingLayout(tokens_per_micro_batch=64)
@@ -153,8 +153,9 @@ def test_a_session_that_is_closed_twice_says_the_same() -> None:
 @pytest.mark.parametrize("ended", [False, True])
 def test_ctrl_c_while_answers_move_ends_as_ctrl_c(ended: bool) -> None:
     team = InterruptedTeam(2, ended=ended)
-    context = TeamContext(Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1))
-    workers = TailWorkers(team, context, Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: ""))
+    admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
+    sampler = TailSampler(team, admission, Deadlines(DeadlineConfig()))
+    workers = TailWorkers(team, Console("quiet", 1), sampler, costs=Costs(1.0, 0.0))
     workers.begin_step(1.0)
     workers.offer(pack([Sample((5, 6, 7), (False, False, True), (0.0, 0.0, -1.0), 1.0, 0)], LAYOUT, "sequence"))
     requests = [GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=20)) for name in "ab"]

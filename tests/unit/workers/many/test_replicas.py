@@ -20,7 +20,8 @@ from octetrl.records import SamplingParams
 from octetrl.run import device
 from octetrl.run.generate import generate_text
 from octetrl.trainer.peers import ALONE
-from octetrl.workers.many.workers import ManyWorkers
+from octetrl.workers.many.build import build_workers
+from octetrl.workers.workers import Workers
 from tests.e2e.live_server import Live, live_server
 from tests.e2e.tiny_run import make_model
 from tests.unit.workers.many.thread_team import ThreadTeam, workers_of
@@ -39,11 +40,13 @@ def teams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadTeam]]:
     """Those that were built. Their workers are threads instead of Ray's processes."""
     built: list[ThreadTeam] = []
 
-    def build(recipe: Recipe, spec: Any, tokenizer: Tokenizer, *rest: Any, trains: bool) -> ManyWorkers:
+    def build(recipe: Recipe, spec: Any, tokenizer: Tokenizer, *rest: Any, trains: bool) -> Workers:
+        if not recipe.cluster.uses_ray:
+            return build_workers(recipe, spec, tokenizer, *rest, trains=trains)
         built.append(ThreadTeam(recipe, recipe.cluster.num_workers, trains=trains))
         return workers_of(built[-1], recipe, spec, tokenizer, *rest, trains=trains)
 
-    monkeypatch.setattr("octetrl.run.generate.build_many_workers", build)
+    monkeypatch.setattr("octetrl.run.generate.build_workers", build)
     yield built
     for team in built:
         team.close()

@@ -16,7 +16,7 @@ from octetrl.records import Published
 from octetrl.workers.many import transfer
 from octetrl.workers.many.hosted import HostedWorker
 from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of
+from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
 
 SENT = "publish/sent_gb"  # what only such a run has, beside its times
 
@@ -44,7 +44,7 @@ def test_separate_workers_change_no_bit(
         expected, lines = steps_of(run, 2)
     with run_on(trainers, model, tmp_path, engines=engines, **changes) as run:
         drawn, separate = steps_of(run, 2)
-        team = run.workers._team
+        team = team_of(run)
         assert drawn == expected
         assert [line.pop(SENT) > 0 for line in separate] == [True, True]
         assert separate == lines
@@ -75,7 +75,7 @@ def test_a_tensor_as_large_as_a_bucket_travels_without_one(
 
     monkeypatch.setattr(transfer.Transfer, "_from_first", counted)
     with run_on(1, model, tmp_path, engines=1, precision="fp8_full") as run:
-        held = [next(worker._policy.trainer_model.parameters()) for worker in run.workers._team.workers]
+        held = [next(worker._policy.trainer_model.parameters()) for worker in team_of(run).workers]
         with torch.no_grad():
             held[0][:] += 1
         (sent,) = {run.workers.publish(0).metrics[SENT]}
@@ -103,7 +103,7 @@ def let_it_take(worker: HostedWorker, seconds: float) -> None:
 def test_times_are_those_of_the_slowest_worker(buffer: str, model: Path, tmp_path: Path) -> None:
     ahead = int(buffer == "double")
     with run_on(1, model, tmp_path, engines=2, ahead=ahead, buffer=buffer, precision="bf16") as run:
-        workers, team = run.workers, run.workers._team
+        workers, team = run.workers, team_of(run)
         assert workers.is_doubled == (buffer == "double")
         for seconds in ((7.0, 3.0), (3.0, 7.0)):
             for worker, one in zip(team.workers[1:], seconds, strict=True):

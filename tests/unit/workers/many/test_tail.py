@@ -20,11 +20,11 @@ from octetrl.rollout.samples import to_samples
 from octetrl.run.loop import _calibrate_first
 from octetrl.run.state import Run
 from octetrl.run.step import produce
-from octetrl.workers.many import tail, workers
+from octetrl.workers.many import sampler, tail
 from octetrl.workers.many.hosted import StreamedUpdate
 from tests.e2e.test_ahead_faults import run_with, struck
 from tests.e2e.tiny_run import make_model, read_lines, recipe_tree
-from tests.unit.workers.many.thread_team import RunTeam, assert_same_measures, run_on, steps_of
+from tests.unit.workers.many.thread_team import RunTeam, assert_same_measures, run_on, steps_of, team_of
 
 CHANGES: dict[str, Any] = {
     "rollout.prompts_per_step": 5,
@@ -64,7 +64,7 @@ def always_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Session, "_advance", slowly)
     monkeypatch.setattr(RewardRound, "advance", until_done)
-    monkeypatch.setattr(workers, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(sampler, "LINGER_SECONDS", 0.0)
 
 
 def start_rewards(run: Run) -> None:
@@ -92,7 +92,7 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[MicroBatch]]:
 def weights_of(run: Run) -> list[dict[str, Tensor]]:
     """Of each worker: weights, moments and KV scales."""
     found = []
-    for hosted in run.workers._team.workers:
+    for hosted in team_of(run).workers:
         worker = hosted._policy
         state = worker.trainer.state()
         parts = {**state.weights, **state.optimizer}
@@ -110,8 +110,8 @@ def test_a_streamed_step_has_the_bits_of_one_that_waits(
         start_rewards(run)
         _, (line,) = steps_of(run, 1)
         streamed = weights_of(run)
-        parts = [tuple(backwards[id(hosted._policy)]) for hosted in run.workers._team.workers]
-        verbs = [verb for _, verb in run.workers._team.begun]
+        parts = [tuple(backwards[id(hosted._policy)]) for hosted in team_of(run).workers]
+        verbs = [verb for _, verb in team_of(run).begun]
     assert line["mismatch/max_abs_diff"] == 0.0
     assert line["rollout/moved_answers"] > 0 and line["train/beside_tail_share"] > 0
     assert verbs.count("withdraw") == count - 1 and all(parts)

@@ -25,13 +25,13 @@ from octetrl.records import (
 from octetrl.rollout.backend import SessionRecord
 from octetrl.telemetry.console import Console
 from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers.build import WorkerState
 from octetrl.workers.many import session, tail
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerState
-from octetrl.workers.many.tail import PartQueue, TailSession, TailWorkers
+from octetrl.workers.many.plan import SessionNews, Withdrawn
+from octetrl.workers.many.tail import PartQueue, TailSampler, TailSession, TailWorkers
 from octetrl.workers.many.team import Call, Deadlines
-from octetrl.workers.many.workers import TeamContext
 
 TOKEN, MICRO_BATCH, GROUPS, SHORT, LONG = 0.01, 1.0, 8, 100, 1500  # seconds, seconds, groups of 2, tokens
 LAYOUT = PackingLayout(tokens_per_micro_batch=1 << 20)
@@ -175,8 +175,8 @@ def seconds_of_step(
     for module in (session, tail):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: team.now))
     admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
-    context = TeamContext(Costs(1.0, 0.0), Deadlines(DeadlineConfig()), Console("quiet", 1))
-    workers = TailWorkers(team, context, admission)
+    sampler = TailSampler(team, admission, Deadlines(DeadlineConfig()))
+    workers = TailWorkers(team, Console("quiet", 1), sampler, costs=Costs(1.0, 0.0))
     requests = [
         GenerationRequest(f"g{group}", (5, 6), SamplingParams(max_new_tokens=2000), num_siblings=2)
         for group in range(GROUPS)
@@ -213,13 +213,13 @@ def test_training_is_hidden_behind_one_long_answer(monkeypatch: pytest.MonkeyPat
     hidden, workers = seconds_of_step(monkeypatch, waits=False)
     assert waited == pytest.approx(decode + GROUPS / 2 * MICRO_BATCH, abs=0.2)
     assert hidden == pytest.approx(decode + MICRO_BATCH, abs=0.2)  # the long answer's own micro-batch
-    assert workers._metrics["time/tail"] == pytest.approx(decode - SHORT * TOKEN, abs=0.3)
+    assert workers._tail.tail_seconds == pytest.approx(decode - SHORT * TOKEN, abs=0.3)
 
 
 def test_answers_move_where_both_workers_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups have a long answer, drawn by different workers: one of them moves and keeps its place."""
     step, workers = seconds_of_step(monkeypatch, waits=False, long=("g3", "g4"))
-    assert workers._metrics["rollout/moved_answers"] == 1.0
+    assert workers._tail.moved_answers == 1
     assert step == pytest.approx(LONG * TOKEN + MICRO_BATCH, abs=0.2)
 
 

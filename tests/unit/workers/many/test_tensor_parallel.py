@@ -11,7 +11,7 @@ from octetrl.records import GenerationRequest, SamplingParams
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
 from tests.grid import WIDE
-from tests.unit.workers.many.thread_team import assert_same_measures, run_on, steps_of
+from tests.unit.workers.many.thread_team import assert_same_measures, run_on, steps_of, team_of
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_groups_draw_and_measure_the_same(changes: dict[str, Any], count: int, m
         expected, lines = steps_of(run, changes["steps"])
     with run_on(count, model, tmp_path, size=2, **changes) as run:
         drawn, shared = steps_of(run, changes["steps"])
-        team = run.workers._team
+        team = team_of(run)
     assert drawn == expected
     for line, mine in zip(lines, shared, strict=True):
         assert_same_measures(mine, line)
@@ -45,7 +45,7 @@ def test_groups_draw_and_measure_the_same(changes: dict[str, Any], count: int, m
 
 def test_a_cancelled_request_leaves_the_group_in_step(model: Path, tmp_path: Path) -> None:
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    with run_on(2, model, tmp_path, size=2, precision="bf16") as run, run.rollout_workers.session() as session:
+    with run_on(2, model, tmp_path, size=2, precision="bf16") as run, run.workers.session() as session:
         for name in ("kept", "cancelled"):
             session.submit(GenerationRequest(name, (5, 6, 7), sampling, 2))
         session.events(0.05)

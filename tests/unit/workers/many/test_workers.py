@@ -17,11 +17,12 @@ from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
 from octetrl.system.errors import UserError
 from octetrl.trainer.shared_weights import SharedWeights
+from octetrl.workers.many.sampler import BACKLOG_SECONDS, SCORING_SECONDS, ManySampler
 from octetrl.workers.many.team import WorkerLost
-from octetrl.workers.many.workers import BACKLOG_SECONDS, SCORING_SECONDS, ManyWorkers, WorkersDiffer
+from octetrl.workers.workers import WorkersDiffer
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import assert_same_measures, run_on, steps_of
+from tests.unit.workers.many.thread_team import assert_same_measures, run_on, steps_of, team_of
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_any_number_of_workers_draws_the_same_and_measures_the_same(
     for count in (4,) if changes["steps"] > 1 else (2, 3):
         with run_on(count, model, tmp_path, **changes) as run:
             drawn, shared = steps_of(run, changes["steps"])
-            team = run.workers._team
+            team = team_of(run)
             assert drawn == expected
             for line, mine in zip(lines, shared, strict=True):
                 assert_same_measures(mine, line)
@@ -59,15 +60,16 @@ def test_any_number_of_workers_draws_the_same_and_measures_the_same(
 def test_every_worker_that_generates_remembers_earlier_answers(engines: int, model: Path, tmp_path: Path) -> None:
     drafts: dict[str, Any] = {"engine.speculation": {"name": "ngram"}, "engine.max_batch": 8, "precision": "bf16"}
     with run_on(2 if not engines else 1, model, tmp_path, engines=engines, **drafts) as run:
-        run.rollout_workers.remember([EarlierAnswer((1, 2), array("i", [3, 4])), EarlierAnswer((1, 2), (5,))])
-        for worker in run.workers._team.workers[-2:]:
+        run.workers.remember([EarlierAnswer((1, 2), array("i", [3, 4])), EarlierAnswer((1, 2), (5,))])
+        team = team_of(run)
+        for worker in team.workers[-2:]:
             (answers,) = worker._policy.engine.draft_source._answers.values()
             assert [answer.tokens() for answer in answers] == [[3, 4], [5]]
 
 
 def test_a_request_that_cannot_be_served_and_one_that_is_cancelled(model: Path, tmp_path: Path) -> None:
     sampling = SamplingParams(max_new_tokens=40)
-    with run_on(2, model, tmp_path, precision="bf16") as run, run.rollout_workers.session() as session:
+    with run_on(2, model, tmp_path, precision="bf16") as run, run.workers.session() as session:
         with pytest.raises(UserError, match="the prompt has no tokens"):
             session.submit(GenerationRequest("empty", (), sampling))
         for name in ("kept", "dropped"):
@@ -89,7 +91,7 @@ def test_a_request_that_cannot_be_served_and_one_that_is_cancelled(model: Path, 
 @pytest.mark.parametrize(("precision", "changed"), [("fp8", "codes"), ("fp8", "norm"), ("bf16", "norm")])
 def test_a_worker_with_other_weights_is_named(precision: str, changed: str, model: Path, tmp_path: Path) -> None:
     with run_on(3, model, tmp_path, precision=precision) as run:
-        engine = run.workers._team.workers[1]._policy.engine_model
+        engine = team_of(run).workers[1]._policy.engine_model
         if changed == "codes":
             *_, (_, linear) = engine.float8_linears()
             held = linear.codes
@@ -107,8 +109,8 @@ def test_a_worker_that_accepts_no_request_is_lost_at_the_limit(
 ) -> None:
     limits = {"cluster.deadlines.least_seconds": 2.0}
     released = threading.Event()
-    with run_on(2, model, tmp_path, precision="bf16", **limits) as run, run.rollout_workers.session() as session:
-        late = run.workers._team.workers[1]
+    with run_on(2, model, tmp_path, precision="bf16", **limits) as run, run.workers.session() as session:
+        late = team_of(run).workers[1]
         monkeypatch.setattr(late, "submit", lambda *_: released.wait(60.0))
         for name in ("one", "other"):
             session.submit(GenerationRequest(name, (5, 6, 7), SamplingParams(max_new_tokens=4)))
@@ -154,11 +156,11 @@ def test_a_backlog_of_rewards_is_looked_after_soon(monkeypatch: pytest.MonkeyPat
             waits.append(wait_seconds)
             return []
 
-    workers = object.__new__(ManyWorkers)
-    monkeypatch.setattr(workers, "_opened", lambda *_: nullcontext(Session()), raising=False)
+    sampler = object.__new__(ManySampler)
+    monkeypatch.setattr(sampler, "session", lambda *_, **__: nullcontext(Session()))
     answers = iter([True, True, False, None, True])
-    workers.generate([], lambda _: next(answers))
+    sampler.generate([], None, lambda _: next(answers))
     assert waits == [SCORING_SECONDS, BACKLOG_SECONDS, BACKLOG_SECONDS, SCORING_SECONDS, SCORING_SECONDS]
     waits.clear()
-    workers.generate([])
+    sampler.generate([])
     assert waits == [1.0] * 5

@@ -28,11 +28,10 @@ from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import admission_of, workers_on
 from octetrl.workers.many.hosted import HostedWorker
 from octetrl.workers.many.plan import BuildWorker, WorkerPlan
-from octetrl.workers.many.separate import SeparateWorkers
 from octetrl.workers.many.status import StatusReport
-from octetrl.workers.many.team import Call, Deadlines, WorkerLost
-from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer
+from octetrl.workers.many.team import Call, Deadlines, PartOfTeam, WorkerLost
 from octetrl.workers.model_shape import model_spec
+from octetrl.workers.workers import Workers, WorkersDiffer
 from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import timeless, tiny_recipe
 
@@ -95,6 +94,12 @@ class ThreadTeam:
         self._pool.shutdown(wait=False)
 
 
+def team_of(run: Run) -> Any:
+    """All workers of a run, also where some only train."""
+    team = run.workers._team
+    return team._team if isinstance(team, PartOfTeam) else team
+
+
 class RunTeam(ThreadTeam):
     """In place of `octetrl.workers.many.build.start_team`, or of a `RayTeam`: the workers of a run are threads."""
 
@@ -113,10 +118,10 @@ def workers_of(
     console: Console,
     *,
     trains: bool,
-) -> ManyWorkers | SeparateWorkers:
+) -> Workers:
     admission = admission_of(spec, tokenizer, recipe.model.context_length)
-    context = TeamContext(Costs.of(spec), Deadlines(recipe.cluster.deadlines), console)
-    return workers_on(team, recipe, context, admission, trains=trains)
+    deadlines = Deadlines(recipe.cluster.deadlines)
+    return workers_on(team, recipe, Costs.of(spec), deadlines, console, admission, trains=trains)
 
 
 @contextmanager
@@ -173,7 +178,7 @@ def unspread(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def assert_a_wrong_worker_is_named(run: Run) -> None:
     """Of one trainer and two workers that generate, the last gets one byte that was not sent."""
-    receiver = run.workers._team.workers[2]._receiver  # type: ignore[attr-defined]
+    receiver = team_of(run).workers[2]._receiver
     receive = receiver.receive
 
     def receive_with_a_fault() -> None:

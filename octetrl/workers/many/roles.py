@@ -11,34 +11,18 @@ Without, they are sent in a pause.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 from octetrl.config.worker_memory import BufferChoice
-from octetrl.engine.admission import Admission
-from octetrl.environments.scoring import Score
-from octetrl.records import (
-    Completion,
-    EarlierAnswer,
-    GenerationRequest,
-    OnCompletions,
-    PackedBatch,
-    PolicyUpdate,
-    Published,
-    Task,
-    joined,
-)
-from octetrl.rollout.backend import OnSession, not_asked
+from octetrl.records import Published, joined
+from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
-from octetrl.trainer.file_digests import WrittenFile
-from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import serve_store
-from octetrl.workers.clock import Clock
-from octetrl.workers.many.session import ManySession
-from octetrl.workers.many.team import Call, PartOfTeam, Team
-from octetrl.workers.many.workers import ManyWorkers, TeamContext, WorkersDiffer
+from octetrl.workers.many.balance import Costs
+from octetrl.workers.many.team import Call, PartOfTeam, ProcessTeam
+from octetrl.workers.workers import Sampler, Workers, WorkersDiffer
 
 
 def not_waited() -> AbstractContextManager[dict[str, float]]:
@@ -46,35 +30,39 @@ def not_waited() -> AbstractContextManager[dict[str, float]]:
     return nullcontext({})
 
 
-class SeparateWorkers:
-    """`Workers` on the workers of `team`, which have not loaded their model yet."""
+class SeparateWorkers(Workers):
+    """`Workers` on the workers of `team`, the first of which train, while the others generate."""
 
     def __init__(
         self,
-        team: Team,
+        team: ProcessTeam,
         roles: tuple[int, int],
-        context: TeamContext,
-        admission: Admission,
+        console: Console,
+        sampler: Callable[[ProcessTeam], Sampler],
         *,
+        costs: Costs,
         is_ahead: bool = False,
         in_flight: bool = False,
     ) -> None:
-        """roles: number of workers that train, and of those that generate; the first workers of `team` train. is_ahead:
-        a session may be open while `publish` sends weights. They wait in a second buffer for `adopt`; without one
-        `publish` waits for the end of the batch. in_flight: an open session continues with them at once."""
-        self._clock, self._is_ahead, self._in_flight = Clock(), is_ahead, in_flight
+        """roles: number of workers that train, and of those that generate. sampler: called with the team of the latter.
+
+        is_ahead: a session may be open while `publish` sends weights. They wait in a second buffer for `adopt`; without
+        one `publish` waits for the end of the batch. in_flight: an open session continues with them at once.
+        """
+        trainer_team = PartOfTeam(team, range(roles[0]))
+        engine_team = PartOfTeam(team, range(roles[0], sum(roles)))
+        super().__init__(trainer_team, console, sampler(engine_team), costs=costs)
+        self._engines = Workers(engine_team, console, trains=False)  # loads their model; its store is asked on
+        self._trainer_team, self._engine_team = trainer_team, engine_team
+        self._is_ahead, self._in_flight = is_ahead, in_flight
         self.between_batches: Callable[[], AbstractContextManager[dict[str, float]]] = not_waited
+        """A context in which no batch is generated, with the metrics of the wait; set by who generates ahead."""
         self._sent_bytes = 0  # of the weights last sent
         self._receive_seconds = 0.0  # that they took to arrive at the slowest worker
         self.pause_seconds = 0.0  # how long nothing could be generated when weights were last adopted
         self._published: Published | None = None  # and sent, but not adopted
         self._weights = threading.RLock()  # they are sent and adopted in different threads
-        trainer_team = PartOfTeam(team, range(roles[0]))
-        engine_team = PartOfTeam(team, range(roles[0], sum(roles)))
-        self._team, self._trainer_team, self._engine_team = team, trainer_team, engine_team
-        self._trainers = ManyWorkers(trainer_team, context, admission)
-        self._engine_workers = ManyWorkers(engine_team, context, admission, trains=False, first=roles[0])
-        self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
+        self._weight_store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
         meetings = [
             trainer_team.begin(0, "meet_for_weights", address),
             *(engine_team.begin(worker, "meet_for_weights", address) for worker in range(engine_team.size)),
@@ -85,40 +73,12 @@ class SeparateWorkers:
         self.is_doubled = is_ahead and choice.doubles
         if is_ahead:
             how = "in a second buffer" if choice.doubles else "in place, in a pause"
-            context.console.note(f"new weights arrive {how}: {choice.why}")
+            console.note(f"new weights arrive {how}: {choice.why}")
         if self.is_doubled:
             engine_team.ask("load", "double_weights")
 
-    # ------------------------------------------------------------ the trainers
-
-    @property
-    def layout(self) -> PackingLayout:
-        return self._trainers.layout
-
-    @property
-    def policy_version(self) -> int:
-        return self._trainers.policy_version
-
-    @property
-    def weights_are_whole(self) -> bool:
-        return self._trainers.weights_are_whole
-
-    def train(self, batch: PackedBatch) -> PolicyUpdate:
-        return self._trainers.train(batch)
-
-    def prepare_saving(self) -> None:
-        self._trainers.prepare_saving()
-
-    def copy_state(self) -> str | None:
-        return self._trainers.copy_state()
-
-    def write_state(self, folder: Path, *, copied: bool) -> Sequence[WrittenFile]:
-        return self._trainers.write_state(folder, copied=copied)
-
-    # ------------------------------------------------------------ new weights
-
     def publish(self, policy_version: int) -> Published:
-        published = self._trainers.publish(policy_version)
+        published = super().publish(policy_version)
         waits = self.between_batches if not (self.is_doubled or self._in_flight) else not_waited
         with waits() as waited, self._clock("send_weights") as took, self._weights:
             if self.is_doubled:
@@ -136,16 +96,12 @@ class SeparateWorkers:
         return replace(published, metrics=joined(published.metrics, metrics, took, waited))
 
     def load(self, saved: Checkpoint, policy_version: int) -> None:
-        self._trainers.load(saved, policy_version)
+        super().load(saved, policy_version)
         self.publish(policy_version)
         self.adopt()
 
-    @property
-    def needs_calibration(self) -> bool:
-        return self._trainers.needs_calibration
-
-    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> dict[str, float]:
-        took = self._trainers.calibrate(token_lists)
+    def calibrate(self, token_lists: Sequence[Sequence[int]]) -> Mapping[str, float]:
+        took = super().calibrate(token_lists)
         self.publish(self.policy_version)
         self.adopt()
         return took
@@ -175,30 +131,3 @@ class SeparateWorkers:
                     f" {one.weights_digest[:12]}, not {published.weights_digest[:12]}); its machine may be faulty:"
                     " leave it out, and continue with --resume"
                 )
-
-    # ------------------------------------------------------------ the workers that generate
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        on_completions: OnCompletions | None = None,
-        on_end: OnSession = not_asked,
-    ) -> list[list[Completion]]:
-        return self._engine_workers.generate(requests, on_completions, on_end)
-
-    @contextmanager
-    def session(self, on_end: OnSession = not_asked) -> Iterator[ManySession]:
-        with self._engine_workers.session(on_end) as session:
-            yield session
-
-    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
-        return self._engine_workers.score(completions)
-
-    def remember(self, answers: Sequence[EarlierAnswer]) -> None:
-        self._engine_workers.remember(answers)
-
-    def forget_prefixes(self) -> None:
-        self._engine_workers.forget_prefixes()
-
-    def close(self) -> None:
-        self._team.close()
