@@ -6,15 +6,20 @@ of the server's model. With `answers: text` the server has all of these, and the
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.backends.openai.backend import NO_LIMIT, OpenaiBackend
+from octetrl.backends.openai.session import OpenaiSession
 from octetrl.backends.openai.text import CharacterTokenizer
 from octetrl.config.in_words import without_effect
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.records import Completion, GenerationRequest, OnCompletions
+from octetrl.rollout.backend import OnSession, SessionRecord, not_asked
 from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.build import build_collection
 from octetrl.run.device import seed_everything
@@ -26,9 +31,45 @@ from octetrl.run.state import Run
 from octetrl.run.step import GenerateThenLearn
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport
+from octetrl.workers.clock import Clock
 from octetrl.workers.model_shape import model_spec
-from octetrl.workers.server import ServerWorkers
+from octetrl.workers.training_progress import most_tokens, rollout_shown
 from octetrl.workers.workers import Workers
+
+
+class ServerWorkers:
+    """Generates with a server, and shows its progress."""
+
+    needs_calibration = False
+
+    def __init__(self, backend: OpenaiBackend, console: Console) -> None:
+        self.backend = backend
+        self._console, self._clock = console, Clock()
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
+    ) -> list[list[Completion]]:
+        """`num_siblings` completions of each request. One without an answer has `finish_reason` FAILED."""
+        with rollout_shown(self._console, most_tokens(requests)) as on_progress, self._clock("rollout") as took:
+            drawn = self.backend.generate(requests, on_progress, on_completions)
+        on_end(SessionRecord(took, self.backend.metrics))
+        return drawn
+
+    @contextmanager
+    def session(self, on_end: OnSession = not_asked) -> Iterator[OpenaiSession]:
+        shown = rollout_shown(self._console)
+        with shown as on_progress, self._clock("rollout") as took, self.backend.session(on_progress) as session:
+            yield session
+        on_end(SessionRecord(took, self.backend.metrics))
+
+    def forget_prefixes(self) -> None:
+        """Nothing: a server decides on its own what it caches."""
+
+    def close(self) -> None:
+        self.backend.close()
 
 
 def evaluate_server(recipe: Recipe, *, all_tasks: bool) -> EvalReport:

@@ -35,9 +35,8 @@ with uncollected():  # a worker's process begins with this module
     from octetrl.workers.build import build_worker
     from octetrl.workers.many.hosted import HostedWorker
     from octetrl.workers.many.plan import BuildWorker, WorkerPlan
-    from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, write_status
+    from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, write_status
     from octetrl.workers.many.team import Call, Deadlines, WorkerLost
-    from octetrl.workers.many.worker_log import last_lines
     from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes
     from octetrl.workers.ray_watcher import LOGS, remove_logs
 

@@ -37,8 +37,7 @@ from octetrl.system.host import short_waits
 from octetrl.system.process import terminable
 from octetrl.workers import ray_watcher
 from octetrl.workers.ray_address import FOLDER_PREFIX, REMEDY, address_to_join
-from octetrl.workers.ray_daemons import Daemons
-from octetrl.workers.ray_start import StartGuard
+from octetrl.workers.ray_daemons import Daemons, StartGuard
 
 OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch is tens of megabytes
 LEAST_STORE_BYTES = 80 << 20  # that Ray accepts

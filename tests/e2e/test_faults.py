@@ -99,10 +99,10 @@ STARTS = """
 import os, signal
 from ray._private import services
 from octetrl.config.cluster import ClusterConfig, DeadlineConfig
-from octetrl.workers import ray_start
+from octetrl.workers import ray_daemons
 from octetrl.workers.ray_cluster import connect
 from octetrl.workers.ray_daemons import children
-ray_start.RAISE_SECONDS, start = 1.0, services.start_raylet
+ray_daemons.RAISE_SECONDS, start = 1.0, services.start_raylet
 def start_and_stop_the_other(*arguments, **options):
     started = start(*arguments, **options)
     (gcs_server,) = (pid for pid, name in children() if name == "gcs_server")

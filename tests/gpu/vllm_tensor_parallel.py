@@ -21,7 +21,7 @@ from typing import Any
 from octetrl.records import GenerationRequest, SamplingParams
 from octetrl.run.build import build_run
 from octetrl.run.state import Run
-from octetrl.workers.many.worker_log import last_lines
+from octetrl.workers.many.status import last_lines
 from octetrl.workers.ray import RayTeam
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.gpu.vllm_smoke import LARGEST, Clock

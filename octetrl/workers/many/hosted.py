@@ -44,9 +44,8 @@ from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession, with_pause
 from octetrl.workers.many.nodes import Sight, look
 from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerPlan
-from octetrl.workers.many.status import WorkerStatus
+from octetrl.workers.many.status import WorkerStatus, last_lines, print_into
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
-from octetrl.workers.many.worker_log import last_lines, print_into
 from octetrl.workers.reward_model_worker import RewardModelWorker
 from octetrl.workers.training_progress import counted
 from octetrl.workers.worker import Worker

@@ -109,7 +109,7 @@ def on_rank(name: str, whole: Tensor, spec: ModelSpec, rank: int, size: int) -> 
 def test_each_rank_holds_vllms_part_of_our_bytes(
     bucket: int, spec: ModelSpec, size: int, fp8: Fp8Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octetrl.backends.vllm.parts.BUCKET_BYTES", bucket)
+    monkeypatch.setattr("octetrl.backends.vllm.weights.BUCKET_BYTES", bucket)
     received: list[int] = []
 
     def measured(verb: Callable[[TensorPeers, Tensor], Tensor]) -> Callable[[TensorPeers, Tensor], Tensor]:

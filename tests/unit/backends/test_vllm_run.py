@@ -28,7 +28,7 @@ from tests.gpu import vllm_smoke
 from tests.grid import WIDE
 from tests.parity.short_run import worker_of
 from tests.unit.backends.vllm_workers import CountingDouble, build_double
-from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of
+from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
 
 CASES: dict[str, dict[str, Any]] = {"answers": {}, "turns": TALK, "fp8 rollout": {"precision": "fp8_rollout"}}
 SPREAD = {"trainer.tokens_per_micro_batch": 64, "rollout.prompts_per_step": 4, "engine.max_batch": 4}
@@ -109,11 +109,11 @@ def test_steps_and_an_evaluation(changes: dict[str, Any], model: Path, tmp_path:
 
 
 def workers_of(run: Run) -> list[Worker]:
-    return [hosted._policy for hosted in run.workers._team.workers]  # type: ignore[attr-defined]
+    return [hosted._policy for hosted in team_of(run).workers]
 
 
 def drawing_of(run: Run) -> set[int]:
-    return {worker for worker, verb in run.workers._team.begun if verb == "submit"}  # type: ignore[attr-defined]
+    return {worker for worker, verb in team_of(run).begun if verb == "submit"}
 
 
 def assert_a_failure_of_one_vllm_ends_the_run(run: Run, double: CountingDouble) -> None:

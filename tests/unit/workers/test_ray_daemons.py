@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.workers import ray_daemons, ray_start
-from octetrl.workers.ray_daemons import Daemons, RayLost
-from octetrl.workers.ray_start import StartGuard
+from octetrl.workers import ray_daemons
+from octetrl.workers.ray_daemons import Daemons, RayLost, StartGuard
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def why_it_ended(strike: Callable[[], None], silent_seconds: float = 600.0) -> t
     other = subprocess.Popen([shutil.which("sleep") or "/bin/sleep", "600"])
     guard = StartGuard(silent_seconds, lambda: [other.pid], lambda: None)
     with guard:
-        time.sleep(2 * ray_start.LOOK_SECONDS)  # it has seen the daemon
+        time.sleep(2 * ray_daemons.LOOK_SECONDS)  # it has seen the daemon
         strike()
         code = other.wait(120)
     return guard.why, [code]
@@ -113,22 +112,22 @@ def test_a_daemon_that_dies_or_stays_stopped_ends_the_start(raylet: subprocess.P
 def test_a_start_that_takes_too_long_names_what_is_missing(
     raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_start, "START_SECONDS", 1.0)
+    monkeypatch.setattr(ray_daemons, "START_SECONDS", 1.0)
     why, _ = why_it_ended(lambda: None)
     assert re.fullmatch(r"its process gcs_server was awaited for \d+ s; start the run again", str(why))
 
 
 def test_a_start_that_ends_well_leaves_everything_alone(raylet: subprocess.Popen[bytes]) -> None:
     with StartGuard(0.1, lambda: [raylet.pid], lambda: None) as guard:
-        time.sleep(2 * ray_start.LOOK_SECONDS)
+        time.sleep(2 * ray_daemons.LOOK_SECONDS)
     assert guard.why is None and raylet.poll() is None
 
 
 HANGS = """
 import os, sys, time
-from octetrl.workers import ray_start
-ray_start.RAISE_SECONDS, ray_start.START_SECONDS = 0.1, 0.1
-with ray_start.StartGuard(600, lambda: [], lambda: os.write(1, b"dismissed")):
+from octetrl.workers import ray_daemons
+ray_daemons.RAISE_SECONDS, ray_daemons.START_SECONDS = 0.1, 0.1
+with ray_daemons.StartGuard(600, lambda: [], lambda: os.write(1, b"dismissed")):
     time.sleep(600)
 """
 
