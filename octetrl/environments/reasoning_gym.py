@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -83,14 +83,22 @@ def check_dataset(dataset: str, parameters: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class EntryGenerator:
-    """`(index) -> entry`, to be run in a child process."""
+    """`(indices) -> entries` of the first of them, at least one, to be run in a child process."""
 
     dataset: str
     parameters: Mapping[str, Any]
     size: int
     seed: int
 
-    def __call__(self, index: int) -> dict[str, Any]:
+    def __call__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        began, entries = time.monotonic(), [self.entry(indices[0])]
+        for index in indices[1:]:
+            if time.monotonic() - began > _AHEAD_SECONDS:
+                break
+            entries.append(self.entry(index))
+        return entries
+
+    def entry(self, index: int) -> dict[str, Any]:
         random.seed(f"{self.seed}/{index}")
         entry: dict[str, Any] = self._dataset[index]
         return entry
@@ -100,22 +108,6 @@ class EntryGenerator:
         import reasoning_gym
 
         return reasoning_gym.create_dataset(self.dataset, **self.parameters, seed=self.seed, size=self.size)
-
-
-@dataclass(frozen=True)
-class SeveralEntries:
-    """`(indices) -> entries` of the first of them, at least one, to be run in a child process."""
-
-    generator: Callable[[int], dict[str, Any]]
-
-    def __call__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        began = time.monotonic()
-        entries = [self.generator(indices[0])]
-        for index in indices[1:]:
-            if time.monotonic() - began > _AHEAD_SECONDS:
-                break
-            entries.append(self.generator(index))
-        return entries
 
 
 class EntryTask:
@@ -158,8 +150,7 @@ class EntryTask:
         except (CallFailed, ProcessDied, NoAnswer) as error:
             self._expected = []  # from now on one by one, so that an error names its task
             if not isinstance(error, CallFailed):
-                text = "the process of task %d and the next ones failed (%s); a new one creates them one by one"
-                _logger.warning(text, index, error)
+                _logger.warning("the process of task %d and the next ones failed (%s); it is replaced", index, error)
                 self._replace()
             return self._entry(index)
         del self._expected[-len(entries) :]
@@ -168,7 +159,7 @@ class EntryTask:
 
     def _running(self) -> CallableProcess:
         if self._process is None:
-            self._process = CallableProcess(SeveralEntries(self._generator))
+            self._process = CallableProcess(self._generator)
         return self._process
 
     def _replace(self) -> None:
@@ -179,7 +170,8 @@ class EntryTask:
 
     def _entry(self, index: int) -> dict[str, Any]:
         what = f"environment.dataset: reasoning_gym's '{self._generator.dataset}'"
-        for attempt in range(_ATTEMPTS):
+        reason = ""
+        for _ in range(_ATTEMPTS):
             try:
                 entry: dict[str, Any] = self._running().call([index], seconds=self._seconds)[0]
                 return entry
@@ -187,9 +179,8 @@ class EntryTask:
                 raise UserError(f"{what} can't make task {index} ({error}); change environment.parameters") from error
             except (ProcessDied, NoAnswer) as error:
                 reason = str(error)
+                _logger.warning("%s made no task %d (%s); its process is replaced", what, index, reason)
             self._replace()
-            if attempt + 1 < _ATTEMPTS:
-                _logger.warning("%s made no task %d (%s); it is tried again in a new process", what, index, reason)
         raise UserError(
             f"{what} made no task {index} in {_ATTEMPTS} processes ({reason});"
             " raise environment.task_timeout_seconds, or change environment.parameters"
