@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lab.record import RESULTS, show, write_result
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.environments.code.scorer import CodeScorer
+from octetrl.environments.code_scorer import CodeScorer
 from octetrl.process.levels import Level
 from octetrl.process.sandbox import Program, Sandbox, find_sandbox
 from octetrl.records import Task

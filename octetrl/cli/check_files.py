@@ -241,7 +241,7 @@ def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, s
 
 def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
     """The level in force, and what it does not protect from. Where there is none, the checks of files say so."""
-    from octetrl.environments.code.scorer import packages_line
+    from octetrl.environments.code_scorer import packages_line
     from octetrl.process.sandbox import sandbox_for
 
     try:

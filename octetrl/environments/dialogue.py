@@ -1,8 +1,8 @@
 """Runs an environment with several turns: replies to completions, and the reward of the conversation.
 
-    heard     the completion becomes the model's message; its tool calls are read by the family of the chat template
-    answered  tool calls by the tools, all of a message at once; anything else by `reply`, if there is one
-    judged    @reward and @metric functions, all at once
+    receive   the completion becomes the model's message; its tool calls are read by the family of the chat template
+    answer    tool calls by the tools, all of a message at once; anything else by `reply`, if there is one
+    judge     @reward and @metric functions, all at once
 
 The author's code is never called here. The functions are generators: they yield the calls to make (`RequestedCall`) and
 receive the results (`CallResult`, calls.py). One thread can therefore run hundreds of conversations. A failure of
@@ -20,7 +20,7 @@ It is reported to the model and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal, TypeVar
@@ -29,8 +29,8 @@ from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.calls import CallResult, Calls
 from octetrl.environments.scoring import OpenScorer, finite_number
 from octetrl.environments.tasks import own_task
-from octetrl.environments.tools import Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
-from octetrl.environments.turns import Component, Conversation, components_of, replies_of
+from octetrl.environments.tools import Call, Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
+from octetrl.environments.turns import Conversation, components_of, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
 from octetrl.system.errors import UserError
 
@@ -136,19 +136,16 @@ class Dialogue(Dialogues):
     def of(self, task: Task) -> Dialogue:
         return self
 
-    # ------------------------------------------------------------ one rollout
-
     def begin(self, task: Task, seed: str) -> Conversation:
         return Conversation(own_task(task), Random(seed))
 
     def hook(self, name: Literal["start", "finish"], conversation: Conversation) -> Asking[None]:
         """The environment's method of this name, if it has one."""
-        function = self._hooks[name]
-        if function is not None:
-            yield from self._asked(function, conversation)
+        if self._hooks[name] is not None:
+            yield from self._call_hook(name, conversation)
 
-    def hear(self, conversation: Conversation, completion: Completion) -> ParsedMessage:
-        """The completion is the conversation's next message."""
+    def receive(self, conversation: Conversation, completion: Completion) -> ParsedMessage:
+        """Add the completion to the conversation, as the model's message."""
         conversation.turns += 1
         conversation.text = completion.text
         if not self._toolbox.tools:
@@ -158,16 +155,15 @@ class Dialogue(Dialogues):
         conversation.messages.append(to_message(parsed))
         return parsed
 
-    def answer(self, conversation: Conversation, heard: ParsedMessage) -> Asking[tuple[Reply, ...]]:
+    def answer(self, conversation: Conversation, message: ParsedMessage) -> Asking[tuple[Reply, ...]]:
         """The environment's answer to the model's last message; no messages: the conversation is over."""
-        if heard.calls:
-            return (yield from self._call_tools(conversation, heard))
-        function = self._hooks["reply"]
-        if function is None:
+        if message.calls:
+            return (yield from self._call_tools(conversation, message.calls))
+        if self._hooks["reply"] is None:
             return ()
-        said = yield from self._asked(function, conversation)
+        value = yield from self._call_hook("reply", conversation)
         try:
-            replies = replies_of(said)
+            replies = replies_of(value)
         except TypeError as error:
             raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"TypeError: {error}") from None
         conversation.messages += [{"role": reply.role, "content": reply.text} for reply in replies]
@@ -176,27 +172,18 @@ class Dialogue(Dialogues):
     def judge(self, conversation: Conversation) -> Asking[RewardParts]:
         """Rewards and metrics of a conversation that has ended."""
         values: dict[str, float] = {}
+        results: tuple[CallResult, ...] = ()
         if self._components:
             seconds = self.limits.reward_seconds
             results = yield tuple(
-                RequestedCall(one.function, (conversation,), seconds, conversation) for one in self._components
+                RequestedCall(each.function, (conversation,), seconds, conversation) for each in self._components
             )
-            for one, called in zip(self._components, results, strict=True):
-                if called.error is not None:
-                    status = RolloutStatus.REWARD_TIMEOUT if called.timed_out else RolloutStatus.REWARD_ERROR
-                    raise Failed(status, called.error, called.trace)
-                try:
-                    values[one.name] = finite_number(called.value, "metric" if one.weight is None else "reward")
-                except (TypeError, ValueError) as error:
-                    detail = f"{type(error).__name__}: {one.name}: {error}"
-                    raise Failed(RolloutStatus.REWARD_ERROR, detail) from None
-        weights = {one.name: one.weight for one in self._components if one.weight is not None}
-        try:
-            total = finite_number(sum(weight * values[name] for name, weight in weights.items()), "weighted reward")
-        except ValueError as error:
-            raise Failed(RolloutStatus.REWARD_ERROR, f"ValueError: {error}") from None
+        for each, result in zip(self._components, results, strict=True):
+            value = _value(result, RolloutStatus.REWARD_ERROR, RolloutStatus.REWARD_TIMEOUT)
+            values[each.name] = _reward_number(value, "metric" if each.weight is None else "reward", f"{each.name}: ")
+        weights = {each.name: each.weight for each in self._components if each.weight is not None}
         return RewardParts(
-            reward=total,
+            reward=_reward_number(sum(weights[name] * values[name] for name in weights), "weighted reward"),
             components={name: values[name] for name in weights},
             metrics={name: value for name, value in values.items() if name not in weights},
         )
@@ -209,33 +196,42 @@ class Dialogue(Dialogues):
             counts |= {name: float(getattr(conversation, name)) for name in names}
         return counts
 
-    # ------------------------------------------------------------ the author's code
+    def _call_hook(self, name: str, conversation: Conversation) -> Asking[Any]:
+        function, seconds = self._hooks[name], self.limits.reply_seconds
+        (result,) = yield (RequestedCall(function, (conversation,), seconds, conversation),)
+        return _value(result, RolloutStatus.ENVIRONMENT_ERROR, RolloutStatus.ENVIRONMENT_TIMEOUT)
 
-    def _asked(self, function: Callable[..., Any], conversation: Conversation) -> Asking[Any]:
-        (called,) = yield (RequestedCall(function, (conversation,), self.limits.reply_seconds, conversation),)
-        if called.timed_out:
-            raise Failed(RolloutStatus.ENVIRONMENT_TIMEOUT, called.error, called.trace)
-        if called.error is not None:
-            raise Failed(RolloutStatus.ENVIRONMENT_ERROR, called.error, called.trace)
-        return called.value
-
-    def _call_tools(self, conversation: Conversation, heard: ParsedMessage) -> Asking[tuple[Reply, ...]]:
-        conversation.tool_calls += len(heard.calls)
+    def _call_tools(self, conversation: Conversation, calls: Sequence[Call]) -> Asking[tuple[Reply, ...]]:
+        conversation.tool_calls += len(calls)
         answer, seconds = self._toolbox.answer, self.limits.tool_seconds
-        answers = yield tuple(RequestedCall(answer, (call,), seconds, conversation) for call in heard.calls)
+        results = yield tuple(RequestedCall(answer, (call,), seconds, conversation) for call in calls)
         replies = []
-        for call, called in zip(heard.calls, answers, strict=True):
-            if called.error is None:
-                text = called.value.text
-                conversation.refused_calls += called.value.refused
+        for call, result in zip(calls, results, strict=True):
+            if result.error is None:
+                text = result.value.text
+                conversation.refused_calls += result.value.refused
             else:
                 conversation.failed_calls += 1
                 if self.limits.tool_failure == "end":
-                    raise Failed(RolloutStatus.TOOL_ERROR, called.error, called.trace)
-                text = f"Error: {called.error}"
+                    raise Failed(RolloutStatus.TOOL_ERROR, result.error, result.trace)
+                text = f"Error: {result.error}"
             conversation.messages.append(tool_message(call, text))
             replies.append(Reply("tool", text))
         return tuple(replies)
+
+
+def _value(result: CallResult, error: RolloutStatus, timeout: RolloutStatus) -> Any:
+    """The value of a call. Raises Failed, with one of the statuses, if it has none."""
+    if result.error is None:
+        return result.value
+    raise Failed(timeout if result.timed_out else error, result.error, result.trace)
+
+
+def _reward_number(value: object, what: str, prefix: str = "") -> float:
+    try:
+        return finite_number(value, what)
+    except (TypeError, ValueError) as error:
+        raise Failed(RolloutStatus.REWARD_ERROR, f"{type(error).__name__}: {prefix}{error}") from None
 
 
 def is_dialogue(environment: object) -> bool:
@@ -251,25 +247,15 @@ def toolbox_of(environment: object) -> Toolbox:
 
 def check_environment(environment: object, family: Family | None, *, has_scorer: bool) -> None:
     """Raises UserError if the environment is incomplete, or if a model of this family can't call its tools."""
-    refuse_tools(toolbox_of(environment).tools, family)
-    if not has_scorer and all(one.weight is None for one in components_of(environment)):
-        raise UserError("environment: nothing in it gives a reward; add a method with @reward, or score(task, text)")
-    own = {"turns", "tool_calls", "refused_calls", "failed_calls", "score"}
-    for one in components_of(environment):
-        if one.name in own:
-            raise UserError(
-                f"environment: '{one.name}' is measured of every rollout; give your {_kind(one)} another name"
-            )
-
-
-def _kind(component: Component) -> str:
-    return "metric" if component.weight is None else "reward"
-
-
-def refuse_tools(tools: Collection[str], family: Family | None) -> None:
-    """Raises UserError if there are tools and the model can't call them."""
-    if tools and family is None:
+    if (tools := toolbox_of(environment).tools) and family is None:
         raise UserError(
             f"environment: it has tools ({', '.join(tools)}), and the tokenizer's chat template has none, or writes"
             " calls in a way that is not known here (Hermes/Qwen and Llama 3 are); use a model that has, or no tools"
         )
+    components = components_of(environment)
+    if not has_scorer and all(each.weight is None for each in components):
+        raise UserError("environment: nothing in it gives a reward; add a method with @reward, or score(task, text)")
+    for each in components:
+        if each.name in ("turns", "tool_calls", "refused_calls", "failed_calls", "score"):
+            kind = "metric" if each.weight is None else "reward"
+            raise UserError(f"environment: '{each.name}' is measured of every rollout; give your {kind} another name")

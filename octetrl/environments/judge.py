@@ -16,13 +16,13 @@ judge's reply counts. Still, look at the rewarded rollouts (`octetrl rollouts`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self
 
 from octetrl.config.environment import JudgeConfig
@@ -49,8 +49,9 @@ class Judge:
         key = self.question(task, completion_text)
         if key in self._known:
             return self._known[key]
-        answer = self._endpoint.post(self._path, self._body(task, completion_text))
-        reward = self._of_chat(answer) if self._config.kind == "chat" else _number_at(answer, self._config.value_at)
+        path = "chat/completions" if self._config.kind == "chat" else self._config.path
+        answer = self._endpoint.post(path, self._body(task, completion_text))
+        reward = self._chat_score(answer) if self._config.kind == "chat" else _number_at(answer, self._config.value_at)
         if self._config.temperature == 0:
             self._known[key] = reward
             while len(self._known) > _REMEMBERED:
@@ -86,17 +87,13 @@ class Judge:
         except (ValueError, RecursionError) as error:  # RecursionError: an answer too deep to quote
             return Score(RolloutStatus.REWARD_ERROR, None, f"judge: {error}")
 
-    @property
-    def _path(self) -> str:
-        return "chat/completions" if self._config.kind == "chat" else self._config.path
-
     def _body(self, task: Task, completion_text: str) -> dict[str, Any]:
         config = self._config
         if config.kind == "reward_model":
             messages = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": completion_text}]
             return {"model": config.model, "messages": messages}
-        said = {"prompt": task.prompt, "answer": task.answer or "", "completion": completion_text}
-        question = re.sub(r"\{(prompt|answer|completion)\}", lambda found: said[found[1]], config.template)
+        texts = {"prompt": task.prompt, "answer": task.answer or "", "completion": completion_text}
+        question = re.sub(r"\{(prompt|answer|completion)\}", lambda match: texts[match[1]], config.template)
         return {
             "model": config.model,
             "messages": [{"role": "user", "content": question}],
@@ -104,16 +101,14 @@ class Judge:
             "max_tokens": config.max_tokens,
         }
 
-    def _of_chat(self, answer: dict[str, Any]) -> float:
-        try:
+    def _chat_score(self, answer: dict[str, Any]) -> float:
+        config, content, finish = self._config, None, None
+        with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):
             choice = answer["choices"][0]
             content, finish = choice["message"]["content"], choice.get("finish_reason")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            content = None
         if not isinstance(content, str):
             raise ValueError(f"the answer holds no message: {str(answer)[:_SHOWN]}")
         reply = content.rpartition("</think>")[2]
-        config = self._config
         score = _by_pattern(reply, config.pattern) if config.json_key is None else _by_key(reply, config.json_key)
         if score is None:
             cut = f", cut at judge.max_tokens {config.max_tokens}" if finish == "length" else ""
@@ -135,19 +130,14 @@ class JudgeRound:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._threads.shutdown(wait=kind is None, cancel_futures=True)
 
     def submit(self, key: Key, task: Task, completion_text: str) -> None:
-        question = self._judge.question(task, completion_text) if self._asks_once else ""
-        score = self._asked.get(question)
-        if score is None:
-            score = self._threads.submit(self._judge.score_one, task, completion_text)
-        if self._asks_once:
-            self._asked[question] = score
-        self._scores[key] = score
+        question = self._judge.question(task, completion_text) if self._asks_once else str(key)
+        if question not in self._asked:
+            self._asked[question] = self._threads.submit(self._judge.score_one, task, completion_text)
+        self._scores[key] = self._asked[question]
 
     def advance(self) -> None:
         """Nothing to do: the threads continue."""
@@ -173,15 +163,15 @@ def _by_pattern(reply: str, pattern: str) -> float | None:
 
 def _by_key(reply: str, key: str) -> float | None:
     """The value of `key` in the last JSON object of `reply` that has it."""
-    found, position, decoder = None, 0, json.JSONDecoder()
+    last, position, decoder = None, 0, json.JSONDecoder()
     while (position := reply.find("{", position)) >= 0:
         try:
             value, end = decoder.raw_decode(reply, position)
         except (ValueError, RecursionError):
             position += 1
             continue
-        found, position = (value[key], end) if key in value else (found, position + 1)
-    return _number(found)
+        last, position = (value[key], end) if key in value else (last, position + 1)
+    return _number(last)
 
 
 def _number(value: object) -> float | None:

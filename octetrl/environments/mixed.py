@@ -171,34 +171,35 @@ class MixedRound:
             self._rounds[task.environment].submit(key, own_task(task), completion_text)
 
     def advance(self) -> None:
-        for one in self._rounds.values():
-            one.advance()
+        for each in self._rounds.values():
+            each.advance()
 
     def so_far(self) -> dict[Key, Score]:
-        return {key: _about(score, name) for name, one in self._rounds.items() for key, score in one.so_far().items()}
+        return self._named({name: each.so_far() for name, each in self._rounds.items()})
 
     @property
     def is_done(self) -> bool:
-        return all(one.is_done for one in self._rounds.values())
+        return all(each.is_done for each in self._rounds.values())
 
     def finish(self) -> dict[Key, Score]:
         """The scores of all completions whose environments have a scorer."""
         began = time.monotonic()
-        while sum(not one.is_done for one in self._rounds.values()) > 1:
+        while sum(not each.is_done for each in self._rounds.values()) > 1:
             self.advance()
             time.sleep(_POLL_SECONDS)
-        scores: dict[Key, Score] = {}
-        for name, one in self._rounds.items():  # at most one waits
-            scores |= {key: _about(score, name) for key, score in one.finish().items()}
+        scores = self._named({name: each.finish() for name, each in self._rounds.items()})  # at most one waits
         self._times.waited += time.monotonic() - began
         return scores
 
-
-def _about(score: Score, environment: str) -> Score:
-    """A failure's text names the section of its environment, if it names one."""
-    if score.reward is not None or score.detail is None or "environment." not in score.detail:
-        return score
-    return replace(score, detail=renamed(score.detail, environment))
+    def _named(self, scores: Mapping[str, Mapping[Key, Score]]) -> dict[Key, Score]:
+        """The scores of all environments. A failure's text names the section of its environment, if it names one."""
+        named: dict[Key, Score] = {}
+        for name, of_environment in scores.items():
+            for key, score in of_environment.items():
+                detail = score.detail or ""
+                is_about = score.reward is None and "environment." in detail
+                named[key] = replace(score, detail=renamed(detail, name)) if is_about else score
+        return named
 
 
 class MixedDialogues(Dialogues):

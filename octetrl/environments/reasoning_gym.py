@@ -3,8 +3,7 @@
 A dataset is a generator: task `i` is a function of (seed, i) and is created on access. Some of the hundred generators
 iterate over sets of strings, whose order changes with each interpreter, and `list_functions` uses Python's global
 random generator. So tasks are generated in one child process with a fixed hash seed, and the global generator is seeded
-before each task. Every dataset then gives the same tasks in every run and after every resume. Tasks that are expected
-next are created by one call of the process: a call takes longer than to create a sum.
+before each task. Every dataset then gives the same tasks in every run and after every resume.
 
 The scorer receives the answer that `environment.answer_marker` finds (`environments/rewards.py`), or None if there is
 none; most datasets score None as 0, some as 0.01. A dataset may give partial credit, a score between 0 and 1.
@@ -14,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import random
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -28,8 +26,6 @@ from octetrl.system.errors import UserError, nearest
 
 _logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # number of processes that may fail on one task
-_AHEAD = 64  # most tasks that one call creates
-_AHEAD_SECONDS = 0.25  # after which a call begins no further task
 _RESERVED = {"size": "environment.train_size and environment.eval_size", "seed": "environment.seed"}
 
 
@@ -83,22 +79,14 @@ def check_dataset(dataset: str, parameters: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class EntryGenerator:
-    """`(indices) -> entries` of the first of them, at least one, to be run in a child process."""
+    """`(index) -> entry`, to be run in a child process."""
 
     dataset: str
     parameters: Mapping[str, Any]
     size: int
     seed: int
 
-    def __call__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        began, entries = time.monotonic(), [self.entry(indices[0])]
-        for index in indices[1:]:
-            if time.monotonic() - began > _AHEAD_SECONDS:
-                break
-            entries.append(self.entry(index))
-        return entries
-
-    def entry(self, index: int) -> dict[str, Any]:
+    def __call__(self, index: int) -> dict[str, Any]:
         random.seed(f"{self.seed}/{index}")
         entry: dict[str, Any] = self._dataset[index]
         return entry
@@ -114,25 +102,16 @@ class EntryTask:
     """`(index) -> task`, from a child process that starts at the first call and ends with this object.
 
     A process that dies, or returns no task within `seconds`, is replaced, and the new process creates the same task.
-    Raises UserError for a task that can't be created. `expect` changes only the time that tasks take.
+    Raises UserError for a task that can't be created.
     """
 
     def __init__(self, generator: EntryGenerator, prompt_template: str, seconds: float = 60.0) -> None:
-        self._generator = generator
-        self._prompt_template = prompt_template
-        self._seconds = seconds
+        self._generator, self._prompt_template, self._seconds = generator, prompt_template, seconds
         self._process: CallableProcess | None = None
-        self._expected: list[int] = []  # the next one last
-        self._ahead: dict[int, dict[str, Any]] = {}  # entries that nobody has asked for yet
         self.restarts = 0
 
-    def expect(self, indices: Iterable[int]) -> None:
-        """These tasks are asked for next, in this order."""
-        self._ahead.clear()
-        self._expected = list(indices)[::-1]
-
     def __call__(self, index: int) -> Task:
-        entry = self._ahead.pop(index, None) or self._entry_and_next(index)
+        entry = self._entry(index)
         return Task(
             id=f"{self._generator.dataset}/{index}",
             prompt=self._prompt_template.replace("{prompt}", entry["question"]),
@@ -140,47 +119,22 @@ class EntryTask:
             metadata={"entry": entry},
         )
 
-    def _entry_and_next(self, index: int) -> dict[str, Any]:
-        """The entry. The same call creates those that are expected after it, unless it fails."""
-        if self._expected[-1:] != [index]:
-            return self._entry(index)
-        indices = self._expected[: -_AHEAD - 1 : -1]
-        try:
-            entries = self._running().call(indices, seconds=self._seconds)
-        except (CallFailed, ProcessDied, NoAnswer) as error:
-            self._expected = []  # from now on one by one, so that an error names its task
-            if not isinstance(error, CallFailed):
-                _logger.warning("the process of task %d and the next ones failed (%s); it is replaced", index, error)
-                self._replace()
-            return self._entry(index)
-        del self._expected[-len(entries) :]
-        self._ahead = dict(zip(indices, entries, strict=False))
-        return self._ahead.pop(index)
-
-    def _running(self) -> CallableProcess:
-        if self._process is None:
-            self._process = CallableProcess(self._generator)
-        return self._process
-
-    def _replace(self) -> None:
-        """End the process; the next call starts another."""
-        self._running().kill()
-        self._process = None
-        self.restarts += 1
-
     def _entry(self, index: int) -> dict[str, Any]:
-        what = f"environment.dataset: reasoning_gym's '{self._generator.dataset}'"
-        reason = ""
+        what, reason = f"environment.dataset: reasoning_gym's '{self._generator.dataset}'", ""
         for _ in range(_ATTEMPTS):
+            if self._process is None:
+                self._process = CallableProcess(self._generator)
             try:
-                entry: dict[str, Any] = self._running().call([index], seconds=self._seconds)[0]
+                entry: dict[str, Any] = self._process.call(index, seconds=self._seconds)
                 return entry
             except CallFailed as error:
                 raise UserError(f"{what} can't make task {index} ({error}); change environment.parameters") from error
             except (ProcessDied, NoAnswer) as error:
                 reason = str(error)
                 _logger.warning("%s made no task %d (%s); its process is replaced", what, index, reason)
-            self._replace()
+            self._process.kill()
+            self._process = None
+            self.restarts += 1
         raise UserError(
             f"{what} made no task {index} in {_ATTEMPTS} processes ({reason});"
             " raise environment.task_timeout_seconds, or change environment.parameters"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from octetrl.environments.python_object import LOAD_SECONDS, load_object
@@ -25,11 +26,10 @@ from octetrl.environments.rewards import extract_answer
 from octetrl.environments.tasks import MadeTasks
 from octetrl.environments.turns import Conversation, metric, reward
 from octetrl.records import Task
-from octetrl.system.errors import UserError, nearest
+from octetrl.system.errors import UserError, error_line, nearest
 
 _COLOURED = re.compile(r"\x1b\[[1-9][0-9;]*m([^\x1b]*)\x1b\[0?m")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_OURS = ("instructions", "actions")
 
 
 @dataclass(frozen=True)
@@ -131,24 +131,22 @@ def gymnasium_environment(
 ) -> ResetStep:
     """`name`: one of Gymnasium's ids, or `module:name` of a function or class that creates an environment.
     `parameters`: instructions, actions, and arguments of that function. Raises UserError if it creates none."""
-    given = {key: value for key, value in parameters.items() if key not in _OURS}
-    make = _maker(name, given, load_seconds)
-    ours = {key: parameters[key] for key in _OURS if key in parameters}
-    environment = ResetStep(make, size, seed, action_marker=action_marker, **ours)
+    given = dict(parameters)
+    ours = {key: given.pop(key) for key in ("instructions", "actions") if key in given}
+    environment = ResetStep(_maker(name, given, load_seconds), size, seed, action_marker=action_marker, **ours)
     try:
         _ = environment.tasks[0]
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
-            f"environment.dataset: '{name}' with parameters {dict(given)} gives no environment with reset(seed=...)"
-            f" that shows something ({reason})"
+            f"environment.dataset: '{name}' with parameters {given} gives no environment with reset(seed=...)"
+            f" that shows something ({error_line(error)})"
         ) from error
     return environment
 
 
 def _maker(name: str, parameters: dict[str, Any], load_seconds: float) -> Callable[[], Any]:
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        return _EnvironmentFactory(load_object("environment.dataset", name, load_seconds), parameters)
+        return partial(load_object("environment.dataset", name, load_seconds), **parameters)
     try:
         import gymnasium
     except ImportError:
@@ -159,16 +157,7 @@ def _maker(name: str, parameters: dict[str, Any], load_seconds: float) -> Callab
     if name not in gymnasium.registry:
         known = nearest(name, gymnasium.registry)
         raise UserError(f"environment.dataset: gymnasium has no environment '{name}'{known}")
-    return _EnvironmentFactory(gymnasium.make, {"id": name, **parameters})
-
-
-@dataclass(frozen=True)
-class _EnvironmentFactory:
-    function: Callable[..., Any]
-    parameters: Mapping[str, Any]
-
-    def __call__(self) -> Any:
-        return self.function(**self.parameters)
+    return partial(gymnasium.make, name, **parameters)
 
 
 def _shown(environment: Any, observation: Any) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, overload
@@ -51,13 +51,6 @@ class MadeTasks(Sequence[Task]):
         if not 0 <= index < self.size:
             raise IndexError(f"task {index} of {self.size}")
         return self.make(index)
-
-
-def expect_tasks(tasks: Sequence[Task], indices: Iterable[int]) -> None:
-    """Say which tasks are asked for next, in order. A `make` with a method `expect` may then create several at once."""
-    expect = getattr(tasks.make, "expect", None) if isinstance(tasks, MadeTasks) else None
-    if expect is not None:
-        expect(indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +180,7 @@ class Taskset:
     def next_batch(self, n: int) -> list[Task]:
         """The next `n` training tasks. A batch may span the end of an epoch."""
         drawn: list[Task] = []
-        expected_to = self._position
         while len(drawn) < n:
-            if self._position >= expected_to:
-                end_of_epoch = (self._position // len(self._tasks) + 1) * len(self._tasks)
-                expected_to = min(self._position + n - len(drawn), end_of_epoch)
-                expect_tasks(self._tasks, map(self._order.__getitem__, range(self._position, expected_to)))
             task = self._tasks[self._order[self._position]]
             self._position += 1
             if task.prompt not in self._held_out_prompts:
@@ -286,7 +274,6 @@ def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[T
     order = list(range(len(tasks)))
     random.Random(f"held out/{seed}").shuffle(order)
     chosen: dict[str, Task] = {}
-    expect_tasks(tasks, order[:eval_size])
     for index in order:
         if len(chosen) == eval_size:
             break

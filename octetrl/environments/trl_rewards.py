@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octetrl.environments.scoring import finite_number, place_of
@@ -61,7 +61,7 @@ class TrlRewards:
         """The reward of one completion. Raises ValueError or TypeError for a result of another form."""
         results = [call_trl(function, task, completion_text, messages=self._messages) for function in self._functions]
         if any(inspect.isawaitable(result) for result in results):
-            results = asyncio.run(_all(results))
+            results = asyncio.run(_await_all(results))
         values = [_value(function, result) for function, result in zip(self._functions, results, strict=True)]
         pairs = [(weight, value) for weight, value in zip(self._weights, values, strict=True) if value is not None]
         if not pairs:
@@ -97,9 +97,13 @@ def has_trl_form(function: Any) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    named = {"prompts", "completions"} & parameters.keys()
-    return "completions" in named and (len(named) == 2 or takes_all or next(iter(parameters)) != "task")
+    if "completions" not in parameters:
+        return False
+    return "prompts" in parameters or _takes_all(parameters) or next(iter(parameters)) != "task"
+
+
+def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def call_trl(function: TrlReward, task: Task, completion_text: str, *, messages: bool = False) -> Any:
@@ -117,16 +121,15 @@ def call_trl(function: TrlReward, task: Task, completion_text: str, *, messages:
                 f"{place_of(function)} needs the column '{name}', which the task does not have; it has"
                 f" {', '.join(columns)}"
             )
-    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+    if not _takes_all(parameters):
         given = {name: value for name, value in given.items() if name in parameters}
     return function(**given)
 
 
-async def _all(results: Sequence[Any]) -> list[Any]:
-    async def one(result: Any) -> Any:
-        return await result if isinstance(result, Awaitable) else result
-
-    return list(await asyncio.gather(*(one(result) for result in results)))
+async def _await_all(results: Sequence[Any]) -> list[Any]:
+    awaitable = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
+    values = dict(zip(awaitable, await asyncio.gather(*(results[place] for place in awaitable)), strict=True))
+    return [values.get(place, result) for place, result in enumerate(results)]
 
 
 def _value(function: TrlReward, result: Any) -> float | None:

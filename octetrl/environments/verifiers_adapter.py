@@ -33,7 +33,7 @@ from typing import Any
 from octetrl.environments.tools import Tool
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import Task
-from octetrl.system.errors import UserError, type_of
+from octetrl.system.errors import UserError, error_line, type_of
 
 _FIELD = "environment.dataset"
 _failures: ContextVar[list[str]] = ContextVar("what a rubric logged as an error")
@@ -52,7 +52,7 @@ def verifiers_environment(name: str, parameters: Mapping[str, Any]) -> Verifiers
     try:
         loaded = verifiers.load_environment(name, **parameters)
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = error_line(error)
         raise UserError(f"{_FIELD}: verifiers can't load '{name}' with {dict(parameters)} ({reason})") from error
     return VerifiersEnvironment(loaded, name)
 
@@ -84,19 +84,15 @@ class VerifiersEnvironment:
 
     @cached_property
     def tasks(self) -> Sequence[Task]:
-        made = []
-        for index, row in enumerate(self._rows):
-            _, user = self._split(row, index)
-            made.append(Task(f"{self.name}/{index}", user, metadata={"row": dict(row)}))
-        return made
+        rows = enumerate(self._rows)
+        return [Task(f"{self.name}/{at}", self._split(row, at)[1], metadata={"row": dict(row)}) for at, row in rows]
 
     @cached_property
     def system_prompt(self) -> str | None:
         different = {self._split(row, index)[0] for index, row in enumerate(self._rows)}
         if len(different) > 1:
-            raise UserError(
-                f"{_FIELD}: '{self.name}' has {len(different)} different system prompts; only one is supported"
-            )
+            number = len(different)
+            raise UserError(f"{_FIELD}: '{self.name}' has {number} different system prompts; only one is supported")
         return different.pop() if different else None
 
     @cached_property
@@ -140,22 +136,17 @@ class VerifiersEnvironment:
 
     async def _catch_up(self, conversation: Conversation) -> None:
         """Add each message of the model, also with tool calls, to verifiers' trajectory as a step."""
+        from verifiers.utils.message_utils import normalize_messages
+
         state = conversation.state.theirs
-        messages = _normalized([_theirs(message) for message in conversation.messages[1:]])
+        theirs = [_theirs(message) for message in conversation.messages[1:]]
+        messages = list(normalize_messages(theirs, field_name="conversation"))
         places = [place for place, message in enumerate(messages) if message.role == "assistant"]
         for place in places[len(state["trajectory"]) :]:
-            step = {
-                "prompt": [*state["prompt"], *messages[:place]],
-                "completion": [messages[place]],
-                "response": None,
-                "tokens": None,
-                "reward": None,
-                "advantage": None,
-                "is_truncated": False,
-                "trajectory_id": state["trajectory_id"],
-                "extras": {},
-            }
-            await self.environment.add_trajectory_step(state, step)
+            step = {"prompt": [*state["prompt"], *messages[:place]], "completion": [messages[place]]}
+            unknown = dict.fromkeys(("response", "tokens", "reward", "advantage"))
+            common = {"is_truncated": False, "trajectory_id": state["trajectory_id"], "extras": {}}
+            await self.environment.add_trajectory_step(state, step | unknown | common)
 
     @cached_property
     def _rows(self) -> Sequence[Mapping[str, Any]]:
@@ -193,12 +184,6 @@ def _no_client() -> Any:
     return kind.__new__(kind)
 
 
-def _normalized(messages: list[dict[str, Any]]) -> list[Any]:
-    from verifiers.utils.message_utils import normalize_messages
-
-    return list(normalize_messages(messages, field_name="conversation"))
-
-
 def _theirs(message: Mapping[str, Any]) -> dict[str, Any]:
     """Convert one of our messages, with its tool calls, to verifiers' form."""
     if "tool_calls" not in message:
@@ -212,9 +197,8 @@ def _theirs(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(message: Any) -> dict[str, str]:
     """Role and text of a verifiers message, which is a dictionary or an object."""
-    role, content = (
-        (message["role"], message["content"]) if isinstance(message, Mapping) else (message.role, message.content)
-    )
+    message = message if isinstance(message, Mapping) else vars(message)
+    role, content = message["role"], message["content"]
     if not isinstance(content, str):
         parts = [part if isinstance(part, Mapping) else vars(part) for part in content or ()]
         content = "".join(str(part.get("text", "")) for part in parts)

@@ -144,11 +144,11 @@ def _take_turns(
             yield from dialogue.hook("start", conversation)
         if completion.finish_reason is FinishReason.FAILED:
             raise Failed(RolloutStatus.GENERATION_ERROR, completion.detail or "no answer")
-        heard = dialogue.hear(conversation, completion)
+        message = dialogue.receive(conversation, completion)
         if completion.finish_reason is FinishReason.LENGTH:
             has_all = len(completion.token_ids) >= sampling.max_new_tokens
             return RolloutStatus.TRUNCATED if has_all else RolloutStatus.UNFINISHED
-        replies = yield from dialogue.answer(conversation, heard)
+        replies = yield from dialogue.answer(conversation, message)
         turns[-1] = replace(turns[-1], replies=replies)
         if not replies:
             return RolloutStatus.SCORED

@@ -19,7 +19,7 @@ from octetrl.config.several_environments import never_drawn
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.mixture import Mixture, read_source
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
-from octetrl.environments.code.scorer import packages_line
+from octetrl.environments.code_scorer import packages_line
 from octetrl.environments.python_object import Given
 from octetrl.environments.reward_workers import FunctionRewards
 from octetrl.fp8.parity import refused_gate, slow_paths

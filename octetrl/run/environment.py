@@ -12,7 +12,7 @@ from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import errors_named
 from octetrl.data.tasks import read_tasks
 from octetrl.environments.calls import unchanged_process
-from octetrl.environments.code.scorer import code_environment
+from octetrl.environments.code_scorer import code_environment
 from octetrl.environments.dialogue import is_dialogue
 from octetrl.environments.math_answers import MathScorer, reference_problems
 from octetrl.environments.mixed import MixedTaskset

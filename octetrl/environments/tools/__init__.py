@@ -1,8 +1,7 @@
 """Tools: Python functions with type annotations that a policy calls by name.
 
 `tool` turns a function into a tool, and a `Toolbox` runs calls, also malformed ones (definition.py). `parse_message`
-finds calls in a policy's message (parsing.py). messages.py converts calls and results to the messages that chat
-templates accept.
+finds calls in a policy's message, and messages.py converts calls and results to the messages of chat templates.
 """
 
 from octetrl.environments.tools.definition import Tool, Toolbox, ToolError, ToolResult, tool

@@ -45,8 +45,7 @@ def calculate(expression: str) -> Number:
     if len(text) > _LENGTH:
         raise ToolError(f"the expression has {len(text)} characters, {_LENGTH} are allowed; compute it in parts")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the parser warns about expressions that are refused below
+        with warnings.catch_warnings(action="ignore"):  # the parser warns about expressions that are refused below
             tree = ast.parse(text, mode="eval")
         return _bounded(_value(tree.body, 0))
     except (SyntaxError, MemoryError, RecursionError) as error:

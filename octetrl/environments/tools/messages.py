@@ -1,7 +1,20 @@
-"""Converts calls between records and the messages that chat templates accept.
+"""Tool calls in messages: found in a policy's text by family, and converted to the messages that chat templates accept.
 
 A family is a format of calls. It is recognised by the text of the chat template. A template with another format, such
 as Qwen3-Coder's XML inside the same tags, has no family (None): read in a wrong format, every call would be malformed.
+
+    hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number, text before, between and after
+    llama3_json   {"name": ..., "parameters": {...}} and nothing else, or several separated by ";", or after
+                  <|python_tag|>, with text before that
+
+No text raises: each part is content, a call or a malformed call. Each call is read as JSON from its first brace, so an
+argument may contain any text, even the closing tag. Both families accept "arguments" or "parameters" as the key, an
+object or an object's text as the value, and raw line breaks in strings, which models write in code. The closing tag may
+be missing at the very end, because it may have been the stop string.
+
+Thoughts (`<think>` ... `</think>`) stay in the content, and calls inside them are not run. If a `</think>` has no
+`<think>`, the prompt opened the thoughts: all text before it is thought. Thoughts without an end continue to the end of
+the message.
 
 A chat template is a jinja program that comes with the model and may fail in many ways (`TEMPLATE_ERRORS`).
 """
@@ -11,14 +24,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from octetrl.system.errors import UserError
-from octetrl.system.json_file import parse_json
+from octetrl.system.json_file import kind_of, parse_json
 
 Family = Literal["hermes", "llama3_json"]
 
@@ -155,28 +168,20 @@ def _split_thoughts(text: str) -> tuple[str, str]:
 
 def _to_call(value: Any, text: str, index: int, family: Family) -> Call:
     """A call of what JSON gave, or what is wrong with it."""
-    error = None
-    name = arguments = None
     if not isinstance(value, dict):
-        error = f"it is {_kind(value)}, not an object"
+        return _malformed(text.strip(), f"it is {kind_of(value)}, not an object", family)
+    key, other = ("arguments", "parameters") if family == "hermes" else ("parameters", "arguments")
+    name, arguments = value.get("name"), value.get(key, value.get(other))
+    if isinstance(arguments, str):
+        inner, end, error = _read_json(arguments, 0)
+        arguments = inner if error is None and not arguments[end:].strip() else arguments
+    if not isinstance(name, str) or not name:
+        error = f'"name" is {kind_of(name)}, not the name of a tool' if "name" in value else 'it has no "name"'
+    elif isinstance(arguments, dict):
+        return ToolCall(f"call_{index}", name, arguments)
     else:
-        name = value.get("name")
-        arguments = value.get("parameters", value.get("arguments"))
-        if family == "hermes":
-            arguments = value.get("arguments", arguments)
-        if isinstance(arguments, str):
-            inner, end, unread = _read_json(arguments, 0)
-            arguments = inner if unread is None and not arguments[end:].strip() else arguments
-        key = "arguments" if family == "hermes" else "parameters"
-        if not isinstance(name, str) or not name:
-            error = f'"name" is {_kind(name)}, not the name of a tool' if "name" in value else 'it has no "name"'
-        elif arguments is None:
-            error = f'it has no "{key}"'
-        elif not isinstance(arguments, dict):
-            error = f'"{key}" is {_kind(arguments)}, not an object'
-    if error is not None or not isinstance(name, str) or not isinstance(arguments, dict):
-        return _malformed(text.strip(), error or "", family)
-    return ToolCall(f"call_{index}", name, arguments)
+        error = f'it has no "{key}"' if arguments is None else f'"{key}" is {kind_of(arguments)}, not an object'
+    return _malformed(text.strip(), error, family)
 
 
 def _malformed(text: str, error: str, family: Family) -> MalformedCall:
@@ -231,11 +236,6 @@ def _shown(text: str) -> str:
     return f"'{line[:_SHOWN]}'" if line else "its end"
 
 
-def _kind(value: object) -> str:
-    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
-
-
 _OTHER_WAYS = ("<function=", "<arg_key>", "<｜tool", "<|tool_call_begin|>")
 
 
@@ -279,39 +279,36 @@ def with_read_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         isinstance(call, dict) and isinstance(function_of(call), dict) for call in calls
     ):
         raise UserError(f"{where}: 'tool_calls' must be a list of calls, each with a name and arguments")
-    return {"content": None, **message, "tool_calls": [_with_arguments(call, _read(call, where)) for call in calls]}
+
+    def read(arguments: Any) -> Any:
+        try:
+            return json_arguments(arguments or "{}") if isinstance(arguments, str) else arguments
+        except ValueError:
+            shown = repr(arguments[:60])
+            raise UserError(f"{where}: a call's arguments {shown} are not a JSON object; correct them") from None
+
+    return {"content": None, **message, "tool_calls": _with_arguments(calls, read)}
 
 
 def with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its calls as JSON text."""
+
+    def written(arguments: Any) -> str:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
     calls = message.get("tool_calls")
-    return (
-        dict(message)
-        if not calls
-        else {**message, "tool_calls": [_with_arguments(one, _written(one)) for one in calls]}
-    )
+    return {**message, "tool_calls": _with_arguments(calls, written)} if calls else dict(message)
 
 
-def _with_arguments(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    if "arguments" not in function_of(call):
-        return dict(call)
-    function = {**function_of(call), "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
-
-
-def _written(call: Mapping[str, Any]) -> str:
-    given = arguments_of(call)
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-
-
-def _read(call: Mapping[str, Any], where: str) -> Any:
-    given = arguments_of(call)
-    if not isinstance(given, str):
-        return given
-    try:
-        return json_arguments(given or "{}")
-    except ValueError:
-        raise UserError(f"{where}: a call's arguments {given[:60]!r} are not a JSON object; correct them") from None
+def _with_arguments(calls: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """The calls with converted arguments, where they have any."""
+    converted = []
+    for call in calls:
+        function = dict(function_of(call))
+        if "arguments" in function:
+            function["arguments"] = convert(function["arguments"])
+        converted.append({**call, "function": function} if "function" in call else function)
+    return converted
 
 
 def to_message(parsed: ParsedMessage) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The judge's side of a judgement: runs the tests, in a sandbox of its own, and prints the verdict.
 
-Tests run in a namespace that only they write. The names that `names.py` found to be the code's are requested from it at
-their first use. Each answer becomes plain data or a stand-in (`remote.py`). All other names are the tests' own,
-Python's own, or unknown. Expected values, asserts and the verdict never leave this process.
+Tests run in a namespace that only they write. The names that `code_tests.py` found to be the code's are requested
+from it at their first use. Each answer becomes plain data or a stand-in (`remote.py`). All other names are the tests'
+own, Python's own, or unknown. Expected values, asserts and the verdict never leave this process.
 
 The code runs only when the first of its names is requested, so it can't disturb what the tests do before that. stdout
 has a line at this moment (`ASKED`), then the verdict. If a judge ends without a verdict and before this line, a test is

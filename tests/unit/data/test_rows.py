@@ -14,7 +14,7 @@ from octetrl.data.conversations import Dialogue
 from octetrl.data.mixture import read_source
 from octetrl.data.rows import read_rows, without_padding
 from octetrl.data.tasks import read_tasks
-from octetrl.environments.code.cases import read_tests
+from octetrl.environments.code_tests import read_tests
 from octetrl.system.errors import UserError
 
 RECORDS: list[dict[str, Any]] = [

@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octetrl.environments.scoring import Explained
 from octetrl.records import Task
 
 
@@ -111,10 +109,7 @@ class Entries:
     hangs: int = 1000
     dataset: str = "entries"
 
-    def __call__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        return [self.entry(index) for index in indices[:9]]
-
-    def entry(self, index: int) -> dict[str, Any]:
+    def __call__(self, index: int) -> dict[str, Any]:
         if index == 13:
             raise ValueError("unlucky")
         if index >= self.hangs:
@@ -153,15 +148,11 @@ def by_name(task: Task, completion_text: str) -> object:
             return float("nan")
         case "none":
             return None
-        case "text":
-            return "1.0"
         case "bool":
             return True
         case "print":
             print("noise on stdout")
             return 0.25
-        case "explain":
-            return Explained(0.25, "one of four")
         case "pid":
             return os.getpid()
         case "child":

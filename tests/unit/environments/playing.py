@@ -66,8 +66,8 @@ def _speak(runner: asyncio.Runner, dialogue: Dialogue, played: Played, player: P
     _led(runner, played, dialogue.hook("start", conversation))
     while True:
         completion = Completion((1,), (0.0,), player(conversation), FinishReason.STOP, 0, "none")
-        heard = dialogue.hear(conversation, completion)
-        if not _led(runner, played, dialogue.answer(conversation, heard)):
+        message = dialogue.receive(conversation, completion)
+        if not _led(runner, played, dialogue.answer(conversation, message)):
             return
         if conversation.turns == dialogue.limits.max_turns:
             played.status = RolloutStatus.UNFINISHED

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.environments.code.cases import last_python_block, read_tests, same_output
+from octetrl.environments.code_tests import last_python_block, read_tests, same_output
 from octetrl.process.judge.judging import alike
 from octetrl.records import Task
 from octetrl.system.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.data.tasks import read_tasks
-from octetrl.environments.code.scorer import CodeScorer
+from octetrl.environments.code_scorer import CodeScorer
 from octetrl.process.levels import Level
 from octetrl.process.sandbox import find_sandbox
 from octetrl.system.errors import UserError

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.environments.code.cases import read_tests
-from octetrl.environments.code.names import CodeNames
+from octetrl.environments.code_tests import CodeNames, read_tests
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 

@@ -14,8 +14,8 @@ import pytest
 
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
-from octetrl.environments.code import scorer
-from octetrl.environments.code.scorer import (
+from octetrl.environments import code_scorer as scorer
+from octetrl.environments.code_scorer import (
     CodeScorer,
     JudgementFailed,
     code_environment,

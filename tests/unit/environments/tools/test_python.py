@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from octetrl.config.sandbox import SandboxConfig
-from octetrl.environments.tools.python import python_tool, with_last_value_printed
+from octetrl.environments.tools.ready import python_tool, with_last_value_printed
 from octetrl.process.levels import Level
 from octetrl.process.sandbox import Outcome, Sandbox, SandboxStatus, find_sandbox
 from octetrl.system.errors import UserError

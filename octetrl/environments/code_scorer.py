@@ -21,7 +21,7 @@ from typing import Any
 from octetrl.config.rules_environment import MARGIN_SECONDS
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import EnvironmentConfig
-from octetrl.environments.code.cases import TaskTests, last_python_block, output_bytes, read_tests, same_output
+from octetrl.environments.code_tests import TaskTests, last_python_block, output_bytes, read_tests, same_output
 from octetrl.environments.scoring import Explained
 from octetrl.environments.tasks import TaskEnvironment
 from octetrl.process.judge import judging, wire

@@ -50,9 +50,9 @@ def has_ended(pid: int, patience: int = 1500) -> bool:
 
 
 def test_rewards_come_back_in_order(workers: RewardWorkers) -> None:
-    texts = ["x" * length for length in range(60)]
+    texts = [*("x" * length for length in range(60)), "bool"]
     scores = scores_of(workers, *texts)
-    assert [score.reward for score in scores] == list(range(60))
+    assert [score.reward for score in scores] == [*range(60), 1.0]
     assert {score.status for score in scores} == {RolloutStatus.SCORED}
     assert scores_of(workers) == []
 
@@ -66,16 +66,13 @@ def test_rewards_come_back_in_order(workers: RewardWorkers) -> None:
         ("unspeakable", "Unspeakable: its text raises SystemExit (misbehaving_rewards.py:"),
         ("nan", "ValueError: the reward is nan, not a finite number"),
         ("none", "TypeError: the reward is None, not a number; its function may lack a return"),
-        ("text", "TypeError: the reward is '1.0' of type str, not a number"),
     ],
 )
 def test_no_reward_is_an_error_and_not_a_zero(workers: RewardWorkers, text: str, detail: str) -> None:
     before, bad, after = scores_of(workers, "abc", text, "abcd")
     assert (before.reward, after.reward) == (3.0, 4.0)
-    assert bad.status is RolloutStatus.REWARD_ERROR
-    assert bad.reward is None
-    assert bad.detail is not None
-    assert bad.detail.startswith(detail)
+    assert (bad.status, bad.reward) == (RolloutStatus.REWARD_ERROR, None)
+    assert str(bad.detail).startswith(detail)
 
 
 @pytest.mark.parametrize(
@@ -156,20 +153,9 @@ def test_a_hang_is_killed_at_its_time(text: str) -> None:
         started = time.monotonic()
         before, hung, after = scores_of(workers, "abc", text, "abcd")
         assert time.monotonic() - started < 30.0  # it hangs for longer
-        assert hung.status is RolloutStatus.REWARD_TIMEOUT
-        assert hung.reward is None
+        assert (hung.status, hung.reward) == (RolloutStatus.REWARD_TIMEOUT, None)
         assert (before.reward, after.reward) == (3.0, 4.0)
         assert scores_of(workers, "abcde")[0].reward == 5.0  # a killed worker's successor works
-
-
-def test_booleans_are_numbers_and_prints_are_harmless(workers: RewardWorkers) -> None:
-    assert [score.reward for score in scores_of(workers, "bool", "print")] == [1.0, 0.25]
-
-
-def test_a_reward_may_say_why(workers: RewardWorkers) -> None:
-    explained, plain = scores_of(workers, "explain", "xy")
-    assert explained == Score(RolloutStatus.SCORED, 0.25, "one of four")
-    assert plain == Score(RolloutStatus.SCORED, 2.0)
 
 
 def test_a_stopped_supervisor_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +206,7 @@ def test_a_completion_whose_worker_is_killed_or_stopped_from_outside_is_scored_a
         assert workers.restarts == 1
 
 
-def test_a_worker_killed_while_it_loads_is_replaced(tmp_path: Path) -> None:
-    """As it is when it is late; and the reward is not said to be at fault."""
+def test_a_worker_killed_or_late_while_it_loads_is_replaced(tmp_path: Path) -> None:
     scorer = misbehaving_rewards.Loading(tmp_path, 120.0, 3)
     killed: list[int] = []
     with RewardWorkers(scorer, timeout_seconds=60.0, load_seconds=6.0) as workers:
