@@ -116,10 +116,6 @@ class Calls:
         self._process = ProcessState.now()
         self.abandoned = 0  # calls whose time was over
 
-    def __len__(self) -> int:
-        """Number of calls in flight."""
-        return len(self._pending)
-
     def start(
         self,
         function: Callable[..., Any],
@@ -136,12 +132,11 @@ class Calls:
         if conversation is not None:
             context.run(current.set, conversation)
         if inspect.iscoroutinefunction(function):
-            pending.task = self._running_loop().run(partial(self._await, ticket, function, args), context)
+            self._loop = self._loop or _Loop()
+            pending.task = self._loop.run(partial(self._await, ticket, function, args), context)
         else:
-            name = f"environment call {ticket}"
-            threading.Thread(
-                target=context.run, args=(self._run, ticket, function, args), name=name, daemon=True
-            ).start()
+            run, name = partial(context.run, self._run, ticket, function, args), f"environment call {ticket}"
+            threading.Thread(target=run, name=name, daemon=True).start()
         return ticket
 
     def poll(self, wait: float) -> list[tuple[int, CallResult]]:
@@ -150,17 +145,13 @@ class Calls:
         Raises UserError if a call changed what the whole process has (`ProcessState`), which is put back."""
         now = time.monotonic()
         due = min((pending.ends for pending in self._pending.values()), default=now + wait)
-        found = self._take(max(0.0, min(wait, due - now)))
-        self._refuse_changes()
-        now = time.monotonic()
-        late = [ticket for ticket, pending in self._pending.items() if pending.ends <= now]
-        found += self._take(0.0) if late else []  # what arrived in time but was not read yet
-        return found + [(ticket, self._abandon(ticket)) for ticket in late if ticket in self._pending]
-
-    def _refuse_changes(self) -> None:
-        """Put back what a call changed for the whole process, and raise UserError of it."""
+        results = self._take(max(0.0, min(wait, due - now)))
         if changes := self._process.put_back():
             raise UserError(f"the code of environment or reward changed the run's process: {'; '.join(changes)}")
+        now = time.monotonic()
+        late = [ticket for ticket, pending in self._pending.items() if pending.ends <= now]
+        results += self._take(0.0) if late else []  # what arrived in time but was not read yet
+        return results + [(ticket, self._abandon(ticket)) for ticket in late if ticket in self._pending]
 
     def forget(self) -> None:
         """Drop all calls in flight: their results will not be returned."""
@@ -174,35 +165,31 @@ class Calls:
         self._loop, self._given_up = None, []
 
     def _take(self, wait: float) -> list[tuple[int, CallResult]]:
-        found: list[tuple[int, CallResult]] = []
+        results: list[tuple[int, CallResult]] = []
         try:
             item = self._done.get(timeout=wait) if wait > 0 else self._done.get_nowait()
             while True:
                 if self._pending.pop(item[0], None) is not None:  # not one that was abandoned
-                    found.append(item)
+                    results.append(item)
                 item = self._done.get_nowait()
         except queue.Empty:
-            return found
+            return results
 
     def _abandon(self, ticket: int) -> CallResult:
         pending = self._pending.pop(ticket)
         self.abandoned += 1
-        error = f"TimeoutError: {_name(pending.function)} returned nothing in {pending.seconds:g} s"
+        name = getattr(pending.function, "__name__", type(pending.function).__name__)
+        error = f"TimeoutError: {name} returned nothing in {pending.seconds:g} s"
         if pending.task is None or self._loop is None:
             return CallResult(error=error, timed_out=True)
         pending.task.cancel()
         if self._loop.answers(_LOOP_ANSWERS_WITHIN):
             return CallResult(error=error, timed_out=True)
-        where, trace = self._loop.standing()
+        where, trace = self._loop.current_line()
         self._given_up.append(self._loop)  # its other calls may still finish
         self._loop = None
         text = f"{error}; async code blocks the event loop ({where}): await what it waits for"
         return CallResult(error=text, trace=trace, timed_out=True)
-
-    def _running_loop(self) -> _Loop:
-        if self._loop is None:
-            self._loop = _Loop()
-        return self._loop
 
     def _run(self, ticket: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
@@ -211,14 +198,14 @@ class Calls:
                 value = asyncio.run(value)
             called = CallResult(value)
         except BaseException as error:
-            called = _failed(error)
+            called = CallResult(error=error_line(error), trace=error_trace(error))
         self._done.put((ticket, called))
 
     async def _await(self, ticket: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
             called = CallResult(await function(*args))
         except BaseException as error:  # also a cancelled call, whose result is dropped
-            called = _failed(error)
+            called = CallResult(error=error_line(error), trace=error_trace(error))
         self._done.put((ticket, called))
 
 
@@ -244,7 +231,7 @@ class _Loop:
         self._loop.call_soon_threadsafe(answered.set)
         return answered.wait(seconds)
 
-    def standing(self) -> tuple[str, str]:
+    def current_line(self) -> tuple[str, str]:
         """The line that the loop's thread executes, and its whole stack."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
@@ -278,11 +265,3 @@ class _ThreadEach(ThreadPoolExecutor):
 
         threading.Thread(target=run, name="environment thread", daemon=True).start()
         return future
-
-
-def _failed(error: BaseException) -> CallResult:
-    return CallResult(error=error_line(error), trace=error_trace(error))
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)

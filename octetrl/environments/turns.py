@@ -34,7 +34,6 @@ from octetrl.records import Reply, Task
 from octetrl.system.errors import UserError
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
-ROLES = ("user", "tool")  # allowed in messages of an environment
 
 current: ContextVar[Conversation] = ContextVar("conversation")
 
@@ -67,26 +66,25 @@ class Conversation:
             raise UserError("Conversation.current(): no conversation runs here; call it inside a tool") from None
 
 
-def replies_of(said: object) -> tuple[Reply, ...]:
+def replies_of(result: object) -> tuple[Reply, ...]:
     """Convert the result of `reply` to messages; no messages end the conversation. Raises TypeError for any other
     result."""
-    if said is None:
-        return ()
-    if isinstance(said, str):
-        return (Reply("user", said),)
-    messages = [said] if isinstance(said, Mapping) else said
+    if isinstance(result, str):
+        return (Reply("user", result),)
+    messages = () if result is None else [result] if isinstance(result, Mapping) else result
     if not isinstance(messages, list | tuple):
-        raise TypeError(f"reply gave {type(said).__name__}; it gives a text, messages, or None for the end")
-    return tuple(_reply(message) for message in messages)
-
-
-def _reply(message: object) -> Reply:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-    if role not in ROLES or not isinstance(content, str):
-        raise TypeError(
-            f'reply gave the message {str(message)[:60]!r}; it takes {{"role": "user" or "tool", "content": text}}'
-        )
-    return Reply(str(role), content)
+        raise TypeError(f"reply gave {type(result).__name__}; it gives a text, messages, or None for the end")
+    replies = []
+    for message in messages:
+        match message:
+            case {"role": "user" | "tool" as role, "content": str(content)}:
+                replies.append(Reply(role, content))
+            case _:
+                shown = repr(str(message)[:60])
+                raise TypeError(
+                    f'reply gave the message {shown}; it takes {{"role": "user" or "tool", "content": text}}'
+                )
+    return tuple(replies)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -111,15 +109,16 @@ def reward(function: F | None = None, /, *, weight: float = 1.0) -> F | Callable
     """Marks a method as a reward."""
     if not isinstance(weight, Real) or not math.isfinite(weight):
         raise UserError(f"@reward(weight={weight!r}): a weight is a finite number, such as 0.5")
-    return _marked(float(weight)) if function is None else _marked(float(weight))(function)
+    mark = _marker(float(weight))
+    return mark if function is None else mark(function)
 
 
 def metric(function: F, /) -> F:
     """Marks a method as a metric."""
-    return _marked(None)(function)
+    return _marker(None)(function)
 
 
-def _marked(weight: float | None) -> Callable[[F], F]:
+def _marker(weight: float | None) -> Callable[[F], F]:
     def mark(function: F) -> F:
         setattr(function, _MARK, (weight,))
         return function
@@ -130,19 +129,16 @@ def _marked(weight: float | None) -> Callable[[F], F]:
 def components_of(environment: object) -> tuple[Component, ...]:
     """All rewards and metrics in the order of their definition, those of base classes first. Raises UserError for a
     name that is not allowed for a metric."""
-    names: dict[str, None] = {}
-    for kind in reversed(type(environment).__mro__):
-        names |= dict.fromkeys(vars(kind))
-    names |= dict.fromkeys(getattr(environment, "__dict__", {}))
-    found = []
-    for name in names:
-        mark = getattr(getattr(type(environment), name, None), _MARK, None)
-        mark = mark or getattr(getattr(environment, "__dict__", {}).get(name), _MARK, None)
+    own = getattr(environment, "__dict__", {})
+    spaces = [*(vars(kind) for kind in reversed(type(environment).__mro__)), own]
+    components = []
+    for name in dict.fromkeys(name for space in spaces for name in space):
+        mark = getattr(getattr(type(environment), name, None), _MARK, None) or getattr(own.get(name), _MARK, None)
         if mark is None:
             continue
         if not _NAME.fullmatch(name):
             raise UserError(
                 f"environment: '{name}' is not a valid name for a reward or metric; use lower case letters and _"
             )
-        found.append(Component(name, mark[0], getattr(environment, name)))
-    return tuple(found)
+        components.append(Component(name, mark[0], getattr(environment, name)))
+    return tuple(components)
