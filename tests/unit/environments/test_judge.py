@@ -65,20 +65,16 @@ def test_the_score_is_the_last_in_the_reply(reply: str, fields: dict[str, Any], 
     ("answer", "fields", "said"),
     [
         ("I like it.", {}, "no score in the reply, which ends 'I like it.'"),
-        ("<think>Score: 1</think>Fine.", {}, "no score in the reply, which ends 'Fine.'"),
         ("Score: 11", {}, "the score 11 is not from 0 to 10"),
-        ("Score: -1", {}, "the score -1 is not from 0 to 10"),
         ('{"score": true}', {"json_key": "score"}, "no score in the reply"),
         ('{"score": 1e999}', {"json_key": "score"}, "no score in the reply"),
         ({"choices": []}, {}, "the answer holds no message"),
         ({"choices": [{"message": {"content": None}}]}, {}, "the answer holds no message"),
         ({"choices": [{"message": {"content": "So"}, "finish_reason": "length"}]}, {}, "cut at judge.max_tokens"),
         ((200, "[1]", {}), {}, "not a JSON object: [1]"),
-        ((200, "<html>", {}), {}, "not JSON: '<html>'"),
         ((200, '{"a":' + "[" * 200_000, {}), {}, "not JSON"),
         ((302, "", {"Location": "http://there/v1"}), {}, "status 302 to http://there/v1"),
         ((404, '{"error": "no such\nmodel"}', {}), {}, 'status 404: {"error": "no such model"}'),
-        ((500, "oops", {}), {"retries": 1}, "status 500: oops"),
     ],
 )
 def test_a_failure_is_a_status_with_its_reason_and_no_reward(answer: Any, fields: dict[str, Any], said: str) -> None:
@@ -87,20 +83,11 @@ def test_a_failure_is_a_status_with_its_reason_and_no_reward(answer: Any, fields
     assert said in (score.detail or "") and "\n" not in (score.detail or "")
 
 
-def test_what_may_pass_is_tried_again() -> None:
-    score, double = scored((503, "busy", {}), (429, "slow down", {"Retry-After": "0.2"}), "Score: 5")
-    assert score == Score(SCORED, 0.5) and len(double.asked) == 3
-
-
-def test_retry_after_is_heeded() -> None:
+def test_failures_that_may_pass_are_tried_again_and_others_once() -> None:
     began = time.monotonic()
-    scored((429, "", {"Retry-After": "0.3"}), "Score: 5")
-    assert time.monotonic() - began >= 0.3
-
-
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_what_will_not_pass_is_tried_once(status: int) -> None:
-    assert len(scored((status, "no", {}))[1].asked) == 1
+    score, double = scored((503, "busy", {}), (429, "slow down", {"Retry-After": "0.3"}), "Score: 5")
+    assert score == Score(SCORED, 0.5) and len(double.asked) == 3 and time.monotonic() - began >= 0.3
+    assert [len(scored((status, "no", {}))[1].asked) for status in (400, 404)] == [1, 1]
 
 
 def test_an_endpoint_that_hangs_is_a_timeout() -> None:
@@ -150,12 +137,8 @@ def test_equal_completions_are_judged_once_by_a_greedy_judge() -> None:
         drawn = judge_of(double, temperature=1.0)
         assert len(drawn.score([(TASK, "a"), (TASK, "a")])) == 2 and len(double.asked) == 4
         assert judge.score([]) == []
-
-
-def test_a_failure_is_not_remembered() -> None:
-    with judge_double("hm", "Score: 3") as double:
-        judge = judge_of(double)
-        assert [judge.score([(TASK, "a")])[0].reward for _ in range(2)] == [None, 0.3]
+        double.answers[:] = ["hm", "Score: 3"]
+        assert [judge.score([(TASK, "c")])[0].reward for _ in range(2)] == [None, 0.3], "a failure is not remembered"
 
 
 def test_the_key_comes_from_the_environment_and_is_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,18 +176,16 @@ def test_a_reward_model_that_gives_none_is_an_error(answer: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value"),
     [
-        ("base_url", "localhost:8000", "address"),
-        ("base_url", "http://user:key@host/v1", "address"),
-        ("template", "no place", "it has no {completion}"),
-        ("pattern", "(", "it is not a regular expression"),
-        ("pattern", "score", "it has 0 groups"),
-        ("highest", 0.0, "it must be above lowest"),
+        ("base_url", "http://user:key@host/v1"),
+        ("template", "no place"),
+        ("pattern", "score"),
+        ("highest", 0.0),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(field: str, value: Any, said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_a_config_that_cannot_work_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=field):
         JudgeConfig.model_validate({"base_url": "http://h/v1", "model": "m", field: value})
 
 

@@ -40,14 +40,6 @@ def test_right_wrong_and_unmarked_answers_through_a_worker(environment: TaskEnvi
         assert [score.reward for score in workers.score(texts)] == [1.0, 0.0, 0.0] * len(tasks)
 
 
-def test_a_small_dataset_repeats_itself_but_not_its_held_out_prompts(environment: TaskEnvironment) -> None:
-    assert len({task.prompt for task in environment.tasks}) < 200
-    taskset = Taskset(environment.tasks, eval_size=60, seed=0)
-    held_out = {task.prompt for task in taskset.held_out()}
-    assert len(held_out) == 60
-    assert not held_out & {task.prompt for task in taskset.next_batch(400)}
-
-
 def test_tasks_do_not_depend_on_the_process() -> None:
     one, other = (reasoning_gym_environment("word_ladder", {}, size=20, seed=5).tasks for _ in range(2))
     assert one[7] == other[7]

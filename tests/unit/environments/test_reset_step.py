@@ -42,7 +42,7 @@ def test_actions_by_name_after_a_marker() -> None:
     assert played.metrics["wrong_actions"] == 2 and played.components["gained"] > 0.8
 
 
-@pytest.mark.parametrize("said", ["2", "-1", "right", "1.0", "¹", "9" * 5000, ""])
+@pytest.mark.parametrize("said", ["2", "-1", "1.0", "¹", "9" * 5000, ""])
 def test_a_number_that_is_none_is_told(said: str) -> None:
     played = play(made(), lambda conversation: said, max_turns=2)
     assert played.said[2][1].endswith("is no action. The actions are the numbers 0 to 1.")
@@ -84,8 +84,7 @@ def test_what_it_does_wrong_is_an_environment_error_and_it_is_closed(does: str, 
 
 def test_it_can_be_sent_to_another_process() -> None:
     environment = made()
-    again: ResetStep = pickle.loads(pickle.dumps(environment))
-    assert list(again.tasks) == list(environment.tasks)
+    assert list(pickle.loads(pickle.dumps(environment)).tasks) == list(environment.tasks)
 
 
 def test_gymnasiums_own_are_made_by_id() -> None:
@@ -103,7 +102,6 @@ def test_gymnasiums_own_are_made_by_id() -> None:
     [
         ("FrozenLke-v1", {}, "gymnasium has no environment 'FrozenLke-v1'; did you mean 'FrozenLake"),
         ("FrozenLake-v1", {"size": 3}, "gives no environment with reset(seed=...)"),
-        (CORRIDOR, {"width": 3}, "gives no environment with reset(seed=...)"),
         ("tests.unit.environments.walks:no_reset", {}, "gives no environment with reset(seed=...)"),
         ("tests.unit.environments.walks:Coridor", {}, "did you mean 'Corridor'?"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -72,13 +71,6 @@ def test_a_resumed_order_is_the_order_never_interrupted(batch: int, killed_after
     resumed.restore(json.loads(json.dumps(taskset.state())))
     drawn = killed_after * batch
     assert resumed.next_batch(other_batch) == whole[drawn : drawn + other_batch]
-
-
-def test_every_prompt_is_drawn_equally_often() -> None:
-    taskset = Taskset(numbered(20), eval_size=5, seed=0)
-    counts = Counter(task.id for _ in range(9) for task in taskset.next_batch(5))
-    assert set(counts.values()) == {3}
-    assert len(counts) == 15
 
 
 def test_held_out_tasks_are_spread_over_a_sorted_file() -> None:

@@ -103,11 +103,7 @@ def test_replies_come_from_env_response_until_a_stop() -> None:
         ("assistant", "3"),
     ]
     assert played.reward == pytest.approx(1.5) and played.status is RolloutStatus.SCORED
-
-
-@classic
-def test_their_own_limit_of_turns_is_an_end() -> None:
-    played = play(nagging(), lambda conversation: "0")
+    played = play(nagging(), lambda conversation: "0")  # to their own limit of turns
     assert played.conversation.turns == 4 and played.status is RolloutStatus.SCORED
 
 
@@ -125,15 +121,11 @@ def test_their_tools_are_tools() -> None:
 
 
 @classic
-def test_a_reward_that_raises_is_no_zero() -> None:
+def test_what_raises_is_an_error_and_not_a_zero() -> None:
     environment = single(rubric=vf.Rubric(funcs=[exact, breaks], weights=[1.0, 1.0]))
     played = play(environment, lambda conversation: "1")
     assert (played.status, played.reward) == (RolloutStatus.REWARD_ERROR, None)
     assert "the rubric logged: Error calling reward function breaks" in str(played.detail)
-
-
-@classic
-def test_an_environment_that_raises_is_an_environment_error() -> None:
     played = play(nagging(fails=True), lambda conversation: "0")
     assert played.status is RolloutStatus.ENVIRONMENT_ERROR and "ValueError: lost the thread" in str(played.detail)
 

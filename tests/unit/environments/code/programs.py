@@ -3,43 +3,6 @@
 from __future__ import annotations
 
 HONEST: dict[str, tuple[str, str]] = {  # what is said -> code, test
-    "plain data of every kind": (
-        """
-def f(): return (1, [2, {3: {4.5, 'x'}}], None, b'z', 1j)
-""",
-        """
-assert f() == (1, [2, {3: {4.5, 'x'}}], None, b'z', 1j)
-""",
-    ),
-    "a class of collections": (
-        """
-from collections import Counter
-def f(x): return Counter(x)
-""",
-        """
-assert f('aab') == {'a': 2, 'b': 1}
-""",
-    ),
-    "a fraction": (
-        """
-from fractions import Fraction
-def f(): return Fraction(1, 3)
-""",
-        """
-from fractions import Fraction
-assert f() == Fraction(1, 3)
-""",
-    ),
-    "a changed argument": (
-        """
-def f(x): x.append(9)
-""",
-        """
-a = [1]
-assert f(a) is None
-assert a == [1, 9]
-""",
-    ),
     "a changed keyword argument, and lists in a tuple": (
         """
 def f(nums, pair=()):
@@ -75,32 +38,6 @@ def g(x): return sum(x)
 assert g(f().values()) == 3
 """,
     ),
-    "a generator": (
-        """
-def f():
-    yield 1
-    yield 2
-""",
-        """
-assert list(f()) == [1, 2]
-assert 2 in f()
-g = f()
-assert next(g) == 1
-""",
-    ),
-    "an object with state": (
-        """
-class Stack:
-    def __init__(self): self.items = []
-    def push(self, x): self.items.append(x)
-    def __len__(self): return len(self.items)
-""",
-        """
-s = Stack()
-s.push(4)
-assert len(s) == 1 and s.items == [4] and s.items[0] == 4
-""",
-    ),
     "objects as arguments": (
         """
 class Node:
@@ -111,49 +48,6 @@ def total(n): return n.v + total(n.next) if n else 0
 n = Node(1, Node(2))
 n.v = 5
 assert total(n) == 7 and n.next.v == 2 and n.next.next is None
-""",
-    ),
-    "objects compared": (
-        """
-from dataclasses import dataclass
-@dataclass
-class P:
-    x: int
-def f(x): return P(x)
-""",
-        """
-assert f(3) == P(3) and f(3) != P(4)
-assert repr(f(3)) == 'P(x=3)'
-""",
-    ),
-    "an exception": (
-        """
-def f(x):
-    if x < 0: raise ValueError('negative')
-""",
-        """
-try: f(-1)
-except ValueError as error: assert 'negative' in str(error)
-else: assert False
-""",
-    ),
-    "a function given to the test": (
-        """
-def even(x): return x % 2 == 0
-""",
-        """
-def check(candidate):
-    for n in range(6): assert candidate(n) == (n % 2 == 0)
-check(even)
-""",
-    ),
-    "a module that the code imports": (
-        """
-import math
-def f(x): return math.sqrt(x)
-""",
-        """
-assert math.isclose(f(2) ** 2, 2)
 """,
     ),
     "a main program that is not run": (
@@ -282,14 +176,6 @@ class Vector:
 v, w = Vector(1, 2), Vector(3, 4)
 assert v + w == Vector(4, 6) and abs(w) == 5.0 and v * w == 11 and v * 2 == Vector(2, 4) == 2 * v
 assert v < w and 2 in v and str(v + w) == '(4, 6)' and isinstance(v + w, Vector) and not isinstance(3, Vector)
-""",
-    ),
-    "infinities": (
-        """
-def f(): return float('inf'), float('-inf')
-""",
-        """
-assert f() == (float('inf'), float('-inf'))
 """,
     ),
 }

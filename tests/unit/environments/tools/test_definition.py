@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 
 from octetrl.environments.tools import MalformedCall, Tool, Toolbox, ToolCall, ToolError, ToolResult, tool
 from octetrl.system.errors import UserError
-from tests.unit.environments.tools.templates import HERMES, LLAMA3, render
 
 
 class Place(BaseModel):
@@ -84,42 +83,32 @@ def test_the_schema_comes_from_signature_and_docstring() -> None:
     assert function["parameters"]["$defs"]["Place"]["properties"]["title"] == {"type": "string"}
 
 
-@pytest.mark.parametrize("template", [HERMES, LLAMA3])
-def test_chat_templates_render_the_schema(template: str) -> None:
-    text = render(template, [{"role": "user", "content": "?"}], tools=[divide.schema()])
-    assert '"name": "divide"' in text and '"required": ["a", "b"]' in text
-
-
 def test_arguments_are_checked_and_results_are_text() -> None:
     assert called(forecast, city="Oslo", days="3", copy={"title": "Hill"}) == "Oslo 3 C Hill"
     assert called(divide, a=1, b=4) == "0.25"
     assert called(Counter(3).add, n=2) == '{"count":5}'
     assert divide(1.0, 4.0) == 0.25
     assert called(tool(nothing)) == "null"
+    assert called(tool(in_main_thread)) == "false"  # a function that is not async runs beside the loop
 
 
 def nothing() -> None:
     """Do nothing."""
 
 
-def test_a_function_that_is_not_async_runs_beside_the_loop() -> None:
-    @tool
-    def where() -> bool:
-        """Whether this is the main thread."""
-        return threading.current_thread() is threading.main_thread()
-
-    assert called(where) == "false"
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (ToolCall("0", "forecast", {"city": "Oslo", "days": 9}), "'days': Input should be less than or equal to 7"),
-        (ToolCall("0", "forecast", {"cty": "Oslo"}), "there is no argument 'cty'; did you mean 'city'? It takes"),
         (
             ToolCall("0", "forecast", {"cty": "Oslo"}),
-            "It takes city (string), days (whole number, optional), unit (one",
+            "did you mean 'city'? It takes city (string), days (whole number, optional), unit (one",
         ),
+        (ToolCall("0", "divide", {"p": 1, "q": 2, "r": 3}), "and 2 more"),
         (ToolCall("0", "forecast", {"city": "O", "copy": {"height": 1}}), "'copy.title': Field required"),
         (ToolCall("0", "divide", {"a": 1, "b": 0}), "Error: divide: b is 0, and nothing can be divided by it"),
         (
@@ -134,11 +123,6 @@ def test_a_wrong_call_is_answered_in_one_line(call: ToolCall | MalformedCall, sa
     result = answered(call, forecast, divide)
     assert result.refused and said in result.text
     assert "\n" not in result.text and "pydantic" not in result.text
-
-
-def test_many_wrong_arguments_are_told_in_part() -> None:
-    result = answered(ToolCall("0", "divide", {"p": 1, "q": 2, "r": 3}), divide)
-    assert "and 2 more" in result.text
 
 
 def test_a_fault_of_the_tool_is_not_the_policys() -> None:

@@ -75,12 +75,6 @@ def test_arbitrary_text_is_content_or_a_call_or_told_to_be_malformed(family: Fam
             assert call.text in text and "\n" not in call.error and '"name": <tool name>' in call.error
 
 
-@given(text=plain.filter(lambda text: not text.startswith("{")))
-def test_text_without_calls_is_content(text: str) -> None:
-    for family in FAMILIES:
-        assert parse_message(text, family) == ParsedMessage(text)
-
-
 F = ToolCall("call_0", "f", {"a": 1})
 
 
@@ -130,17 +124,14 @@ def test_llama_cases(text: str, parsed: ParsedMessage) -> None:
     [
         ("<tool_call>{name: 'f'}</tool_call>", "hermes", "not JSON (Expecting property name"),
         ("<tool_call></tool_call>", "hermes", "not JSON (Expecting value at '</tool_call>')"),
-        ("<tool_call>", "hermes", "there is nothing in it"),
         ("<tool_call>[1]</tool_call>", "hermes", "it is a list, not an object"),
         ('<tool_call>{"arguments": {}}</tool_call>', "hermes", 'it has no "name"'),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "hermes", '"name" is a number, not the name'),
         ('<tool_call>{"name": "f"}</tool_call>', "hermes", 'it has no "arguments"'),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "hermes", '"arguments" is a list, not an object'),
-        ('<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "hermes", '"arguments" is a string, not an object'),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "hermes", "NaN is not JSON"),
         ('<tool_call>{"name": "f", "arguments": {}}} go', "hermes", "'} go' stands where </tool_call> should"),
         ('{"name": f}', "llama3_json", "not JSON (Expecting value at 'f}')"),
-        ('<|python_tag|>search.call(query="x")', "llama3_json", "not JSON"),
         ('<|python_tag|>{"name": "f"}', "llama3_json", 'it has no "parameters"'),
     ],
 )
@@ -168,9 +159,3 @@ def test_a_malformed_call_does_not_hide_its_neighbours() -> None:
 def test_the_family_is_told_from_the_template() -> None:
     assert [family_of(HERMES), family_of(LLAMA3), family_of(CHAT_TEMPLATE)] == ["hermes", "llama3_json", None]
     assert family_of(HERMES + "<function=name>") is None  # other ways of writing inside the same tags
-
-
-def test_results_are_rendered_behind_the_call() -> None:
-    (call,) = parse_message('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "hermes").calls
-    text = render(HERMES, [{"role": "user", "content": "?"}, tool_message(call, "42")])
-    assert "<tool_response>\n42\n</tool_response>" in text

@@ -52,11 +52,8 @@ def test_tools_are_named_by_the_recipe(sums: str, tmp_path: Path) -> None:
     environment = built(sums, tools=named, corpus=str(tmp_path / "facts.txt"))
     assert [one.name for one in environment.tools] == ["search", "calculator", "double"]
     assert not hasattr(built(sums), "tools")
-
-
-def test_tools_stay_with_a_reward_of_ones_own(sums: str) -> None:
-    environment = built(sums, tools=("calculator",), reward="tests.e2e.tiny_rewards:by_text")
-    assert len(environment.tools) == 1 and environment.score is not built(sums).score
+    rewarded = built(sums, tools=("calculator",), reward="tests.e2e.tiny_rewards:by_text")
+    assert len(rewarded.tools) == 1 and rewarded.score is not built(sums).score
 
 
 @pytest.mark.parametrize(
@@ -70,10 +67,3 @@ def test_what_is_no_tool_is_refused(sums: str, name: str, said: str) -> None:
     with pytest.raises(UserError) as refusal:
         built(sums, tools=(name,))
     assert said in str(refusal.value) and str(refusal.value).startswith("environment.tools: ")
-
-
-def test_a_kind_that_brings_its_own() -> None:
-    walk = {"dataset": "tests.unit.environments.walks:Corridor", "parameters": {"length": 9, "instructions": "Walk."}}
-    fields = {"kind": "gymnasium", **walk, "train_size": 5, "eval_size": 2}
-    environment = build_environment(EnvironmentConfig.model_validate(fields))
-    assert len(environment.tasks) == 7 and environment.tasks[0].prompt.startswith("Walk.\n\nYou are at")

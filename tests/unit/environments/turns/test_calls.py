@@ -67,10 +67,6 @@ def odd() -> None:
     raise OddError
 
 
-def leave() -> None:
-    sys.exit("leaving")
-
-
 async def async_leave() -> None:
     sys.exit("leaving")
 
@@ -84,19 +80,18 @@ async def blocks() -> None:
         pass
 
 
-async def in_a_thread() -> str:
-    return await asyncio.to_thread(lambda: threading.current_thread().name)
-
-
 def test_functions_of_both_kinds_give_their_value(calls: Calls) -> None:
+    async def loop() -> int:
+        return id(asyncio.get_running_loop())
+
     assert [called.value for called in all_of(calls, sync_seven, async_seven, lambda: async_seven())] == [7, 7, 7]
-    assert len(calls) == 0
+    assert len({called.value for called in all_of(calls, loop, loop)}) == 1
 
 
 @pytest.mark.parametrize(
     ("function", "error"),
     [
-        (leave, r"SystemExit: leaving \(test_calls.py:\d+\)"),
+        (lambda: sys.exit("leaving"), r"SystemExit: leaving \(test_calls.py:\d+\)"),
         (async_leave, r"SystemExit: leaving \(test_calls.py:\d+\)"),
         (cancelled, "CancelledError"),
         (odd, "OddError"),
@@ -176,13 +171,6 @@ def test_a_hundred_threads_wait_at_once(calls: Calls) -> None:
 
     together = all_of(calls, *[waits] * 50, *[lambda: hundred.wait(60.0)] * 50, seconds=90.0)
     assert sorted(called.value for called in together) == list(range(100))
-
-
-def test_the_loop_is_one_for_all_calls(calls: Calls) -> None:
-    async def loop() -> int:
-        return id(asyncio.get_running_loop())
-
-    assert len({called.value for called in all_of(calls, loop, loop, loop)}) == 1
 
 
 def test_a_tool_may_ask_whose_it_is(calls: Calls) -> None:
