@@ -27,7 +27,7 @@ class Remainders:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        return MadeTasks(SIZE, make_task)
+        return MadeTasks(SIZE, lambda indices: [make_task(index) for index in indices])
 
     def score(self, task: Task, completion_text: str, /) -> float:
         return float(extract_answer(completion_text, MARKER) == task.answer)

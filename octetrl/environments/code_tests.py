@@ -75,7 +75,7 @@ def names_of_code(tests: Sequence[str], function: str | None, row: Mapping[str, 
     trees = [ast.parse(text) for text in (*tests, function or "")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     read, bound = _globals(tests)
-    imported = {name for node in nodes for name in _of_solution(node)}
+    imported = {name for node in nodes for name in _solution_names(node)}
     named = set(re.findall(r"^\w+", function or ""))
     codes = [text for key in _TEXTS_OF_CODE if isinstance(text := row.get(key), str)]
     defined = {name: word for text in (prompt, *codes) for word, name in _DEFINITION.findall(text)}
@@ -124,7 +124,7 @@ def _globals(texts: Iterable[str]) -> tuple[set[str], set[str]]:
     return read, bound
 
 
-def _of_solution(node: ast.AST) -> Iterator[str]:
+def _solution_names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.ImportFrom) and node.module == SOLUTION:
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == SOLUTION:
@@ -154,7 +154,7 @@ def _caught(node: ast.AST) -> set[str]:
 
 
 def _called(nodes: list[ast.AST], free: set[str], *, is_sure: bool) -> set[str]:
-    """Of the free names: what tests call or read attributes of like of a class, without names of the usual imports,
+    """The free names that tests call or read attributes of like of a class, without names of the usual imports,
     unless nothing else can be meant. is_sure: whether other names are the code's for sure."""
     called: set[str] = set()
     passed: set[str] = set()
@@ -167,10 +167,10 @@ def _called(nodes: list[ast.AST], free: set[str], *, is_sure: bool) -> set[str]:
             passed |= arguments
         elif isinstance(node, ast.Attribute | ast.Subscript):
             called |= {name for name in _names([node.value]) if _is_capitalised(name)}
-    found = called & free
-    if not found and not is_sure:
-        found = passed & free  # check(add)
-    return found if len(found) == 1 and not is_sure else found - _HELPERS
+    ours = called & free
+    if not ours and not is_sure:
+        ours = passed & free  # check(add)
+    return ours if len(ours) == 1 and not is_sure else ours - _HELPERS
 
 
 def _is_class(name: str, defined: Mapping[str, str], nodes: list[ast.AST]) -> bool:
@@ -264,8 +264,8 @@ def _after_thought(text: str) -> str:
 
 def _is_python(rest: str) -> bool:
     """rest: of a line that opens a block."""
-    found = re.match(r"\w*", rest)
-    return found is not None and found[0].lower() in ("python", "python3", "py")
+    word = re.match(r"\w*", rest)
+    return word is not None and word[0].lower() in ("python", "python3", "py")
 
 
 def read_tests(task: Task) -> TaskTests:

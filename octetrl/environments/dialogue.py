@@ -10,7 +10,7 @@ the environment is raised as `Failed`, with the rollout's status.
 
     start, reply or finish raises, or gives no reply    ENVIRONMENT_ERROR
     ... gives nothing in turns.reply_timeout_seconds    ENVIRONMENT_TIMEOUT
-    a tool raises, or hangs                             TOOL_ERROR, or told to the model (turns.tool_failure)
+    a tool raises, or hangs                             TOOL_ERROR, or reported to the model (turns.tool_failure)
     a reward or metric raises, or is no number          REWARD_ERROR
     ... gives nothing in reward_timeout_seconds         REWARD_TIMEOUT
 
@@ -126,11 +126,11 @@ class Dialogue(Dialogues):
     ) -> None:
         self.limits, self.scorer, self.calls = limits, scorer, Calls()
         check_environment(environment, family, has_scorer=scorer is not None)
-        self._hooks = {name: getattr(environment, name, None) for name in _HOOKS}
+        self._hooks: dict[str, Any] = {name: getattr(environment, name, None) for name in _HOOKS}
         self._toolbox = toolbox_of(environment)
         self._components = components_of(environment)
         if only_scorer:
-            self._components = tuple(replace(one, weight=None) for one in self._components)
+            self._components = tuple(replace(each, weight=None) for each in self._components)
         self._family: Family = family or "hermes"
 
     def of(self, task: Task) -> Dialogue:

@@ -62,7 +62,7 @@ _ANSWER_IS = re.compile(
     r"|\b(?:respuesta|réponse|risposta|resposta)(?:\s+final[ea]?)?\s*(?:es\b|est\b|è|é|:)|đáp án\s*(?:là|:)",
     re.IGNORECASE,
 )
-_END = re.compile(r"[.!?](?=\s|$)|;\s|,\s+(?!and\b|or\b)(?=[^\W\d_]{2})")  # of a sentence or clause
+_END = re.compile(r"[.!?](?=\s|$)|;\s|,\s+(?!and\b|or\b)(?=[^\W\d_]{2})")  # the end of a sentence or clause
 
 
 Result = TypeVar("Result")
@@ -91,34 +91,34 @@ class MathScorer:
         reference = _reference(task.answer)
         if reference is None:
             raise ValueError(f"task '{task.id}': the answer {task.answer[:40]!r} can't be read")
-        found = final_answer(completion_text, self.answer_marker)
-        if found is None or len(found) > LONGEST:
+        answer = final_answer(completion_text, self.answer_marker)
+        if answer is None or len(answer) > LONGEST:
             return 0.0
         try:
-            return float(self._is_right(reference, task.answer, found))
+            return float(self._is_right(reference, task.answer, answer))
         except _TooHardError as error:
-            _too_hard.append(found)
+            _too_hard.append(answer)
             return Explained(0.0, f"the answer is too hard to evaluate ({error})")
 
     def answered(self, task: Task, completion_text: str) -> str | None:
         """The answer: the same text for equal ones, such as 5.4 and 27/5."""
-        found = final_answer(completion_text, self.answer_marker)
-        if found is None or len(found) > LONGEST or found in _too_hard:
-            return None if found is None else found[:LONGEST]
+        answer = final_answer(completion_text, self.answer_marker)
+        if answer is None or len(answer) > LONGEST or answer in _too_hard:
+            return None if answer is None else answer[:LONGEST]
         vote = _comparison().vote
         try:
-            return _bounded(lambda: found if (value := _read(found)) is None else vote(value), self.cpu_seconds)
+            return _bounded(lambda: answer if (value := _read(answer)) is None else vote(value), self.cpu_seconds)
         except _TooHardError:
-            return found
+            return answer
 
-    def _is_right(self, reference: Value, written: str, found: str) -> bool:
-        if isinstance(reference, Words) and len(reference.words) == 1 and (option := _OPTION.fullmatch(tidied(found))):
+    def _is_right(self, reference: Value, written: str, answer: str) -> bool:
+        if isinstance(reference, Words) and len(reference.words) == 1 and (option := _OPTION.fullmatch(tidied(answer))):
             return option[1].lower() == reference.words
-        if tidied(found) == tidied(last_box(written) or written):
+        if tidied(answer) == tidied(last_box(written) or written):
             return True
         equal, tolerance = _comparison().equal, Fraction(self.tolerance).limit_denominator(10**15)
         return _bounded(
-            lambda: (value := _read(found)) is not None and equal(reference, value, tolerance), self.cpu_seconds
+            lambda: (value := _read(answer)) is not None and equal(reference, value, tolerance), self.cpu_seconds
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -177,14 +177,14 @@ def final_answer(completion_text: str, marker: str | None) -> str | None:
     marker: `environment.answer_marker`; only the text after it is searched."""
     if marker is not None and not marker.endswith(">"):
         completion_text = completion_text.rstrip().removesuffix(marker)  # nothing follows it
-    found = extract_answer(completion_text, marker)
-    if not found:
+    answer = extract_answer(completion_text, marker)
+    if not answer:
         return None
-    if (box := last_box(found)) is not None:
+    if (box := last_box(answer)) is not None:
         return box
     if marker is not None:
-        return _first_statement(plain_characters(found[:_TAIL]))
-    tail = plain_characters(found[-_TAIL:]).strip()
+        return _first_statement(plain_characters(answer[:_TAIL]))
+    tail = plain_characters(answer[-_TAIL:]).strip()
     *_, stated = ["", *(match.end() for match in _ANSWER_IS.finditer(tail))]
     if isinstance(stated, int) and (statement := _first_statement(tail[stated:])):
         return statement
@@ -247,14 +247,14 @@ def _reference(answer: str) -> Value | None:
     if (box := last_box(answer)) is not None:
         return read_value(box)
     value = read_value(answer)
-    if value is None and len(answer) > 40 and (found := final_answer(answer, None)) is not None:
-        return read_value(found)
+    if value is None and len(answer) > 40 and (last := final_answer(answer, None)) is not None:
+        return read_value(last)
     return value
 
 
 @lru_cache(maxsize=64)
-def _read(found: str) -> Value | None:
-    return read_value(found)
+def _read(answer: str) -> Value | None:
+    return read_value(answer)
 
 
 class _OutOfTime(BaseException):
@@ -287,7 +287,7 @@ def _limits(cpu_seconds: float) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if sys.platform == "linux":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        finite = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+        finite = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([used + _MEMORY, *finite]), hard))
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)

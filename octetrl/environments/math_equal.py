@@ -61,18 +61,18 @@ def vote(value: Value) -> str:
 
 
 def _equal_numbers(reference: Number, answer: Number, tolerance: Fraction) -> bool:
-    of_words = [SCALES.get(side.unit, 1) for side in (reference, answer)]
-    if reference.unit and answer.unit and reference.unit != answer.unit and of_words == [1, 1]:
+    word_scales = [SCALES.get(side.unit, 1) for side in (reference, answer)]
+    if reference.unit and answer.unit and reference.unit != answer.unit and word_scales == [1, 1]:
         return False
     if reference.exact and answer.exact:
         tolerance = Fraction(0)
     scales = [Fraction(1)]
     if reference.percent != answer.percent:  # 50% is 0.5, and 50 where the question asks for percent
         scales.append(Fraction(1, 100) if answer.percent else Fraction(100))
-    if 1 not in of_words:
-        scales = [Fraction(of_words[1], of_words[0])]
-    elif of_words != [1, 1]:  # 2 million is 2000000, and 2 where the question asks for millions
-        scales.append(Fraction(of_words[1], of_words[0]))
+    if 1 not in word_scales:
+        scales = [Fraction(word_scales[1], word_scales[0])]
+    elif word_scales != [1, 1]:  # 2 million is 2000000, and 2 where the question asks for millions
+        scales.append(Fraction(word_scales[1], word_scales[0]))
     values = [answer.value * scale for scale in scales]
     return any(abs(value - reference.value) <= tolerance * max(abs(value), abs(reference.value)) for value in values)
 
@@ -163,7 +163,8 @@ def _same_sets(left: Sequence[Any], right: Sequence[Any], tolerance: Fraction) -
 
 
 def _equal_relations(left: Any, right: Any, tolerance: Fraction) -> bool:
-    """Of the same kind, and left side - right side are equal up to a factor; in inequalities, a positive one."""
+    """Whether they are of the same kind, and their left side - right side are equal up to a factor, which is positive
+    in inequalities."""
     left, right = (side.reversed if isinstance(side, LessThan | StrictLessThan) else side for side in (left, right))
     if left.rel_op != right.rel_op:
         return False

@@ -126,13 +126,13 @@ class MixedScorer:
     def __init__(self, scorers: Mapping[str, OpenScorer]) -> None:
         self._scorers = dict(scorers)
         self.times = MixedTimes(
-            members={name: one.times for name, one in scorers.items() if isinstance(one, TimedScorer)}
+            members={name: each.times for name, each in scorers.items() if isinstance(each, TimedScorer)}
         )
 
     @property
     def restarts(self) -> int:
         """Reward processes of all environments that were replaced since the run began."""
-        return sum(one.restarts for one in self._scorers.values() if isinstance(one, RestartingScorer))
+        return sum(each.restarts for each in self._scorers.values() if isinstance(each, RestartingScorer))
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
@@ -157,7 +157,7 @@ class MixedRound:
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            self._rounds = {name: opened.enter_context(begin_round(one)) for name, one in self._scorers.items()}
+            self._rounds = {name: opened.enter_context(begin_round(each)) for name, each in self._scorers.items()}
             self._opened = opened.pop_all()
         return self
 

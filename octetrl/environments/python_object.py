@@ -180,8 +180,9 @@ def _search_working_directory() -> None:
 def load_environment(path: str, seconds: float = LOAD_SECONDS) -> Environment:
     """Load the environment at `path`: an object with `tasks` and `score` or decorated rewards, or a class without
     arguments that creates one. seconds: time limit of its import."""
-    found = load_object("environment.dataset", path, seconds)
-    environment = result_of(found, f"making '{path}'") if isinstance(found, type) else found
+    environment = load_object("environment.dataset", path, seconds)
+    if isinstance(environment, type):
+        environment = result_of(environment, f"making '{path}'")
     check_environment(environment, path)
     return environment
 

@@ -3,7 +3,8 @@
 A dataset is a generator: task `i` is a function of (seed, i) and is created on access. Some of the hundred generators
 iterate over sets of strings, whose order changes with each interpreter, and `list_functions` uses Python's global
 random generator. So tasks are generated in one child process with a fixed hash seed, and the global generator is seeded
-before each task. Every dataset then gives the same tasks in every run and after every resume.
+before each task. Every dataset then gives the same tasks in every run and after every resume. One call creates several
+tasks, because a call takes longer than to create a sum.
 
 The scorer receives the answer that `environment.answer_marker` finds (`environments/rewards.py`), or None if there is
 none; most datasets score None as 0, some as 0.01. A dataset may give partial credit, a score between 0 and 1.
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -26,6 +28,8 @@ from octetrl.system.errors import UserError, nearest
 
 _logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # number of processes that may fail on one task
+_AT_ONCE = 64  # most tasks that one call creates
+_CALL_SECONDS = 0.25  # after which a call begins no further task
 _RESERVED = {"size": "environment.train_size and environment.eval_size", "seed": "environment.seed"}
 
 
@@ -47,7 +51,7 @@ def reasoning_gym_environment(
     check_dataset(dataset, parameters)
     generator = EntryGenerator(dataset, dict(parameters), size, seed)
     return TaskEnvironment(
-        MadeTasks(size, EntryTask(generator, prompt_template, task_seconds)),
+        MadeTasks(size, EntryTasks(generator, prompt_template, task_seconds)),
         ReasoningGymScorer(dataset, dict(parameters), answer_marker),
     )
 
@@ -79,14 +83,22 @@ def check_dataset(dataset: str, parameters: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class EntryGenerator:
-    """`(index) -> entry`, to be run in a child process."""
+    """`(indices) -> entries` of the first of them, at least one, to be run in a child process."""
 
     dataset: str
     parameters: Mapping[str, Any]
     size: int
     seed: int
 
-    def __call__(self, index: int) -> dict[str, Any]:
+    def __call__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        began, entries = time.monotonic(), [self.entry(indices[0])]
+        for index in indices[1:]:
+            if time.monotonic() - began > _CALL_SECONDS:
+                break
+            entries.append(self.entry(index))
+        return entries
+
+    def entry(self, index: int) -> dict[str, Any]:
         random.seed(f"{self.seed}/{index}")
         entry: dict[str, Any] = self._dataset[index]
         return entry
@@ -98,10 +110,10 @@ class EntryGenerator:
         return reasoning_gym.create_dataset(self.dataset, **self.parameters, seed=self.seed, size=self.size)
 
 
-class EntryTask:
-    """`(index) -> task`, from a child process that starts at the first call and ends with this object.
+class EntryTasks:
+    """`(indices) -> tasks`, from a child process that starts at the first call and ends with this object.
 
-    A process that dies, or returns no task within `seconds`, is replaced, and the new process creates the same task.
+    A process that dies, or returns no task within `seconds`, is replaced, and the new process creates the same tasks.
     Raises UserError for a task that can't be created.
     """
 
@@ -110,31 +122,40 @@ class EntryTask:
         self._process: CallableProcess | None = None
         self.restarts = 0
 
-    def __call__(self, index: int) -> Task:
-        entry = self._entry(index)
-        return Task(
-            id=f"{self._generator.dataset}/{index}",
-            prompt=self._prompt_template.replace("{prompt}", entry["question"]),
-            answer=None if entry["answer"] is None else str(entry["answer"]),
-            metadata={"entry": entry},
-        )
+    def __call__(self, indices: Sequence[int]) -> list[Task]:
+        entries: list[dict[str, Any]] = []
+        while len(entries) < len(indices):
+            entries += self._entries(indices[len(entries) :])
+        return [
+            Task(
+                id=f"{self._generator.dataset}/{index}",
+                prompt=self._prompt_template.replace("{prompt}", entry["question"]),
+                answer=None if entry["answer"] is None else str(entry["answer"]),
+                metadata={"entry": entry},
+            )
+            for index, entry in zip(indices, entries, strict=True)
+        ]
 
-    def _entry(self, index: int) -> dict[str, Any]:
-        what, reason = f"environment.dataset: reasoning_gym's '{self._generator.dataset}'", ""
-        for _ in range(_ATTEMPTS):
+    def _entries(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """The entries of the first indices. After a failure only of the first one, so that an error names its task."""
+        what = f"environment.dataset: reasoning_gym's '{self._generator.dataset}'"
+        index, reason = indices[0], ""
+        for wanted in (indices[:_AT_ONCE], *[indices[:1]] * (_ATTEMPTS - 1)):
             if self._process is None:
                 self._process = CallableProcess(self._generator)
             try:
-                entry: dict[str, Any] = self._process.call(index, seconds=self._seconds)
-                return entry
+                entries: list[dict[str, Any]] = self._process.call(wanted, seconds=self._seconds)
+                return entries
             except CallFailed as error:
-                raise UserError(f"{what} can't make task {index} ({error}); change environment.parameters") from error
+                if len(wanted) == 1:
+                    remedy = "change environment.parameters"
+                    raise UserError(f"{what} can't make task {index} ({error}); {remedy}") from error
             except (ProcessDied, NoAnswer) as error:
                 reason = str(error)
                 _logger.warning("%s made no task %d (%s); its process is replaced", what, index, reason)
-            self._process.kill()
-            self._process = None
-            self.restarts += 1
+                self._process.kill()
+                self._process = None
+                self.restarts += 1
         raise UserError(
             f"{what} made no task {index} in {_ATTEMPTS} processes ({reason});"
             " raise environment.task_timeout_seconds, or change environment.parameters"

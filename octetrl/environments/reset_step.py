@@ -47,7 +47,7 @@ class ResetStep:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        return MadeTasks(self.size, self._task)
+        return MadeTasks(self.size, lambda indices: [self._task(index) for index in indices])
 
     def _task(self, index: int) -> Task:
         seed = self.seed + index

@@ -33,10 +33,10 @@ from octetrl.system.text import to_utf8
 
 @dataclass(frozen=True)
 class MadeTasks(Sequence[Task]):
-    """`size` tasks; number `index` is `make(index)`, the same each time."""
+    """`size` tasks; `make(indices)` creates those at these places, each the same every time."""
 
     size: int
-    make: Callable[[int], Task]
+    make: Callable[[Sequence[int]], list[Task]]
 
     def __len__(self) -> int:
         return self.size
@@ -47,10 +47,15 @@ class MadeTasks(Sequence[Task]):
     def __getitem__(self, index: slice) -> list[Task]: ...
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
         if isinstance(index, slice):
-            return [self.make(place) for place in range(*index.indices(self.size))]
+            return self.make(range(*index.indices(self.size)))
         if not 0 <= index < self.size:
             raise IndexError(f"task {index} of {self.size}")
-        return self.make(index)
+        return self.make([index])[0]
+
+
+def tasks_at(tasks: Sequence[Task], indices: Sequence[int]) -> list[Task]:
+    """The tasks at these places, in this order. Those that are created on access are created together."""
+    return tasks.make(indices) if isinstance(tasks, MadeTasks) else [tasks[index] for index in indices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +185,11 @@ class Taskset:
     def next_batch(self, n: int) -> list[Task]:
         """The next `n` training tasks. A batch may span the end of an epoch."""
         drawn: list[Task] = []
-        while len(drawn) < n:
-            task = self._tasks[self._order[self._position]]
-            self._position += 1
-            if task.prompt not in self._held_out_prompts:
-                drawn.append(task)
+        while missing := n - len(drawn):
+            indices = [self._order[self._position + place] for place in range(missing)]
+            tasks = tasks_at(self._tasks, indices)
+            drawn += [task for task in tasks if task.prompt not in self._held_out_prompts]
+            self._position += missing
         return drawn
 
     def leave_out(self, prompts: Collection[str]) -> None:
@@ -274,11 +279,11 @@ def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[T
     order = list(range(len(tasks)))
     random.Random(f"held out/{seed}").shuffle(order)
     chosen: dict[str, Task] = {}
-    for index in order:
-        if len(chosen) == eval_size:
-            break
-        task = tasks[index]
-        chosen.setdefault(task.prompt, task)
+    position = 0
+    while (missing := eval_size - len(chosen)) and position < len(order):
+        for task in tasks_at(tasks, order[position : position + missing]):
+            chosen.setdefault(task.prompt, task)
+        position += missing
     if len(chosen) < eval_size:
         raise UserError(
             f"environment.eval_size: {eval_size} held-out tasks asked for, but there are only {len(chosen)} different"

@@ -114,9 +114,9 @@ def call_trl(function: TrlReward, task: Task, completion_text: str, *, messages:
     columns = {**task.metadata, "id": task.id, "answer": task.answer}
     given = {"prompts": [prompt], "completions": [completion], **{name: [value] for name, value in columns.items()}}
     parameters = inspect.signature(function).parameters
-    for name, one in parameters.items():
-        by_name = one.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        if by_name and one.default is inspect.Parameter.empty and name not in given:
+    for name, parameter in parameters.items():
+        by_name = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        if by_name and parameter.default is inspect.Parameter.empty and name not in given:
             raise TypeError(
                 f"{place_of(function)} needs the column '{name}', which the task does not have; it has"
                 f" {', '.join(columns)}"

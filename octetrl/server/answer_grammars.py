@@ -3,7 +3,7 @@
     response_format   json_object, json_schema                          the answer is one JSON text
     tool_choice       required, {"type": "function", "function": ...}   the answer is tool calls in the model's own form
 
-The forms of tool calls are those of environments/tools/parsing.py: Hermes' and Qwen's tags, or Llama 3's plain JSON.
+The forms of tool calls are those of environments/tools/messages.py: Hermes' and Qwen's tags, or Llama 3's plain JSON.
 
 **Schema references.** References inside a JSON schema: those that never end, and those of a schema that becomes a part
 of another one.

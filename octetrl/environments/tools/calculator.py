@@ -105,7 +105,7 @@ def _factorial(number: Number) -> int:
     return math.factorial(int(number))
 
 
-def _of_small(function: Callable[[int, int], int]) -> Callable[[Number, Number], int]:
+def _for_small(function: Callable[[int, int], int]) -> Callable[[Number, Number], int]:
     """`function` for arguments up to 1,000. comb and perm take longer the larger their arguments are."""
 
     def bounded(total: Number, chosen: Number) -> int:
@@ -136,14 +136,14 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-_OF_MATH = "sqrt floor ceil exp log log2 log10 sin cos tan asin acos atan degrees radians gcd lcm"
+_MATH_FUNCTIONS = "sqrt floor ceil exp log log2 log10 sin cos tan asin acos atan degrees radians gcd lcm"
 _FUNCTIONS: dict[str, Callable[..., Number]] = {
-    **{name: getattr(math, name) for name in _OF_MATH.split()},
+    **{name: getattr(math, name) for name in _MATH_FUNCTIONS.split()},
     "abs": abs,
     "round": _rounded,
     "min": min,
     "max": max,
     "factorial": _factorial,
-    "comb": _of_small(math.comb),
-    "perm": _of_small(math.perm),
+    "comb": _for_small(math.comb),
+    "perm": _for_small(math.perm),
 }

@@ -35,6 +35,7 @@ records it as the rollout's status.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import re
@@ -42,7 +43,8 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -54,7 +56,7 @@ from octetrl.system.errors import UserError, nearest, type_of
 
 _NAME = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*")
-_ERRORS_TOLD = 3
+_ERRORS_SHOWN = 3
 _NAMES_OF_TYPES = {"integer": "whole number", "object": "JSON object", "array": "list"}
 
 
@@ -78,8 +80,7 @@ class Tool:
             raise UserError(f"tool: '{self.name}' is not a valid name; give name= of up to 64 letters, digits and _")
         documented, documented_arguments = _read_docstring(inspect.getdoc(function) or "")
         self.description = documented if description is None else description
-        self._names, self._arguments = _arguments_model(self.name, function, documented_arguments)
-        self.parameters: dict[str, Any] = _schema_of(self.name, self._arguments)
+        self._names, self._arguments, self.parameters = _read_signature(self.name, function, documented_arguments)
         self.__module__ = function.__module__
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
@@ -117,10 +118,11 @@ class Tool:
         owner = getattr(self.function, "__self__", None)
         if owner is not None and isinstance(getattr(type(owner), self.function.__name__, None), Tool):
             return (getattr, (owner, self.function.__name__))
-        qualified = getattr(self.function, "__qualname__", "")
-        if _found(self.__module__, qualified) is self:
-            return qualified
-        return (_from_parts, (self.function, self.name, self.description))
+        qualified: str = getattr(self.function, "__qualname__", "")
+        with contextlib.suppress(KeyError, AttributeError):
+            if attrgetter(qualified)(sys.modules[self.__module__]) is self:
+                return qualified
+        return partial(Tool, self.function, name=self.name, description=self.description), ()
 
     def _checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -138,8 +140,8 @@ class Tool:
                 problems.append(f"there is no argument '{where}'{nearest(where, self._names.values())}")
             else:
                 problems.append(f"'{where}': {each['msg']}")
-        more = f" and {len(problems) - _ERRORS_TOLD} more" if len(problems) > _ERRORS_TOLD else ""
-        return f"{self.name}: {sentence('; '.join(problems[:_ERRORS_TOLD]) + more)} {self._takes()}"
+        more = f" and {len(problems) - _ERRORS_SHOWN} more" if len(problems) > _ERRORS_SHOWN else ""
+        return f"{self.name}: {sentence('; '.join(problems[:_ERRORS_SHOWN]) + more)} {self._takes()}"
 
     def _takes(self) -> str:
         required = self.parameters.get("required", [])
@@ -160,22 +162,11 @@ def sentence(text: str) -> str:
     return text if text.endswith(("?", ".")) else f"{text}."
 
 
-def _from_parts(function: Callable[..., Any], name: str, description: str) -> Tool:
-    return Tool(function, name=name, description=description)
-
-
-def _found(module: str, qualified: str) -> object:
-    try:
-        return reduce(getattr, qualified.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
-        return None
-
-
-def _arguments_model(
+def _read_signature(
     tool_name: str, function: Callable[..., Any], documented_arguments: Mapping[str, str]
-) -> tuple[dict[str, str], type[BaseModel]]:
-    """Returns field name -> parameter name, and the pydantic model. Fields have generated names, because some names,
-    such as `copy`, are not possible in a model."""
+) -> tuple[dict[str, str], type[BaseModel], dict[str, Any]]:
+    """Returns field name -> parameter name, the pydantic model of the arguments, and its schema. Fields have generated
+    names, because some names, such as `copy`, are not possible in a model."""
     target = function if inspect.isroutine(function) else type(function).__call__
     try:
         hints = get_type_hints(target, include_extras=True)
@@ -196,19 +187,13 @@ def _arguments_model(
         fields[f"a{place}"] = (hints[parameter.name], field)
     try:
         model = create_model(tool_name, __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
-    except (PydanticUserError, TypeError) as error:
-        raise UserError(f"tool '{tool_name}': {_first_line(error)}; use types that JSON can give") from error
-    return names, model
-
-
-def _schema_of(tool_name: str, model: type[BaseModel]) -> dict[str, Any]:
-    try:
         schema: dict[str, Any] = _without_titles(model.model_json_schema())
-    except PydanticUserError as error:
-        raise UserError(f"tool '{tool_name}': {_first_line(error)}; use types that JSON can give") from error
-    schema.pop("additionalProperties", None)  # said to everybody, read by nobody, and costs tokens in each prompt
-    schema.pop("description", None)
-    return {"type": "object", "properties": {}, **schema}
+    except (PydanticUserError, TypeError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(f"tool '{tool_name}': {reason}; use types that JSON can give") from error
+    for key in ("additionalProperties", "description"):  # nobody reads them, and they cost tokens in each prompt
+        schema.pop(key, None)
+    return names, model, {"type": "object", "properties": {}, **schema}
 
 
 def _without_titles(schema: Any) -> Any:
@@ -269,10 +254,6 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
             elif name:
                 arguments[name] = f"{arguments[name]} {line.strip()}".strip()
     return "\n".join(described).strip(), arguments
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class _Python:
         outcome = sandbox_for(self.config).run(program)
         if outcome.status is SandboxStatus.FAILED_SANDBOX:
             raise RuntimeError(f"the sandbox failed: {outcome.detail}")
-        return _report_of(outcome, self.max_letters)
+        return _report(outcome, self.max_letters)
 
 
 def with_last_value_printed(code: str) -> str:
@@ -95,7 +95,7 @@ def with_last_value_printed(code: str) -> str:
     return f"{before.decode()}_ = ({value}\n)\nif _ is not None:\n    print(repr(_))\n"  # lines keep their numbers
 
 
-def _report_of(outcome: Outcome, letters: int) -> str:
+def _report(outcome: Outcome, letters: int) -> str:
     stderr = _PROGRAM_FILE.sub('File "program.py"', outcome.stderr).replace("Traceback (most recent call last):\n", "")
     parts = [_ENDINGS.get(outcome.status, ""), outcome.stdout.strip(), stderr.strip()]
     text = "\n".join(part for part in parts if part) or "The program printed nothing."
@@ -128,7 +128,7 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
     if name == "search":
         assert config.corpus is not None, "validated: search has a corpus"
         return search_tool(config.corpus)
-    found = load_object("environment.tools", name, config.load_timeout_seconds)
-    if not isinstance(found, Tool):
-        raise UserError(f"environment.tools: '{name}' is {type_of(found)}, not a tool; put @tool before its def")
-    return found
+    loaded = load_object("environment.tools", name, config.load_timeout_seconds)
+    if not isinstance(loaded, Tool):
+        raise UserError(f"environment.tools: '{name}' is {type_of(loaded)}, not a tool; put @tool before its def")
+    return loaded

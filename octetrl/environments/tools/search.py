@@ -71,8 +71,8 @@ def search_tool(
     max_letters: int = 1000,
 ) -> Tool:
     """A tool that finds up to `results` passages of `corpus`, each cut at `max_letters`."""
-    found = corpus if isinstance(corpus, Corpus) else Corpus(read_passages(corpus), name=str(corpus))
-    return Tool(_Search(found, results, max_letters), name=name, description=description)
+    corpus = corpus if isinstance(corpus, Corpus) else Corpus(read_passages(corpus), name=str(corpus))
+    return Tool(_Search(corpus, results, max_letters), name=name, description=description)
 
 
 @dataclass(frozen=True, slots=True)

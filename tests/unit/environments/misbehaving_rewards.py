@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,10 @@ class Entries:
     hangs: int = 1000
     dataset: str = "entries"
 
-    def __call__(self, index: int) -> dict[str, Any]:
+    def __call__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        return [self.entry(index) for index in indices[:9]]
+
+    def entry(self, index: int) -> dict[str, Any]:
         if index == 13:
             raise ValueError("unlucky")
         if index >= self.hangs:

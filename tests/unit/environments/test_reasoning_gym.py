@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.environments.reasoning_gym import EntryGenerator, EntryTask, check_dataset, reasoning_gym_environment
+from octetrl.environments.reasoning_gym import EntryGenerator, EntryTasks, check_dataset, reasoning_gym_environment
 from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.environments.tasks import TaskEnvironment, Taskset
 from octetrl.process.plain_data import from_text, to_text
@@ -47,41 +47,47 @@ def test_tasks_do_not_depend_on_the_process() -> None:
 
 def test_tasks_do_not_depend_on_what_was_asked_before() -> None:
     generate = EntryGenerator("list_functions", {}, 40, 5)
-    first = [generate(index) for index in range(40)]
-    assert [generate(index) for index in reversed(range(40))] == first[::-1]
+    first = [generate.entry(index) for index in range(40)]
+    assert [generate.entry(index) for index in reversed(range(40))] == first[::-1]
 
 
 @pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)])
 def test_a_generator_that_is_killed_or_stopped_is_replaced(
     how: signal.Signals, seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make = EntryTask(misbehaving_rewards.Entries(), "{prompt}", seconds=seconds)  # type: ignore[arg-type]
-    first, again = make(4).metadata["entry"]["metadata"]["pid"], make(4)
-    os.kill(first, how)
-    task = make(5)
+    make = EntryTasks(misbehaving_rewards.Entries(), "{prompt}", seconds=seconds)  # type: ignore[arg-type]
+    (first,) = make([4])
+    pid = first.metadata["entry"]["metadata"]["pid"]
+    os.kill(pid, how)
+    task, again = make([5, 4])
     assert (task.prompt, task.answer) == ("5?", "5")
     assert task.metadata["entry"]["metadata"][2] == (5, {5})  # keys and types as the generator made them
-    assert make(4).prompt == again.prompt and make(4).metadata["entry"]["metadata"]["pid"] != first
-    assert make.restarts == 1
-    assert "made no task 5" in caplog.text
+    assert again.prompt == first.prompt and again.metadata["entry"]["metadata"]["pid"] != pid
+    assert make.restarts == 1 and "made no task 5" in caplog.text
 
 
-def test_a_task_that_can_not_be_made_is_one_line() -> None:
-    make = EntryTask(misbehaving_rewards.Entries(hangs=7), "{prompt}", seconds=60.0)  # type: ignore[arg-type]
-    assert make(3).answer == "3"
+def test_tasks_are_created_together() -> None:
+    make = EntryTasks(misbehaving_rewards.Entries(), "{prompt}")  # type: ignore[arg-type]
+    assert [task.answer for task in make(range(20, 220))] == [str(index) for index in range(20, 220)]
+    assert make._process is not None and make._process._call < 100
+
+
+def test_a_task_that_can_not_be_made_is_one_line_and_is_named_among_others() -> None:
+    make = EntryTasks(misbehaving_rewards.Entries(hangs=27), "{prompt}", seconds=60.0)  # type: ignore[arg-type]
+    assert make([3])[0].answer == "3"
     make._seconds = 0.5  # only for the one that hangs: a process may take longer to start
-    with pytest.raises(UserError, match=r"'entries' made no task 8 in 3 processes \(no answer in 0\.5 s\); raise env"):
-        make(8)
+    with pytest.raises(UserError, match=r"'entries' made no task 28 in 3 processes \(no answer in 0\.5 s\); raise env"):
+        make([28])
     make._seconds = 60.0
     with pytest.raises(UserError, match=r"can't make task 13 \(ValueError: unlucky \(misbehaving_rewards\.py:\d+\)\)"):
-        make(13)
-    assert make(3).answer == "3"
+        make(range(10, 20))
+    assert make([3])[0].answer == "3"
 
 
 @pytest.mark.parametrize("dataset", ["graph_color", "knights_knaves", "advanced_geometry", "rotate_matrix"])
 def test_entries_arrive_as_they_were_made(dataset: str) -> None:
     """Dictionaries with numbers for keys, tuples: the dataset's own scorer wants them back as they were."""
-    entry = EntryGenerator(dataset, {}, 3, 5)(1)
+    entry = EntryGenerator(dataset, {}, 3, 5).entry(1)
     assert from_text(to_text(entry)) == entry
 
 
