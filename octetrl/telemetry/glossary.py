@@ -262,50 +262,42 @@ def own_metrics(names: Iterable[str]) -> dict[str, str]:
     return {name: title.replace(_OF_USERS[0], "reward: ").removeprefix(_OF_USERS[1]) for name, title in found.items()}
 
 
-def _on_the_console() -> list[str]:
-    """What the line of a step shows."""
-    lines = [
-        "",
-        "## On the console",
-        "",
-        "Each step is one line, with as many of these numbers as fit the terminal, and in a pipe 120 columns. At the",
-        "bottom of a terminal are the phases that run now, with the time left. With several workers, each has a line",
-        "there. In a pipe, a phase of more than a minute writes one line a minute. The field `logging.console` changes",
-        "this. Numbers that are 0 in a healthy run appear once they have been above it. Terms of the reward and the",
-        "metrics of your own code have a line below.",
-        "",
-        "| in the line | metric |",
-        "|---|---|",
-    ]
-    lines += [f"| {number.label} | `{number.metric}` |" for number in NUMBERS]
-    lines += [
-        "| stale, apart | 1 − `rollout/on_policy_share`, `mismatch/token_mult_prob_error` − 1 |",
-        "| waiting for rewards | `time/reward`, as a share of `time/step`, above 10% |",
-        "| seconds | `time/step` |",
-    ]
-    return lines
+_PAGE = """# Metrics
+
+To look one up in the terminal:
+
+```bash
+octetrl metrics
+octetrl metrics mismatch
+```
+
+A run writes one line a step to `metrics.jsonl`, with these names. A metric that a step does not measure is
+missing in its line; it is never 0 instead. Parts in braces stand for any word. This page is made from the
+table in `octetrl/telemetry/glossary.py`; a test checks that
+every metric of a run is in it.
+
+## On the console
+
+Each step is one line, with as many of these numbers as fit the terminal, and in a pipe 120 columns. At the
+bottom of a terminal are the phases that run now, with the time left. With several workers, each has a line
+there. In a pipe, a phase of more than a minute writes one line a minute. The field `logging.console` changes
+this. Numbers that are 0 in a healthy run appear once they have been above it. Terms of the reward and the
+metrics of your own code have a line below.
+
+| in the line | metric |
+|---|---|
+{numbers}
+| stale, apart | 1 − `rollout/on_policy_share`, `mismatch/token_mult_prob_error` − 1 |
+| waiting for rewards | `time/reward`, as a share of `time/step`, above 10% |
+| seconds | `time/step` |
+"""
 
 
 def page() -> str:
     """The site's page of metrics."""
-    lines = [
-        "# Metrics",
-        "",
-        "To look one up in the terminal:",
-        "",
-        "```bash",
-        "octetrl metrics",
-        "octetrl metrics mismatch",
-        "```",
-        "",
-        "A run writes one line a step to `metrics.jsonl`, with these names. A metric that a step does not measure is",
-        "missing in its line; it is never 0 instead. Parts in braces stand for any word. This page is made from the",
-        "table in `octetrl/telemetry/glossary.py`; a test checks that",
-        "every metric of a run is in it.",
-    ]
-    lines += _on_the_console()
+    text = _PAGE.format(numbers="\n".join(f"| {number.label} | `{number.metric}` |" for number in NUMBERS))
     for family, metrics in METRICS.items():
-        lines += ["", f"## {family}", "", "| metric | unit | what it is |", "|---|---|---|"]
         rows = [f"| `{m.name}` | {m.unit} | {m.meaning}{f' {m.look}' if m.look else ''} |" for m in metrics]
-        lines += [re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", row) for row in rows]
-    return "\n".join(lines) + "\n"
+        rows = [re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", row) for row in rows]
+        text += "\n".join(["", f"## {family}", "", "| metric | unit | what it is |", "|---|---|---|", *rows, ""])
+    return text

@@ -20,8 +20,6 @@ float64, so the metrics add no error.
 The loss corrects a small mismatch by importance weights. `MismatchGate` reports a mismatch that is too large for that.
 If parity is promised (fp8/parity.py), the log-probs of on-policy samples are equal. Then even one different token means
 that an op is wrong. It ends the run, unless `mismatch.fail_on_difference` is false.
-
-**Fp8 health.** Warnings about FP8 numerics, with their remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from octetrl.records import TokenLogprobs
 from octetrl.system.errors import RunFailed
 from octetrl.telemetry.metrics import MISMATCH, lower_staleness, stale_share
 
-UNEQUAL = "mismatch/unequal_tokens"
+UNEQUAL, KV_SATURATION = "mismatch/unequal_tokens", "fp8/kv_saturation"
 DECILES = 10
 CLEARLY_WORSE = 1.1  # times the largest mismatch - 1 that was reported
 NOTABLE_SATURATION = 1e-4  # share of K and V that is shown as more than 0.00%
@@ -48,13 +46,11 @@ def mismatch_of(
     """All metrics of a batch, also by the age of its tokens. `policy_version`: the trainer's, before the update."""
     if logprobs is None:
         return {}
-    metrics = mismatch_metrics(
-        logprobs.generator_N,
-        logprobs.trainer_N,
-        logprobs.target_positions_N,
-        logprobs.sequence_lengths_N,
-        equality_is_promised=equality_is_promised,
+    both, places = (
+        (logprobs.generator_N, logprobs.trainer_N),
+        (logprobs.target_positions_N, logprobs.sequence_lengths_N),
     )
+    metrics = mismatch_metrics(*both, *places, equality_is_promised=equality_is_promised)
     return metrics | mismatch_by_age(logprobs, policy_version)
 
 
@@ -82,23 +78,21 @@ def mismatch_metrics(
     count_by_decile = zeros.scatter_add(0, decile_N, torch.ones_like(error_N))
     error_by_decile = zeros.scatter_add(0, decile_N, error_N)
     kl_by_decile = zeros.scatter_add(0, decile_N, kl_N)
-    overall = torch.stack(
-        [
-            error_N.mean(),
-            kl_N.mean(),
-            difference_N.abs().max(),
-            difference_N.exp().mean(),
-            (difference_N == 0).double().mean(),
-            (difference_N != 0).double().sum(),
-        ]
-    )
-    numbers = torch.cat([overall, count_by_decile, error_by_decile, kl_by_decile]).tolist()
-    names = ("token_mult_prob_error", "gen_kl", "max_abs_diff", "importance_ratio", "equal_fraction", "unequal_tokens")
-    metrics = {f"mismatch/{name}": value for name, value in zip(names, numbers, strict=False)}
+    overall = {
+        "token_mult_prob_error": error_N.mean(),
+        "gen_kl": kl_N.mean(),
+        "max_abs_diff": difference_N.abs().max(),
+        "importance_ratio": difference_N.exp().mean(),
+        "equal_fraction": (difference_N == 0).double().mean(),
+        "unequal_tokens": (difference_N != 0).double().sum(),
+    }
+    by_decile = count_by_decile, error_by_decile, kl_by_decile
+    numbers = torch.cat([torch.stack([*overall.values()]), *by_decile]).tolist()
+    metrics = {f"mismatch/{name}": value for name, value in zip(overall, numbers, strict=False)}
     metrics["mismatch/tokens"] = float(generator_logprobs_N.numel())
     if not equality_is_promised:
         del metrics[UNEQUAL]
-    counts, errors, kls = (numbers[len(names) + DECILES * part :][:DECILES] for part in range(3))
+    counts, errors, kls = (numbers[len(overall) + DECILES * part :][:DECILES] for part in range(3))
     for decile, (count, error, kl) in enumerate(zip(counts, errors, kls, strict=True)):
         if count:
             metrics[f"mismatch/decile_{decile}/token_mult_prob_error"] = error / count
@@ -153,75 +147,60 @@ class MismatchGate:
             return None
         value, limit = metrics[MISMATCH], self._config.fail_above
         if limit is not None and not value <= limit:
-            stopped = "stopped before more steps are trained on wrong log-probs"
+            stopped, more = "stopped before more steps are trained on wrong log-probs", ""
             if stale_share(metrics):
                 stopped = "stopped; it contains the change of the policy since it sampled these tokens"
+                more = " Or raise mismatch.fail_above."
             raise MismatchError(
                 f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.fail_above={limit}; {stopped}."
-                f" {self._advice(metrics)}" + (" Or raise mismatch.fail_above." if stale_share(metrics) else "")
+                f" {self._advice(metrics)}{more}"
             )
-        said = []
+        warnings = []
         if not value <= self._config.warn_above and not value - 1 <= CLEARLY_WORSE * self._worst_reported:
-            said.append(self._above(step, value, metrics))
+            warnings.append(self._above(step, value, metrics))
         if metrics.get(UNEQUAL, 0.0) > 0:
-            broken = broken_parity(step, metrics)
+            broken = (
+                f"step {step}: parity is promised, but the log-probs of {metrics[UNEQUAL]:,.0f} trained tokens"
+                f" ({1 - metrics['mismatch/equal_fraction']:.2%}) differ between trainer and engine, by up to"
+                f" {metrics['mismatch/max_abs_diff']:.2e}: `octetrl doctor RECIPE` names the first op whose bits differ"
+            )
             if self._config.fail_on_difference is not False:
                 raise MismatchError(f"{broken}; set mismatch.fail_on_difference: false to continue with a warning")
-            said.append(broken)
-        return " ".join(said) or None
+            warnings.append(broken)
+        return " ".join(warnings) or None
 
     def _above(self, step: int, value: float, metrics: Mapping[str, float]) -> str:
-        is_first, limit = not self._worst_reported, self._config.warn_above
+        is_first, limit, advice = not self._worst_reported, self._config.warn_above, self._advice(metrics)
         self._worst_reported = max(self._worst_reported, value - 1)  # NaN does not replace it
         if not is_first:
-            risen = f"step {step}: {MISMATCH} has risen to {value:.4f}, mismatch.warn_above={limit}"
-            return f"{risen}. {self._advice(metrics)}"
+            return f"step {step}: {MISMATCH} has risen to {value:.4f}, mismatch.warn_above={limit}. {advice}"
         return (
-            f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.warn_above={limit}. {self._advice(metrics)} Raise"
+            f"step {step}: {MISMATCH} is {value:.4f}, above mismatch.warn_above={limit}. {advice} Raise"
             " mismatch.warn_above if this run may have such a mismatch. Said again only if it rises by a further"
             f" {CLEARLY_WORSE - 1:.0%}."
         )
 
     def _advice(self, metrics: Mapping[str, float]) -> str:
-        return advice(metrics, self._max_staleness)
-
-
-def broken_parity(step: int, metrics: Mapping[str, float]) -> str:
-    """Describe how many log-probs differ although parity is promised, and how to find the cause."""
-    return (
-        f"step {step}: parity is promised, but the log-probs of {metrics[UNEQUAL]:,.0f} trained tokens"
-        f" ({1 - metrics['mismatch/equal_fraction']:.2%}) differ between trainer and engine, by"
-        f" up to {metrics['mismatch/max_abs_diff']:.2e}: `octetrl doctor RECIPE` names the first op whose bits differ"
-    )
-
-
-def advice(metrics: Mapping[str, float], max_staleness: int = 1) -> str:
-    """Suggest where to look first, based on the other metrics of the step."""
-    if stale := stale_share(metrics):
+        """Where to look first, based on the other metrics of the step."""
+        if stale := stale_share(metrics):
+            return (
+                f"{stale:.0%} of the tokens were sampled by earlier weights, so it contains the change of the policy:"
+                f" {lower_staleness(self._max_staleness)}."
+            )
+        saturation = metrics.get(KV_SATURATION, 0.0)
+        if saturation >= NOTABLE_SATURATION:
+            return f"{saturation:.2%} of K and V were clamped: raise fp8.calibration_margin, or use fp8.kv_cache=int8."
+        deciles = (f"mismatch/decile_{decile}/token_mult_prob_error" for decile in range(DECILES))
+        errors = [metrics[name] for name in deciles if name in metrics]
+        if len(errors) > 1 and errors[-1] - 1 > 2 * (errors[0] - 1):
+            return (
+                "It grows along the sequence, so look at the KV cache: try fp8.kv_replay=true, fp8.calibration=exact,"
+                " or fp8.kv_cache=none to compare."
+            )
         return (
-            f"{stale:.0%} of the tokens were sampled by earlier weights, so it contains the change of the policy:"
-            f" {lower_staleness(max_staleness)}."
+            "It does not grow along the sequence, so look at the linears: try the same FP8 on both sides"
+            " (precision=fp8), fp8.bf16_last_layers or fp8.ignore for sensitive ones, or precision=bf16 to compare."
         )
-    saturation = metrics.get("fp8/kv_saturation", 0.0)
-    errors = [metrics[name] for name in _decile_names() if name in metrics]
-    if saturation >= NOTABLE_SATURATION:
-        return f"{saturation:.2%} of K and V were clamped: raise fp8.calibration_margin, or use fp8.kv_cache=int8."
-    if len(errors) > 1 and errors[-1] - 1 > 2 * (errors[0] - 1):
-        return (
-            "It grows along the sequence, so look at the KV cache: try fp8.kv_replay=true, fp8.calibration=exact,"
-            " or fp8.kv_cache=none to compare."
-        )
-    return (
-        "It does not grow along the sequence, so look at the linears: try the same FP8 on both sides (precision=fp8),"
-        " fp8.bf16_last_layers or fp8.ignore for sensitive ones, or precision=bf16 to compare."
-    )
-
-
-def _decile_names() -> list[str]:
-    return [f"mismatch/decile_{decile}/token_mult_prob_error" for decile in range(DECILES)]
-
-
-KV_SATURATION = "fp8/kv_saturation"
 
 
 def kv_saturation_warning(metrics: Mapping[str, float], config: Fp8Config) -> str | None:
