@@ -19,7 +19,6 @@ from octetrl.telemetry.metrics import EQUAL_REWARDS_LIMIT, MISMATCH, TRUNCATED_L
 Tone = Literal["plain", "good", "warn", "bad"]
 
 WIDTH = 120  # columns at most
-ROOMY = 100  # columns from which a line has room for what comes later
 SLOW_REWARDS = 0.1  # of the step's time: a step that waits longer for rewards says so
 
 
@@ -79,23 +78,23 @@ PRIORITY = (  # which numbers are kept where not all fit
     "memory/peak_gb",
     *("rollout/tokens_per_second", "train/tokens_per_second", "correction/clip_fraction"),
 )
-LATER = ("reward/zero_variance_fraction", "rollout/truncated_share")  # often 0 in the first steps only
 FIRST = PRIORITY[:4]  # always shown; kl only with a reference
-LEAST = PRIORITY[PRIORITY.index("rollout/unfinished_share") :]  # what gives way to them
+LEAST = {*PRIORITY[PRIORITY.index("rollout/unfinished_share") :]}
 ALARMS: tuple[Tone, ...] = ("warn", "bad")
 
 
 class StepLine:
     """Makes the lines of a run of `total` steps. Above `limit` the mismatch is coloured: its `mismatch.warn_above`.
 
-    It keeps how wide each number has been, so that the lines stay columns, and shows on what was once above 0. A number
-    that was shown is shown in the later lines too; only one with a warning may take its room."""
+    It keeps how wide each number has been, so that the lines stay columns, and shows on what was once above 0. Where
+    not all numbers fit, those that were shown and those with a warning come first, and then the most important ones.
+    The least important ones fill the room that is left."""
 
     def __init__(self, total: int, limit: float = MISMATCH_LIMIT) -> None:
         self._total, self._limit = total, limit
         self._widths: dict[str, int] = {}
-        self._seen: set[str] = set()
-        self._columns: dict[str, int] = {}  # columns of what was shown, by metric
+        self._seen: set[str] = set()  # what was above 0
+        self._shown: set[str] = set()  # what the lines keep
 
     def parts(self, step: int, metrics: Mapping[str, float], left: str = "", width: int = WIDTH) -> list[LinePart]:
         """The parts of a step's line, which is at most `width` columns wide. `left`: the time left, in words."""
@@ -103,30 +102,15 @@ class StepLine:
         end = [LinePart("", self._padded("left", f"{left} left"))] if left else []
         found = {name: part._replace(value=self._padded(name, part.value)) for name, part in self._measured(metrics)}
         room = width - len(title.text) - (self._widths["left"] + 2 if "left" in self._widths else 0)
-        kept = self._kept(found, room, _expected(metrics, found) if width >= ROOMY else 0)
-        order = [*(number.metric for number in NUMBERS), REWARDS, TIME]
-        return [title, *(found[name] for name in order if name in kept), *end]
-
-    def _kept(self, found: Mapping[str, LinePart], room: int, later: int) -> set[str]:
-        """What the line shows: first what was shown before or has a warning, then what else has room, also once its
-        number is wider. later: columns that the least important numbers leave free."""
+        firm = {*FIRST, *self._shown, *(name for name, part in found.items() if part.tone in ALARMS)}
         kept: set[str] = set()
-        firm = [*FIRST, *self._columns, *(name for name, part in found.items() if part.tone in ALARMS)]
-        firm = [name for name in PRIORITY if name in firm]
-        for name in (one for one in firm if one in found):
-            if len(found[name].text) + 2 <= room:
+        for name in sorted(PRIORITY, key=lambda name: name not in firm):
+            if name in found and len(found[name].text) + 2 <= room:
                 kept.add(name)
                 room -= len(found[name].text) + 2
-        room -= sum(columns for name, columns in self._columns.items() if name not in found)  # it comes back
-        for name in PRIORITY:
-            if name not in found or name in firm:
-                continue
-            likely = _most_columns(name, found[name])
-            if likely <= room - (later if name in LEAST else 0):
-                kept.add(name)
-                room -= likely
-        self._columns |= {name: len(found[name].text) + 2 for name in kept}
-        return kept
+        self._shown |= kept - LEAST
+        order = [*(number.metric for number in NUMBERS), REWARDS, TIME]
+        return [title, *(found[name] for name in order if name in kept), *end]
 
     def _padded(self, name: str, text: str) -> str:
         if name == MISMATCH:
@@ -153,21 +137,6 @@ class StepLine:
             yield TIME, LinePart("", duration(seconds))
             if waited > SLOW_REWARDS * seconds:
                 yield REWARDS, LinePart("waiting for rewards", f"{waited / seconds:.0%}", "warn")
-
-
-def _expected(metrics: Mapping[str, float], found: Mapping[str, LinePart]) -> int:
-    """Columns of what sound runs show later: the largest of the shares that are measured and still 0."""
-    waiting = [one.label for one in NUMBERS if one.metric in LATER and one.metric in metrics.keys() - found.keys()]
-    return max((len(f"  {label} 100%") for label in waiting), default=0)
-
-
-def _most_columns(name: str, part: LinePart) -> int:
-    """Columns that the part may need later: a share up to 100%, another number with a further digit."""
-    form = next((number.form for number in NUMBERS if number.metric == name), "")
-    if not form:
-        return len(part.text) + 2
-    wide = len(format(1.0, form)) if form.endswith("%") else len(part.value.strip()) + 1
-    return len(part.text) + 2 + max(0, wide - len(part.value))
 
 
 def _agreement(error: float, metrics: Mapping[str, float], limit: float) -> LinePart:

@@ -61,14 +61,6 @@ def test_terms_of_the_reward_and_metrics_of_users_have_a_line_below() -> None:
     assert out.getvalue().splitlines()[1:] == ["  own metrics  reward: polite 0.500  letters 12.000  leak/share 0.250"]
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_kl_of_a_run_with_a_reference_is_always_shown(width: int) -> None:
-    parts = StepLine(10_000).parts(
-        1, METRICS | {"kl": 0.0123, "rollout/failure_share": 0.5, "entropy": 1.0}, width=width
-    )
-    assert "kl 0.0123" in line(parts) and len(line(parts)) <= width
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_a_line_fits_and_says_what_its_numbers_mean(width: int) -> None:
     lines = StepLine(10_000)
@@ -95,27 +87,20 @@ def test_lines_are_columns() -> None:
     ]
 
 
-def test_a_column_that_was_shown_stays() -> None:
-    """Equal rewards of 100% are wider than of 50%, and come later than the others."""
+def test_important_numbers_stay_and_a_warning_takes_the_room_of_others() -> None:
     sound = {"reward/mean": 0.25, "mismatch/token_mult_prob_error": 1.0, "entropy": 5.923, "grad_norm": 0.25}
     sound |= {"rollout/mean_length": 16.0, "rollout/truncated_share": 0.0, "reward/zero_variance_fraction": 0.0}
     sound |= {"rollout/tokens_per_second": 900.0, "train/tokens_per_second": 900.0, "memory/peak_gb": 7.5, TIME: 1.5}
     equal = {"reward/zero_variance_fraction": 0.5}, {"reward/zero_variance_fraction": 1.0}
+    lines = StepLine(200)
     steps = [sound, sound | equal[0], sound | equal[1], {"reward/mean": 0.25, TIME: 1.5} | equal[1], sound]
-    for left in ("9 s", "1:20:00"):
-        lines = StepLine(200)
-        texts = [line(lines.parts(step, metrics, left)) for step, metrics in enumerate(steps, start=9)]
-        first = {"reward", "log-probs", "entropy", "length"}
-        assert all(word in texts[number] for word in first for number in (0, 1, 2, 4)), texts
-        assert "equal rewards 100%" in texts[2] and "equal rewards" in texts[1] and max(map(len, texts)) <= 120
-        shown = [label for label in ("grad norm", "memory GB", "rollout tok/s") if label in texts[0]]
-        assert all(label in texts[4] for label in shown), texts
-    late = line(StepLine(200).parts(1, sound | equal[0] | {"rollout/truncated_share": 0.97}, "9 s"))
-    assert "length" in late, "nothing is left free for what is already there"
-    narrow = StepLine(200)
-    assert "length" in line(narrow.parts(1, sound, "9 s", 80))
-    failed = line(narrow.parts(2, sound | {"rollout/failure_share": 0.5, "rollout/truncated_share": 0.5}, "9 s", 80))
-    assert "failed 50%" in failed and "truncated 50%" in failed, "a warning may take the room of other columns"
+    texts = [line(lines.parts(step, metrics, "1:20:00")) for step, metrics in enumerate(steps, start=9)]
+    assert all(word in texts[number] for word in ("reward", "log-probs", "length") for number in (0, 1, 2, 4)), texts
+    assert "equal rewards 100%" in texts[2] and "equal rewards" in texts[4] and max(map(len, texts)) <= 120
+    failed = line(
+        StepLine(200).parts(2, sound | {"rollout/failure_share": 0.5, "rollout/truncated_share": 0.5}, "9 s", 80)
+    )
+    assert "failed 50%" in failed and "truncated 50%" in failed
 
 
 def test_waiting_for_rewards_is_said() -> None:
@@ -159,14 +144,14 @@ def test_an_evaluation_is_compared_with_the_best() -> None:
 
 
 @pytest.mark.parametrize("earlier", [{}, {50: 0.25}, {50: 0.75}])
-@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("width", [60, 80, 120])
 def test_an_evaluation_fits_and_keeps_the_comparison_longest(width: int, earlier: dict[int, float]) -> None:
     now = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "time/evaluate": 3.0}
     shown = line(evaluation_parts(90, 100, now, earlier, width))
     assert len(shown) <= width and shown.startswith("eval  90/100  held-out accuracy 0.500")
     assert ("best so far" in shown) == (bool(earlier) and width >= 80)
     has_interval = "95% interval 0.400 to 0.600" in shown
-    assert width == 100 or has_interval == (width == 120 or (width == 80 and not earlier))
+    assert has_interval == (width == 120 or (width == 80 and not earlier))
 
 
 def test_many_environments_take_several_rows() -> None:
@@ -178,20 +163,6 @@ def test_many_environments_take_several_rows() -> None:
     assert {row.index("tasks_") for row in rows} == {len("  reward by environment  ")}
     assert [line(row) for row in rows_of(parts[:2], 10)] == ["  reward by environment  tasks_0 0.500"]
     assert list(rows_of([], 80)) == []
-
-
-@pytest.mark.parametrize(
-    ("metric", "said"),
-    [
-        ("rollout/truncated_share", "truncated 50%"),
-        ("reward/zero_variance_fraction", "equal rewards 50%"),
-        ("rollout/too_long_share", "too long 50%"),
-        ("rollout/failure_share", "failed 50%"),
-    ],
-)
-def test_shares_that_spoil_a_step_are_in_its_line(metric: str, said: str) -> None:
-    assert said in line(StepLine(20).parts(3, {**METRICS, metric: 0.5}, width=80))
-    assert said.rpartition(" ")[0] not in line(StepLine(20).parts(3, {**METRICS, metric: 0.0}, width=80))
 
 
 def test_a_resumed_run_knows_its_best(terminal: Terminal) -> None:

@@ -122,15 +122,6 @@ def test_an_error_without_words_is_named_by_its_place(monkeypatch: pytest.Monkey
     assert ending_of(AssertionError()).text == "failed: AssertionError without a message"
 
 
-def test_a_file_is_no_run_and_not_its_own_nearest_name(tmp_path: Path) -> None:
-    (tmp_path / "afile").write_text("x")
-    with pytest.raises(UserError, match=r"'.*/afile' is a file; give the folder of a run$"):
-        read_run(tmp_path / "afile")
-    inside = make_run(tmp_path / "run") / "metrics.jsonl"
-    with pytest.raises(UserError, match=r"is a file; give the folder of a run, such as '.*/run'$"):
-        read_run(inside)
-
-
 def test_what_a_run_wrote_cannot_control_the_terminal_and_lines_fit_it(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     (folder / "warnings.jsonl").write_text(json.dumps({"step": 1, "text": "a\x1b[31m\r\x07b " + "long words " * 20}))
