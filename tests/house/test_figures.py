@@ -85,100 +85,70 @@ ROWS = [
     {"precision": "fp8", "workload": "64x512+1024", "tokens": 20001, "share": 1e-6},
     {"precision": "fp8", "workload": "8x512+4096", "tokens": 777, "mode": "fast"},
 ]
-DOCUMENT = """
-<!-- figures: lab/results/rollout_h200.json | - | tokens | share -->
-| precision | tokens/s | saturated |
-|---|---:|---|
-| `bf16` | {} | {} |
-"""
-
-
-def table_of(header: list[str], columns: list[str], *cells: str) -> Table:
-    return Table("a.json", header, [list(cells)], columns)
-
-
-@pytest.mark.parametrize("cells", [("12,346", "1.2%"), ("12.3k", "0.012"), ("12,345.6", "1.23%"), ("12346 a", "-")])
-def test_right_figures_pass(cells: tuple[str, str]) -> None:
-    (table,) = tables(DOCUMENT.format(*cells))
-    assert table.marker == "lab/results/rollout_h200.json" and table.columns == ["-", "tokens", "share"]
-    check_table(table, ROWS)
+DIRTY = [row | {"dirty": row["precision"] == "fp8"} for row in ROWS]
+Form = tuple[list[str], list[str]]  # header, columns of the marker
+TOKENS: Form = (["", "tokens/s"], ["-", "tokens"])
+BOTH: Form = (["", "tokens/s", "saturated"], ["-", "tokens", "share"])
+KEYED: Form = (["tokens", "share"], ["tokens", "share"])
+OF_FP8: Form = (["tokens", "fp8"], ["-", "tokens[precision=fp8]"])
+TWO: Form = (["", "64 × 512+1024", "share", "8x512+4096"], ["-", "tokens", "share", "tokens"])
+OTHER_WORKLOAD = r"workload (64x512\+1024|8x512\+4096) does not hold"
 
 
 @pytest.mark.parametrize(
-    "cells",
-    [("12,347", "-"), ("20,001", "-"), ("12,346", "1.3%"), ("0.0123", "-"), ("-", "12,346")],
-    ids=["wrong", "another row's", "wrong share", "another column's", "the column before"],
+    ("form", "cells", "says"),
+    [
+        *(
+            (BOTH, ("`bf16`", *cells), None)
+            for cells in (("12,346", "1.2%"), ("12.3k", "0.012"), ("12,345.6", "1.23%"))
+        ),
+        (BOTH, ("`bf16`", "12346 a", "-"), None),
+        (BOTH, ("`bf16`", "12,347", "-"), "does not hold"),
+        (BOTH, ("`bf16`", "20,001", "-"), "does not hold"),  # another row's
+        (BOTH, ("`bf16`", "12,346", "1.3%"), "does not hold"),
+        (BOTH, ("`bf16`", "0.0123", "-"), "does not hold"),  # another column's
+        (BOTH, ("`bf16`", "-", "12,346"), "does not hold"),  # the column before
+        (TOKENS, ("all", "777 to 20,001"), None),  # a range: the lowest to the highest
+        (TOKENS, ("all", "12,346 to 20,001"), "does not hold"),
+        (TOKENS, ("all", "777 to 12,346"), "does not hold"),
+        ((BOTH[0], TOKENS[1]), ("`bf16`", "12,346", "1.2%"), "names 2 columns"),
+        ((TOKENS[0], ["-", "-"]), ("`bf16`", "12,346"), "holds no measurement"),
+        *((TOKENS, (label, "20,001"), None) for label in ("`fp8`", "fp8", "**FP8**", "`fp8`, at `64x512+1024`")),
+        *((TOKENS, (label, "12,346"), "does not hold") for label in ("`fp8`", "fp8", "**FP8**")),
+        *(
+            (TOKENS, (label, "20,001"), "no measured row holds")
+            for label in ("`fp8`, `fp8_full`", "fp8_full", "`slow`")
+        ),
+        *((KEYED, cells, None) for cells in (("12,346", "1.2%"), ("20,001", "0.0001%"))),
+        *((KEYED, ("777", share), "does not hold") for share in ("1.2%", "0.0001%")),
+        (OF_FP8, ("all", "20,001, 777"), None),
+        (OF_FP8, ("all", "12,346"), "does not hold"),
+        (OF_FP8, ("all", "777, 20,001"), "does not hold"),
+        (TWO, ("`fp8`", "20,001", "0.0001%", "777"), None),
+        (TWO, ("`fp8`", "-", "-", "777"), None),
+        *(
+            (TWO, ("`fp8`", *cells), OTHER_WORKLOAD)
+            for cells in (("777", "-", "-"), ("-", "777", "-"), ("-", "-", "20,001"))
+        ),
+    ],
 )
-def test_wrong_figures_are_noticed(cells: tuple[str, str]) -> None:
-    (table,) = tables(DOCUMENT.format(*cells))
-    with pytest.raises(AssertionError, match="does not hold"):
-        check_table(table, ROWS)
+def test_a_table_is_compared_with_its_rows(form: Form, cells: tuple[str, ...], says: str | None) -> None:
+    with nullcontext() if says is None else pytest.raises(AssertionError, match=says):
+        check_table(Table("a.json", form[0], [list(cells)], form[1]), ROWS)
 
 
-def test_a_range_is_from_the_lowest_to_the_highest() -> None:
-    for shown, right in (("777 to 20,001", True), ("12,346 to 20,001", False), ("777 to 12,346", False)):
-        with nullcontext() if right else pytest.raises(AssertionError, match="does not hold"):
-            check_table(table_of(["", "tokens"], ["-", "tokens"], "all", shown), ROWS)
-
-
-def test_a_marker_mirrors_its_table() -> None:
-    with pytest.raises(AssertionError, match="names 2 columns"):
-        check_table(table_of(["", "tokens", "share"], ["-", "tokens"], "`bf16`", "12,346", "1.2%"), ROWS)
-    with pytest.raises(AssertionError, match="holds no measurement"):
-        check_table(table_of(["", "tokens"], ["-", "-"], "`bf16`", "12,346"), ROWS)
-
-
-@pytest.mark.parametrize("label", ["`fp8`", "fp8", "**FP8**", "`fp8`, at `64x512+1024`"])
-def test_a_label_picks_its_rows(label: str) -> None:
-    check_table(table_of(["", "tokens/s"], ["-", "tokens"], label, "20,001"), ROWS)
-    with pytest.raises(AssertionError, match="does not hold"):
-        check_table(table_of(["", "tokens/s"], ["-", "tokens"], label, "12,346"), ROWS)
-
-
-@pytest.mark.parametrize("label", ["`fp8`, `fp8_full`", "fp8_full", "`bf16`, `fast`", "`slow`"])
-def test_a_label_that_no_row_has_is_noticed(label: str) -> None:
-    with pytest.raises(AssertionError, match="no measured row holds"):
-        check_table(table_of(["", "tokens/s"], ["-", "tokens"], label, "20,001"), ROWS)
-
-
-@pytest.mark.parametrize(("first", "shown"), [("12,346", "1.2%"), ("20,001", "0.0001%")])
-def test_a_first_column_of_numbers_picks_rows_by_its_field(first: str, shown: str) -> None:
-    check_table(table_of(["tokens", "share"], ["tokens", "share"], first, shown), ROWS)
-    check_table(table_of(["tokens", "fp8"], ["-", "tokens[precision=fp8]"], "all", "20,001, 777"), ROWS)
-    for columns, cells in (
-        (["tokens", "share"], ["777", shown]),
-        (["-", "tokens[precision=fp8]"], ["all", "12,346"]),
-        (["-", "tokens[precision=fp8]"], ["all", "777, 20,001"]),
-    ):
-        with pytest.raises(AssertionError, match="does not hold"):
-            check_table(table_of(["", ""], columns, *cells), ROWS)
-
-
-OF_TWO_WORKLOADS = (["", "64 × 512+1024", "share", "8x512+4096"], ["-", "tokens", "share", "tokens"])
-
-
-@pytest.mark.parametrize("cells", [("20,001", "0.0001%", "777"), ("-", "-", "777")])
-def test_figures_of_their_columns_workload_pass(cells: tuple[str, ...]) -> None:
-    check_table(table_of(*OF_TWO_WORKLOADS, "`fp8`", *cells), ROWS)
-
-
-@pytest.mark.parametrize("cells", [("777", "-", "-"), ("-", "777", "-"), ("-", "-", "20,001")])
-def test_figures_of_another_workload_are_noticed(cells: tuple[str, ...]) -> None:
-    with pytest.raises(AssertionError, match=r"workload (64x512\+1024|8x512\+4096) does not hold"):
-        check_table(table_of(*OF_TWO_WORKLOADS, "`fp8`", *cells), ROWS)
-
-
-def test_results_of_a_dirty_tree_are_marked() -> None:
-    rows = [row | {"dirty": row["precision"] == "fp8"} for row in ROWS]
-    for label, tokens, right in (
-        ("`bf16`", "12,346", True),
-        ("`fp8` †", "777", True),
-        ("`fp8`", "777", False),
-        ("`bf16` †", "12,346", False),
-    ):
-        table = table_of(["", "tokens"], ["-", "tokens"], label, tokens)
-        with nullcontext() if right else pytest.raises(AssertionError, match="dirty tree"):
-            check_table(table, rows)
+@pytest.mark.parametrize(
+    ("cells", "right"),
+    [
+        (("`bf16`", "12,346"), True),
+        (("`fp8` †", "777"), True),
+        (("`fp8`", "777"), False),
+        (("`bf16` †", "12,346"), False),
+    ],
+)
+def test_results_of_a_dirty_tree_are_marked(cells: tuple[str, str], right: bool) -> None:
+    with nullcontext() if right else pytest.raises(AssertionError, match="dirty tree"):
+        check_table(Table("a.json", TOKENS[0], [list(cells)], TOKENS[1]), DIRTY)
 
 
 @pytest.mark.skipif(digest_of_commit("HEAD") is None, reason="needs the repository's git")
