@@ -129,6 +129,10 @@ def build_worker(
     return BuiltWorker(worker, scorer, worker.loaded)
 
 
+BuildWorker = Callable[..., BuiltWorker]
+"""`build_worker`, or another function with its arguments, for a bench."""
+
+
 def keep_codes(worker: Worker) -> None:
     """Frees the BF16 copies of FP8 weights, of a worker that only generates: their codes are sent."""
     worker.trainer_model.drop_fp8_weights()

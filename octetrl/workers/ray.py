@@ -32,9 +32,8 @@ with uncollected():  # a worker's process begins with this module
     from octetrl.config.schema import Recipe
     from octetrl.system.errors import UserError
     from octetrl.trainer.peers import PeersLost
-    from octetrl.workers.build import build_worker
-    from octetrl.workers.many.hosted import HostedWorker
-    from octetrl.workers.many.plan import BuildWorker, WorkerPlan
+    from octetrl.workers.build import BuildWorker, build_worker
+    from octetrl.workers.many.hosted import HostedWorker, WorkerPlan
     from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, write_status
     from octetrl.workers.many.team import Call, Deadlines, WorkerLost
     from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes

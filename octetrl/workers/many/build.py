@@ -17,10 +17,9 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
-from octetrl.workers.build import build_worker, resolve_device
+from octetrl.workers.build import BuildWorker, build_worker, resolve_device
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.nodes import check_nodes
-from octetrl.workers.many.plan import BuildWorker
 from octetrl.workers.many.roles import SeparateWorkers
 from octetrl.workers.many.sampler import ManySampler
 from octetrl.workers.many.tail import TailSampler, TailWorkers

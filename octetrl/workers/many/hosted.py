@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,7 @@ from typing import TypeVar
 import torch
 
 from octetrl.config.in_words import in_flight
+from octetrl.config.schema import Recipe
 from octetrl.config.worker_memory import BufferChoice
 from octetrl.environments.scoring import Score
 from octetrl.layers.weight_memory import LoadCount
@@ -39,11 +40,10 @@ from octetrl.trainer.peers import ALONE, Peers, join_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.streamed import StreamedCall
 from octetrl.trainer.tensor_peers import GridPeers, connect_grid
-from octetrl.workers.build import BuiltWorker, Role, WorkerState
+from octetrl.workers.build import BuildWorker, BuiltWorker, Role, WorkerState, build_worker
 from octetrl.workers.many.assignment import Room
-from octetrl.workers.many.hosted_session import HostedSession, with_pause
+from octetrl.workers.many.hosted_session import HostedSession, SessionNews, Withdrawn, with_pause
 from octetrl.workers.many.nodes import Sight, look
-from octetrl.workers.many.plan import SessionNews, Withdrawn, WorkerPlan
 from octetrl.workers.many.status import WorkerStatus, last_lines, print_into
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.reward_model_worker import RewardModelWorker
@@ -51,6 +51,28 @@ from octetrl.workers.training_progress import counted
 from octetrl.workers.worker import Worker
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """All that a worker is built from. Its process must see the files that the recipe names."""
+
+    recipe: Recipe
+    rank: int
+    count: int
+    trains: bool
+    directory: str  # in which the recipe's relative paths begin
+    log: str | None  # file for what the process prints; None: where Ray puts it
+    build: BuildWorker = build_worker  # another function with its arguments, for a bench
+    modules: tuple[str, ...] = ()  # folders in which modules of the recipe are found, such as the recipe's own
+
+    @property
+    def role(self) -> str:
+        """trains or generates; empty: it does both, as all do outside training."""
+        roles = self.recipe.cluster.roles
+        if roles is None or not self.trains:
+            return ""
+        return "trains" if self.rank < roles[0] else "generates"
 
 
 class HostedWorker:

@@ -21,13 +21,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octetrl.records import GenerationProgress, GenerationRequest, Published, SessionEvent
-from octetrl.rollout.backend import BackendSession, GenerationMetrics, KnowsLengths, TellsAnswers
+from octetrl.rollout.backend import BackendSession, GenerationMetrics, KnowsLengths, SessionRecord, TellsAnswers
 from octetrl.system.errors import UserError
 from octetrl.trainer.tensor_peers import TensorPeers
 from octetrl.workers.many.assignment import Said
-from octetrl.workers.many.plan import SessionNews
 
 WAIT_SECONDS = 0.005  # for events of an engine that computes elsewhere; a command waits as long at most
+
+
+@dataclass(frozen=True, slots=True)
+class SessionNews:
+    """Events of a worker's session since the last poll."""
+
+    events: Sequence[SessionEvent]
+    progress: GenerationProgress | None
+    pages_in_use: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """What an open session of a worker leaves, closed before its answers have ended."""
+
+    answers: Mapping[tuple[str, int], Said]  # of each unfinished one, what it has said; by request and sibling
+    events: Sequence[SessionEvent]  # since the last poll
+    record: SessionRecord
 
 
 @dataclass(frozen=True, slots=True)

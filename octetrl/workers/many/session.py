@@ -18,7 +18,7 @@ from octetrl.records import GenerationProgress, GenerationRequest, OnProgress, S
 from octetrl.rollout.backend import GenerationMetrics
 from octetrl.system.errors import UserError
 from octetrl.workers.many.assignment import Assignment, RequestPiece, Room
-from octetrl.workers.many.plan import SessionNews
+from octetrl.workers.many.hosted_session import SessionNews
 from octetrl.workers.many.team import Call, Deadlines, ProcessTeam
 
 POLL_SECONDS = 0.5  # that a worker waits for the first event

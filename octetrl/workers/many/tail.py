@@ -27,7 +27,7 @@ from octetrl.rollout.backend import SessionRecord
 from octetrl.telemetry.console import Console
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs, shared_out
-from octetrl.workers.many.plan import SessionNews, Withdrawn
+from octetrl.workers.many.hosted_session import SessionNews, Withdrawn
 from octetrl.workers.many.sampler import ManySampler
 from octetrl.workers.many.session import ManySession
 from octetrl.workers.many.team import Call, ProcessTeam

@@ -21,9 +21,8 @@ from octetrl.telemetry.console import Console
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.workers.build import WorkerState
 from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.hosted import HostedWorker
+from octetrl.workers.many.hosted import HostedWorker, WorkerPlan
 from octetrl.workers.many.hosted_session import HostedSession
-from octetrl.workers.many.plan import WorkerPlan
 from octetrl.workers.many.tail import TailSampler, TailWorkers
 from octetrl.workers.many.team import Call, Deadlines
 from tests.unit.workers.many.thread_team import ThreadTeam

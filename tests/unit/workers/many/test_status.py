@@ -14,7 +14,7 @@ import pytest
 
 from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
 from octetrl.system.errors import UserError
-from octetrl.workers.many.plan import WorkerPlan
+from octetrl.workers.many.hosted import WorkerPlan
 from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, status_lines, write_status
 
 GPU = WorkerStatus(0, "gpu1", "3", 77, "train", 12.0, True, 61.24, done=3, total=8, read_gb=4.1, quantized_gb=8.2)

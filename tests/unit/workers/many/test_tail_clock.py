@@ -29,7 +29,7 @@ from octetrl.workers.build import WorkerState
 from octetrl.workers.many import session, tail
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.plan import SessionNews, Withdrawn
+from octetrl.workers.many.hosted_session import SessionNews, Withdrawn
 from octetrl.workers.many.tail import PartQueue, TailSampler, TailSession, TailWorkers
 from octetrl.workers.many.team import Call, Deadlines
 

@@ -23,11 +23,10 @@ from octetrl.run.loop import one_step
 from octetrl.run.state import Run
 from octetrl.shapes.spec import ModelSpec
 from octetrl.telemetry.console import Console
-from octetrl.workers.build import build_worker
+from octetrl.workers.build import BuildWorker, build_worker
 from octetrl.workers.many.balance import Costs
 from octetrl.workers.many.build import admission_of, workers_on
-from octetrl.workers.many.hosted import HostedWorker
-from octetrl.workers.many.plan import BuildWorker, WorkerPlan
+from octetrl.workers.many.hosted import HostedWorker, WorkerPlan
 from octetrl.workers.many.status import StatusReport
 from octetrl.workers.many.team import Call, Deadlines, PartOfTeam, WorkerLost
 from octetrl.workers.model_shape import model_spec
