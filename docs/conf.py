@@ -72,10 +72,10 @@ autodoc_preserve_defaults = True
 
 # The table of contents, in order. tests/house/test_site.py checks that every page is in it once.
 CONTENTS = {
-    "Start": ["start", "tutorial", "recipes"],
+    "Start": ["start", "coming_from", "tutorial", "recipes"],
     "Guides": [
         "library", "environments", "environment_tools", "sandbox", "data", "algorithms", "lora", "critic", "evaluation",
-        "collapse", "server", "models", "scale", "engines",
+        "collapse", "server", "models", "scale", "engines", "memory", "troubleshooting",
     ],
     "Reference": ["commands", "recipe", "api", "metrics"],
     "How it works": ["architecture", "fp8", "parity", "contributing"],
@@ -96,6 +96,9 @@ SHORT = {
     "parity": "Parity",
     "library": "Python library",
     "negative_results": "What did not work",
+    "coming_from": "Coming from TRL, verl or vLLM",
+    "memory": "Memory and throughput",
+    "troubleshooting": "Troubleshooting",
 }
 
 

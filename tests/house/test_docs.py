@@ -8,6 +8,10 @@ import re
 import pytest
 
 from octetrl.cli.verbs import VERBS
+from octetrl.config.algorithm import OBJECTIVES
+from octetrl.config.other_names import OURS
+from octetrl.config.problems import _all_fields
+from octetrl.config.schema import Recipe
 from octetrl.run.folder.allowed_changes import MAY_CHANGE
 from tests.house.tree import REPO, python_files, syntax, text_files
 
@@ -53,3 +57,15 @@ def test_the_commands_page_lists_what_a_resumed_run_may_change() -> None:
     text = (REPO / "docs/commands.md").read_text(encoding="utf-8")
     listed = text.split("These fields may differ from the saved recipe:", 1)[1].split(". `--allow", 1)[0]
     assert re.findall(r"`([\w.]+)`", listed) == list(MAY_CHANGE)
+
+
+def test_the_page_for_users_of_other_libraries_names_fields_that_exist_and_all_names_of_the_hints() -> None:
+    fields = {field for section in OBJECTIVES.values() for field in section.model_fields}
+    known = {*_all_fields(Recipe), *(f"algorithm.{field}" for field in fields)}
+    text = (REPO / "docs/coming_from.md").read_text(encoding="utf-8").split("## Where")[0]
+    ours = [row.rsplit("| ", 1)[1] for row in text.splitlines() if row.startswith("| ")]
+    named = {name for cell in ours for name in re.findall(r"`((?:[a-z_]+\.)+[a-z_0-9]+)", cell)}
+    assert {name for name in named if not name.startswith("octetrl")} <= known
+    assert set(OURS.values()) <= known
+    lacking = {name for name in OURS if f"`{name}" not in text}
+    assert lacking == {"epochs", "num_epochs"}, "those are in everybody's words"

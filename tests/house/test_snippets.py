@@ -2,7 +2,8 @@
 
 - Python: the blocks of a page run one after another in one namespace. `RUN_ELSEWHERE` names the test that runs a page
   which needs more than that.
-- YAML: a block is part of a recipe, and its fields resolve. Those of recipes.md are compared with the recipes.
+- YAML: a block is part of a recipe, and its fields resolve. Those of recipes.md are compared with the recipes; those
+  of start.md are whole recipes and pass `octetrl check` (test_start_page.py).
 - Shell: every command of ours parses with the real command line, its files exist, its modules are found.
 - JSON: a block is one value, or several.
 
@@ -38,6 +39,7 @@ RUN_ELSEWHERE = {
     "docs/algorithms.md": "tests/unit/algorithms/test_worked_example.py",
     "docs/environment_tools.md": "tests/house/test_environment_tools.py",
 }
+CHECKED_AS_FILES = ("docs/recipes.md", "docs/start.md")
 LANGUAGES = {"python", "yaml", "bash", "json", "text", ""}  # the last two: output, file trees
 
 
@@ -107,7 +109,7 @@ def test_the_other_pages_run_in_the_test_that_is_named(page: str, test: str) -> 
     assert any(one.page == page for one in to_run("python")), f"{page} has no Python; take it out of RUN_ELSEWHERE"
 
 
-@pytest.mark.parametrize("snippet", [one for one in to_run("yaml") if one.page != "docs/recipes.md"], ids=name)
+@pytest.mark.parametrize("snippet", [one for one in to_run("yaml") if one.page not in CHECKED_AS_FILES], ids=name)
 def test_yaml_is_a_part_of_a_recipe(snippet: Snippet) -> None:
     check_yaml(snippet)
 
