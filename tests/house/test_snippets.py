@@ -36,7 +36,6 @@ RUN_ELSEWHERE = {
     "docs/index.md": "tests/e2e/test_library_page.py",
     "docs/library.md": "tests/e2e/test_library_page.py",
     "docs/server.md": "tests/e2e/test_serve_command.py",
-    "docs/algorithms.md": "tests/unit/algorithms/test_worked_example.py",
     "docs/environment_tools.md": "tests/house/test_environment_tools.py",
 }
 CHECKED_AS_FILES = ("docs/recipes.md", "docs/start.md")

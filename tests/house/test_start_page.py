@@ -21,7 +21,7 @@ ROWS = [json.loads(block.text) for block in BLOCKS if block.language == "json"]
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's files, its rows with a hundred different prompts, and a tiny model by the page's name."""
+    """A folder with the page's files, its rows with a hundred prompts, and a tiny model by the page's name."""
     folder = tmp_path_factory.mktemp("project")
     model = make_model(folder / "Qwen/Qwen3-0.6B", max_position_embeddings=4096)
     (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.backends.one_session import AdapterSession
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.config.schema import OpenaiConfig
 from octetrl.engine.engine import Engine
 from octetrl.records import Completion, FinishReason, LogitOptions
-from octetrl.rollout.backend import BackendSession, MeasuredSession, RolloutBackend, RolloutSession
+from octetrl.rollout.backend import RolloutBackend
 from octetrl.system.errors import UserError
 from octetrl.workers.build_engine import build_engine
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters, Setting, drain, request
@@ -191,19 +190,6 @@ def test_a_backend_that_is_built_nowhere_is_not_taken_for_our_own(setting: Setti
 def page_section() -> str:
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
     return page.split("## Add another engine")[1]
-
-
-def test_the_page_names_all_that_a_backend_and_its_session_must_have() -> None:
-    inherited = {"submit", "cancel", "has_work"}  # of `AdapterSession`
-    wanted = {
-        name
-        for protocol in (RolloutBackend, BackendSession, MeasuredSession, RolloutSession)
-        for name in vars(protocol)
-        if not name.startswith("_")
-    }
-    named = set(re.findall(r"`(\w+)[`(]", page_section()))
-    assert wanted - inherited <= named and "NAME" in named and "self._opened(" in page_section()
-    assert inherited <= set(vars(AdapterSession))
 
 
 def test_backends_are_asked_for_by_name_only_where_the_page_says() -> None:
