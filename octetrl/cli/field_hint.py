@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator, Sequence
 
-from octetrl.config.problems import OURS
+from octetrl.config.other_names import OURS
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Section
 

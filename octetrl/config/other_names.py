@@ -1,4 +1,4 @@
-"""Names of TRL, verl and vLLM for a recipe's settings, for the hint after an unknown key; docs/coming_from.md has them."""
+"""Names of TRL, verl and vLLM for a recipe's settings, for the hint after an unknown key (docs/coming_from.md)."""
 
 from __future__ import annotations
 

@@ -16,30 +16,10 @@ from pydantic import ValidationError
 
 from octetrl.config.algorithm import OBJECTIVES, SHIPPED, GrpoConfig
 from octetrl.config.environment import EnvironmentConfig, MixedEnvironmentConfig
+from octetrl.config.other_names import OURS
 from octetrl.config.schema import DataSource, Recipe
 from octetrl.config.section import Problem, Section
 from octetrl.system.errors import nearest
-
-OURS = {  # names that other libraries and readers give to our fields, for the hint after an unknown key
-    "beta": "algorithm.kl_coefficient",
-    "epochs": "steps",
-    "eval_steps": "evaluation.every",
-    "learning_rate": "trainer.optimizer.lr",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "rollout.max_prompt_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "max_steps": "steps",
-    "n": "rollout.group_size",
-    "num_epochs": "steps",
-    "num_generations": "rollout.group_size",
-    "num_iterations": "trainer.epochs",
-    "num_train_epochs": "steps",
-    "ppo_epochs": "trainer.epochs",
-    "report_to": "logging.wandb_project",
-    "save_steps": "checkpoint.every",
-    "total_epochs": "steps",
-}
-
 
 SECTION_BY_NAME = "environments"  # a mapping from names to sections
 _LINES = "write `key: value` lines under it"
