@@ -105,7 +105,7 @@ SFT = "{name: sft, conversations: c}"
         ),
         ("{name: ipo, conversations: c, label_smoothing: 0.1}", [], "recipe.yaml: algorithm.label_smoothing: ipo has"),
         (SFT, ["algorithm.kl_coef=0.1"], "did you mean 'algorithm.kl_coefficient'?"),
-        ("{}", ["algorithm.kl_coef=0.1"], "algorithm.kl_coef: unknown key; did you mean 'kl_coefficient'?"),
+        ("{}", ["algorithm.kl_coef=0.1"], "algorithm.kl_coef: unknown key; did you mean 'algorithm.kl_coefficient'?"),
         (SFT, ["algorithm.quux=1"], "allowed are name, token_weighting, constant_length, conversations, batch_size"),
         ("{}", ["algorithm.name=grop"], "algorithm.name: 'grop' is not allowed; choose one of grpo, dapo, dual_clip"),
         ("{}", ["algorithm.name=[grpo]"], 'algorithm.name: ["grpo"] is not allowed; choose one of grpo'),
