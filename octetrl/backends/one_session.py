@@ -68,7 +68,7 @@ class AdapterSession(ABC, Generic[Key, Metrics]):
 
     @abstractmethod
     def metrics(self) -> Metrics:
-        """Of the session so far."""
+        """Metrics of the session so far."""
 
     def close(self) -> None:
         """Forgets unfinished requests. Does nothing on a closed session."""

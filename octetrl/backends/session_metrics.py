@@ -9,7 +9,8 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionMetrics:
-    """Of one session, or of several. Preemptions and clamped K and V values are 0 where the engine does not say."""
+    """Metrics of one session, or of several. Preemptions and clamped K and V values are 0 where the engine does not
+    say."""
 
     completions: int
     generated_tokens: int

@@ -38,7 +38,7 @@ STEPS_KEPT = 1 << 18  # a server's session has no end
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Of one session, such as one call of `generate`."""
+    """Metrics of one session, such as one call of `generate`."""
 
     completions: int
     generated_tokens: int

@@ -130,7 +130,7 @@ def _equal_bytes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tenso
 
 
 def digest_of(version: int, tensors: Sequence[Tensor]) -> str:
-    """Of policy version `version` and the bytes of these tensors, in their order."""
+    """The digest of policy version `version` and the bytes of these tensors, in their order."""
     return digest_and_flags(version, tensors, ())[0]
 
 

@@ -36,7 +36,7 @@ class TensorGroup(Protocol):
 
     @property
     def memory(self) -> PeerMemory | None:
-        """Of GPUs that reach each other's memory; None elsewhere."""
+        """The shared memory of GPUs that reach each other's; None elsewhere."""
 
     def stack(self, values: Tensor) -> Tensor:
         """The tensors of all workers, [T, ...], in the order of ranks. They have one shape and dtype."""

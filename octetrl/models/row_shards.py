@@ -41,7 +41,7 @@ class RowRange:
 
 
 def file_stem(rank: int, count: int, stem: str = STEM) -> str:
-    """Of the two files of worker `rank` of `count`, without `.safetensors` and `.json`."""
+    """The name of the two files of worker `rank` of `count`, without `.safetensors` and `.json`."""
     return f"{stem}-{rank + 1:05d}-of-{count:05d}"
 
 

@@ -64,7 +64,7 @@ def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[FilePiece]:
 
 
 def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[FilePiece]:
-    """Of a block's tensor; `module` is the block's name in the checkpoint."""
+    """The pieces of a block's tensor; `module` is the block's name in the checkpoint."""
     if not isinstance(tensor, LinearLayout):
         is_matrix = isinstance(tensor, MatrixLayout)
         yield FilePiece(f"{module}.{tensor.name}", parameter, 0, tensor.shape, is_bf16_matrix=is_matrix)
@@ -144,7 +144,7 @@ def _read_headers(folder: Path, ignored: tuple[str, ...]) -> dict[str, TensorHea
 
 
 def _headers_of_rows(shards: RowShards, wanted: Sequence[FilePiece]) -> Iterator[tuple[str, TensorHeader]]:
-    """Of a checkpoint of several workers, which has our parameters in place of Hugging Face's tensors."""
+    """The headers in a checkpoint of several workers, which has our parameters in place of Hugging Face's tensors."""
     for piece in wanted:
         whole = shards.ranges.get(WEIGHT + piece.parameter)
         if whole is not None:

@@ -158,10 +158,10 @@ class MeasuredSession(RolloutSession, Protocol):
 
     @property
     def pages_in_use(self) -> int:
-        """Of `num_pages`. Any thread may ask."""
+        """The pages in use, of `num_pages`. Any thread may ask."""
 
     def metrics(self) -> GenerationMetrics | None:
-        """Of the session so far; it may wait for the device. None: not counted, or the session has ended."""
+        """Metrics of the session so far; it may wait for the device. None: not counted, or the session has ended."""
 
 
 class BackendSession(MeasuredSession, Protocol):

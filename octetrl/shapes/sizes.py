@@ -24,7 +24,8 @@ SUPPORTED_HEAD_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Of a model; or, with `tensor`, of the part that one of several tensor-parallel workers has (`ModelSpec.cut`)."""
+    """The sizes of a model; or, with `tensor`, of the part that one of several tensor-parallel workers has
+    (`ModelSpec.cut`)."""
 
     family: str  # "llama", "qwen2", "qwen3", ...: the names in models/family.py
     num_layers: int

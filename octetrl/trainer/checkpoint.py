@@ -215,7 +215,7 @@ def _ranked(manifests: Mapping[int, Mapping[str, Any]], metric: str) -> list[int
 
 
 def step_of(path: Path) -> int:
-    """Of a checkpoint's folder, step_NNNNNN."""
+    """The step of a checkpoint's folder, step_NNNNNN."""
     return int(path.name.removeprefix("step_"))
 
 
@@ -233,7 +233,7 @@ def prune(
     run_id: str | None = None,
     exempt: Collection[int] = (),
 ) -> list[Path]:
-    """Of the checkpoints of run `run_id`, hides all but the last `keep_last`, the `keep_best` of highest `best_metric`
+    """Hide the checkpoints of run `run_id`, all but the last `keep_last`, the `keep_best` of highest `best_metric`
     (config/ranking.py) and those of the `exempt` steps. A folder in which somebody has put a file of their own stays
     too. Returns the hidden folders, for `remove_hidden`."""
     steps = _steps(folder)

@@ -271,7 +271,8 @@ def gradient_sums(
 
 
 class GradientRounding:
-    """Of the sums of one optimizer. `worker`: "" if all workers share the random bits of their rows."""
+    """Rounds the BF16 sums of one optimizer at random. `worker`: "" if all workers share the random bits of their
+    rows."""
 
     dtype = torch.bfloat16
 

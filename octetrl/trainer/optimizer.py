@@ -179,7 +179,7 @@ class Optimizer:
         return norm
 
     def _norm(self, slots: Sequence[Slot]) -> Tensor:
-        """Of the owned rows, float32."""
+        """The norm of the owned rows' gradients, float32."""
         sums = [slot.gradient for slot in slots]
         if sums and self._device.type == "cpu":
             return torch.stack([norm_by_parts(one) for one in sums]).norm().float()

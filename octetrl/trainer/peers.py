@@ -339,7 +339,8 @@ class ProcessGroupPeers(WholeModel):
         return each * (self.share.count - 1) / 1e9 / seconds
 
     def _seconds_of(self, start: Callable[[], Work], phase: str) -> float:
-        """Of a collective; on a GPU by the GPU's clock, because `_poll` notices the end up to a millisecond late."""
+        """The seconds of a collective; on a GPU by the GPU's clock, because `_poll` notices the end up to a millisecond
+        late."""
         if self._device.type != "cuda":
             began = time.perf_counter()
             self._finish(start, phase)

@@ -26,7 +26,8 @@ from octetrl.trainer.prepared import MetricMeans, OptimizerStep
 
 
 class Routers:
-    """Of one model. A model without a mixture has no metrics and no records."""
+    """The routers of one model: their metrics, records and correction biases. A model without a mixture has no metrics
+    and no records."""
 
     def __init__(self, model: Decoder, config: RouterConfig, peers: Peers = ALONE) -> None:
         self.config, self._peers = config, peers
@@ -63,7 +64,7 @@ class Routers:
         self._of_step = {}
 
     def _loads_of_all(self) -> dict[int, Tensor]:
-        """Of this step. A worker without a micro-batch adds zeros."""
+        """The step's counts of all workers. A worker without a micro-batch adds zeros."""
         if self._peers.share.count == 1 or not self._mixtures:
             return self._of_step
         device = next(iter(self._mixtures.values())).gate.weight.device

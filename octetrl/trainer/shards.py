@@ -85,7 +85,7 @@ class Cut(NamedTuple):
         return self.rows[rank].of(self.tensor)
 
     def num_bytes(self, rank: int) -> int:
-        """Of the rows of one worker."""
+        """The bytes of one worker's rows."""
         start, stop = self.rows[rank]
         return (stop - start) * (self.tensor.nbytes // len(self.tensor))
 

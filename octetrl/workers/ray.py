@@ -275,7 +275,8 @@ class RayTeam:
         return WorkerLost(f"{self.place(worker)} was lost in phase {phase} after {seconds:.1f} s: {why}{printed}")
 
     def _without_peer(self, worker: int, error: PeersLost) -> WorkerLost:
-        """Of a worker whose connection to another one broke: that one, if it died, else the one that noticed it."""
+        """The WorkerLost of a worker whose connection to another one broke: of that one if it died, else of the one
+        that noticed it."""
         until = time.monotonic() + DEATH_SECONDS
         while time.monotonic() < until:
             try:

@@ -16,7 +16,7 @@ from octetrl.trainer.trainer import Trainer
 
 
 def num_micro_batches(batch: PackedBatch, epochs: int) -> int:
-    """Of a `train` call, over all its passes."""
+    """The micro-batches of a `train` call, over all its passes."""
     return epochs * sum(map(len, batch.minibatches))
 
 

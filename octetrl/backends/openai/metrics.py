@@ -12,7 +12,7 @@ from octetrl.records import GenerationProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMetrics(SessionMetrics):
-    """Of one session. The largest batch is `engine.openai.concurrency`."""
+    """Metrics of one session. The largest batch is `engine.openai.concurrency`."""
 
     failed: int  # siblings without an answer
 

@@ -17,7 +17,7 @@ Parsed = TypeVar("Parsed", bound="Shape")
 
 
 class Shape(BaseModel):
-    """Of exact types: no text stands for a number."""
+    """A record of exact types: no text stands for a number."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 

@@ -12,7 +12,7 @@ from octetrl.records import GenerationProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmMetrics(SessionMetrics):
-    """Of one session. The largest batch is `engine.max_batch`."""
+    """Metrics of one session. The largest batch is `engine.max_batch`."""
 
     prompt_tokens: int
     cache_occupancy: float  # largest share of the pages in use

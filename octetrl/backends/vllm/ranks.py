@@ -86,7 +86,7 @@ def step_together(ranks: Ranks | None, step: Callable[[], Sequence[RequestOutput
 
 
 def checksum(outputs: Sequence[RequestOutput]) -> int:
-    """Of the new tokens of all requests, in their order."""
+    """A checksum of the new tokens of all requests, in their order."""
     numbers = array("q")
     for output in outputs:
         for part in output.outputs:

@@ -64,7 +64,8 @@ class VllmParts:
         self.vocabulary = range(first, last)  # those that are no padding
 
     def shape(self, name: str, ours: Sequence[int]) -> tuple[int, ...]:
-        """Of vLLM's parameter, without padding. `name`: of ours, or `LINEAR.scale`. `ours`: the shape of our part."""
+        """The shape of vLLM's parameter, without padding. `name`: our parameter's, or `LINEAR.scale`. `ours`: the shape
+        of our part."""
         rows, *columns = ours
         if name in VOCABULARY:
             return (len(self.vocabulary), *columns)

@@ -90,7 +90,7 @@ def choose_head_tile(tokens: int, columns: int) -> Tile:
 
 
 def choose_codes_tile(tokens: int) -> Tile:
-    """Of `head_gemm_codes`. Few rows, so that there are programs enough. No bit depends on it."""
+    """The tile of `head_gemm_codes`. Few rows, so that there are programs enough. No bit depends on it."""
     return next(tile for tile in CODES_TILES if tokens <= 8 * tile.rows or tile is CODES_TILES[-1])
 
 

@@ -135,7 +135,7 @@ def route_tokens_reference(logits_TX: Tensor, bias_X: Tensor | None, rule: Routi
 
 
 def scores_of(logits_TX: Tensor, rule: RoutingRule) -> Tensor:
-    """Of all experts, differentiable."""
+    """The scores of all experts, differentiable."""
     wide_TX = logits_TX.double()
     return (wide_TX.softmax(1) if rule.softmax else wide_TX.sigmoid()).float()
 

@@ -191,7 +191,7 @@ def empty_slots(expert_TS: Tensor, num_experts: int) -> SortedSlots:
 
 
 def tile_of_slots(num_slots: int) -> dict[str, int]:
-    """Of a program that reads all slots at once."""
+    """Launch settings of a program that reads all slots at once."""
     block_p = max(16, triton.next_power_of_2(num_slots))
     return {"BLOCK_P": block_p, "num_warps": 8 if block_p > 1024 else 4}
 

@@ -63,7 +63,7 @@ class _Running:
 
 @dataclass(slots=True)
 class _Load:
-    """Of one worker."""
+    """The work that one worker has."""
 
     sequences: int = 0
     tokens: float = 0.0
@@ -71,7 +71,7 @@ class _Load:
 
 
 class Assignment:
-    """Of one open session of all workers."""
+    """Who samples what, in one open session of all workers."""
 
     def __init__(self, rooms: Sequence[Room]) -> None:
         self._rooms = tuple(rooms)
@@ -172,8 +172,8 @@ class Assignment:
 
     @property
     def tail_tokens(self) -> float:
-        """Of all siblings that workers have, prompts included. The last to end are long: each is expected to have as
-        many tokens as one of unknown length, or more."""
+        """The expected tokens of all siblings that workers have, prompts included. The last to end are long: each is
+        expected to have as many tokens as one of unknown length, or more."""
         running = [one for load in self._loads for one in load.pieces.values()]
         unknown = [(one, replace(one.piece.request, expected_tokens=None)) for one in running]
         return sum(one.left * max(one.tokens, expected_tokens(request)) for one, request in unknown)
@@ -231,7 +231,7 @@ class Assignment:
 
 
 def expected_tokens(request: GenerationRequest) -> float:
-    """Of one sibling: prompt and answer."""
+    """The expected tokens of one sibling, prompt and answer."""
     answer = request.expected_tokens
     if answer is None:
         answer = int(request.sampling.max_new_tokens * UNKNOWN_SHARE)

@@ -43,7 +43,7 @@ from octetrl.trainer.tensor_peers import GridPeers, connect_grid
 from octetrl.workers.build import BuildWorker, BuiltWorker, Role, WorkerState, build_worker
 from octetrl.workers.many.assignment import Room
 from octetrl.workers.many.hosted_session import HostedSession, SessionNews, Withdrawn, with_pause
-from octetrl.workers.many.nodes import Sight, look
+from octetrl.workers.many.nodes import NodeInfo, look
 from octetrl.workers.many.status import WorkerStatus, last_lines, print_into
 from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.reward_model_worker import RewardModelWorker
@@ -132,7 +132,7 @@ class HostedWorker:
 
     # ------------------------------------------------------------ the verbs
 
-    def look(self, paths: Sequence[str]) -> Sight:
+    def look(self, paths: Sequence[str]) -> NodeInfo:
         """Versions of this machine, and the paths that it does not see."""
         return look(paths)
 

@@ -23,18 +23,18 @@ from octetrl.workers.many.team import Team
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class NodeInfo:
     """What a worker's machine has. `missing`: of the paths that were asked for."""
 
     versions: str
     missing: tuple[str, ...]
 
 
-def look(paths: Sequence[str]) -> Sight:
-    """Of this machine."""
+def look(paths: Sequence[str]) -> NodeInfo:
+    """Versions and visible paths of this machine."""
     source = source_digest(ending=".py")[:8]
     versions = f"torch {torch.__version__.partition('+')[0]} and OctetRL {__version__} (source {source})"
-    return Sight(versions, tuple(path for path in paths if not os.path.exists(path)))
+    return NodeInfo(versions, tuple(path for path in paths if not os.path.exists(path)))
 
 
 def check_nodes(team: Team, recipe: Recipe, folder: Path | None) -> None:
@@ -45,14 +45,14 @@ def check_nodes(team: Team, recipe: Recipe, folder: Path | None) -> None:
         if mark is not None:  # a folder of the same name may be another one
             mark.touch()
             paths[str(mark)] = "output_dir"
-        sights: list[Sight] = team.ask("start", "look", list(paths))
+        sights: list[NodeInfo] = team.ask("start", "look", list(paths))
     finally:
         if mark is not None:
             mark.unlink(missing_ok=True)
     _refuse(team, sights, paths, look(()))
 
 
-def _refuse(team: Team, sights: Sequence[Sight], paths: Mapping[str, str], here: Sight) -> None:
+def _refuse(team: Team, sights: Sequence[NodeInfo], paths: Mapping[str, str], here: NodeInfo) -> None:
     for worker, sight in enumerate(sights):
         if sight.versions != here.versions:
             raise UserError(

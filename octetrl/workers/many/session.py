@@ -143,7 +143,7 @@ class ManySession:
             self._on_progress(self.progress())
 
     def progress(self) -> GenerationProgress:
-        """Of all workers, as they last reported."""
+        """The progress of all workers, as they last reported."""
         parts = self._progress
         return GenerationProgress(
             done=sum(part.done for part in parts),
@@ -155,11 +155,11 @@ class ManySession:
 
     @property
     def pages_in_use(self) -> int:
-        """Of all workers, as they last reported."""
+        """The pages in use on all workers, as they last reported."""
         return sum(self._pages_in_use)
 
     def metrics(self) -> GenerationMetrics | None:
-        """Of the session so far. None if it has ended on a worker."""
+        """Metrics of the session so far. None if it has ended on a worker."""
         parts: list[GenerationMetrics | None] = self._team.ask("measure", "measure")
         counted = [part for part in parts if part is not None]
         return counted[0].merged(counted[1:]) if len(counted) == len(parts) else None

@@ -39,7 +39,7 @@ class ProcessTeam(Team, Protocol):
         """The calls that have ended: as soon as one has, or none after `seconds`."""
 
     def result(self, call: Call, /) -> Any:
-        """Of a call that has ended."""
+        """The result of a call that has ended."""
 
     def lose(self, worker: int, phase: str, seconds: float, why: str, /) -> Exception:
         """The WorkerLost of a worker that took too long, by the caller's clock."""

@@ -81,7 +81,7 @@ class Transfer(ProcessGroupPeers):
 
 
 class WeightSender:
-    """Of the first trainer."""
+    """Sends the weights of the first trainer."""
 
     def __init__(self, worker: Worker, transfer: Transfer) -> None:
         self._worker, self._transfer = worker, transfer
@@ -98,8 +98,8 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Of a worker that only generates. With a second buffer, new weights may arrive while the engine generates, and
-    wait there until `adopt`. Without, `adopt` receives them in place."""
+    """Receives the weights of a worker that only generates. With a second buffer, new weights may arrive while the
+    engine generates, and wait there until `adopt`. Without, `adopt` receives them in place."""
 
     def __init__(self, worker: Worker, transfer: Transfer) -> None:
         self._worker, self._transfer = worker, transfer

@@ -13,7 +13,7 @@ from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.schema import ModelConfig, Recipe
 from octetrl.system.errors import UserError
 from octetrl.telemetry.provenance import source_digest
-from octetrl.workers.many.nodes import Sight, check_nodes, look
+from octetrl.workers.many.nodes import NodeInfo, check_nodes, look
 
 
 class Machines:
@@ -25,12 +25,12 @@ class Machines:
         self.versions, self.unseen = versions, unseen
         self.asked: list[str] = []
 
-    def ask(self, phase: str, verb: str, paths: Sequence[str]) -> list[Sight]:
+    def ask(self, phase: str, verb: str, paths: Sequence[str]) -> list[NodeInfo]:
         assert (phase, verb) == ("start", "look")
         self.asked = list(paths)
         first = look(paths)
         missing = tuple(path for path in paths if self.unseen and self.unseen in path)
-        return [first, Sight(self.versions or first.versions, missing)]
+        return [first, NodeInfo(self.versions or first.versions, missing)]
 
     def place(self, worker: int) -> str:
         return f"worker {worker} (host b, GPU 0)"
