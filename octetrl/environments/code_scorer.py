@@ -24,9 +24,8 @@ from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.code_tests import TaskTests, last_python_block, output_bytes, read_tests, same_output
 from octetrl.environments.scoring import Explained
 from octetrl.environments.tasks import TaskEnvironment
-from octetrl.process.judge import judging, wire
+from octetrl.process.judge import contestant_program, judge_program, judging, wire
 from octetrl.process.judge.link import ENDED
-from octetrl.process.judge.programs import contestant_program, judge_program
 from octetrl.process.sandbox import Limits, Outcome, Program, SandboxStatus, sandbox_for
 from octetrl.records import Task
 from octetrl.system.errors import UserError

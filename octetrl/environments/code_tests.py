@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from octetrl.process.judge.judging import never_run
-from octetrl.process.judge.remote import CHANGES, PLAIN_NAMES
+from octetrl.process.judge.link import CHANGES, PLAIN_NAMES
 from octetrl.process.judge.wire import NODE_FIELDS
 from octetrl.records import Task
 from octetrl.system.errors import UserError

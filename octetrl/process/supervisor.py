@@ -32,8 +32,8 @@ from types import FrameType
 
 from octetrl.process import usage
 from octetrl.process.kernel import adopt_orphans, die_with_parent
-from octetrl.process.plain_data import framed, take_frame
 
+LONGEST_MESSAGE = 64 << 20  # bytes that a run accepts of a process with foreign code
 _MIB = 1 << 20
 _READ_BYTES = 1 << 16
 _PIECE = 4096  # bytes that a pipe accepts without blocking if it polls as writable
@@ -68,14 +68,17 @@ class Supervisor:
         self._lifeline, self._limits, self._is_worker = lifeline, limits, is_worker
         self._folder, self._counts_deleted = folder, counts_deleted
         self._looks = _WORKER_LOOKS if is_worker else _PROGRAM_LOOKS
-        self._order = _OutOfMemoryOrder()  # as long as /proc shows this process its own files
+        self._oom_score: int | None = None  # opened while /proc shows this process its own files
+        with contextlib.suppress(OSError):  # /proc is read-only
+            self._oom_score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+            self._own_oom_score = os.pread(self._oom_score, 16, 0)
         self._outputs: dict[int, bytearray] = {}
         self._num_printed = 0
         self._stopped: str | None = None
         self._cpu, self._memory = 0.0, 0
         self._measure_due = self._disk_due = 0.0
         self._wakes, wakes = os.pipe()
-        self._own = [lifeline, self._wakes, wakes, *self._order.descriptors]
+        self._own = [lifeline, self._wakes, wakes, *([] if self._oom_score is None else [self._oom_score])]
         os.set_inheritable(lifeline, False)
         for descriptor in (self._wakes, wakes):
             os.set_blocking(descriptor, False)
@@ -105,12 +108,12 @@ class Supervisor:
                 os.fchown(descriptor, owner, owner)
         streams += [] if link is None else [link]
         supervisor = os.getpid()
-        self._order.first_to_go()
+        self._set_oom_score(b"1000")  # of the child too
         self._pid = os.fork()
         if self._pid == 0:
             self._become_child(enter, streams, failure_write, supervisor)
             return True
-        self._order.as_before()
+        self._set_oom_score(self._own_oom_score)
         for descriptor in {*streams, failure_write}:
             os.close(descriptor)
         for descriptor in (self._stdin, *self._outputs):
@@ -146,6 +149,12 @@ class Supervisor:
             "disk_full": bool(self._folder) and self._disk_is_full(),
             "left_over": left_over,
         }
+
+    def _set_oom_score(self, score: bytes) -> None:
+        """The kernel kills the highest score first when the machine is out of memory: the child, and not the process
+        that watches it, whose end would cost the report."""
+        if self._oom_score is not None:
+            os.pwrite(self._oom_score, score, 0)
 
     # ------------------------------------------------------------ the child
 
@@ -318,24 +327,21 @@ class Supervisor:
         return False
 
 
-class _OutOfMemoryOrder:
-    """Whom the kernel kills first when the machine is out of memory: the child rather than the process that watches it,
-    whose end would cost the report. Where /proc is read-only the order stays as it is."""
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(8, "big") + message
 
-    def __init__(self) -> None:
-        self.descriptors: list[int] = []
-        with contextlib.suppress(OSError):
-            self.descriptors = [os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)]
-            self._before = os.pread(self.descriptors[0], 16, 0)
 
-    def first_to_go(self) -> None:
-        """Of this process, and so of those that it starts next."""
-        for file in self.descriptors:
-            os.pwrite(file, b"1000", 0)
-
-    def as_before(self) -> None:
-        for file in self.descriptors:
-            os.pwrite(file, self._before, 0)
+def take_frame(data: bytearray, longest: int | None = None) -> bytes | None:
+    """Remove the first message from `data` and return it; None if it is not complete. Raises ValueError for one of more
+    than `longest` bytes."""
+    size = int.from_bytes(data[:8], "big")
+    if longest is not None and len(data) >= 8 and size > longest:
+        raise ValueError(f"{size:,} bytes; {longest:,} are allowed")
+    if len(data) < 8 + size:
+        return None
+    message = bytes(data[8 : 8 + size])
+    del data[: 8 + size]
+    return message
 
 
 def receive_order(lifeline: int) -> dict | None:

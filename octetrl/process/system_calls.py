@@ -4,13 +4,7 @@ The filter refuses by name and lets the rest through: a program in Python uses s
 that are harmless would break with the next libc. What is refused answers EPERM, which a program sees as an error, not
 as its end. Calls newer than the tables answer "no such call", as an older kernel would. Four kinds:
 
-    always       sockets (a socketpair of streams is allowed), tracing, mounting, new namespaces, kernel modules, keys,
-                 io_uring (which makes calls past the filter), memory that no limit counts (memfd, mq, pages pinned in
-                 a pipe), System V objects, which other processes own and which outlive a process, what the machine has
-                 a fixed number of (io_setup), what loads all its disks (sync), what tells names of files and mounts
-                 (inotify, listmount), filters (which can write to the kernel's log), priorities, processors and limits
-                 of processes, and leaving the process group, so that one signal to the group ends all of a sandbox at
-                 once
+    always       what `ALWAYS` lists, with the reasons
     attributes   of files by their path, which Landlock lets anybody read: answered "not supported", for programs that
                  copy files expect this
     same user    what reaches a file of that user though Landlock does not see it (modes, times, attributes)
@@ -41,159 +35,68 @@ from octetrl.process.kernel import takes_filters
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
 
-ALWAYS: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
+ALWAYS: dict[str, tuple[int | None, int | None]] = {  # on x86_64 and on aarch64; None: it has no such call
+    # sockets; a socketpair of streams is judged by its arguments
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
     "accept4": (288, 242),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semtimedop": (220, 192),
+    # other processes: tracing, their memory, descriptors and signals
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "kcmp": (312, 272), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424), "move_pages": (279, 239), "migrate_pages": (256, 238),
+    # io_uring makes calls past the filter
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    # memory that no limit counts, among it pages pinned in a pipe
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "sendfile": (40, 71),
+    # System V objects, which other processes own and which outlive a process
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189),
+    "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semtimedop": (220, 192),
     "semctl": (66, 191),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-    "io_setup": (206, 0),
-    "sync": (162, 81),
-    "syncfs": (306, 267),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "statmount": (457, 457),
-    "listmount": (458, 458),
-    "seccomp": (317, 277),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "move_mount": (429, 429),
-    "open_tree_attr": (467, 467),
-    "open_tree": (428, 428),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "fanotify_init": (300, 262),
-    "userfaultfd": (323, 282),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "modify_ldt": (154, None),
-    "personality": (135, 92),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
+    # what the machine has a fixed number of, and what loads all its disks
+    "io_setup": (206, 0), "sync": (162, 81), "syncfs": (306, 267),
+    # names of files and mounts
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "statmount": (457, 457), "listmount": (458, 458),
+    "fanotify_init": (300, 262), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
     "lookup_dcookie": (212, 18),
-    "setsid": (112, 157),
-    "setpgid": (109, 154),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "pidfd_send_signal": (424, 424),
-    "vmsplice": (278, 75),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "sendfile": (40, 71),
-}
+    # filters, which can write to the kernel's log
+    "seccomp": (317, 277),
+    # mounts and namespaces
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429),
+    "open_tree": (428, 428), "open_tree_attr": (467, 467), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "unshare": (272, 97), "setns": (308, 268),
+    # the kernel: programs, events, keys, modules, the machine's state
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "keyctl": (250, 219),
+    "add_key": (248, 217), "request_key": (249, 218), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142),
+    "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
+    "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None), "personality": (135, 92),
+    "syslog": (103, 116), "vhangup": (153, 58),
+    # leaving the process group: one signal to it ends all of a sandbox at once
+    "setsid": (112, 157), "setpgid": (109, 154),
+    # priorities and processors
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+}  # fmt: skip
 READ_ATTRIBUTES: dict[str, tuple[int, int]] = {
-    "getxattr": (191, 8),
-    "lgetxattr": (192, 9),
-    "getxattrat": (464, 464),
-    "listxattr": (194, 11),
-    "llistxattr": (195, 12),
-    "listxattrat": (465, 465),
-    "file_getattr": (468, 468),
-}
+    "getxattr": (191, 8), "lgetxattr": (192, 9), "getxattrat": (464, 464), "listxattr": (194, 11),
+    "llistxattr": (195, 12), "listxattrat": (465, 465), "file_getattr": (468, 468),
+}  # fmt: skip
 OTHERS_OF_THE_USER: dict[str, tuple[int | None, int | None]] = {
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "lchown": (94, None),
-    "fchown": (93, 55),
-    "fchownat": (260, 54),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "setxattrat": (463, 463),
-    "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
-    "truncate": (76, 45),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-}
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469), "truncate": (76, 45),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+}  # fmt: skip
 SIGNALS: dict[str, tuple[int, int]] = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-}
+    "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+}  # fmt: skip
 BY_ARGUMENT: dict[str, tuple[int, int]] = {
-    "clone": (56, 220),
-    "fcntl": (72, 25),
-    "ioctl": (16, 29),
-    "madvise": (28, 233),
-    "mmap": (9, 222),
-    "prctl": (157, 167),
-    "prlimit64": (302, 261),
-    "setrlimit": (160, 164),
-    "setsockopt": (54, 208),
-    "socketpair": (53, 199),
-    "tgkill": (234, 131),
-}
+    "clone": (56, 220), "fcntl": (72, 25), "ioctl": (16, 29), "madvise": (28, 233), "mmap": (9, 222),
+    "prctl": (157, 167), "prlimit64": (302, 261), "setrlimit": (160, 164), "setsockopt": (54, 208),
+    "socketpair": (53, 199), "tgkill": (234, 131),
+}  # fmt: skip
 CLONE3 = (435, 435)  # its flags are in memory, where no filter looks: answered "no such call", and libc takes clone
 FIRST_UNKNOWN = 470  # from here on the tables have not been read; numbers from 424 are of both machines
 _NEW_NAMESPACE_FLAGS = 0x7E020000
@@ -217,7 +120,7 @@ _SOCKET_OPTIONS = {
     "SO_BINDTODEVICE": 25, "SO_BINDTOIFINDEX": 62,
 }  # fmt: skip
 _MERGEABLE = 12  # pages that equal those of other processes are merged, which shows in the time of a write
-_CORE_DUMPS = 4  # RLIMIT_CORE, see restraints.py
+_CORE_DUMPS = 4  # RLIMIT_CORE, see warden.py
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000  # MAP_SHARED_VALIDATE has the bit of MAP_SHARED too
 _LOCAL_SOCKETS = 1  # AF_UNIX
 _DATAGRAMS = 2  # bit of SOCK_DGRAM and of SOCK_RAW, which is the same there; not of SOCK_STREAM and SOCK_SEQPACKET

@@ -18,8 +18,16 @@ from collections.abc import Callable
 from typing import Any
 
 from octetrl.process.kernel import die_with_parent
-from octetrl.process.plain_data import LONGEST_MESSAGE, framed, take_frame, to_text
-from octetrl.process.supervisor import Supervisor, print_error, receive_order, send
+from octetrl.process.plain_data import to_text
+from octetrl.process.supervisor import (
+    LONGEST_MESSAGE,
+    Supervisor,
+    framed,
+    print_error,
+    receive_order,
+    send,
+    take_frame,
+)
 from octetrl.process.usage import lists_children
 from octetrl.system.errors import UserError, error_line, error_trace
 from octetrl.system.process import uncollected

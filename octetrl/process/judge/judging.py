@@ -23,10 +23,10 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from octetrl.process.judge.link import TEST_FILE, TESTS, Link
-from octetrl.process.judge.remote import same
+from octetrl.process.judge.link import TEST_FILE, TESTS, Link, same
 from octetrl.process.judge.wire import CLASSES
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -99,18 +99,18 @@ _STDOUT, _LINK = 1, 3
 
 
 class Names(dict[str, Any]):
-    """The tests' globals. of_code: names that the code has, even those of builtins; classes and exceptions: those among
-    them that the tests build objects by, or catch."""
+    """The tests' globals. of_code: names that the code has, even those of builtins; classes: those among them that the
+    tests build objects by."""
 
-    def __init__(self, of_code: list[str], classes: list[str], exceptions: list[str]) -> None:
+    def __init__(self, of_code: list[str], classes: list[str]) -> None:
         super().__init__({"__name__": TESTS, "__builtins__": builtins, _SAME: same})
-        self._of_code, self._classes, self._exceptions = set(of_code), set(classes), set(exceptions)
+        self._of_code, self._classes = set(of_code), set(classes)
         self.link: Link
 
     def __missing__(self, name: str) -> Any:
         value: Any
-        if name in self._exceptions:
-            value = self.link.exception(name)
+        if name in self.link.exceptions:
+            value = self.link.exceptions[name]
         elif name in self._of_code:
             value = self.link.name(name, is_class=name in self._classes)
         elif name in CLASSES:
@@ -163,10 +163,9 @@ def judge(end: socket.socket, order: dict[str, Any]) -> dict[str, Any]:
     cases = order["cases"]
     texts = [case for case in cases if isinstance(case, str)]
     tests = [_Test(text, f"{TEST_FILE}{number}", order["function"]) for number, text in enumerate(texts, 1)]
-    names = Names(order["names"], order["classes"], order["exceptions"])
-    link = names.link = Link(end, order["seconds"], before_code, lambda name: dict.get(names, name))
-    for name in order["exceptions"]:  # a test looks up the class only when the code has raised it
-        link.exception(name)
+    names = Names(order["names"], order["classes"])
+    own_class = partial(dict.get, names)
+    link = names.link = Link(end, order["seconds"], before_code, own_class, order["exceptions"])
     sys.modules[TESTS] = _Module(TESTS, names, names.__getitem__)
     sys.modules["solution"] = _Module("solution", names, names.__missing__)
     passed, why = "", None

@@ -1,26 +1,260 @@
-"""The judge's side of the link to the contestant.
+"""The judge's side of the link to the contestant (the model's code), and stand-ins for the contestant's objects.
 
-Every message of the contestant (the model's code) may be an attack. The judge turns it into plain data of exact types,
-a node of a linked list or tree (`nodes.py`), a stand-in (`remote.py`), or a generator of its own, which is read once.
-None of these can change what the judge does; a stand-in only answers questions about its object. A message that is not
-an answer ends the judgement. So does an answer that is late: the judge counts the seconds that it waits.
+Every message of the contestant may be an attack. The judge turns it into plain data of exact types, a node of a linked
+list or tree (`wire.py`), a stand-in, or a generator of its own, which is read once. None of these can change what the
+judge does; a stand-in only answers questions about its object. A message that is not an answer ends the judgement. So
+does an answer that is late: the judge counts the seconds that it waits. The judge's tests use the stand-ins:
+
+    BuiltObject  an object that the tests built themselves by calling a class of the code, or such a class. Its class is
+                 under test: it has methods, items, length, order, operators
+    Remote       any other object of the code's, above all what a call returned. A test may take it for plain data, so
+                 it answers nothing that plain data answers: no such method, no item, no length, no order. Comparing it
+                 with plain data raises. Its own methods (`deposit`) can be called, its attributes can be read
+    Function     a Remote that can be called. Its result is again plain data or a stand-in
+    Record       a tuple with named items
+
+An object that the tests built and a call returned (`return self`) has two stand-ins. They are equal, and `is` holds.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import itertools
 import json
 import socket
 import time
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
-from octetrl.process.judge.remote import BuiltObject, Function, Origin, Record, Remote, origin_of
 from octetrl.process.judge.wire import KEPT, LONGEST_LINE, RUN, Malformed, Nodes, pack_global, unpack
+
+CHANGES = frozenset(
+    {"append", "appendleft", "extend", "extendleft", "insert", "remove", "discard", "clear", "add", "update"}
+    | {"subtract", "reverse", "sort", "rotate"}
+)
+"""Methods of plain data that return nothing: no test learns from their result."""
+_PLAIN = (int, float, complex, str, bytes, list, tuple, dict, set, range, Counter, deque)
+PLAIN_NAMES = frozenset(name for kind in _PLAIN for name in dir(kind))
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_ORDERS = ("lt", "le", "gt", "ge")
+_UNARY = ("neg", "pos", "abs", "invert")
+_SPECIAL_DATA = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__", "__annotations__")
+
+
+class Origin:
+    """Which object of the contestant's a stand-in is. A plain class, since each verdict would pay for the import of
+    dataclasses."""
+
+    __slots__ = ("class_name", "is_class", "items", "link", "number")
+
+    def __init__(self, link: Link, number: int, class_name: str, *, is_class: bool = False) -> None:
+        self.link, self.number, self.class_name = link, number, class_name
+        self.is_class = is_class  # what the tests call by a name like `Point`
+        self.items: Any = None  # all of them, once they are read: an iterator that is only ever copied
+
+
+class Record(tuple):
+    """A named tuple that the code defined."""
+
+    _of_judge: tuple[Origin, tuple[str, ...]]
+
+    def __new__(cls, origin: Origin, names: list[Any], items: list[Any]) -> Record:
+        made = super().__new__(cls, items)
+        made._of_judge = (origin, tuple(map(str, names)))
+        return made
+
+    def __copy__(self) -> Record:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        origin, names = self._of_judge
+        return Record(origin, list(names), [deepcopy(item, memo) for item in self])
+
+    def __getattr__(self, name: str) -> Any:
+        names = self._of_judge[1]
+        if name in names[: len(self)] and name not in PLAIN_NAMES:
+            return self[names.index(name)]
+        return _attribute(self, name)
+
+
+class Remote:
+    """An object of the code's. It counts as true, and its items are read once and then repeated from memory."""
+
+    __slots__ = ("_of_judge",)
+
+    def __init__(self, origin: Origin) -> None:
+        object.__setattr__(self, "_of_judge", origin)
+
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "set", name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        origin = origin_of(self)
+        if origin.items is None:
+            (origin.items,) = itertools.tee(_iterator(self), 1)
+        return copy(origin.items)
+
+    def __str__(self) -> str:
+        return str(_typed(_ask(self, "str"), str))
+
+    def __repr__(self) -> str:
+        return str(_typed(_ask(self, "repr"), str))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are one object, or have the same fields. The code's `__eq__` is called only between two objects
+        that the tests built themselves."""
+        if not isinstance(other, Remote):
+            if other is None or isinstance(self, BuiltObject):
+                return False
+            raise TypeError(f"the code's {origin_of(self).class_name} object is compared with plain data")
+        if same(self, other):
+            return True
+        link = origin_of(self).link
+        if isinstance(self, BuiltObject) and isinstance(other, BuiltObject):
+            return link.ask("eq", self, other) is True
+        mine = link.fields(self)
+        return _has_fields(mine) and bool(mine == link.fields(other))
+
+    def __hash__(self) -> int:
+        return hash((origin_of(self).class_name, "of the code"))  # equal objects must have equal hashes
+
+    def __instancecheck__(self, other: object) -> bool:
+        is_object = isinstance(other, Remote | Record)
+        return is_object and origin_of(self).link.ask("isinstance", other, self) is True
+
+    def __enter__(self) -> Any:
+        return _ask(self, "enter")
+
+    def __exit__(self, kind: type | None, error: BaseException | None, place: object) -> None:
+        """The code never suppresses an exception, which may be a test's own."""
+        _ask(self, "exit", kind and kind.__name__, str(error))
+
+
+class Function(Remote):
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _ask(self, "call", list(args), kwargs)
+
+
+class BuiltObject(Function):
+    """An object that the tests built, or the class that they call for it."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_iterator(self))
+
+    def __next__(self) -> Any:
+        origin = origin_of(self)
+        items, ended = origin.link.next_items(origin, 1)
+        if ended is not None:
+            raise ended
+        return items[0]
+
+    def __bool__(self) -> bool:
+        return _ask(self, "bool") is True
+
+    def __getitem__(self, key: Any) -> Any:
+        return _ask(self, "getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _ask(self, "setitem", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        _ask(self, "delitem", key)
+
+    def __contains__(self, item: Any) -> bool:
+        return _ask(self, "contains", item) is True
+
+    def __len__(self) -> int:
+        return int(_typed(_ask(self, "len"), int))
+
+
+def _operator(name: str, *, is_reflected: bool) -> Callable[[Any, Any], Any]:
+    """Between an object and plain data the result must be an object: `Area(3) - 28.3` would be near any number."""
+
+    def applied(self: BuiltObject, other: Any) -> Any:
+        left, right = (other, self) if is_reflected else (self, other)
+        result = origin_of(self).link.ask(name, left, right)
+        if not isinstance(other, Remote) and not isinstance(result, Remote):
+            raise TypeError(f"'{name}' of the code's object and plain data gave plain data")
+        return result
+
+    return applied
+
+
+def _order(name: str) -> Callable[[Any, Any], Any]:
+    def applied(self: BuiltObject, other: Any) -> Any:
+        return _ask(self, name, other) is True if isinstance(other, Remote) else NotImplemented
+
+    return applied
+
+
+for _name in _BINARY:
+    setattr(BuiltObject, f"__{_name}__", _operator(_name, is_reflected=False))
+    setattr(BuiltObject, f"__r{_name}__", _operator(_name, is_reflected=True))
+for _name in _ORDERS:
+    setattr(BuiltObject, f"__{_name}__", _order(_name))
+for _name in _UNARY:
+    setattr(BuiltObject, f"__{_name}__", lambda self, _name=_name: _ask(self, _name))
+
+
+def same(one: object, other: object) -> bool:
+    """`one is other`, for tests: the object counts, and not its stand-in."""
+    if isinstance(one, Remote | Record) and isinstance(other, Remote | Record):
+        return origin_of(one).number == origin_of(other).number
+    return one is other
+
+
+def origin_of(stand_in: Remote | Record) -> Origin:
+    kept = object.__getattribute__(stand_in, "_of_judge")
+    return kept[0] if isinstance(stand_in, Record) else kept
+
+
+def _ask(remote: Remote, operation: str, *given: Any) -> Any:
+    return origin_of(remote).link.ask(operation, remote, *given)
+
+
+def _attribute(owner: Remote | Record, name: str) -> Any:
+    origin = origin_of(owner)
+    if name.startswith("__") and name not in _SPECIAL_DATA:  # such as numpy's, which takes addresses
+        raise AttributeError(f"'{origin.class_name}' object has no attribute '{name}'")
+    value = origin.link.ask("get", owner, name)
+    is_of_data = name in PLAIN_NAMES - CHANGES and not isinstance(owner, BuiltObject)
+    if is_of_data and isinstance(value, Remote | types.GeneratorType):
+        raise AttributeError(f"'{origin.class_name}' object is no plain data, which alone may have '{name}' here")
+    return value
+
+
+def _iterator(owner: Remote) -> Any:
+    """An iterator over an object, which usually is not an iterator itself."""
+    found = _ask(owner, "iter")
+    if not isinstance(found, types.GeneratorType):
+        raise TypeError(f"'{origin_of(owner).class_name}' object is not iterable")
+    return found
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"the code gave a {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+def _has_fields(description: Any) -> bool:
+    """Objects without fields are equal only to themselves."""
+    return isinstance(description, dict) and bool(
+        description.get("fields") or "holds" in description or "member" in description
+    )
+
 
 _LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
 _ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
@@ -47,10 +281,16 @@ class Link:
     """The connection to the contestant, which runs the code at the first question.
 
     before_code: called just before that; its result, if any, is what is wrong with the test. seconds: how long the
-    judge waits for the contestant, all questions together. own: finds the tests' own class for nodes, by its name."""
+    judge waits for the contestant, all questions together. own: finds the tests' own class for nodes, by its name.
+    exceptions: names of the code's classes of exceptions, for which the judge has its own."""
 
     def __init__(
-        self, end: socket.socket, seconds: float, before_code: Callable[[], str | None], own: Callable[[str], Any]
+        self,
+        end: socket.socket,
+        seconds: float,
+        before_code: Callable[[], str | None],
+        own: Callable[[str], Any],
+        exceptions: Sequence[str],
     ) -> None:
         self._end, self._file = end, end.makefile("rwb")
         self._seconds_left = seconds
@@ -58,7 +298,7 @@ class Link:
         self._nodes = Nodes(-1, own)
         self._stand_ins: dict[tuple[int, bool], Any] = {}
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of generators
-        self._exceptions: dict[str, type[Exception]] = {}
+        self.exceptions = {name: type(name, (RemoteError,), {"__module__": "solution"}) for name in exceptions}
         self._has_answered = False  # with more than names of functions and classes
         self.has_run = self.is_closed = False
         self.broken: str | None = None  # what is wrong with the test, whatever the code does
@@ -75,10 +315,6 @@ class Link:
             value = BuiltObject(Origin(self, origin_of(value).number, name, is_class=True))
         self._has_answered |= not isinstance(value, Remote)
         return value
-
-    def exception(self, name: str) -> type[Exception]:
-        """The judge's own class for exceptions of a class of the code's."""
-        return self._exceptions.setdefault(name, type(name, (RemoteError,), {"__module__": "solution"}))
 
     def ask(self, operation: str, *given: Any) -> Any:
         """Let the contestant do an action with `given`, and return the result."""
@@ -176,7 +412,7 @@ class Link:
         known: Any = vars(builtins).get(known_name)
         if not isinstance(known, type) or not issubclass(known, Exception) or known is Exception:
             known = None
-        caught = dict.fromkeys(self._exceptions[one] for one in (name, *above) if one in self._exceptions)
+        caught = dict.fromkeys(self.exceptions[kind] for kind in (name, *above) if kind in self.exceptions)
         given, attributes = self._plain_fields(fields)
         kind: Any = known
         if caught:

@@ -7,8 +7,14 @@ and everything else as an object with one key that names the type:
     {"tuple": [1, 2]}    {"dict": [["a", 1]]}    {"Fraction": [1, 3]}    {"object": [7, "Point"]}
 
 Any other object stays with the sender, who gives it a number: `object`, `function` (whatever can be called),
-`iterator`, `record` (a named tuple, with its items). Nodes of lists and trees are copied (`nodes.py`). Both sides run
-in a sandbox, so only the standard library is used.
+`iterator`, `record` (a named tuple, with its items). Both sides run in a sandbox, so only the standard library is
+used.
+
+Linked lists and trees of the kind that LeetCode uses are copied, each side with nodes of its own class. A node has a
+number, so that shared nodes and cycles stay, `is` works, and a change that the code makes in place is a change of the
+tests' own node. Numbers of the tests' nodes are negative, those of the code's nodes are positive:
+
+    {"nodes": [[[-1, "ListNode", [1, {"node": -2}]], [-2, "ListNode", [2, null]]], {"node": -1}]}
 """
 
 from __future__ import annotations
@@ -34,8 +40,8 @@ RUN = "run"
 """The judge's first message: run the code, and answer when it has run."""
 _LARGEST_DECIMAL = 1 << 1000  # integers beyond travel as hexadecimal: Python refuses to read long decimal ones
 
-Pack = Callable[[Any], Any]
-Unpack = Callable[[Any], Any]
+Code = Callable[[Any], Any]  # encodes or decodes an item
+Coding = tuple[Callable[[Any, Code], Any], Callable[[Any, Code], Any]]
 
 
 class Malformed(ValueError):
@@ -55,8 +61,8 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
 
     if kind is list:
         return [pack(item, keep) for item in value]
-    if kind in _ENCODERS:
-        return {kind.__name__: _ENCODERS[kind](value, inner)}
+    if kind in _CODINGS:
+        return {kind.__name__: _CODINGS[kind][0](value, inner)}
     if isinstance(value, type) and DATA_TYPES.get(value.__name__) is value:
         return {"type": value.__name__}
     return keep(value)
@@ -109,104 +115,86 @@ def unpack_global(given: Any) -> Any:
     return operator.attrgetter(name)(importlib.import_module(module))
 
 
-def _items(value: Any, inner: Pack) -> list[Any]:
-    return [inner(item) for item in value]
+def _sequence(build: Callable[[list[Any]], Any]) -> Coding:
+    return (
+        lambda value, inner: [inner(item) for item in value],
+        lambda given, inner: build([inner(item) for item in given]),
+    )
 
 
-def _pairs(value: Any, inner: Pack) -> list[Any]:
-    return [[inner(key), inner(item)] for key, item in value.items()]
+def _mapping(build: Callable[[dict[Any, Any]], Any]) -> Coding:
+    return (
+        lambda value, inner: [[inner(key), inner(item)] for key, item in value.items()],
+        lambda given, inner: build({inner(key): inner(item) for key, item in given}),
+    )
 
 
-def _to_dict(given: Any, inner: Unpack) -> dict[Any, Any]:
-    return {inner(key): inner(item) for key, item in given}
+def _moment(read: Callable[[str], Any]) -> Coding:
+    return lambda value, inner: value.isoformat(), lambda given, inner: read(given)
 
 
-def _to_list(given: Any, inner: Unpack) -> list[Any]:
-    return [inner(item) for item in given]
+def _of_default_dict(value: defaultdict[Any, Any], inner: Code) -> Any:
+    factory = next((name for name, kind in DATA_TYPES.items() if kind is value.default_factory), None)
+    return [factory, [[inner(key), inner(item)] for key, item in value.items()]]
 
 
-def _to_counter(given: Any, inner: Unpack) -> Counter[Any]:
-    return Counter(_to_dict(given, inner))
-
-
-def _to_defaultdict(given: Any, inner: Unpack) -> defaultdict[Any, Any]:
+def _to_default_dict(given: Any, inner: Code) -> defaultdict[Any, Any]:
     factory, pairs = given
-    return defaultdict(None if factory is None else DATA_TYPES[factory], _to_dict(pairs, inner))
+    items = {inner(key): inner(item) for key, item in pairs}
+    return defaultdict(None if factory is None else DATA_TYPES[factory], items)
 
 
-def _factory(value: defaultdict[Any, Any]) -> str | None:
-    return next((name for name, kind in DATA_TYPES.items() if kind is value.default_factory), None)
-
-
-def _to_decimal(given: Any, inner: Unpack) -> Decimal:
+def _to_decimal(given: Any, inner: Code) -> Decimal:
     if type(given) is not str:
         raise Malformed
     return Decimal(given)
 
 
-def _to_fraction(given: Any, inner: Unpack) -> Fraction:
+def _to_fraction(given: Any, inner: Code) -> Fraction:
     numerator, denominator = map(inner, given)
     if type(numerator) is not int or type(denominator) is not int:
         raise Malformed  # a text such as 1e999999999 would be worked out
     return Fraction(numerator, denominator)
 
 
-def _moment(value: datetime.datetime | datetime.date | datetime.time, inner: Pack) -> str:
-    return value.isoformat()
-
-
-_ENCODERS: dict[type, Callable[[Any, Pack], Any]] = {
-    tuple: _items,
-    set: _items,
-    frozenset: _items,
-    dict: _pairs,
-    OrderedDict: _pairs,
-    Counter: _pairs,
-    defaultdict: lambda value, inner: [_factory(value), _pairs(value, inner)],
-    deque: lambda value, inner: [value.maxlen, _items(value, inner)],
-    type({}.keys()): _items,
-    type({}.values()): _items,
-    type({}.items()): _items,
-    type(OrderedDict().keys()): _items,
-    type(OrderedDict().values()): _items,
-    type(OrderedDict().items()): _items,
-    bytes: lambda value, inner: value.hex(),
-    bytearray: lambda value, inner: value.hex(),
-    complex: lambda value, inner: [value.real, value.imag],
-    Fraction: lambda value, inner: [inner(value.numerator), inner(value.denominator)],
-    Decimal: lambda value, inner: str(value),
-    range: lambda value, inner: [inner(value.start), inner(value.stop), inner(value.step)],
-    datetime.date: _moment,
-    datetime.datetime: _moment,
-    datetime.time: _moment,
-    datetime.timedelta: lambda value, inner: [value.days, value.seconds, value.microseconds],
+_CODINGS: dict[type, Coding] = {
+    tuple: _sequence(tuple),
+    set: _sequence(set),
+    frozenset: _sequence(frozenset),
+    dict: _mapping(dict),
+    OrderedDict: _mapping(OrderedDict),
+    Counter: _mapping(Counter),
+    defaultdict: (_of_default_dict, _to_default_dict),
+    deque: (
+        lambda value, inner: [value.maxlen, [inner(item) for item in value]],
+        lambda given, inner: deque([inner(item) for item in given[1]], given[0]),
+    ),
+    type({}.keys()): _sequence(lambda items: dict.fromkeys(items).keys()),
+    type({}.values()): _sequence(lambda items: dict(enumerate(items)).values()),
+    type({}.items()): _sequence(lambda items: dict(items).items()),
+    type(OrderedDict().keys()): _sequence(lambda items: OrderedDict.fromkeys(items).keys()),
+    type(OrderedDict().values()): _sequence(lambda items: OrderedDict(enumerate(items)).values()),
+    type(OrderedDict().items()): _sequence(lambda items: OrderedDict(items).items()),
+    bytes: (lambda value, inner: value.hex(), lambda given, inner: bytes.fromhex(given)),
+    bytearray: (lambda value, inner: value.hex(), lambda given, inner: bytearray.fromhex(given)),
+    complex: (lambda value, inner: [value.real, value.imag], lambda given, inner: complex(*map(float, given))),
+    Fraction: (lambda value, inner: [inner(value.numerator), inner(value.denominator)], _to_fraction),
+    Decimal: (lambda value, inner: str(value), _to_decimal),
+    range: (
+        lambda value, inner: [inner(value.start), inner(value.stop), inner(value.step)],
+        lambda given, inner: range(*map(inner, given)),
+    ),
+    datetime.date: _moment(datetime.date.fromisoformat),
+    datetime.datetime: _moment(datetime.datetime.fromisoformat),
+    datetime.time: _moment(datetime.time.fromisoformat),
+    datetime.timedelta: (
+        lambda value, inner: [value.days, value.seconds, value.microseconds],
+        lambda given, inner: datetime.timedelta(*map(int, given)),
+    ),
 }
-_DECODERS: dict[str, Callable[[Any, Unpack], Any]] = {
+"""How a value of each type becomes JSON and back, beside JSON's own types."""
+_DECODERS: dict[str, Callable[[Any, Code], Any]] = {kind.__name__: decode for kind, (_, decode) in _CODINGS.items()} | {
     "int": lambda given, inner: int(given, 16),
-    "tuple": lambda given, inner: tuple(_to_list(given, inner)),
-    "set": lambda given, inner: set(_to_list(given, inner)),
-    "frozenset": lambda given, inner: frozenset(_to_list(given, inner)),
-    "dict": _to_dict,
-    "OrderedDict": lambda given, inner: OrderedDict(_to_dict(given, inner)),
-    "Counter": _to_counter,
-    "defaultdict": _to_defaultdict,
-    "deque": lambda given, inner: deque(_to_list(given[1], inner), given[0]),
-    "dict_keys": lambda given, inner: dict.fromkeys(_to_list(given, inner)).keys(),
-    "dict_values": lambda given, inner: dict(enumerate(_to_list(given, inner))).values(),
-    "dict_items": lambda given, inner: dict(_to_list(given, inner)).items(),
-    "odict_keys": lambda given, inner: OrderedDict.fromkeys(_to_list(given, inner)).keys(),
-    "odict_values": lambda given, inner: OrderedDict(enumerate(_to_list(given, inner))).values(),
-    "odict_items": lambda given, inner: OrderedDict(_to_list(given, inner)).items(),
-    "bytes": lambda given, inner: bytes.fromhex(given),
-    "bytearray": lambda given, inner: bytearray.fromhex(given),
-    "complex": lambda given, inner: complex(*map(float, given)),
-    "Fraction": _to_fraction,
-    "Decimal": _to_decimal,
-    "range": lambda given, inner: range(*map(inner, given)),
-    "date": lambda given, inner: datetime.date.fromisoformat(given),
-    "datetime": lambda given, inner: datetime.datetime.fromisoformat(given),
-    "time": lambda given, inner: datetime.time.fromisoformat(given),
-    "timedelta": lambda given, inner: datetime.timedelta(*map(int, given)),
     "type": lambda given, inner: DATA_TYPES[given],
 }
 
