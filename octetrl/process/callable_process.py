@@ -151,11 +151,13 @@ class CallableProcess:
         """Wait for the result of `take`. Raises ProcessDied, or NoAnswer after `seconds`; the call then still
         runs."""
         deadline = time.monotonic() + seconds
+        poll = select.poll()  # select() accepts only descriptors below 1024
+        poll.register(self, select.POLLIN)
         while (answer := self.take()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise NoAnswer(f"no answer in {seconds:g} s")
-            _wait(self, select.POLLIN, left)
+            poll.poll(left * 1000)
         return answer
 
     def call(self, *args: Any, seconds: float) -> Any:
@@ -179,18 +181,15 @@ class CallableProcess:
         self._finalizer()
 
     def _write(self, data: bytes) -> None:
-        rest = memoryview(framed(data))
-        deadline = time.monotonic() + _SEND_SECONDS
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    self.kill()
-                    raise ProcessDied(f"the process read nothing for {_SEND_SECONDS:g} s") from None
-                _wait(self, select.POLLOUT, 1.0)
-            except OSError as error:
-                raise self._death() from error
+        try:
+            self._socket.settimeout(_SEND_SECONDS)
+            self._socket.sendall(framed(data))
+            self._socket.setblocking(False)
+        except TimeoutError:
+            self.kill()
+            raise ProcessDied(f"the process read nothing for {_SEND_SECONDS:g} s") from None
+        except OSError as error:
+            raise self._death() from error
 
     def _whole_answer(self) -> Answer | None:
         """The first answer in the buffer that belongs to the running call."""
@@ -238,12 +237,6 @@ def _state_of(pid: int) -> str:
             return stat.read().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return ""
-
-
-def _wait(process: CallableProcess, event: int, seconds: float) -> None:
-    poll = select.poll()  # select() accepts only descriptors below 1024
-    poll.register(process, event)
-    poll.poll(seconds * 1000)
 
 
 def _end(supervised: Supervised, data: socket.socket) -> None:

@@ -40,6 +40,24 @@ from octetrl.system.errors import UserError
 from octetrl.system.host import num_cores
 
 MIB = 2**20
+_PACKAGE = Path(__file__).parent
+# Without octetrl/__init__.py, whose imports would take half of the warden's start.
+_BOOT = """
+import sys
+package = sys.modules["octetrl"] = type(sys)("octetrl")
+package.__path__ = [sys.argv[1]]
+from octetrl.process.warden import main
+main()
+"""
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # each arena reserves 128 MiB of address space
+}
+_GRACE_SECONDS = 60.0  # beyond its wall limit, for a warden on a machine that is short of cores
+_slots = threading.BoundedSemaphore(num_cores())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +120,6 @@ class Outcome:
     @property
     def ok(self) -> bool:
         return self.status is SandboxStatus.OK
-
-
-_PACKAGE = Path(__file__).parent
-# Without octetrl/__init__.py, whose imports would take half of the warden's start.
-_BOOT = """
-import sys
-package = sys.modules["octetrl"] = type(sys)("octetrl")
-package.__path__ = [sys.argv[1]]
-from octetrl.process.warden import main
-main()
-"""
-_ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "{work}",
-    "TMPDIR": "{work}",
-    "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",  # each arena reserves 128 MiB of address space
-}
-_GRACE_SECONDS = 60.0  # beyond its wall limit, for a warden on a machine that is short of cores
-_slots = threading.BoundedSemaphore(num_cores())
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +196,26 @@ def _run(sandbox: Sandbox, program: Program, link: socket.socket | None) -> Outc
     in_bubblewrap = sandbox.level is Level.BUBBLEWRAP
     place = "/tmp" if in_bubblewrap else tempfile.gettempdir()
     folder = os.path.join(place, f"octetrl-sandbox-{os.getpid()}-{os.urandom(6).hex()}")
+    work, main = f"{folder}/work", f"{folder}/program/main.py"
     order = {
         "level": sandbox.level,
-        "command": [sandbox.interpreter.executable, "-I", "-B", "{program}/main.py"],
-        "environment": _ENVIRONMENT,
+        "command": [sandbox.interpreter.executable, "-I", "-B", main],
+        "environment": _ENVIRONMENT | {"HOME": work, "TMPDIR": work},
         "source": program.source,
         "stdin": program.stdin,
         "limits": asdict(program.limits),
         "folders": sandbox.interpreter.folders,
         "devices": DEVICES,
         "folder": folder,
+        "work": work,
+        "main": main,
         "link": None if link is None else link.fileno(),
     }
     with link or contextlib.nullcontext():
         try:
             warden = _start_warden(sandbox, program, () if link is None else (link,))
         except OSError as error:
-            return _failed(f"the sandbox did not start: {error}")
+            return Outcome(SandboxStatus.FAILED_SANDBOX, detail=f"the sandbox did not start: {error}")
     started, said = False, ""
     try:
         seconds = program.limits.wall_seconds + _GRACE_SECONDS
@@ -250,7 +249,7 @@ def _outcome(report: Mapping[str, Any], *, started: bool) -> Outcome:
     if report["left_over"]:
         return Outcome(SandboxStatus.BROKE_SANDBOX, detail="processes of the program could not be ended")
     if report["stopped"] == "abandoned":
-        return _failed("the run went away")
+        return Outcome(SandboxStatus.FAILED_SANDBOX, detail="the run went away")
     return Outcome(
         status=_status(report),
         stdout=report["stdout"],
@@ -277,7 +276,3 @@ def _status(report: Mapping[str, Any]) -> SandboxStatus:
     if code in (-signal.SIGKILL, -signal.SIGTERM):
         return SandboxStatus.KILLED
     return SandboxStatus.CRASHED if code < 0 else SandboxStatus.ERROR
-
-
-def _failed(detail: str) -> Outcome:
-    return Outcome(SandboxStatus.FAILED_SANDBOX, detail=detail)

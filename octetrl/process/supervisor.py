@@ -68,17 +68,16 @@ class Supervisor:
         self._lifeline, self._limits, self._is_worker = lifeline, limits, is_worker
         self._folder, self._counts_deleted = folder, counts_deleted
         self._looks = _WORKER_LOOKS if is_worker else _PROGRAM_LOOKS
-        self._oom_score: int | None = None  # opened while /proc shows this process its own files
-        with contextlib.suppress(OSError):  # /proc is read-only
-            self._oom_score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-            self._own_oom_score = os.pread(self._oom_score, 16, 0)
+        self._oom_files: list[int] = []  # opened while /proc shows this process its own files; none: it is read-only
+        with contextlib.suppress(OSError):
+            self._oom_files = [os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)]
         self._outputs: dict[int, bytearray] = {}
         self._num_printed = 0
         self._stopped: str | None = None
         self._cpu, self._memory = 0.0, 0
         self._measure_due = self._disk_due = 0.0
         self._wakes, wakes = os.pipe()
-        self._own = [lifeline, self._wakes, wakes, *([] if self._oom_score is None else [self._oom_score])]
+        self._own = [lifeline, self._wakes, wakes, *self._oom_files]
         os.set_inheritable(lifeline, False)
         for descriptor in (self._wakes, wakes):
             os.set_blocking(descriptor, False)
@@ -108,12 +107,15 @@ class Supervisor:
                 os.fchown(descriptor, owner, owner)
         streams += [] if link is None else [link]
         supervisor = os.getpid()
-        self._set_oom_score(b"1000")  # of the child too
+        own_scores = [os.pread(file, 16, 0) for file in self._oom_files]
+        for file in self._oom_files:  # the kernel kills the highest score first when memory is out: the child, and not
+            os.pwrite(file, b"1000", 0)  # the process that watches it, whose end would cost the report
         self._pid = os.fork()
         if self._pid == 0:
             self._become_child(enter, streams, failure_write, supervisor)
             return True
-        self._set_oom_score(self._own_oom_score)
+        for file, score in zip(self._oom_files, own_scores, strict=True):
+            os.pwrite(file, score, 0)
         for descriptor in {*streams, failure_write}:
             os.close(descriptor)
         for descriptor in (self._stdin, *self._outputs):
@@ -149,12 +151,6 @@ class Supervisor:
             "disk_full": bool(self._folder) and self._disk_is_full(),
             "left_over": left_over,
         }
-
-    def _set_oom_score(self, score: bytes) -> None:
-        """The kernel kills the highest score first when the machine is out of memory: the child, and not the process
-        that watches it, whose end would cost the report."""
-        if self._oom_score is not None:
-            os.pwrite(self._oom_score, score, 0)
 
     # ------------------------------------------------------------ the child
 

@@ -1,7 +1,8 @@
 """The supervisor of a sandbox: makes a folder and a user for one program, starts it restricted, and removes the folder.
 
 Started as `python -I -S -B -c ...`; in bubblewrap it is the init of the namespace. The order has the program (`source`,
-`stdin`, `command`, `environment`, `limits`, `link`) and its place (`level`, `number`, `folder`, `folders`, `devices`).
+`stdin`, `command`, `environment`, `limits`, `link`) and its place (`level`, `number`, `folder`, in it `work` and
+`main`, and what else it may use: `folders`, `devices`).
 From the message `started` on, a failure of this process, by an error or by a signal, is the program's doing.
 """
 
@@ -53,9 +54,9 @@ def main() -> None:
 def _serve(lifeline: int, order: dict) -> dict:
     """One sandbox, from an empty folder to a report."""
     is_root, in_bubblewrap = os.geteuid() == 0, order["level"] == "bubblewrap"
-    limits, folder = order["limits"], order["folder"]
+    limits, folder, work = order["limits"], order["folder"], order["work"]
+    program = os.path.dirname(order["main"])
     user = _private_user(order["number"]) if is_root else os.geteuid()
-    work, program = os.path.join(folder, "work"), os.path.join(folder, "program")
     # in bubblewrap deleted files have no more room than the others
     supervisor = Supervisor(lifeline, limits, folder=work, counts_deleted=not in_bubblewrap)
     hide_from_other_processes()
@@ -63,7 +64,7 @@ def _serve(lifeline: int, order: dict) -> dict:
     os.mkdir(folder, 0o711)
     try:
         os.mkdir(program, 0o755)
-        with open(os.path.join(program, "main.py"), "w", encoding="utf-8", errors="surrogatepass") as file:
+        with open(order["main"], "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(order["source"])
         os.mkdir(work, 0o700)
         os.chown(work, user, user if is_root else -1)
@@ -72,9 +73,7 @@ def _serve(lifeline: int, order: dict) -> dict:
             _set_limits(limits)
             _restrict([*order["folders"], program], [work, *order["devices"]], user, in_bubblewrap=in_bubblewrap)
             os.chdir(work)
-            command = [word.replace("{program}", program) for word in order["command"]]
-            environment = {name: text.replace("{work}", work) for name, text in order["environment"].items()}
-            os.execve(command[0], command, environment)
+            os.execve(order["command"][0], order["command"], order["environment"])
 
         owner = user if is_root else None  # who may open /dev/stdin, which is a pipe
         supervisor.start(enter, stdin=order["stdin"], owner=owner, link=order["link"])

@@ -1,6 +1,6 @@
 """The code's side of a judgement: runs the model's code (the contestant) when the judge asks, then answers its calls.
 
-It is the main program of a sandbox of its own (`programs.py`). The model's code runs in the same process, so nothing
+It is the main program of a sandbox of its own. The model's code runs in the same process, so nothing
 here is a protection: the code may change this program or write to the socket itself. The judge's side must therefore
 treat every message as an attack (`link.py`).
 """
@@ -47,12 +47,8 @@ def contest(source: str, seconds: float) -> None:
             answer = desk.answer(line)
         signal.setitimer(signal.ITIMER_REAL, 0)
         seconds -= time.monotonic() - began
-        _say(link, answer)
-
-
-def _say(link: Any, answer: dict[str, Any]) -> None:
-    link.write(json.dumps(answer).encode() + b"\n")
-    link.flush()
+        link.write(json.dumps(answer).encode() + b"\n")
+        link.flush()
 
 
 def _answered(action: Callable[[], Any]) -> dict[str, Any]:
@@ -103,8 +99,11 @@ class _Desk:
             "repr": repr,
             "bool": bool,
             "isinstance": isinstance,
+            "contents": _contents,
             "enter": lambda target: type(target).__enter__(target),
             "exit": _leave,
+            "and": operator.and_,
+            "or": operator.or_,
         }
 
     def answer(self, line: bytes) -> dict[str, Any]:
@@ -114,31 +113,21 @@ class _Desk:
     def _done(self, operation: str, packed: Any) -> dict[str, Any]:
         given = self._nodes.unpack(packed, self._find)
         if operation == "name":
-            return self._named(given[0])
+            value = self._names.get(given[0], types)  # a module that the code imports is no name of its own
+            return {"missing": True} if isinstance(value, types.ModuleType) else {"value": self._packed(value)}
         if operation == "next":
             return self._next(*given)
-        if operation == "fields":
-            return {"value": _ordered(_fields(given[0], []))}
         if operation != "call":
-            return {"value": self._packed(self._operation(operation)(*given))}
+            operate = self._operations.get(operation) or getattr(operator, operation)
+            return {"value": self._packed(operate(*given))}
         args = [*given[1], *given[2].values()]
         was = self._packed(args)
         value = given[0](*given[1], **given[2])
         changed = self._packed(args)
         return {"value": self._packed(value)} | ({} if changed == was else {"changed": changed})
 
-    def _operation(self, name: str) -> Any:
-        of_python = getattr(operator, name, None) or getattr(operator, f"{name}_", None)  # or_ and and_
-        return self._operations.get(name) or of_python
-
     def _packed(self, value: Any) -> Any:
         return self._nodes.pack(value, self._keep)
-
-    def _named(self, name: str) -> dict[str, Any]:
-        if name not in self._names:
-            return {"missing": name}
-        value = self._names[name]
-        return {"module": name} if isinstance(value, types.ModuleType) else {"value": self._packed(value)}
 
     def _next(self, iterator: Any, count: int, sent: Any) -> dict[str, Any]:
         """As many as `count` items, and how it ended if it did. sent: what the generator gets for its `yield`."""
@@ -149,9 +138,7 @@ class _Desk:
                 items.append(next(iterator) if sent is None else iterator.send(sent))
 
         ended = _answered(take)
-        return {"value": self._packed(items)} | (
-            {"end": ended["raised"], "fields": ended["fields"]} if "raised" in ended else {}
-        )
+        return {"value": self._packed(items), "end": ended.get("raised"), "fields": ended.get("fields")}
 
     def _find(self, kind: str, given: Any) -> Any:
         return unpack_global(given) if kind == "global" else self._kept[given]
@@ -177,10 +164,16 @@ def _leave(target: Any, name: str | None, text: str) -> None:
     type(target).__exit__(target, error and type(error), error, None)
 
 
+def _contents(value: Any) -> str:
+    """What an object holds, as JSON for a comparison; null: nothing, so it is equal only to itself."""
+    found = _ordered(_fields(value, []))
+    return json.dumps(found if found.get("fields") or "holds" in found or "member" in found else None)
+
+
 def _fields(value: Any, above: list[Any]) -> Any:
-    """`value` as plain data, for a comparison: its class, its attributes, and what it holds as a list, number or text.
-    Sets and dicts are in an order of their own; what lies around itself is told by how far up it is."""
-    depth = next((len(above) - at for at, one in enumerate(above) if one is value), 0)
+    """`value` as plain data: its class, its attributes, and what it holds as a list, number or text. A reference to an
+    object around itself is written as the distance to that object."""
+    depth = next((len(above) - at for at, outer in enumerate(above) if outer is value), 0)
     if depth:
         return {"above": depth}
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.ModuleType):
@@ -191,20 +184,24 @@ def _fields(value: Any, above: list[Any]) -> Any:
     def inner(kept: Any) -> Any:
         return _fields(kept, [*above, value])
 
-    found: dict[str, Any] = {"class": type(value).__name__, "fields": []}
+    description: dict[str, Any] = {"class": type(value).__name__, "fields": []}
     names = {*getattr(value, "__dict__", {}), *_slots(type(value))}
     if compared := getattr(type(value), "__dataclass_fields__", None):
         names = {name for name, field in compared.items() if field.compare}
     for name in sorted(name for name in names if not name.startswith("__")):
         with contextlib.suppress(AttributeError):  # a slot that is not filled
-            found["fields"].append([name, pack(object.__getattribute__(value, name), inner)])
+            description["fields"].append([name, pack(object.__getattribute__(value, name), inner)])
     base = next((base for base in _BASES if isinstance(value, base)), None)
-    if base is not None:
-        found["holds"] = pack(base(value), inner)
-    return found
+    return description if base is None else description | {"holds": pack(base(value), inner)}
+
+
+def _slots(kind: type) -> set[str]:
+    declared = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return {name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)}
 
 
 def _ordered(packed: Any) -> Any:
+    """Sets and dicts in an order of their own."""
     if isinstance(packed, list):
         return [_ordered(item) for item in packed]
     if not isinstance(packed, dict):
@@ -213,18 +210,6 @@ def _ordered(packed: Any) -> Any:
     return {name: sorted(item, key=repr) if name in _UNORDERED else item for name, item in inner.items()}
 
 
-def _slots(kind: type) -> list[str]:
-    found: list[str] = []
-    for one in kind.__mro__:
-        slots = vars(one).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return found
-
-
 def main() -> None:
     contest(**json.loads(sys.stdin.read()))
     os._exit(0)  # whatever threads it has left
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """The judge's side of a judgement: runs the tests, in a sandbox of its own, and prints the verdict.
 
 Tests run in a namespace that only they write. The names that `code_tests.py` found to be the code's are requested
-from it at their first use. Each answer becomes plain data or a stand-in (`remote.py`). All other names are the tests'
+from it at their first use. Each answer becomes plain data or a stand-in (`link.py`). All other names are the tests'
 own, Python's own, or unknown. Expected values, asserts and the verdict never leave this process.
 
 The code runs only when the first of its names is requested, so it can't disturb what the tests do before that. stdout
@@ -194,7 +194,7 @@ def judge(end: socket.socket, order: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Test:
-    """One text of tests, with the tests that it does not run itself (`runs.py`)."""
+    """One text of tests, with the tests that it does not run itself."""
 
     def __init__(self, text: str, file: str, function: str | None) -> None:
         tree = ast.parse(text)
@@ -240,7 +240,7 @@ def _run_unittest(values: list[Any]) -> None:
 
 
 def _compares_objects(tree: ast.Module) -> None:
-    """`a is b` becomes a call of `remote.same`."""
+    """`a is b` becomes a call of `link.same`."""
 
     def replaced(node: Any) -> Any:
         if not isinstance(node, ast.Compare) or len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
@@ -298,7 +298,3 @@ def main() -> None:
         verdict = judge(socket.socket(fileno=_LINK), order)
     _print(json.dumps(verdict))
     os._exit(0)  # whatever the tests have left to do
-
-
-if __name__ == "__main__":
-    main()

@@ -25,7 +25,6 @@ import json
 import socket
 import time
 import types
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy, deepcopy
@@ -42,7 +41,7 @@ _PLAIN = (int, float, complex, str, bytes, list, tuple, dict, set, range, Counte
 PLAIN_NAMES = frozenset(name for kind in _PLAIN for name in dir(kind))
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDERS = ("lt", "le", "gt", "ge")
-_UNARY = ("neg", "pos", "abs", "invert")
+_OTHER_OPERATIONS = ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem")
 _SPECIAL_DATA = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__", "__annotations__")
 
 
@@ -117,11 +116,10 @@ class Remote:
             raise TypeError(f"the code's {origin_of(self).class_name} object is compared with plain data")
         if same(self, other):
             return True
-        link = origin_of(self).link
         if isinstance(self, BuiltObject) and isinstance(other, BuiltObject):
-            return link.ask("eq", self, other) is True
-        mine = link.fields(self)
-        return _has_fields(mine) and bool(mine == link.fields(other))
+            return _ask(self, "eq", other) is True
+        mine, theirs = (json.loads(_typed(_ask(side, "contents"), str)) for side in (self, other))
+        return mine is not None and bool(mine == theirs)
 
     def __hash__(self) -> int:
         return hash((origin_of(self).class_name, "of the code"))  # equal objects must have equal hashes
@@ -163,15 +161,6 @@ class BuiltObject(Function):
     def __bool__(self) -> bool:
         return _ask(self, "bool") is True
 
-    def __getitem__(self, key: Any) -> Any:
-        return _ask(self, "getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _ask(self, "setitem", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _ask(self, "delitem", key)
-
     def __contains__(self, item: Any) -> bool:
         return _ask(self, "contains", item) is True
 
@@ -204,8 +193,8 @@ for _name in _BINARY:
     setattr(BuiltObject, f"__r{_name}__", _operator(_name, is_reflected=True))
 for _name in _ORDERS:
     setattr(BuiltObject, f"__{_name}__", _order(_name))
-for _name in _UNARY:
-    setattr(BuiltObject, f"__{_name}__", lambda self, _name=_name: _ask(self, _name))
+for _name in _OTHER_OPERATIONS:
+    setattr(BuiltObject, f"__{_name}__", lambda self, *given, _name=_name: _ask(self, _name, *given))
 
 
 def same(one: object, other: object) -> bool:
@@ -249,19 +238,10 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _has_fields(description: Any) -> bool:
-    """Objects without fields are equal only to themselves."""
-    return isinstance(description, dict) and bool(
-        description.get("fields") or "holds" in description or "member" in description
-    )
-
-
 _LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
 _ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
 TESTS, TEST_FILE = "__main__", "test "
 """The name of the tests' module, and the prefix of its file names."""
-
-
 ENDED = "the program ended"
 
 
@@ -296,8 +276,9 @@ class Link:
         self._seconds_left = seconds
         self._before_code = before_code
         self._nodes = Nodes(-1, own)
-        self._stand_ins: dict[tuple[int, bool], Any] = {}
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of generators
+        self._stand_ins: dict[int, Any] = {}
+        self._built: dict[int, BuiltObject] = {}
+        self._generators: dict[Generator[Any, Any, Any], Origin] = {}
         self.exceptions = {name: type(name, (RemoteError,), {"__module__": "solution"}) for name in exceptions}
         self._has_answered = False  # with more than names of functions and classes
         self.has_run = self.is_closed = False
@@ -308,7 +289,7 @@ class Link:
     def name(self, name: str, *, is_class: bool) -> Any:
         """The code's object with this name. Raises KeyError if there is none."""
         answer = self._exchange("name", [name])
-        if "missing" in answer or "module" in answer:
+        if "missing" in answer:
             raise KeyError(name)
         value = self._unpacked(answer.get("value"))
         if is_class and isinstance(value, Remote):
@@ -322,19 +303,21 @@ class Link:
         if operation == "call" and "changed" in answer:
             args, kwargs, changed = given[1], given[2], self._unpacked(answer["changed"])
             _take_changes((*args, *kwargs.values()), tuple(changed) if isinstance(changed, list) else ())
-        is_built = operation in ("call", "get") and origin_of(given[0]).is_class
-        return self._unpacked(answer.get("value"), is_built=is_built)
-
-    def fields(self, remote: Remote) -> Any:
-        """The object's contents, as JSON."""
-        return self._exchange("fields", [self._packed_stand_in(remote)]).get("value")
+        value = self._unpacked(answer.get("value"))
+        origin = self._origin(value)
+        if origin is None or isinstance(value, Record) or operation not in ("call", "get"):
+            return value
+        if not origin_of(given[0]).is_class:
+            return value
+        # without `is_class`: calling a class may return the class itself, whose methods build nothing
+        return self._built.setdefault(origin.number, BuiltObject(Origin(self, origin.number, origin.class_name)))
 
     def next_items(self, origin: Origin, count: int, sent: Any = None) -> tuple[list[Any], Exception | None]:
         """The next `count` items of an iterator at most, and the exception with which it ended, if it has."""
         given = [Remote(origin), count, sent]
         answer = self._exchange("next", self._nodes.pack(given, self._packed_stand_in))
         items = self._unpacked(answer.get("value"))
-        ended = self._exception(answer["end"], answer.get("fields")) if "end" in answer else None
+        ended = None if answer.get("end") is None else self._exception(answer["end"], answer.get("fields"))
         if not isinstance(items, list) or not (items or ended):
             raise self._closed()
         return items, ended
@@ -440,45 +423,41 @@ class Link:
             return (), {}
         return (given if type(given) is tuple else ()), found
 
-    def _unpacked(self, packed: Any, *, is_built: bool = False) -> Any:
-        """is_built: whether `packed` itself, if it is an object, is one that the tests built."""
+    def _unpacked(self, packed: Any) -> Any:
         try:
-            if is_built and isinstance(packed, dict) and len(packed) == 1 and set(packed) <= {*KEPT} - {"record"}:
-                ((kind, given),) = packed.items()
-                return self._stand_in(kind, given, is_built=True)
             return self._nodes.unpack(packed, self._stand_in)
         except (Malformed, RecursionError, MemoryError):
             raise self._closed() from None  # not what `pack` makes: the code wrote to the link itself
 
-    def _stand_in(self, kind: str, given: Any, *, is_built: bool = False) -> Any:
-        """One stand-in for each object of the contestant, and one more if the tests built it. Neither has `is_class`:
-        calling a class may return the class itself, whose methods build nothing."""
-        if kind not in KEPT or not isinstance(given, list) or len(given) < 2:
-            raise Malformed
-        number, class_name = given[:2]
-        if type(number) is not int or type(class_name) is not str:
-            raise Malformed
-        if (number, is_built) not in self._stand_ins:
-            origin = Origin(self, number, class_name[:100])
-            self._stand_ins[number, is_built] = BuiltObject(origin) if is_built else self._made(kind, origin, given[2:])
-        return self._stand_ins[number, is_built]
+    def _stand_in(self, kind: str, given: Any) -> Any:
+        """One stand-in for each object of the contestant, and one more in `_built` if the tests built it."""
+        match given:
+            case [int(number), str(class_name), *rest] if kind in KEPT and type(number) is int:
+                if number not in self._stand_ins:
+                    self._stand_ins[number] = self._new_stand_in(kind, Origin(self, number, class_name[:100]), rest)
+                return self._stand_ins[number]
+        raise Malformed
 
-    def _made(self, kind: str, origin: Origin, rest: list[Any]) -> Any:
+    def _new_stand_in(self, kind: str, origin: Origin, rest: list[Any]) -> Any:
         if kind == "record":
             if len(rest) != 2 or not all(type(part) is list for part in rest):
                 raise Malformed
             return Record(origin, rest[0], [self._unpacked(item) for item in rest[1]])
         if kind == "iterator":
             reader = self.read(origin)
-            self._numbers[reader] = origin.number
+            self._generators[reader] = origin
             return reader
         return Function(origin) if kind == "function" else Remote(origin)
 
-    def _packed_stand_in(self, value: Any) -> Any:
+    def _origin(self, value: Any) -> Origin | None:
+        """The contestant's object that `value` stands for; None: it is plain data, or the tests' own."""
         if isinstance(value, Remote | Record):
-            return {"object": origin_of(value).number}
-        if isinstance(value, types.GeneratorType) and value in self._numbers:
-            return {"object": self._numbers[value]}
+            return origin_of(value)
+        return self._generators.get(value) if isinstance(value, types.GeneratorType) else None
+
+    def _packed_stand_in(self, value: Any) -> Any:
+        if origin := self._origin(value):
+            return {"object": origin.number}
         packed = pack_global(value)
         if packed is None:
             said = f"a {type(value).__name__} can't be sent to the code; tests may pass plain data alone"
