@@ -36,6 +36,12 @@ class Box:
     def run(self, source: str, stdin: str = "", **limits: float) -> Outcome:
         return self._sandbox.run(Program(source, stdin, limits=replace(SMALL, **limits)))  # type: ignore[arg-type]
 
+    def output(self, source: str, stdin: str = "", **limits: float) -> str:
+        """What a program that ends well prints."""
+        outcome = self.run(source, stdin, **limits)
+        assert outcome.ok, outcome
+        return outcome.stdout
+
     def run_pair(self, first: str, second: str) -> tuple[Outcome, Outcome]:
         return self._sandbox.run_pair(Program(first, limits=SMALL), Program(second, limits=SMALL))
 
