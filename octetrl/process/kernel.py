@@ -5,7 +5,7 @@
 abstract sockets reach no process outside (6.12); processes outside can't be traced and their /proc files not read. Not
 covered, and refused by the system-call filter instead: changes of a file's mode, owner, times and attributes. Not
 covered at all: whether a path exists, and `stat` of it. Source: the kernel's userspace-api/landlock; the ABI's version
-tells what the kernel knows.
+says what the kernel supports.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _checked(result: int, what: str) -> int:
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0: it has none, or it is switched off."""
+    """Version of the kernel's Landlock; 0: it has none, or it is switched off."""
     if sys.platform != "linux":
         return 0
     try:
@@ -130,11 +130,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _ON_FILES
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights & _known(), descriptor))
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor))
         system_call(_ADD_RULE, ruleset, 1, ctypes.addressof(rule), 0, what=f"Landlock rule for {path}")
     finally:
         os.close(descriptor)
-
-
-def _known() -> int:
-    return _FILE_RIGHTS[min(landlock_version(), 5)]

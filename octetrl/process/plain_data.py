@@ -63,8 +63,6 @@ _KINDS: dict[str, Callable] = {
 }
 
 
-def _unmarked(found: dict[str, object]) -> object:
-    mark = next(iter(found), "")
-    if len(found) == 1 and mark in _KINDS:
-        return _KINDS[mark](found[mark])
-    return found
+def _unmarked(item: dict[str, object]) -> object:
+    mark = next(iter(item), "")
+    return _KINDS[mark](item[mark]) if len(item) == 1 and mark in _KINDS else item

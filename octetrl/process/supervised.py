@@ -18,7 +18,7 @@ from typing import Any
 
 from octetrl.process.supervisor import LONGEST_MESSAGE, framed, take_frame
 
-_END_SECONDS = 15.0  # to wait for a supervisor that was told to end
+_END_SECONDS = 15.0  # to wait for a supervisor whose lifeline is closed
 
 
 class Supervised:

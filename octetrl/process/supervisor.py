@@ -340,23 +340,34 @@ def take_frame(data: bytearray, longest: int | None = None) -> bytes | None:
     return message
 
 
-def receive_order(lifeline: int) -> dict | None:
-    """The run's order; None if the run is gone."""
-    data = bytearray()
-    while (message := take_frame(data)) is None:
-        part = os.read(lifeline, _READ_BYTES)
+def read_frame(descriptor: int, ahead: bytearray) -> bytes | None:
+    """The next message; None if the other end is closed. ahead: what was read beyond it, for the next call."""
+    while (message := take_frame(ahead)) is None:
+        try:
+            part = os.read(descriptor, _READ_BYTES)
+        except ConnectionResetError:
+            return None
         if not part:
             return None
-        data += part
-    order: dict = json.loads(message)
-    return order
+        ahead += part
+    return message
 
 
-def send(descriptor: int, message: dict) -> None:
-    data = memoryview(framed(json.dumps(message).encode()))
+def write_frame(descriptor: int, message: bytes) -> None:
+    data = memoryview(framed(message))
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def receive_order(lifeline: int) -> dict | None:
+    """The run's order; None if the run is gone."""
+    message = read_frame(lifeline, bytearray())
+    return None if message is None else json.loads(message)
+
+
+def send(lifeline: int, message: dict) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody is left to read it
-        while data:
-            data = data[os.write(descriptor, data) :]
+        write_frame(lifeline, json.dumps(message).encode())
 
 
 def print_error(data: bytes) -> None:

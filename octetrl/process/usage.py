@@ -11,8 +11,10 @@ a link between two calls. Counting only reads, so this is harmless.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from functools import cache
 
 from octetrl.process.kernel import sees_descriptors_of_others
@@ -25,12 +27,10 @@ _PIPE_BYTES = 1 << 16  # the kernel's default, which the filter keeps the progra
 
 def processes() -> list[int]:
     """Ids of the sandbox's processes."""
-    found, frontier = [], [os.getpid()]
-    while frontier:
-        children = _children(frontier.pop())
-        found += children
-        frontier += children
-    return found
+    pids = [os.getpid()]
+    for pid in pids:  # which grows
+        pids += _children(pid)
+    return pids[1:]
 
 
 def lists_children() -> bool:
@@ -70,31 +70,28 @@ def buffer_bytes(pids: list[int], max_descriptors: int) -> int:
     socket is not seen; the kernel bounds those of a user by the number of open files."""
     if not sees_descriptors_of_others():
         return 0
-    socket_bytes = _socket_bytes()
-    found: set[str] = set()
-    hidden = 0
+    sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
         try:
-            for thread in os.listdir(f"/proc/{pid}/task"):  # each may have a table of its own
-                found |= _pipes_and_sockets(f"/proc/{pid}/task/{thread}/fd")
+            for held in _open_files(pid):
+                if stat.S_ISFIFO(held.st_mode) or stat.S_ISSOCK(held.st_mode):
+                    size = _PIPE_BYTES if stat.S_ISFIFO(held.st_mode) else _socket_bytes()
+                    sizes[held.st_dev, held.st_ino] = size
         except PermissionError:
-            hidden += _resident(pid) > 0  # else it is about to end
+            if _has_memory(pid):  # so it is not merely about to end: it hides
+                sizes[0, -pid] = max_descriptors * _socket_bytes()
         except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
-    sockets = sum(name.startswith("socket:") for name in found)
-    return (len(found) - sockets) * _PIPE_BYTES + (sockets + hidden * max_descriptors) * socket_bytes
+    return sum(sizes.values())
 
 
-def _pipes_and_sockets(folder: str) -> set[str]:
-    found = set()
-    for descriptor in os.listdir(folder):
-        try:
-            name = os.readlink(f"{folder}/{descriptor}")
-        except FileNotFoundError:  # closed meanwhile
-            continue
-        if name.startswith(("pipe:", "socket:")):
-            found.add(name)
-    return found
+def _open_files(pid: int) -> Iterator[os.stat_result]:
+    """What a process has open. Each of its threads may have a table of its own."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with os.scandir(f"/proc/{pid}/task/{thread}/fd") as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    yield os.stat(entry.path)
 
 
 @cache
@@ -141,33 +138,16 @@ def deleted_use(pids: list[int], folder: str, max_files: int) -> tuple[int, int]
     sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
         try:
-            _note_descriptors(pid, sizes)
+            for held in _open_files(pid):
+                if held.st_nlink == 0 and stat.S_ISREG(held.st_mode):
+                    sizes[held.st_dev, held.st_ino] = held.st_blocks * 512
             _note_mappings(pid, os.fsencode(folder) + b"/", sizes)
         except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
         except PermissionError:
-            if _has_memory(pid):  # so it is not merely about to end: it hides
+            if _has_memory(pid):
                 return sum(sizes.values()), max_files + 1
     return sum(sizes.values()), len(sizes)
-
-
-def _has_memory(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return not file.read().startswith(b"0 ")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _note_descriptors(pid: int, sizes: dict[tuple[int, int], int]) -> None:
-    with os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
-            try:
-                held = os.stat(entry.path)
-            except FileNotFoundError:  # closed meanwhile
-                continue
-            if held.st_nlink == 0 and stat.S_ISREG(held.st_mode):
-                sizes[held.st_dev, held.st_ino] = held.st_blocks * 512
 
 
 def _note_mappings(pid: int, below: bytes, sizes: dict[tuple[int, int], int]) -> None:
@@ -192,6 +172,10 @@ def _children(pid: int) -> list[int]:
     except OSError:
         return []
     return [int(word) for thread in threads for word in _read(f"/proc/{pid}/task/{thread}/children").split()]
+
+
+def _has_memory(pid: int) -> bool:
+    return _read(f"/proc/{pid}/statm").partition(b" ")[0] not in (b"", b"0")
 
 
 def _resident(pid: int) -> int:

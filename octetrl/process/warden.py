@@ -95,7 +95,7 @@ def _restrict(readable: list[str], writable: list[str], user: int, *, in_bubblew
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    die_with_parent(signal.SIGKILL)  # once more: another user's process forgets it
+    die_with_parent(signal.SIGKILL)  # once more: a change of user clears it
     give_up_privileges_for_good()
     if version := landlock_version():
         restrict(readable, writable)

@@ -22,11 +22,11 @@ from octetrl.process.plain_data import to_text
 from octetrl.process.supervisor import (
     LONGEST_MESSAGE,
     Supervisor,
-    framed,
     print_error,
+    read_frame,
     receive_order,
     send,
-    take_frame,
+    write_frame,
 )
 from octetrl.process.usage import lists_children
 from octetrl.system.errors import UserError, error_line, error_trace
@@ -108,15 +108,7 @@ class _Link:
     def read(self) -> bytes | None:
         """The next frame; None if the run has closed the socket."""
         self._check()
-        while (frame := take_frame(self._ahead)) is None:
-            try:
-                part = os.read(self._descriptor, 1 << 16)
-            except ConnectionResetError:
-                return None
-            if not part:
-                return None
-            self._ahead += part
-        return frame
+        return read_frame(self._descriptor, self._ahead)
 
     def write(self, answer: dict[str, Any]) -> None:
         self._check()
@@ -126,10 +118,8 @@ class _Link:
                 raise ValueError(f"an answer of {len(text):,} bytes; {LONGEST_MESSAGE:,} are allowed")
         except (TypeError, ValueError, RecursionError) as error:
             text = to_text(_failure(answer["call"], error)).encode()
-        data = memoryview(framed(text))
         try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
+            write_frame(self._descriptor, text)
         except (BrokenPipeError, ConnectionResetError):  # the run has closed it
             os._exit(0)
 
