@@ -95,8 +95,8 @@ def test_numpy_of_the_runs_environment(sandbox: Box) -> None:
 
 def test_much_input_and_text_that_is_no_text(sandbox: Box) -> None:
     program = "import sys\nprint(len(sys.stdin.read()), flush=True)\nsys.stdout.buffer.write(b'\\xff')"
-    assert sandbox.output(program, "x" * 3_000_000) == "3000000\n�"
-    assert sandbox.run("pass", "x" * 3_000_000).ok  # that nobody reads
+    assert sandbox.output(program, "x" * 1_000_000) == "1000000\n�"
+    assert sandbox.run("pass", "x" * 1_000_000).ok  # that nobody reads
     assert sandbox.run("print('\ud800' == '')").status is SandboxStatus.ERROR  # no source
 
 
@@ -160,8 +160,8 @@ def parent(pid: int) -> int:
 
 def test_many_callers(sandbox: Box) -> None:
     with ThreadPoolExecutor(8) as threads:
-        results = list(threads.map(lambda number: sandbox.run(f"print({number})"), range(16)))
-    assert [result.stdout for result in results] == [f"{number}\n" for number in range(16)]
+        results = list(threads.map(lambda number: sandbox.run(f"print({number})"), range(8)))
+    assert [result.stdout for result in results] == [f"{number}\n" for number in range(8)]
 
 
 def test_the_run_can_be_cut_off(sandbox: Box) -> None:
