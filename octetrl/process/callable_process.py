@@ -32,9 +32,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from octetrl.process.plain_data import from_text
+from octetrl.process.plain_data import LONGEST_MESSAGE, framed, from_text, take_frame
 from octetrl.process.supervised import Supervised
-from octetrl.process.supervisor import LONGEST_MESSAGE, framed, take_frame
 from octetrl.process.worker import LOST_SOCKET
 from octetrl.system.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Plain data as JSON text and back, for answers of processes that run foreign code.
+"""Plain data as JSON text and back, for answers of processes that run foreign code; messages over a stream socket.
 
 Reading the text only creates plain values. Reading a pickle would call functions that the pickle names. Lists, strings,
 numbers, None and dictionaries with string keys are written as JSON. Tuples, sets, bytes and other dictionaries are
@@ -7,16 +7,21 @@ written as an object with one key that names the type, so that the reader restor
     (1, {2: "x"})    {"~tuple": [1, {"~dict": [[2, "x"]]}]}
 
 A value of a subclass is restored as its base class: a numpy string as a string, a numpy integer as an integer.
+
+A message is eight bytes of length, and as many bytes.
 """
 
 from __future__ import annotations
 
 import binascii
 import json
+import os
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 
+LONGEST_MESSAGE = 64 << 20  # bytes that a run accepts of a process with foreign code
 _MARK = "~"
+_READ_BYTES = 1 << 16
 
 
 def to_text(value: object) -> str:
@@ -30,6 +35,42 @@ def from_text(text: str | bytes) -> object:
         return json.loads(text, object_hook=_unmarked)
     except (TypeError, RecursionError) as error:
         raise ValueError(f"no plain data: {error}") from error
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(8, "big") + message
+
+
+def take_frame(data: bytearray, longest: int | None = None) -> bytes | None:
+    """Remove the first message from `data` and return it; None if it is not complete. Raises ValueError for one of more
+    than `longest` bytes."""
+    size = int.from_bytes(data[:8], "big")
+    if longest is not None and len(data) >= 8 and size > longest:
+        raise ValueError(f"{size:,} bytes; {longest:,} are allowed")
+    if len(data) < 8 + size:
+        return None
+    message = bytes(data[8 : 8 + size])
+    del data[: 8 + size]
+    return message
+
+
+def read_frame(descriptor: int, ahead: bytearray) -> bytes | None:
+    """The next message; None if the other end is closed. ahead: what was read beyond it, for the next call."""
+    while (message := take_frame(ahead)) is None:
+        try:
+            part = os.read(descriptor, _READ_BYTES)
+        except ConnectionResetError:
+            return None
+        if not part:
+            return None
+        ahead += part
+    return message
+
+
+def write_frame(descriptor: int, message: bytes) -> None:
+    data = memoryview(framed(message))
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _marked(value: object) -> object:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from octetrl.process.supervisor import LONGEST_MESSAGE, framed, take_frame
+from octetrl.process.plain_data import LONGEST_MESSAGE, framed, take_frame
 
 _END_SECONDS = 15.0  # to wait for a supervisor whose lifeline is closed
 

@@ -32,8 +32,8 @@ from types import FrameType
 
 from octetrl.process import usage
 from octetrl.process.kernel import adopt_orphans, die_with_parent
+from octetrl.process.plain_data import read_frame, write_frame
 
-LONGEST_MESSAGE = 64 << 20  # bytes that a run accepts of a process with foreign code
 _MIB = 1 << 20
 _READ_BYTES = 1 << 16
 _PIECE = 4096  # bytes that a pipe accepts without blocking if it polls as writable
@@ -321,42 +321,6 @@ class Supervisor:
                 return True
             time.sleep(0.001)
         return False
-
-
-def framed(message: bytes) -> bytes:
-    return len(message).to_bytes(8, "big") + message
-
-
-def take_frame(data: bytearray, longest: int | None = None) -> bytes | None:
-    """Remove the first message from `data` and return it; None if it is not complete. Raises ValueError for one of more
-    than `longest` bytes."""
-    size = int.from_bytes(data[:8], "big")
-    if longest is not None and len(data) >= 8 and size > longest:
-        raise ValueError(f"{size:,} bytes; {longest:,} are allowed")
-    if len(data) < 8 + size:
-        return None
-    message = bytes(data[8 : 8 + size])
-    del data[: 8 + size]
-    return message
-
-
-def read_frame(descriptor: int, ahead: bytearray) -> bytes | None:
-    """The next message; None if the other end is closed. ahead: what was read beyond it, for the next call."""
-    while (message := take_frame(ahead)) is None:
-        try:
-            part = os.read(descriptor, _READ_BYTES)
-        except ConnectionResetError:
-            return None
-        if not part:
-            return None
-        ahead += part
-    return message
-
-
-def write_frame(descriptor: int, message: bytes) -> None:
-    data = memoryview(framed(message))
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def receive_order(lifeline: int) -> dict | None:

@@ -18,16 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from octetrl.process.kernel import die_with_parent
-from octetrl.process.plain_data import to_text
-from octetrl.process.supervisor import (
-    LONGEST_MESSAGE,
-    Supervisor,
-    print_error,
-    read_frame,
-    receive_order,
-    send,
-    write_frame,
-)
+from octetrl.process.plain_data import LONGEST_MESSAGE, read_frame, to_text, write_frame
+from octetrl.process.supervisor import Supervisor, print_error, receive_order, send
 from octetrl.process.usage import lists_children
 from octetrl.system.errors import UserError, error_line, error_trace
 from octetrl.system.process import uncollected
