@@ -22,6 +22,7 @@ import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -181,8 +182,6 @@ def results_as_json(
     reports: Mapping[str, EvalReport],
     compared: Mapping[str, Mapping[str, Estimate]],
 ) -> str:
-    from octetrl.telemetry.eval_report import difference_as_json
-
     first = next(iter(reports), "")
     content = {
         "recipe": recipe,
@@ -190,7 +189,7 @@ def results_as_json(
         "evaluation": resolved.evaluation.model_dump(mode="json"),
         "models": [{"target": target, **report.as_json()} for target, report in reports.items()],
         "differences": [
-            {"target": target, "less": first, "estimates": difference_as_json(found)}
+            {"target": target, "less": first, "estimates": {name: asdict(one) for name, one in found.items()}}
             for target, found in compared.items()
         ],
     }

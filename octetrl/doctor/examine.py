@@ -206,13 +206,10 @@ class ExaminedWorker:
         samples = samples_of(self.prompts, drawn)
         tokens_N = _tokens(drawn)
         layouts = {"packed": self.worker.layout, "each alone": replace(self.worker.layout, tokens_per_micro_batch=1)}
-        return [End("trainer", way, tokens_N, self._heard(samples, layout)) for way, layout in layouts.items()]
+        return [End("trainer", way, tokens_N, self.logprobs_of(samples, layout)) for way, layout in layouts.items()]
 
-    def heard(self, drawn: list[list[Completion]], kv: KVReplay) -> Tensor:
-        """The trainer's log-probs of those tokens, packed, with K and V as `kv` says."""
-        return self._heard(samples_of(self.prompts, drawn), self.worker.layout, kv)
-
-    def _heard(self, samples: list[Sample], layout: PackingLayout, kv: KVReplay | None = None) -> Tensor:
+    def logprobs_of(self, samples: list[Sample], layout: PackingLayout, kv: KVReplay | None = None) -> Tensor:
+        """The trainer's log-probs of the sampled tokens, with K and V as `kv` says."""
         self.recorder.recorded.clear()
         batch = pack(samples, replace(layout, minibatches=1), self.worker.trainer.algorithm.token_weighting)
         accumulate_gradients(self.worker.trainer, batch, kv or self.kv)

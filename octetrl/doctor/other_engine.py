@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from octetrl.config.schema import Recipe
-from octetrl.doctor.examine import Examination, ExaminedWorker
+from octetrl.doctor.examine import Examination, ExaminedWorker, samples_of
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.kv_scales import KVScales, split_scales
 from octetrl.records import Completion
@@ -143,10 +143,10 @@ def examine_other(subject: ExaminedWorker, bound: float) -> OtherReport:
     drawn = worker.engine.generate(subject.requests())
     worker.engine.sleep()  # its memory is the trainer's now
     found = departures(drawn, subject.trainer_ends(drawn)[0].logprobs_N)
-    replays = {}
+    samples, replays = samples_of(subject.prompts, drawn), {}
     if worker.policy.kv_mode != "none":
         for name, replay in replays_of(subject.kv, worker.kv_scales, subject):
-            trainer_N = subject.heard(drawn, replay)
+            trainer_N = subject.logprobs_of(samples, worker.layout, replay)
             replays[name] = replace(found, trainer_N=trainer_N).mean
     return OtherReport(found, replays, bound, subject.recipe.mismatch.warn_above)
 

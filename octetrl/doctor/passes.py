@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
+from operator import eq
 
 import torch
 from torch import Tensor
@@ -137,14 +138,10 @@ def _packed_forward(tap: Tap, drawn: DrawnSequences, first: int, last: int, kv: 
     hidden_TE = tap.forward(drawn.token_R[tap.rows_T], position_T, context)
     drawn_T = drawn.drawn_R[tap.rows_T]
     rows_N, hidden_NE = tap.rows_T[drawn_T], hidden_TE[drawn_T]
-    _note_logits(tap, rows_N, hidden_NE)
-    logprobs_N, _ = tap.model.logprobs(hidden_NE, drawn.token_R[rows_N + 1], rule.temperature, rule.chunk)
-    tap.note(LOGPROB, rows_N, logprobs_N[:, None])
-
-
-def _note_logits(tap: Tap, rows_N: Tensor, hidden_NE: Tensor) -> None:
     for rows_C, hidden_CE in zip(rows_N.split(LOGIT_ROWS), hidden_NE.split(LOGIT_ROWS), strict=True):
         tap.note(LOGITS, rows_C, tap.model.logits(hidden_CE))
+    logprobs_N, _ = tap.model.logprobs(hidden_NE, drawn.token_R[rows_N + 1], rule.temperature, rule.chunk)
+    tap.note(LOGPROB, rows_N, logprobs_N[:, None])
 
 
 # ---------------------------------------------------------------- the engine
@@ -308,10 +305,10 @@ def _prefix_hits(drawn: DrawnSequences, limits: EngineLimits) -> Plan | None:
     for size in dict.fromkeys((limits.page_size, SMALL_PAGE)):
         tables = [list(table) for table in _own_pages(drawn, range(len(drawn.token_ids)), size)]
         cached = [0] * len(tables)
-        for b, ids in enumerate(drawn.token_ids):
+        for b in range(len(tables)):
             for a in range(b):
-                theirs = drawn.token_ids[a][: drawn.prompt_lengths[a] - 1]
-                pages = _common_pages(ids[: drawn.prompt_lengths[b] - 1], theirs, size)
+                prompts = (drawn.token_ids[c][: drawn.prompt_lengths[c] - 1] for c in (a, b))
+                pages = len([*takewhile(bool, map(eq, *prompts))]) // size  # with equal tokens
                 if pages * size > cached[b]:
                     cached[b] = pages * size
                     tables[b][:pages] = tables[a][:pages]
@@ -322,13 +319,3 @@ def _prefix_hits(drawn: DrawnSequences, limits: EngineLimits) -> Plan | None:
             forwards = (*_rollout(drawn, first, limits), *_rollout(drawn, then, limits, cached))
             return Plan("prefix hit", forwards, tuple(map(tuple, tables)), size)
     return None
-
-
-def _common_pages(ids: Sequence[int], others: Sequence[int], page_size: int) -> int:
-    """Number of full pages that both sequences begin with."""
-    common = 0
-    for mine, theirs in zip(ids, others, strict=False):
-        if mine != theirs:
-            break
-        common += 1
-    return common // page_size

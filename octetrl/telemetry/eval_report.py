@@ -20,7 +20,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -135,42 +135,34 @@ class EvalReport:
         return Failures.among(self.groups)
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of a step, `eval/*`: estimates, the interval of the accuracy, lengths and statuses."""
-        numbers = {f"eval/{name}": estimate.mean for name, estimate in self.estimates.items()}
-        numbers |= {"eval/tasks": float(self.tasks), "eval/tokens_per_second": self.tokens_per_second}
-        accuracy = self.estimates.get("accuracy")
-        if accuracy is not None:
-            numbers |= {"eval/accuracy_low": accuracy.low, "eval/accuracy_high": accuracy.high}
-        for name, report in self.by_environment.items():
-            numbers |= {f"eval/environments/{name}/{key}": value for key, value in report.numbers_in_mixture.items()}
-        if self.mean_of_environments is not None:
-            numbers["eval/mean_of_environments"] = self.mean_of_environments
-        for name, length in self.lengths.items():
-            numbers[f"eval/{name}" if name == "truncated_share" else f"eval/{name}_length"] = length
-        for status, count in self.counts.items():
-            if status is not RolloutStatus.SCORED:
-                numbers[f"eval/{status.value}"] = float(count)
-        return numbers
+    def numbers(self) -> dict[str, float]:
+        """What an evaluation of several environments measures of each: estimates, the interval of the accuracy, the
+        number of tasks, and the share of truncated answers."""
+        numbers = {name: estimate.mean for name, estimate in self.estimates.items()} | {"tasks": float(self.tasks)}
+        if (accuracy := self.estimates.get("accuracy")) is not None:
+            numbers |= {"accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
+        return numbers | {name: share for name, share in self.lengths.items() if name == "truncated_share"}
 
     @property
-    def numbers_in_mixture(self) -> dict[str, float]:
-        """What an evaluation of several environments measures of each."""
-        numbers = {name: estimate.mean for name, estimate in self.estimates.items()} | {"tasks": float(self.tasks)}
-        accuracy = self.estimates.get("accuracy")
-        if accuracy is not None:
-            numbers |= {"accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
-        if self.lengths:
-            numbers["truncated_share"] = self.lengths["truncated_share"]
-        return numbers
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step, `eval/*`: numbers, those of each environment, lengths and statuses."""
+        numbers = {**self.numbers, "tokens_per_second": self.tokens_per_second}
+        for name, report in self.by_environment.items():
+            numbers |= {f"environments/{name}/{key}": value for key, value in report.numbers.items()}
+        if self.mean_of_environments is not None:
+            numbers["mean_of_environments"] = self.mean_of_environments
+        numbers |= {f"{name}_length": length for name, length in self.lengths.items() if name != "truncated_share"}
+        numbers |= {status.value: float(count) for status, count in self.counts.items()}
+        del numbers[RolloutStatus.SCORED.value]
+        return {f"eval/{name}": number for name, number in numbers.items()}
 
     def as_json(self) -> dict[str, Any]:
-        several = {name: report.numbers_in_mixture for name, report in self.by_environment.items()}
+        several = {name: report.numbers for name, report in self.by_environment.items()}
         return {
             **({"environments": several, "mean_of_environments": self.mean_of_environments} if several else {}),
             "step": self.step,
             "tasks": self.tasks,
-            "estimates": {name: _fields(estimate) for name, estimate in self.estimates.items()},
+            "estimates": {name: asdict(estimate) for name, estimate in self.estimates.items()},
             "lengths": self.lengths,
             "statuses": {status.value: count for status, count in self.counts.items()},
             "tokens_per_second": self.tokens_per_second,
@@ -205,11 +197,3 @@ def differences(report: EvalReport, baseline: EvalReport) -> Mapping[str, Estima
         if estimate is not None:
             found[name] = estimate
     return found
-
-
-def difference_as_json(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    return {name: _fields(estimate) for name, estimate in found.items()}
-
-
-def _fields(estimate: Estimate) -> dict[str, float]:
-    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high, "tasks": estimate.tasks}

@@ -3,13 +3,15 @@
 `rollout_page.html` is the template. The groups are inserted as JSON, in a script element of a type that browsers do not
 run. The JSON is ASCII with `<` escaped, so no text of a model can end the element. The page adds texts to the document
 as text, never as markup. Its Content-Security-Policy forbids every connection.
+
+A token is highlighted if the engine gave it a low probability, or if trainer and engine disagree about it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,32 +23,6 @@ from octetrl.telemetry.rollouts import MODEL, Filter, Interval, SampledGroup, Sa
 UNLIKELY = 0.1  # probability
 VERY_UNLIKELY = 0.01
 DISAGREEMENT = 0.1  # difference of log-probs
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_LETTER = 8  # tokens
-
-
-class Decodes(Protocol):
-    def decode(self, token_ids: list[int], /) -> Any: ...
-
-
-def token_pieces(tokenizer: Decodes, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token. It is empty if the character continues in the next token."""
-    pieces: list[str] = []
-    before: list[int] = []  # the last complete tokens: a piece may begin with a space only after others
-    pending: list[int] = []
-    for token_id in token_ids:
-        pending.append(token_id)
-        text = str(tokenizer.decode([*before, *pending]))[len(str(tokenizer.decode(before))) :]
-        if text.endswith(_BROKEN) and len(pending) < _LONGEST_LETTER:
-            pieces.append("")
-        else:
-            pieces.append(text)
-            before, pending = pending, []
-    if pending:
-        pieces[-1] = text
-    return pieces
-
-
 _PLACE = '{"groups": []}'  # placeholder in the template
 
 Pieces = Callable[[Sequence[int]], list[str]]  # token ids -> text of each token
@@ -118,8 +94,8 @@ def _row(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
         "sibling": line["sibling"],
         "status": row.status,
         "reward": row.reward,
-        "components": _numbers(row.components),
-        "metrics": _numbers(row.metrics),
+        "components": row.components,
+        "metrics": row.metrics,
         "tokens": len(row.token_ids),
         "versions": row.versions_text,
         **{key: line.get(key) for key in ("finish_reason", "policy_version", "answered", "detail", "trace")},
@@ -143,5 +119,32 @@ def _part(row: SampledRow, part: Utterance, pieces: Pieces | None) -> dict[str, 
     return tokens
 
 
-def _numbers(components: Mapping[str, Any]) -> dict[str, float | None]:
-    return {str(name): value if isinstance(value, int | float) else None for name, value in components.items()}
+# ---------------------------------------------------------------- tokens as texts
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_LETTER = 8  # tokens
+
+
+class Decodes(Protocol):
+    def decode(self, token_ids: list[int], /) -> Any: ...
+
+
+def token_pieces(tokenizer: Decodes, token_ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; joined they are the decoded text.
+
+    In a byte-level vocabulary a character outside ASCII may take several tokens. The last of them has the character,
+    the others are empty."""
+    pieces: list[str] = []
+    before: list[int] = []  # the last complete tokens: a piece may begin with a space only after others
+    pending: list[int] = []
+    for token_id in token_ids:
+        pending.append(token_id)
+        text = str(tokenizer.decode([*before, *pending]))[len(str(tokenizer.decode(before))) :]
+        if text.endswith(_BROKEN) and len(pending) < _LONGEST_LETTER:
+            pieces.append("")
+        else:
+            pieces.append(text)
+            before, pending = pending, []
+    if pending:
+        pieces[-1] = text
+    return pieces

@@ -342,22 +342,12 @@ def select(run: str | Path, wanted: Filter, limit: int | None) -> Selection:
     run: a run folder, its folder `rollouts`, or one of the files.
     Raises UserError if there are no rollouts, or a line is invalid.
     """
-    files = _files_of_steps(run, wanted)
-    places = [
-        (step, path, place)
-        for step, path in files
-        for place, group in enumerate(_groups(step, path))
-        if any(wanted.takes(row) for row in group.rows)
-    ]
-    found = len(places)
-    if limit is not None and found > limit:
-        places = [places[number * found // limit] for number in range(limit)]
-    groups = []
-    for step, path in files:
-        picked = {place for _, of, place in places if of == path}
-        if picked:
-            groups += [group for group in _groups(step, path) if group.place in picked]
-    return Selection(groups, found, len(files))
+    found = list(dict.fromkeys((step, place) for step, place, _ in matching_rows(run, wanted)))
+    count = len(found) if limit is None else min(limit, len(found))
+    shown = {found[number * len(found) // count] for number in range(count)}
+    files, steps = _files_of_steps(run, wanted), {step for step, _ in shown}
+    groups = (group for step, path in files if step in steps for group in _groups(step, path))
+    return Selection([group for group in groups if (group.step, group.place) in shown], len(found), len(files))
 
 
 def matching_rows(run: str | Path, wanted: Filter) -> Iterator[tuple[int, int, SampledRow]]:
@@ -413,7 +403,7 @@ def _groups(step: int, path: Path) -> Iterator[SampledGroup]:
 
 
 def _rows(path: Path) -> Iterator[SampledRow]:
-    if not path.is_file():
+    if not path.is_file():  # a pipe would be waited for
         raise UserError(f"{path}: this is no file; move it away")
     try:
         with path.open(encoding="utf-8") as file:

@@ -20,7 +20,7 @@ from torch import Tensor
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.cli.main import run_command
 from octetrl.config.schema import Recipe
-from octetrl.doctor.examine import Examination, ExaminedWorker
+from octetrl.doctor.examine import Examination, ExaminedWorker, samples_of
 from octetrl.doctor.other_engine import (
     CACHE,
     LINEARS,
@@ -40,6 +40,7 @@ from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.models.decoder import Decoder
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
+from octetrl.trainer.forward import KVReplay
 from tests.e2e import tiny_run
 from tests.unit.backends.vllm_double import Request, VllmDouble, tensors_of
 
@@ -84,6 +85,10 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> list[SayingDouble]:
 def recipe_of(model: Path, precision: str) -> Recipe:
     recipe = tiny_run.tiny_recipe(model, model.parent / "run", {"precision": precision})
     return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "vllm"})})
+
+
+def logprobs_of(subject: ExaminedWorker, drawn: Any, replay: KVReplay) -> Tensor:
+    return subject.logprobs_of(samples_of(subject.prompts, drawn), subject.worker.layout, replay)
 
 
 def trainer_of(subject: ExaminedWorker, hear: Callable[[Any], Tensor]) -> Tensor:
@@ -157,7 +162,7 @@ def test_an_engine_with_one_scale_a_layer_is_recognised(model: Path, doubles: li
     half = scale_LS.shape[1] // 2
     for part in (slice(None, half), slice(half, None)):
         assert torch.equal(scale_LS[:, part], own_LS[:, part].amax(1, keepdim=True).expand(-1, half))
-    doubles[0].logprobs = trainer_of(subject, lambda drawn: subject.heard(drawn, replay))
+    doubles[0].logprobs = trainer_of(subject, lambda drawn: logprobs_of(subject, drawn, replay))
     found = examine_other(subject, bound=0.1)
     assert found.replays[ONE_SCALE] == 0 < min(found.replays["as it trains"], found.replays["not quantised"])
 

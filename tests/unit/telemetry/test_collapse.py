@@ -108,7 +108,7 @@ HEALTHY: dict[str, Callable[[int], float]] = {
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
-@pytest.mark.parametrize("groups", [4, 32, 128])
+@pytest.mark.parametrize("groups", [4, 128])
 def test_healthy_rewards_are_no_collapse(kind: str, groups: int) -> None:
     for seed in range(3):
         assert found(course(HEALTHY[kind], 250, seed, groups=groups)) is None

@@ -93,34 +93,28 @@ def test_a_mismatch_is_told_once_and_again_when_it_is_clearly_worse() -> None:
     assert (said[5] or "").startswith(f"step 6: {MISMATCH} has risen to 1.2300")
 
 
-def test_advice_follows_the_evidence() -> None:
-    def said(metrics: dict[str, float]) -> str:
-        return MismatchGate(MismatchConfig()).check(1, metrics) or ""
-
-    first, last = "mismatch/decile_0/token_mult_prob_error", "mismatch/decile_9/token_mult_prob_error"
-    assert "fp8.kv_replay" in said({MISMATCH: 1.1, first: 1.01, last: 1.2})
-    assert "linears" in said({MISMATCH: 1.1, first: 1.1, last: 1.1})
-    stale = {MISMATCH: 1.1, "fp8/kv_saturation": 0.02, "rollout/on_policy_share": 0.25}
-    assert "75% of the tokens were sampled by earlier weights" in said(stale)
-    assert ": lower the learning rate, or" in (MismatchGate(MismatchConfig(), 1).check(1, stale) or ""), (
-        "a lower cluster.max_staleness than 1 ends the overlap"
-    )
-    assert ": lower cluster.max_staleness or" in (MismatchGate(MismatchConfig(), 2).check(1, stale) or "")
-    with pytest.raises(MismatchError, match="contains the change of the policy since") as caught:
-        MismatchGate(MismatchConfig(fail_above=1.05), 1).check(1, stale)
-    assert "wrong log-probs" not in str(caught.value) and "raise mismatch.fail_above" in str(caught.value)
-    assert "calibration_margin" in said(stale | {"rollout/on_policy_share": 1.0})
-    clamped = {MISMATCH: 1.1, "fp8/kv_saturation": 1e-4}
-    assert "0.01% of K and V were clamped: raise fp8.calibration_margin" in said(clamped)
-    assert "look at the linears" in said(clamped | {"fp8/kv_saturation": 4e-5})
+FIRST, LAST = (f"mismatch/decile_{n}/token_mult_prob_error" for n in (0, 9))
 
 
-def test_saturation_warning_names_share_limit_and_remedy() -> None:
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({FIRST: 1.01, LAST: 1.2}, "fp8.kv_replay"),
+        ({FIRST: 1.1, LAST: 1.1}, "linears"),
+        ({"fp8/kv_saturation": 0.02, "rollout/on_policy_share": 0.25}, "75% of the tokens were sampled by earlier"),
+        ({"fp8/kv_saturation": 1e-4}, "fp8.calibration_margin"),
+        ({"fp8/kv_saturation": 4e-5}, "linears"),
+    ],
+)
+def test_advice_follows_the_evidence(metrics: dict[str, float], said: str) -> None:
+    assert said in (MismatchGate(MismatchConfig()).check(1, {MISMATCH: 1.1, **metrics}) or "")
+
+
+def test_saturation_warning_names_the_field_and_the_remedy() -> None:
     config = Fp8Config(kv_cache="calibrated")
     assert kv_saturation_warning({"fp8/kv_saturation": 0.0005}, config) is None
     assert kv_saturation_warning({}, config) is None
-    said = kv_saturation_warning({"fp8/kv_saturation": 0.02}, config) or ""
-    assert "2.00%" in said and "0.10%" in said and "calibration_margin=1.58" in said and "kv_cache=int8" in said
+    assert "fp8.calibration_margin=1.58" in (kv_saturation_warning({"fp8/kv_saturation": 0.02}, config) or "")
     dynamic = kv_saturation_warning({"fp8/kv_saturation": 0.02}, Fp8Config(kv_cache="dynamic")) or ""
     assert "margin" not in dynamic and "fp8.kv_cache=none" in dynamic
 

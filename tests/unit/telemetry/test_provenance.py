@@ -44,6 +44,8 @@ def test_a_copy_without_git_has_the_digest_of_its_commit(package: Path, tmp_path
     shutil.copytree(package, copied)
     (copied / "__pycache__").mkdir()
     (copied / "__pycache__/a.pyc").write_bytes(b"compiled")
+    (copied / "recipes").mkdir()  # a copy that follows the link to the recipes
+    (copied / "recipes/r.yaml").write_text("steps: 1\n")
     (package.parent / "README.md").write_text("changed\n")
     digest = digest_of_commit(commit, package)
     assert digest is not None and len(digest) == DIGITS
@@ -84,21 +86,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == source_digest()
     assert main(["no-such-commit"]) == 2
     assert "no commit 'no-such-commit'" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_this_checkout_has_the_digest_of_its_commit(tmp_path: Path) -> None:
-    """Of a clone, which has nothing but what is committed."""
-    root = Path(__file__).parents[3]
-    if subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
-        pytest.skip("not a git checkout")
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", "--shared", str(root), str(clone)], check=True)
-    digest = digest_of_commit("HEAD", clone / "octetrl")
-    assert digest is not None and source_digest(clone / "octetrl") == digest
-    followed = tmp_path / "followed"
-    shutil.copytree(clone / "octetrl", followed)  # a copy that follows the link to the recipes
-    assert (followed / "recipes").is_dir() and source_digest(followed) == digest
 
 
 def test_an_installed_package_has_the_commit_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
