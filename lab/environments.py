@@ -31,8 +31,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import RolloutGroup, RolloutStatus, Task
-from octetrl.rollout.collect import collect_groups
-from octetrl.rollout.collected import Collecting
+from octetrl.rollout.collect import Collecting, collect_groups
 from octetrl.rollout.drive import Occupancy
 from octetrl.run.build import build_run, full_precision
 from octetrl.run.state import Run

@@ -70,7 +70,7 @@ class OwnObjective:
 def load_objective(config: OwnObjectiveConfig) -> OwnObjective:
     """Import the loss in this process and build its fields. Raises UserError for what is wrong with either.
 
-    `octetrl check` and the run import the module in a separate process first (run/own_objective.py)."""
+    `octetrl check` and the run import the module in a separate process first (run/environment.py)."""
     module_name, _, name = config.name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), name)

@@ -15,7 +15,7 @@ from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Precision
 from octetrl.records import Completion, FinishReason, GenerationRequest
 from octetrl.rollout.converse import seed_in_call
-from octetrl.run.standing_model import load_standing_model
+from octetrl.run.generate import load_standing_model
 from octetrl.system.errors import UserError, type_of
 from octetrl.system.text import TextTooLong
 

@@ -109,7 +109,7 @@ def train(
             with errors_named(name):
                 given[dataset] = _environment(given[dataset], one)
 
-    from octetrl.run.quick_refusals import refuse_early
+    from octetrl.run.recipe_files import refuse_early
 
     refuse_early(resolved, resume=resume)
     from octetrl.api.finished_run import FinishedRun

@@ -26,8 +26,7 @@ from octetrl.environments.tasks import Taskset
 from octetrl.records import PackedBatch, PolicyUpdate, RolloutStatus, Sample, Task
 from octetrl.rollout.backend import SessionRecord
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collected import CollectionSettings
-from octetrl.rollout.expected_lengths import ExpectedLengths
+from octetrl.rollout.collect import CollectionSettings, ExpectedLengths
 from octetrl.run.build import method_of
 from octetrl.run.device import seed_everything
 from octetrl.run.folder.journal import Journal

@@ -20,7 +20,7 @@ from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.usage import Command
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Recipe
-from octetrl.run.recipe_model import with_found_model
+from octetrl.run.recipe_files import with_found_model
 from octetrl.shapes.presets import PRESETS, refuse_unknown_model
 from octetrl.system.errors import UserError
 from octetrl.system.process import terminable

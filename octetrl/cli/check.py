@@ -45,10 +45,10 @@ from octetrl.fp8.parity import refused_gate, slow_paths, why_measured, why_no_fi
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
+from octetrl.run.environment import try_objective
 from octetrl.run.folder.layout import RECIPE_FILE
 from octetrl.run.model_source import is_of_hub
-from octetrl.run.own_objective import try_objective
-from octetrl.run.recipe_model import with_found_model
+from octetrl.run.recipe_files import with_found_model
 from octetrl.run.rehearsal import rehearse
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.blocks import StackedLinearLayout
@@ -430,7 +430,7 @@ def _refuse_sample(recipe: Recipe, elsewhere: bool) -> None:
 
 def _show_sample(recipe: Recipe, number: int) -> list[str]:
     """Draw `number` answers and print each with its prompt and reward. Returns what is wrong: none has a reward."""
-    from octetrl.run.sample import sample_answers
+    from octetrl.run.evaluate import sample_answers
 
     typer.echo(f"sample of {number}")
     drawn = [group.rollouts[0] for group in sample_answers(recipe, number)]

@@ -20,7 +20,7 @@ from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.run.folder.layout import RECIPE_FILE, refuse_records, refuse_unwritable
-from octetrl.run.quick_refusals import missing_files, unknown_metric
+from octetrl.run.recipe_files import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling

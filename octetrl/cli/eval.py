@@ -155,7 +155,7 @@ def _evaluated(targets: Sequence[str], resolved: Recipe, all_tasks: bool) -> dic
             from octetrl.run.evaluate import evaluate_targets
 
         return evaluate_targets(targets, resolved, all_tasks=all_tasks)
-    from octetrl.run.server_run import evaluate_server
+    from octetrl.run.evaluate import evaluate_server
 
     return {server.name: evaluate_server(resolved, all_tasks=all_tasks)}
 

@@ -169,7 +169,7 @@ def generate(
     else:
         refuse_local(precision, cluster)
         server = server_config(model, base_url, api_key_variable, in_flight)
-        from octetrl.run.server_generate import generate_by_server
+        from octetrl.run.generate import generate_by_server
 
         drawn = generate_by_server(server, prompts, sampling, n=counts, seed=seed, plain=plain)
         answers = spelled_as_options(drawn)

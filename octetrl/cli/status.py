@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from octetrl.cli.terminal import terminal_columns, wrapped
-from octetrl.run.folder.lock import LOCK, is_held, process_of
+from octetrl.run.folder.layout import LOCK, is_held, process_of
 from octetrl.system.errors import refuse_empty
 from octetrl.system.text import counted
 from octetrl.workers.many.status import STATUS_FILE, status_lines

@@ -16,7 +16,7 @@ from octetrl.config.load import is_of_run, load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.run.folder.allowed_changes import CONTENT
-from octetrl.run.quick_refusals import refuse_early
+from octetrl.run.recipe_files import refuse_early
 from octetrl.system.errors import RunFailed, Terminated, UserError
 
 

@@ -457,6 +457,11 @@ class Recipe(Section):
         return dict(self.environments) or {"": self.environment}
 
     @property
+    def model_scores(self) -> bool:
+        """Whether the workers hold a reward model that scores. Workers that train one draw nothing to score."""
+        return self.environment.reward_model is not None and self.algorithm.name != "reward_model"
+
+    @property
     def training_temperature(self) -> float:
         """Temperature of the distribution that is trained: the rollout's (0 of one that only evaluates counts as 1)
         or 1 for given data."""

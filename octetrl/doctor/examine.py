@@ -37,8 +37,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
 from octetrl.rollout.converse import seed_of
 from octetrl.run.device import seed_everything
-from octetrl.run.environment import build_environments, build_tasks
-from octetrl.run.environment_parts import build_chats
+from octetrl.run.environment import build_chats, build_environments, build_tasks
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.trainer.activation_checkpoint import KEPT

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from octetrl.environments.tools import with_read_calls
 from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails
-from octetrl.records import Reply, Rollout, Task
+from octetrl.records import Reply, Task
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import (
     PLACEHOLDER,
@@ -87,7 +87,7 @@ class ChatTokens:
         self._by_environment = by_environment
 
     def of(self, task: Task) -> ChatTokens:
-        """Those of the task's environment."""
+        """The chat tokens of the task's environment."""
         return self._by_environment.get(task.environment, self)
 
     def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class ChatTokens:
         return tuple(self._encoder.ids(text, special=True))
 
     def tokens_of(self, prompt: str | Sequence[Mapping[str, str]], *, plain: bool) -> tuple[int, ...]:
-        """Of a user's message (`plain`: of the text alone, without a template) or of a conversation's messages."""
+        """A user's message (`plain`: the text alone, without a template), or a conversation's messages."""
         if not isinstance(prompt, str):
             return self.conversation_prompt([dict(message) for message in prompt])
         return self.plain_tokens(prompt) if plain else self.prompt_tokens(prompt)
@@ -202,8 +202,3 @@ class ChatTokens:
             conversation, tokenize=False, add_generation_prompt=True, **options
         )
         return text
-
-
-def conversation_tokens(rollout: Rollout) -> tuple[int, ...]:
-    """All tokens of a rollout, in the order in which the policy saw or sampled them."""
-    return tuple(token for turn in rollout.turns for token in (*turn.prompt_token_ids, *turn.completion.token_ids))

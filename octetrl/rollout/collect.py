@@ -7,15 +7,6 @@
 Nothing fails silently, and no rollout gets a 0 that it did not earn. A prompt that is too long gets no answer. An
 answer truncated at the limit is scored and marked. A reward that raised or hung is None. The rollout's status says so.
 
-The lengths of answers are kept (expected_lengths.py). The engine receives them as hints and starts the longest first.
-The length of a conversation counts all tokens drawn in it.
-
-A request's seed follows from (run seed, step, place in the batch). A resumed step therefore samples the same tokens.
-Two steps with the same task sample different ones.
-
-If the environment is a `Dialogue` (environments/dialogue.py), a completion is only the first turn. rollout/drive.py
-runs each rollout to its end, in one open session. The scorer then sees the last message.
-
 `collect_batch` collects a step's groups until enough of them are kept (DAPO's dynamic sampling, arXiv 2503.14476):
 
     take `prompts` tasks
@@ -24,19 +15,25 @@ runs each rollout to its end, in one open session. The scorer then sees the last
         `prompts`
 
 The taskset's state records the tasks that a step took, so a resumed run continues after them. The last refill may give
-more groups than `prompts`; all of them are trained on. With `max_refills` 0 there is no refill.
+more groups than `prompts`; all of them are trained on.
 
 **Answers of one turn** are scored as soon as each ends. Their lengths are ragged: while the longest are still being
 sampled, the others already have their scores. A group is passed to `Collecting.on_group` as soon as all its answers
-have theirs. **Conversations** run in one session; their scores and length penalties are added at the end.
+have theirs. **Conversations** (environments/dialogue.py) run in one open session, each to its end (drive.py). The
+scorer sees their last messages; scores and length penalties are added at the end.
+
+A request's seed follows from (run seed, step, place in the batch). A resumed step therefore samples the same tokens.
+Two steps with the same task sample different ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
+from octetrl.config.schema import RolloutConfig
 from octetrl.environments.dialogue import Dialogues
 from octetrl.environments.scoring import (
     BatchScorer,
@@ -51,53 +48,198 @@ from octetrl.records import (
     Completion,
     FinishReason,
     GenerationRequest,
+    OnCompletions,
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    SamplingParams,
     Task,
     Turn,
 )
-from octetrl.rollout.collected import CollectedBatch, Collecting, CollectionSettings, Generates, Tasks
+from octetrl.rollout.backend import OnSession, RolloutSession, SessionRecord, not_asked
+from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.converse import ConversationSettings, first_request, seed_of, with_score
-from octetrl.rollout.drive import Drive
-from octetrl.rollout.expected_lengths import ExpectedLengths
+from octetrl.rollout.drive import Drive, Occupancy, never_ended
 from octetrl.system.text import TextTooLong
+
+MEMORY = 64  # groups; the mean length of a class forgets earlier ones
+Rollouts = dict[tuple[int, int], Rollout]  # by place of the task and sibling
+Requests = Sequence[tuple[int, Task, GenerationRequest]]  # place, task, and the request for all siblings
+
+
+class Tasks(Protocol):
+    """A source of tasks: `Taskset` (environments/tasks.py)."""
+
+    def next_batch(self, n: int, /) -> list[Task]: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Generator(Protocol):
+    """The generating part of a worker: a backend's first verbs (rollout/backend.py), with progress shown."""
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
+        /,
+    ) -> list[list[Completion]]: ...
+
+    def session(self, on_end: OnSession = not_asked, /) -> AbstractContextManager[RolloutSession]: ...
+
+
+class LengthPenalty(Protocol):
+    """Penalty for an answer's length, 0 or less: `soft_overlong_penalty` (algorithms/dapo.py)."""
+
+    def __call__(self, length: int, *, was_cut: bool) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionSettings:
+    """Settings for the collection of groups, without the tasks."""
+
+    chat: ChatTokens
+    sampling: SamplingParams
+    group_size: int
+    max_prompt_tokens: int
+    seed: int = 0
+    step: int = 0  # new for every collection: seeds follow from it
+    prompts: int = 1  # groups that a step wants (`collect_batch`)
+    max_refills: int = 0  # further draws to get them
+    penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
+    context_length: int = 1 << 30  # tokens that a conversation may have
+    answer_limits: Callable[[Task], tuple[int, ...]] | None = None  # of each sibling, for a bench; else as `sampling`
+
+    @classmethod
+    def from_config(cls, chat: ChatTokens, config: RolloutConfig, *, seed: int) -> CollectionSettings:
+        """Settings from the recipe's `rollout` section."""
+        sampling = SamplingParams(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            stop=config.stop,
+        )
+        prompts = config.prompts_per_step
+        return cls(chat, sampling, config.group_size, config.max_prompt_tokens, seed, prompts=prompts)
+
+    def at_step(self, step: int) -> CollectionSettings:
+        return replace(self, step=step)
+
+
+@dataclass(slots=True)
+class ExpectedLengths:
+    """Estimates how many tokens a rollout of a task will take. The engine starts the longest first, so an estimate
+    decides the order of requests, never their tokens.
+
+    A task that came before: the mean of its group, the last time. A new task: the running mean of its class, which is
+    the part of the task's id before its last slash, and the prompt's length in powers of two. If the class is new, too,
+    the mean of all tasks with that beginning.
+
+    `of_task`: mean tokens by id. `of_class`: by class, the mean and its number of groups, at most `MEMORY`.
+    """
+
+    of_task: dict[str, int] = field(default_factory=dict)
+    of_class: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def estimate(self, task: Task, prompt_tokens: int) -> int | None:
+        """Expected tokens of one rollout, or None."""
+        if task.id in self.of_task:
+            return self.of_task[task.id]
+        narrow, wide = _classes(task, prompt_tokens)
+        known = self.of_class.get(narrow) or self.of_class.get(wide)
+        return None if known is None else round(known[0])
+
+    def record(self, task: Task, prompt_tokens: int, mean_tokens: int) -> None:
+        """Adds the mean length of a group of rollouts."""
+        self.of_task[task.id] = mean_tokens
+        for name in _classes(task, prompt_tokens):
+            mean, groups = self.of_class.get(name, (0.0, 0))
+            groups = min(groups + 1, MEMORY)
+            self.of_class[name] = (mean + (mean_tokens - mean) / groups, groups)
+
+    def state(self) -> dict[str, Any]:
+        return {"of_task": dict(self.of_task), "of_class": {name: list(known) for name, known in self.of_class.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.of_task = dict(state["of_task"])
+        self.of_class = {name: (float(mean), int(groups)) for name, (mean, groups) in state["of_class"].items()}
+
+
+def _classes(task: Task, prompt_tokens: int) -> tuple[str, str]:
+    """The task's class, and the wider class of any prompt length."""
+    beginning = task.id.rpartition("/")[0]
+    return f"{beginning}|{prompt_tokens.bit_length()}", f"{beginning}|"
+
+
+@dataclass(slots=True)
+class Collecting:
+    """The state of one collection: of a step with all its refills, or of an evaluation."""
+
+    lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
+    on_group: Callable[[int, RolloutGroup], None] | None = None  # gets each scored group and its place, early
+    check: Callable[[], None] = never_ended  # called while answers are sampled; what it raises ends the collection
+    first_place: int = 0  # in the step, of the next task: seeds follow from it
+    occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
+    session: SessionRecord | None = None  # of all sessions so far, as one
+
+    def end_session(self, record: SessionRecord) -> None:
+        self.session = record if self.session is None else self.session.followed_by(record)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedBatch:
+    """The groups that a step collected."""
+
+    groups: list[RolloutGroup]  # all of them, in the order drawn
+    kept: list[RolloutGroup]
+    counts: Mapping[str, float]  # metrics of the groups
+    measured: Mapping[str, float]  # metrics of the engines and the clock
+    session: SessionRecord | None  # None: nothing could be sampled
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {**self.counts, **self.measured}
 
 
 def collect_batch(
     tasks: Tasks,
     keeps: Callable[[RolloutGroup], bool],
     environment: BatchScorer | Dialogues,
-    workers: Generates,
+    workers: Generator,
     collection: CollectionSettings,
-    lengths: ExpectedLengths | None = None,
+    lengths: ExpectedLengths,
+    *,
     on_group: Callable[[int, RolloutGroup], None] | None = None,
+    check: Callable[[], None] = never_ended,
 ) -> CollectedBatch:
     """Collects at least `collection.prompts` groups that are kept, or as many as `collection.max_refills` refills
-    give. `lengths`: of earlier answers; those of this step are added. `on_group`: gets each scored group early."""
-    state = Collecting(ExpectedLengths() if lengths is None else lengths, on_group)
+    give. `lengths`: of earlier answers; those of this step are added. `on_group`, `check`: as in `Collecting`."""
+    state = Collecting(lengths, on_group, check)
     restarts = _reward_restarts(environment)
     groups: list[RolloutGroup] = []
     kept: list[RolloutGroup] = []
     wanted, draws = collection.prompts, 0
     while wanted > 0 and draws <= collection.max_refills:
-        drawn = tasks.next_batch(wanted)
-        new = collect_groups(drawn, environment, workers, collection, state)
+        new = collect_groups(tasks.next_batch(wanted), environment, workers, collection, state)
         groups += new
         kept += [group for group in new if keeps(group)]
         draws += 1
         missing = max(collection.prompts - len(kept), 0)
         wanted = min(-(-missing * len(groups) // max(len(kept), 1)), collection.prompts)
-    return CollectedBatch(
-        groups,
-        kept,
-        draws - 1,
-        state.occupancy,
-        reward_restarts=_reward_restarts(environment) - restarts,
-        of_order=tasks.metrics,
-        session=state.session,
-        reward_times=reward_times(environment),
-    )
+    counts = {
+        "rollout/groups": float(len(groups)),
+        "rollout/kept_groups": float(len(kept)),
+        "rollout/refills": float(draws - 1),
+        "rollout/reward_restarts": float(_reward_restarts(environment) - restarts),
+        **state.occupancy.metrics,
+        **tasks.metrics,
+    }
+    sampled = {} if state.session is None else state.session.named()
+    return CollectedBatch(groups, kept, counts, {**sampled, **reward_times(environment)}, state.session)
 
 
 def reward_times(environment: BatchScorer | Dialogues) -> dict[str, float]:
@@ -117,7 +259,7 @@ def times_of(environment: BatchScorer | Dialogues) -> RewardTimes | None:
 
 
 def _reward_restarts(environment: BatchScorer | Dialogues) -> int:
-    """Since the run began."""
+    """Reward processes that were replaced since the run began."""
     scorer = environment.scorer if isinstance(environment, Dialogues) else environment
     return scorer.restarts if isinstance(scorer, RestartingScorer) else 0
 
@@ -125,91 +267,77 @@ def _reward_restarts(environment: BatchScorer | Dialogues) -> int:
 def collect_groups(
     tasks: Sequence[Task],
     environment: BatchScorer | Dialogues,
-    workers: Generates,
+    workers: Generator,
     collection: CollectionSettings,
     state: Collecting,
 ) -> list[RolloutGroup]:
-    """`group_size` rollouts of each task, scored, in the order of `tasks`. `state` goes on behind them."""
+    """`group_size` rollouts of each task, scored, in the order of `tasks`. `state` continues after them.
+
+    The groups have plain `Task` records, whatever class the environment's tasks have."""
     places = range(state.first_place, state.first_place + len(tasks))
     state.first_place += len(tasks)
-    requests = [request_of(task, place, collection, state.lengths) for place, task in zip(places, tasks, strict=True)]
-    answerable = [
-        (place, task, request)
-        for place, task, request in zip(places, tasks, requests, strict=True)
-        if isinstance(request, GenerationRequest)
-    ]
+    requests: list[tuple[int, Task, GenerationRequest]] = []
+    rollouts: Rollouts = {}
+    for place, task in zip(places, tasks, strict=True):
+        request = _request(task, place, collection, state.lengths)
+        if isinstance(request, GenerationRequest):
+            requests.append((place, task, request))
+        else:
+            rollouts |= {(place, sibling): request for sibling in range(collection.group_size)}
     if isinstance(environment, Dialogues):
-        rollouts = collect_conversations(answerable, environment, workers, collection, state)
+        rollouts |= _collect_conversations(requests, environment, workers, collection, state)
     else:
-        rollouts = collect_answers(answerable, environment, workers, collection, state)
-    siblings = range(collection.group_size)
-    return [
-        RolloutGroup(
-            task,
-            without_answers(task, request, collection)
-            if isinstance(request, TooLong)
-            else tuple(rollouts[place, sibling] for sibling in siblings),
-        )
-        for place, task, request in zip(places, tasks, requests, strict=True)
-    ]
+        rollouts |= _collect_answers(requests, environment, workers, collection, state)
+    groups = []
+    for place, task in zip(places, tasks, strict=True):
+        # A user's task may compute, and draw random numbers, whenever a field is read: here for the last time.
+        plain = Task(task.id, task.prompt, task.answer, task.metadata, environment=task.environment)
+        siblings = (replace(rollouts[place, sibling], task=plain) for sibling in range(collection.group_size))
+        groups.append(RolloutGroup(plain, tuple(siblings)))
+    return groups
 
 
-@dataclass(frozen=True, slots=True)
-class TooLong:
-    """A prompt that gets no answer, and the reason."""
-
-    detail: str
-
-
-def request_of(
+def _request(
     task: Task, place: int, collection: CollectionSettings, lengths: ExpectedLengths
-) -> GenerationRequest | TooLong:
-    """The request of the task at this place of the step, for all its siblings."""
+) -> GenerationRequest | Rollout:
+    """The request for all siblings of the task at this place of the step; if its prompt is too long, their rollout."""
     limit = collection.max_prompt_tokens
     try:
-        prompt_token_ids = collection.chat.of(task).prompt_tokens(task.prompt, limit)
+        prompt = collection.chat.of(task).prompt_tokens(task.prompt, limit)
+        problem = f"{len(prompt)} tokens, rollout.max_prompt_tokens is {limit}" if len(prompt) > limit else None
     except TextTooLong as error:
-        return TooLong(f"the prompt has {error} (rollout.max_prompt_tokens)")
-    if len(prompt_token_ids) > limit:
-        return TooLong(f"the prompt has {len(prompt_token_ids)} tokens, rollout.max_prompt_tokens is {limit}")
+        problem = f"{error} (rollout.max_prompt_tokens)"
+    if problem is not None:
+        return Rollout(task, (), RolloutStatus.PROMPT_TOO_LONG, reward=None, detail=f"the prompt has {problem}")
     return GenerationRequest(
         id=first_request(place, task),
-        prompt_token_ids=prompt_token_ids,
+        prompt_token_ids=prompt,
         sampling=collection.sampling,
         num_siblings=collection.group_size,
         seed=seed_of(collection.seed, collection.step, place),
-        expected_tokens=lengths.estimate(task, len(prompt_token_ids)),
+        expected_tokens=lengths.estimate(task, len(prompt)),
         answer_limits=() if collection.answer_limits is None else collection.answer_limits(task),
     )
 
 
-def without_answers(task: Task, prompt: TooLong, collection: CollectionSettings) -> tuple[Rollout, ...]:
-    """The rollouts of a group whose prompt was too long."""
-    status = RolloutStatus.PROMPT_TOO_LONG
-    one = Rollout(task=task, turns=(), status=status, reward=None, detail=prompt.detail)
-    return (one,) * collection.group_size
+# ---------------------------------------------------------------- answers of one turn
 
 
-def collect_answers(
-    requests: Sequence[tuple[int, Task, GenerationRequest]],
-    scorer: BatchScorer,
-    workers: Generates,
-    collection: CollectionSettings,
-    state: Collecting,
-) -> dict[tuple[int, int], Rollout]:
-    """Rollouts by (place, sibling), for (place, task, request for its siblings)."""
-    early = None if state.on_group is None else EarlyGroups(requests, collection, state.on_group)
+def _collect_answers(
+    requests: Requests, scorer: BatchScorer, workers: Generator, collection: CollectionSettings, state: Collecting
+) -> Rollouts:
+    early = None if state.on_group is None else _EarlyGroups(requests, collection, state.on_group)
     with begin_round(scorer) as scoring:
 
         def score(ended: Sequence[tuple[int, int, Completion]]) -> bool:
+            state.check()
             for index, sibling, completion in ended:
-                place, task, _ = requests[index]
-                if completion.finish_reason is FinishReason.FAILED:
-                    continue
-                scoring.submit((place, sibling), task, completion.text)
+                if completion.finish_reason is not FinishReason.FAILED:
+                    place, task, _ = requests[index]
+                    scoring.submit((place, sibling), task, completion.text)
             scoring.advance()
             if early is not None:
-                early.take(ended, scoring)
+                early.add(ended, scoring)
             return not scoring.is_done
 
         generated = workers.generate([request for _, _, request in requests], score, state.end_session)
@@ -218,29 +346,25 @@ def collect_answers(
         mean = sum(len(one.token_ids) for one in completions) // len(completions)
         state.lengths.record(task, len(request.prompt_token_ids), mean)
     return {
-        (place, sibling): without_answer(task, completion)
+        (place, sibling): Rollout(task, (), RolloutStatus.GENERATION_ERROR, reward=None, detail=completion.detail)
         if completion.finish_reason is FinishReason.FAILED
-        else rollout_of(task, request, completion, scores[place, sibling], collection)
+        else _scored(task, request, completion, scores[place, sibling], collection)
         for (place, task, request), completions in zip(requests, generated, strict=True)
         for sibling, completion in enumerate(completions)
     }
 
 
-class EarlyGroups:
-    """Groups that are complete before the last answer has ended."""
+class _EarlyGroups:
+    """Passes on groups that are complete before the last answer has ended."""
 
     def __init__(
-        self,
-        requests: Sequence[tuple[int, Task, GenerationRequest]],
-        collection: CollectionSettings,
-        on_group: Callable[[int, RolloutGroup], None],
+        self, requests: Requests, collection: CollectionSettings, on_group: Callable[[int, RolloutGroup], None]
     ) -> None:
         self._requests, self._collection, self._on_group = requests, collection, on_group
         self._answers: dict[int, dict[int, Completion]] = {index: {} for index in range(len(requests))}
         self._ended: list[int] = []  # whose answers have all ended, and perhaps not their scores
 
-    def take(self, ended: Sequence[tuple[int, int, Completion]], scoring: ScoringRound) -> None:
-        """Passes on the groups that are complete now."""
+    def add(self, ended: Sequence[tuple[int, int, Completion]], scoring: ScoringRound) -> None:
         for index, sibling, completion in ended:
             self._answers[index][sibling] = completion
             if len(self._answers[index]) == self._requests[index][2].num_siblings:
@@ -252,12 +376,12 @@ class EarlyGroups:
             if all((place, sibling) in scores for sibling, _ in answers):
                 self._ended.remove(index)
                 rollouts = (
-                    rollout_of(task, request, one, scores[place, sibling], self._collection) for sibling, one in answers
+                    _scored(task, request, one, scores[place, sibling], self._collection) for sibling, one in answers
                 )
                 self._on_group(place, RolloutGroup(task, tuple(rollouts)))
 
 
-def rollout_of(
+def _scored(
     task: Task, request: GenerationRequest, completion: Completion, score: Score, collection: CollectionSettings
 ) -> Rollout:
     """One answer with its score and its length penalty."""
@@ -275,39 +399,33 @@ def rollout_of(
     )
 
 
-def without_answer(task: Task, failed: Completion) -> Rollout:
-    """A rollout that got no answer, with the reason."""
-    return Rollout(task=task, turns=(), status=RolloutStatus.GENERATION_ERROR, reward=None, detail=failed.detail)
+# ---------------------------------------------------------------- conversations
 
 
-def collect_conversations(
-    requests: Sequence[tuple[int, Task, GenerationRequest]],
-    dialogue: Dialogues,
-    workers: Generates,
-    collection: CollectionSettings,
-    state: Collecting,
-) -> dict[tuple[int, int], Rollout]:
-    """Rollouts by (place, sibling), for (place, task, request for its siblings) of each first turn."""
+def _collect_conversations(
+    requests: Requests, dialogue: Dialogues, workers: Generator, collection: CollectionSettings, state: Collecting
+) -> Rollouts:
+    """`requests`: those of the first turns."""
     settings = ConversationSettings(collection.chat, collection.sampling, collection.context_length)
     with nullcontext() if dialogue.scorer is None else begin_round(dialogue.scorer) as scoring:
         with workers.session(state.end_session) as session:
-            drive = Drive(dialogue, session, settings, state.occupancy, scoring)
+            drive = Drive(dialogue, session, settings, state.occupancy, scoring, state.check)
             drive.run(requests, run_seed=collection.seed, step=collection.step)
         scores = {} if scoring is None else scoring.finish()
     finished = drive.finished
-    _keep_lengths(finished, state.lengths)
+    _record_lengths(finished, state.lengths)
     for key, score in scores.items():
         finished[key] = with_score(finished[key], score)
     return {key: _penalized(rollout, collection) for key, rollout in finished.items()}
 
 
-def _keep_lengths(finished: Mapping[tuple[int, int], Rollout], lengths: ExpectedLengths) -> None:
-    """Stores the lengths of conversations that ended normally. A failed one might have become longer."""
-    drawn: dict[int, list[Rollout]] = {}
-    for (place, _), rollout in sorted(finished.items(), key=lambda one: one[0]):
+def _record_lengths(finished: Rollouts, lengths: ExpectedLengths) -> None:
+    """A conversation's length counts all its sampled tokens. A failed one might have become longer: it is left out."""
+    groups: dict[int, list[Rollout]] = {}
+    for (place, _), rollout in sorted(finished.items(), key=lambda item: item[0]):
         if rollout.status.has_reward:
-            drawn.setdefault(place, []).append(rollout)
-    for rollouts in drawn.values():
+            groups.setdefault(place, []).append(rollout)
+    for rollouts in groups.values():
         tokens = [sum(len(turn.completion.token_ids) for turn in rollout.turns) for rollout in rollouts]
         prompt = rollouts[0].turns[0].prompt_token_ids
         lengths.record(rollouts[0].task, len(prompt), sum(tokens) // len(tokens))

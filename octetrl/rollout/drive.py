@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,10 @@ from octetrl.rollout.converse import ConversationSettings, RolloutPlace, Rollout
 
 _LONG_WAIT = 0.5  # seconds to wait for what can come from one side only
 _SHORT_WAIT = 0.01  # seconds to wait for the session while environments or rewards compute
+
+
+def never_ended() -> None:
+    """The check of a collection that nothing ends early."""
 
 
 @dataclass(slots=True)
@@ -77,7 +81,8 @@ class _RunningRollout:
 class Drive:
     """Runs conversations to their end. `finished` holds them by (place, sibling).
 
-    scoring: receives the last message of each conversation that may have a reward.
+    scoring: receives the last message of each conversation that may have a reward. check: called again and again; what
+    it raises ends all conversations.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Drive:
         settings: ConversationSettings,
         occupancy: Occupancy,
         scoring: ScoringRound | None = None,
+        check: Callable[[], None] = never_ended,
     ) -> None:
         self._dialogue, self._session, self._settings, self._occupancy = dialogue, session, settings, occupancy
         self._drawing: dict[str, _FirstTurn | _RunningRollout] = {}  # by request
@@ -94,7 +100,7 @@ class Drive:
         self._in_flight = Counter[str]()  # by environment
         self._with_environment = 0  # of these
         self._clock = time.perf_counter()
-        self._scoring = scoring
+        self._scoring, self._check = scoring, check
         self.finished: dict[tuple[int, int], Rollout] = {}
 
     def run(self, requests: Sequence[tuple[int, Task, GenerationRequest]], *, run_seed: int, step: int) -> None:
@@ -102,6 +108,7 @@ class Drive:
         waiting, calls, abandoned = deque(requests), self._dialogue.calls, self._dialogue.calls.abandoned
         calls.forget()  # left over from an interrupted collection
         while waiting or self._in_flight.total():
+            self._check()
             self._start(waiting)
             results = calls.poll(0.0 if self._session.has_work else _LONG_WAIT)
             self._count()

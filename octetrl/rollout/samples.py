@@ -15,7 +15,6 @@ from itertools import repeat
 from typing import Protocol
 
 from octetrl.records import Completion, Rollout, RolloutGroup, Sample, Turn
-from octetrl.rollout.chat_tokens import conversation_tokens
 
 
 class CreditAssignment(Protocol):
@@ -46,7 +45,7 @@ def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
     oldest, versions = versions_of_turns(rollout.turns)
     digests = {turn.completion.precision_digest for turn in rollout.turns}
     assert len(digests) == 1, f"one rollout drawn under several precision tables: {digests}"
-    token_ids = conversation_tokens(rollout)
+    token_ids = tuple(token for turn in rollout.turns for token in (*turn.prompt_token_ids, *turn.completion.token_ids))
     assert len(logprobs) == len(token_ids), f"{len(token_ids)} tokens with {len(logprobs)} log-probs"
     return Sample(
         token_ids=token_ids,
@@ -62,26 +61,26 @@ def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
 
 
 def versions_by_token(completion: Completion) -> list[int]:
-    """Of each token of the completion."""
-    version, start, found = completion.policy_version, 0, []
+    """The policy version that sampled each token of the completion."""
+    version, start, versions = completion.policy_version, 0, []
     for begin, next_version in completion.updates:
-        found += [version] * (begin - start)
+        versions += [version] * (begin - start)
         version, start = next_version, begin
-    return found + [version] * (len(completion.token_ids) - start)
+    return versions + [version] * (len(completion.token_ids) - start)
 
 
 def versions_of_turns(turns: Sequence[Turn]) -> tuple[int, tuple[int, ...] | None]:
     """The oldest version that sampled a token of a conversation, and that of each of its tokens; tokens of a prompt
     have the version of the first token after them. None instead if one version sampled all."""
-    found: list[int] = []
+    versions: list[int] = []
     for turn in turns:
-        found += [turn.completion.policy_version] * len(turn.prompt_token_ids)
-        found += versions_by_token(turn.completion)
-    oldest = min(found)
-    return oldest, None if oldest == max(found) else tuple(found)
+        versions += [turn.completion.policy_version] * len(turn.prompt_token_ids)
+        versions += versions_by_token(turn.completion)
+    oldest = min(versions)
+    return oldest, None if oldest == max(versions) else tuple(versions)
 
 
 def versions_of(sample: Sample) -> Sequence[int]:
-    """Of each token of a sample that an engine sampled."""
+    """The policy version of each token of a sample that an engine sampled."""
     assert sample.policy_version is not None, "no engine sampled it"
     return sample.token_versions or tuple(repeat(sample.policy_version, len(sample.token_ids)))

@@ -18,7 +18,7 @@ the batches after it again: no task is skipped or taken twice. With `checkpoint.
 these batches too (`batches_after`), and the resumed run begins with them (`put_back`).
 
 The place includes the global random generators, from which an environment may draw. While a batch is drawn, only the
-thread draws from them: the step reads no task that a user wrote (plain_tasks.py).
+thread draws from them: collected groups have plain tasks, so the step reads none that a user wrote.
 """
 
 from __future__ import annotations
@@ -26,20 +26,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, takewhile
 
 from octetrl.config.schema import Recipe
-from octetrl.records import Completion, GenerationRequest, OnCompletions, Sample, SessionEvent, joined
-from octetrl.rollout.backend import OnSession, RolloutSession, not_asked
+from octetrl.records import Sample, joined
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import to_samples, versions_of
-from octetrl.run.batches_ahead import BufferedBatch, DataPlace
 from octetrl.run.folder.journal import Journal
-from octetrl.run.plain_tasks import with_plain_tasks
-from octetrl.run.state import Run, StepMethod, StepResult
+from octetrl.run.state import BufferedBatch, DataPlace, Run, StepMethod, StepResult
 from octetrl.run.step import learn
 from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.clock import Clock
@@ -74,7 +71,7 @@ class Ahead(StepMethod):
         self._taken: tuple[int, BufferedBatch] | None = None  # of the last step
         self._first: int | None = None  # the step whose batch is drawn first; None: the run's next step
         self._learnt = 0
-        self._too_old = 0  # groups of a checkpoint that are drawn again; told with the next step
+        self._too_old = 0  # groups of a checkpoint that are drawn again; a metric of the next step
         self._pauses = self._draws = self._ends = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -126,8 +123,8 @@ class Ahead(StepMethod):
         with self._changed:
             if waits and self._thread is not None and step < self._recipe.steps:
                 self._changed.wait_for(lambda: step + 1 in self._buffer or self._error is not None or self._ends)
-            found = dict(self._buffer) | ({} if self._taken is None else dict([self._taken]))
-        return [found[one] for one in takewhile(found.__contains__, count(step + 1))]
+            batches = dict(self._buffer) | ({} if self._taken is None else dict([self._taken]))
+        return [batches[number] for number in takewhile(batches.__contains__, count(step + 1))]
 
     def put_back(self, run: Run, batches: Sequence[BufferedBatch], step: int) -> None:
         """Batches that are too old for `cluster.max_staleness`, which may be smaller than before, and those after them
@@ -228,14 +225,13 @@ class Ahead(StepMethod):
     def _draw(self, run: Run, step: int, waited: float) -> BufferedBatch:
         in_flight = self._recipe.cluster.weights_in_flight != "off"  # `publish` has the pause
         pause = {} if in_flight else {"time/publish_pause": self._workers.pause_seconds}
-        workers = _Stoppable(self._workers, self._check)
         settings = run.collection.at_step(step)
-        collected = collect_batch(run.taskset, run.algorithm.keeps, run.rewards, workers, settings, run.lengths)
+        collected = collect_batch(
+            run.taskset, run.algorithm.keeps, run.rewards, self._workers, settings, run.lengths, check=self._check
+        )
         metrics = {**collected.measured, "time/wait_for_weights": waited, **pause}
-        groups = tuple(with_plain_tasks(collected.groups))  # the other thread reads no task of the user's
-        plain = {id(group): new for group, new in zip(collected.groups, groups, strict=True)}
-        kept = tuple(plain[id(group)] for group in collected.kept)
-        return BufferedBatch(groups, kept, collected.counts, metrics, DataPlace.of(run.taskset, run.lengths))
+        place = DataPlace.of(run.taskset, run.lengths)
+        return BufferedBatch(tuple(collected.groups), tuple(collected.kept), collected.counts, metrics, place)
 
     def _hand_over(self, finished: tuple[int, BufferedBatch] | None) -> None:
         if finished is not None:
@@ -253,8 +249,8 @@ def staleness(samples: Sequence[Sample], policy_version: int, most: int) -> dict
     """Metrics of samples that are learnt by the weights of `policy_version`, over their sampled tokens."""
     ages = Counter(
         policy_version - version
-        for one in samples
-        for version, trained in zip(versions_of(one), one.loss_mask, strict=True)
+        for sample in samples
+        for version, trained in zip(versions_of(sample), sample.loss_mask, strict=True)
         if trained
     )
     assert all(0 <= age <= most for age in ages), f"a token is older than {most} versions: {sorted(ages)}"
@@ -265,47 +261,3 @@ def staleness(samples: Sequence[Sample], policy_version: int, most: int) -> dict
         "rollout/staleness": sum(count * age for age, count in ages.items()) / tokens,
         "rollout/on_policy_share": ages[0] / tokens,
     }
-
-
-class _Stoppable:
-    """Generates until `check` raises, which closes the session."""
-
-    def __init__(self, workers: SeparateWorkers, check: Callable[[], None]) -> None:
-        self._workers, self._check = workers, check
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        on_completions: OnCompletions | None = None,
-        on_end: OnSession = not_asked,
-        /,
-    ) -> list[list[Completion]]:
-        def checked(ended: Sequence[tuple[int, int, Completion]]) -> bool | None:
-            self._check()
-            return None if on_completions is None else on_completions(ended)
-
-        return self._workers.generate(requests, checked, on_end)
-
-    @contextmanager
-    def session(self, on_end: OnSession = not_asked, /) -> Iterator[RolloutSession]:
-        with self._workers.session(on_end) as session:
-            yield _StoppableSession(session, self._check)
-
-
-class _StoppableSession:
-    def __init__(self, session: RolloutSession, check: Callable[[], None]) -> None:
-        self._session, self._check = session, check
-
-    @property
-    def has_work(self) -> bool:
-        return self._session.has_work
-
-    def submit(self, request: GenerationRequest, /, *, streams: bool = False) -> None:
-        self._session.submit(request, streams=streams)
-
-    def cancel(self, request_id: str, /) -> None:
-        self._session.cancel(request_id)
-
-    def events(self, wait_seconds: float = 0.0, /) -> Sequence[SessionEvent]:
-        self._check()
-        return self._session.events(wait_seconds)

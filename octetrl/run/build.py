@@ -26,15 +26,19 @@ from octetrl.fp8.parity import refused_gate, slow_paths
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.process.sandbox import sandbox_for
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collected import CollectionSettings
-from octetrl.rollout.expected_lengths import ExpectedLengths
+from octetrl.rollout.collect import CollectionSettings, ExpectedLengths
 from octetrl.run.ahead import Ahead
 from octetrl.run.beside_tail import BesideTail
 from octetrl.run.device import gpus_beside, runs_on_gpu, seed_everything
-from octetrl.run.environment import NOTHING_GIVEN, build_environments, build_tasks
-from octetrl.run.environment_parts import build_chats, build_scorers
+from octetrl.run.environment import (
+    NOTHING_GIVEN,
+    build_chats,
+    build_environments,
+    build_scorers,
+    build_tasks,
+    try_objective,
+)
 from octetrl.run.folder.contents import Contents, contents_of
-from octetrl.run.own_objective import try_objective
 from octetrl.run.state import Run, StepMethod
 from octetrl.run.step import GenerateThenLearn, LearnFromData
 from octetrl.shapes.spec import ModelSpec
@@ -59,8 +63,7 @@ def build_run(
     given: what the recipe names as `given:NAME` (environments/python_object.py). check_contents: called with the
     digests of what the run learns from, before a model is loaded.
     """
-    cluster = recipe.cluster
-    on_gpu = runs_on_gpu(cluster)
+    on_gpu = runs_on_gpu(recipe.cluster)
     seed_everything(recipe.seed)
     recipe = with_context_length(recipe)
     spec = model_spec(recipe)
@@ -75,16 +78,7 @@ def build_run(
     try_objective(recipe)
     algorithm = build_algorithm(recipe.algorithm)
     console = Console(recipe.logging.console, recipe.steps, mismatch_limit=recipe.mismatch.warn_above)
-    of_training = (*never_drawn(recipe), cannot_keep(cluster, policy.kv_mode)) if trains else ()
-    for line in filter(None, (*slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains), *of_training)):
-        console.warn(line)
-    count = gpus_beside(cluster)
-    if count > 1:
-        console.note(f"this run uses one of {count} GPUs; to use all, add to the recipe: cluster: {{gpus: {count}}}")
-    for sandbox in {one.sandbox for one in recipe.each_environment.values() if one.kind == "code"}:
-        console.note(f"the model's code runs in {sandbox_for(sandbox)}")
-        if lacking := packages_line(sandbox):
-            console.warn(lacking)
+    _warn(recipe, policy, console, on_gpu=on_gpu, trains=trains)
     rewards = build_scorers(recipe, environments, tokenizer, given)
     if isinstance(rewards, FunctionRewards):
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
@@ -106,6 +100,22 @@ def build_run(
         collection=build_collection(recipe, chat),
         lengths=ExpectedLengths(),
     )
+
+
+def _warn(recipe: Recipe, policy: PrecisionPolicy, console: Console, *, on_gpu: bool, trains: bool) -> None:
+    """Names what is slow, what has no effect, and where the model's code runs."""
+    lines = [*slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains)]
+    if trains:
+        lines += [*never_drawn(recipe), *filter(None, [cannot_keep(recipe.cluster, policy.kv_mode)])]
+    for line in lines:
+        console.warn(line)
+    count = gpus_beside(recipe.cluster)
+    if count > 1:
+        console.note(f"this run uses one of {count} GPUs; to use all, add to the recipe: cluster: {{gpus: {count}}}")
+    for sandbox in {one.sandbox for one in recipe.each_environment.values() if one.kind == "code"}:
+        console.note(f"the model's code runs in {sandbox_for(sandbox)}")
+        if lacking := packages_line(sandbox):
+            console.warn(lacking)
 
 
 def method_of(recipe: Recipe, workers: Workers) -> StepMethod:

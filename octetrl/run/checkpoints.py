@@ -25,9 +25,8 @@ from typing import Any
 
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import Tokenizer, save_tokenizer_files
-from octetrl.run.batches_ahead import BATCHES, BufferedBatch, batches_to_bytes
-from octetrl.run.resume import CURSOR, Cursor
-from octetrl.run.state import Run
+from octetrl.run.resume import BATCHES, CURSOR, Cursor, batches_to_bytes
+from octetrl.run.state import BufferedBatch, Run
 from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint
 from octetrl.trainer.checkpoint import StagedCheckpoint
@@ -43,10 +42,10 @@ class Checkpoints:
         self._tokenizer_files: Mapping[str, bytes] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
-        self._staged: StagedCheckpoint | None = None
-        self._begin_writing: Callable[[], None] | None = None
+        self._staged: StagedCheckpoint | None = None  # written from the live state, and still hidden
+        self._copied: Callable[[], StagedCheckpoint] | None = None  # writes the copy
         self._figures: dict[str, float] = {}
-        self._said = False
+        self._has_warned = False
 
     # ------------------------------------------------------------ which there are
 
@@ -101,14 +100,14 @@ class Checkpoints:
         began = time.perf_counter()
         self._wait()
         refusal = None if is_last else run.workers.copy_state()
-        if refusal is not None and not self._said:
+        if refusal is not None and not self._has_warned:
             run.console.warn(f"each checkpoint stops the run while it is written: {refusal}")
-            self._said = True
+            self._has_warned = True
         copied = not is_last and refusal is None
         batches = self._batches_after(run, step, waits=True)
         stage = self._stager(run, Cursor.of(run, step), metrics, batches, copied=copied)
         if copied:
-            self._begin_writing = lambda: self._start(stage)
+            self._copied = stage
         else:
             self._staged = stage()
         return {"time/checkpoint": time.perf_counter() - began}
@@ -120,9 +119,9 @@ class Checkpoints:
         if self._staged is not None:
             staged, self._staged = self._staged, None
             self._commit(staged)
-        elif self._begin_writing is not None:
-            begin, self._begin_writing = self._begin_writing, None
-            begin()
+        elif self._copied is not None:
+            stage, self._copied = self._copied, None
+            self._saving = self._thread.submit(lambda: self._commit(stage()))
 
     def figures(self) -> dict[str, float]:
         """`checkpoint/*` of a save that was written since the last call: seconds on the disk, and GB/s."""
@@ -196,28 +195,22 @@ class Checkpoints:
         copied: bool,
     ) -> Callable[[], StagedCheckpoint]:
         """What writes the checkpoint of `cursor` under its hidden name, in any thread, and times it."""
-        stage = partial(
-            checkpoint.stage,
-            self.folder,
-            cursor.step,
-            write_more=partial(run.workers.write_state, copied=copied),
-            metrics=dict(metrics),
-            run_id=self._run_id,
-        )
-        files: dict[str, bytes | Mapping[str, Any]] = {CURSOR: cursor.as_json(), **self._tokenizer_files}
+        write_more, known = partial(run.workers.write_state, copied=copied), dict(metrics)
 
-        def timed() -> StagedCheckpoint:
+        def stage() -> StagedCheckpoint:
             began = time.perf_counter()
-            staged = stage(files | ({BATCHES: batches_to_bytes(batches)} if batches else {}))
+            files: dict[str, bytes | Mapping[str, Any]] = {CURSOR: cursor.as_json(), **self._tokenizer_files}
+            if batches:
+                files[BATCHES] = batches_to_bytes(batches)
+            staged = checkpoint.stage(
+                self.folder, cursor.step, files, write_more=write_more, metrics=known, run_id=self._run_id
+            )
             seconds = time.perf_counter() - began
             speed = staged.num_bytes / 1e9 / seconds
             self._figures = {"checkpoint/write_seconds": seconds, "checkpoint/gb_per_second": speed}
             return staged
 
-        return timed
-
-    def _start(self, stage: Callable[[], StagedCheckpoint]) -> None:
-        self._saving = self._thread.submit(lambda: self._commit(stage()))
+        return stage
 
     def _commit(self, staged: StagedCheckpoint) -> None:
         staged.commit()

@@ -40,8 +40,7 @@ from octetrl.run.build import full_precision
 from octetrl.run.environment import build_environment, build_taskset
 from octetrl.run.evaluate import EvalReport, evaluate_checkpoint
 from octetrl.run.export import export_run
-from octetrl.run.folder.layout import RECIPE_FILE, forget_run
-from octetrl.run.folder.lock import refuse_live
+from octetrl.run.folder.layout import RECIPE_FILE, refuse_live, remove_run
 from octetrl.run.loop import train
 from octetrl.run.tiny_model import save_tokenizer
 from octetrl.shapes.presets import preset_config
@@ -145,7 +144,7 @@ def train_or_resume(recipe: Recipe) -> None:
     resumes = any((Path(recipe.output_dir) / "checkpoints").glob("step_*"))
     if not resumes:
         refuse_live(Path(recipe.output_dir))
-        forget_run(Path(recipe.output_dir))
+        remove_run(Path(recipe.output_dir))
     train(recipe, resume=resumes)
 
 

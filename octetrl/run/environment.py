@@ -1,40 +1,54 @@
-"""Builds the environments of a recipe, of any kind, and their tasks. No torch: `octetrl check` builds it too."""
+"""Builds the environments of a recipe, and what a run needs of them: tasks, chat tokens and scorers. No torch.
+
+Of several environments, each is built from the recipe that has only this one (config/several_environments.py). The
+parts are then joined (environments/mixed.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.rules_environment import refuse_for_turns
 from octetrl.config.schema import Recipe
-from octetrl.config.several_environments import errors_named
+from octetrl.config.several_environments import alone, errors_named
 from octetrl.data.tasks import read_tasks
+from octetrl.data.tokenizer import Tokenizer, tool_family
 from octetrl.environments.calls import unchanged_process
 from octetrl.environments.code_scorer import code_environment
-from octetrl.environments.dialogue import is_dialogue
+from octetrl.environments.dialogue import Dialogue, Dialogues, Limits, is_dialogue, toolbox_of
+from octetrl.environments.judge import Judge
 from octetrl.environments.math_answers import MathScorer, reference_problems
-from octetrl.environments.mixed import MixedTaskset
+from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
 from octetrl.environments.python_object import (
     ForeignTasks,
     Given,
+    can_run_elsewhere,
     check_environment,
     load_environment,
+    load_object,
     named_reward,
 )
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.reset_step import gymnasium_environment
-from octetrl.environments.reward_workers import RewardWorkers
+from octetrl.environments.reward_workers import FunctionRewards, RewardWorkers
 from octetrl.environments.rewards import ExactScorer
-from octetrl.environments.scoring import Scorer
+from octetrl.environments.scoring import OpenScorer, Scorer, place_of
 from octetrl.environments.tasks import Environment, NoTasks, TaskEnvironment, Taskset
 from octetrl.environments.tools.ready import with_tools
 from octetrl.environments.verifiers_adapter import verifiers_environment
 from octetrl.records import Task
+from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
+from octetrl.shapes.spec import ModelSpec
 
 NOTHING_GIVEN: Given = MappingProxyType({})
 Environments = Mapping[str, Environment]  # by name; a single one has the empty name
+Rewards = OpenScorer | Dialogues
+_Part = TypeVar("_Part", bound=OpenScorer | Dialogue)
 
 
 @unchanged_process()
@@ -147,6 +161,87 @@ def build_tasks(recipe: Recipe, environments: Environments) -> Taskset:
     return MixedTaskset(tasksets, {name: config.weight for name, config in recipe.environments.items()})
 
 
+def build_chats(
+    recipe: Recipe, spec: ModelSpec | None, tokenizer: ChatTokenizer, environments: Environments
+) -> ChatTokens:
+    """The chat tokens, with each environment's tools, and with its system prompt if the recipe has none. Of several
+    environments each has its own; given conversations have no tools. spec: None if the model is unknown
+    (engine.backend: openai)."""
+    ends = () if spec is None else spec.eos_token_ids
+    prompt, length = recipe.rollout.system_prompt, recipe.model.context_length
+    chats = {}
+    for name, environment in environments.items():
+        own = getattr(environment, "system_prompt", None) if prompt is None else prompt
+        with errors_named(name):
+            tools = toolbox_of(environment).schemas()
+            chats[name] = ChatTokens(tokenizer, own, tools=tools, ends=ends, context_length=length)
+    if not recipe.environments:
+        return chats[""]
+    return ChatTokens(tokenizer, prompt, ends=ends, context_length=length, by_environment=chats)
+
+
+def build_scorers(
+    recipe: Recipe, environments: Environments, tokenizer: Tokenizer, given: Given = NOTHING_GIVEN
+) -> Rewards | None:
+    """The scorer, or whole dialogues if an environment has several turns. None: the workers score."""
+    if any(is_dialogue(environment) for environment in environments.values()):
+
+        def dialogue(one: Recipe, environment: Environment) -> Dialogue:
+            refuse_for_turns(one)
+            return _dialogue(one.environment, environment, tokenizer, given)
+
+        dialogues = _for_each(recipe, environments, dialogue)
+        return MixedDialogues(dialogues) if recipe.environments else dialogues[""]
+    if recipe.model_scores:
+        return None
+
+    def scorer(one: Recipe, environment: Environment) -> OpenScorer:
+        judge = one.environment.judge
+        return _rewards(environment.score, one.environment, given) if judge is None else Judge(judge)
+
+    scorers = _for_each(recipe, environments, scorer)
+    return MixedScorer(scorers) if recipe.environments else scorers[""]
+
+
+def _for_each(
+    recipe: Recipe, environments: Environments, build: Callable[[Recipe, Environment], _Part]
+) -> dict[str, _Part]:
+    """A part for each environment. If one is refused, those before it are closed."""
+    parts: dict[str, _Part] = {}
+    try:
+        for name, one in alone(recipe).items():
+            with errors_named(name):
+                parts[name] = build(one, environments[name])
+    except BaseException:
+        for part in parts.values():
+            part.close()
+        raise
+    return parts
+
+
+def _dialogue(config: EnvironmentConfig, environment: Environment, tokenizer: Tokenizer, given: Given) -> Dialogue:
+    """`environment.reward` and `environment.judge` replace the environment's own rewards."""
+    replaces = config.reward is not None or config.judge is not None
+    own: Scorer | None = getattr(environment, "score", None)
+    function = own if config.reward is None else named_reward(config.reward, given)
+    scorer: OpenScorer | None = None
+    if config.judge is not None:
+        scorer = Judge(config.judge)
+    elif function is not None:
+        scorer = _rewards(function, config, given)
+    limits, family = Limits.from_config(config), tool_family(tokenizer)
+    return Dialogue(environment, limits, family=family, scorer=scorer, only_scorer=replaces)
+
+
+def _rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> OpenScorer:
+    """In processes of their own, unless only this process has the function."""
+    gives_up = config.max_failure_share < 1.0  # a step whose rewards all fail ends the run
+    if given and not can_run_elsewhere(scorer):
+        seconds, at_once = config.reward_timeout_seconds, config.reward_workers or 1
+        return FunctionRewards(scorer, timeout_seconds=seconds, at_once=at_once, gives_up=gives_up)
+    return reward_processes(scorer, config, gives_up=gives_up)
+
+
 def reward_processes(scorer: Scorer, config: EnvironmentConfig, *, gives_up: bool = True) -> RewardWorkers:
     """Processes that call `scorer`, with the limits of `config`."""
     return RewardWorkers(
@@ -157,3 +252,21 @@ def reward_processes(scorer: Scorer, config: EnvironmentConfig, *, gives_up: boo
         load_seconds=config.load_timeout_seconds,
         gives_up=gives_up,
     )
+
+
+def try_objective(recipe: Recipe) -> str | None:
+    """Tries an objective of the user's own before a run is built: imports the loss, first in a separate process, checks
+    its fields, and calls it on made-up tokens.
+
+    Returns what `check` shows, or None for a shipped objective. Raises UserError for anything that is wrong.
+    """
+    config = recipe.algorithm
+    if not isinstance(config, OwnObjectiveConfig):
+        return None
+    from octetrl.algorithms.own_objective import load_objective, try_loss  # which imports torch
+
+    function = load_object("algorithm.name", config.name, recipe.environment.load_timeout_seconds)
+    objective = load_objective(config)
+    try_loss(objective, config)
+    advantages = "group-relative" if objective.rule is None else "its own"
+    return f"{place_of(function)}; {objective.fields!r}; advantages {advantages}"

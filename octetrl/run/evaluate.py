@@ -1,7 +1,7 @@
-"""An evaluation on held-out tasks: during a run, and of runs or models given by name.
+"""Answers that are scored but not learnt from: evaluations on held-out tasks, and a sample of a recipe's tasks.
 
-The result is an `EvalReport` (telemetry/eval_report.py). Completions are sampled with the same seeds every time. So
-only the policy changes from one evaluation to the next, and compared models use the same random numbers.
+An evaluation's result is an `EvalReport` (telemetry/eval_report.py). Completions are sampled with the same seeds every
+time. So only the policy changes from one evaluation to the next, and compared models use the same random numbers.
 
 During a run it does not affect training. Requests have their own seeds, the order of tasks does not advance, and the
 engine forgets the prompts. The global random generators, which a user's environment may use, are restored.
@@ -9,23 +9,37 @@ engine forgets the prompts. The global random generators, which a user's environ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+from octetrl.algorithms.table import build_algorithm
+from octetrl.backends.openai.backend import NO_LIMIT, OpenaiBackend
+from octetrl.backends.openai.session import OpenaiSession
+from octetrl.backends.openai.text import CharacterTokenizer
+from octetrl.config.in_words import without_effect
 from octetrl.config.schema import Recipe
+from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.environments.python_object import Given
-from octetrl.records import Task
-from octetrl.rollout.collect import collect_groups, times_of
-from octetrl.rollout.collected import Collecting
-from octetrl.run.build import build_run
-from octetrl.run.device import generators_put_back
-from octetrl.run.environment import NOTHING_GIVEN
-from octetrl.run.plain_tasks import with_plain_tasks
+from octetrl.records import Completion, GenerationRequest, OnCompletions, RolloutGroup, Task
+from octetrl.rollout.backend import OnSession, SessionRecord, not_asked
+from octetrl.rollout.collect import Collecting, ExpectedLengths, collect_groups, times_of
+from octetrl.run.build import build_collection, build_run
+from octetrl.run.device import generators_put_back, seed_everything
+from octetrl.run.environment import NOTHING_GIVEN, Rewards, build_chats, build_environments, build_scorers, build_tasks
+from octetrl.run.recipe_files import with_found_model
 from octetrl.run.state import Run
+from octetrl.run.step import GenerateThenLearn
 from octetrl.run.trained_model import checkpoint_step, read_model, refuse_pruned, trained_model, weights_folder
 from octetrl.system.errors import UserError
+from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport, Scoring
+from octetrl.workers.clock import Clock
+from octetrl.workers.model_shape import model_spec
+from octetrl.workers.training_progress import most_tokens, rollout_shown
+from octetrl.workers.workers import Workers
 
 
 def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
@@ -44,7 +58,7 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     collection = replace(run.collection, sampling=sampling, group_size=config.evaluation.samples, step=0)
     state = Collecting()
     with run.console.phase("evaluate"), generators_put_back():
-        groups = with_plain_tasks(collect_groups(tasks, run.rewards, run.workers, collection, state))
+        groups = collect_groups(tasks, run.rewards, run.workers, collection, state)
         run.workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
     times = times_of(run.rewards)
     if times is not None:
@@ -54,10 +68,19 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     return EvalReport(groups, scoring, sampled.get("rollout/tokens_per_second", 0.0))
 
 
+def calibrate(run: Run, tasks: Sequence[Task], limit: int) -> Mapping[str, float]:
+    """Calibrates an FP8 cache that has no scales yet, on the first `limit` tokens of the tasks' prompts. Returns what
+    it took."""
+    if not run.workers.needs_calibration:
+        return {}
+    chat = run.collection.chat
+    return run.workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks])
+
+
 def evaluate_checkpoint(
     target: str, recipe: Recipe, *, all_tasks: bool = False, given: Given = NOTHING_GIVEN
 ) -> EvalReport:
-    """Evaluate a run folder (its last checkpoint), a checkpoint, or a model folder by the recipe's environment.
+    """Evaluates a run folder (its last checkpoint), a checkpoint, or a model folder by the recipe's environment.
 
     all_tasks: every task of the environment, not only those held out. given: as of `build_run`.
     """
@@ -75,9 +98,7 @@ def evaluate_checkpoint(
     run, step = read_model(target, build)
     try:
         tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
-        if run.workers.needs_calibration:
-            chat, longest = run.collection.chat, recipe.model.context_length
-            run.workers.calibrate([chat.of(task).first_prompt_tokens(task.prompt, longest) for task in tasks])
+        calibrate(run, tasks, recipe.model.context_length)
         return replace(evaluate(run, tasks), step=step)
     finally:
         run.close()
@@ -88,3 +109,112 @@ def evaluate_targets(targets: Sequence[str], recipe: Recipe, *, all_tasks: bool 
     for target in targets:
         weights_folder(Path(target))
     return {target: evaluate_checkpoint(target, recipe, all_tasks=all_tasks) for target in targets}
+
+
+def sample_answers(recipe: Recipe, number: int) -> list[RolloutGroup]:
+    """One scored rollout of each of the first `number` training tasks (`octetrl check --sample`). Writes nothing."""
+    quiet = recipe.model_copy(update={"logging": recipe.logging.model_copy(update={"console": "quiet"})})
+    run = build_run(quiet, trains=False)
+    try:
+        tasks = run.taskset.next_batch(number)
+        calibrate(run, tasks, recipe.rollout.max_prompt_tokens)
+        one_each = replace(run.collection.at_step(1), group_size=1)
+        return collect_groups(tasks, run.rewards, run.workers, one_each, Collecting())
+    finally:
+        run.close()
+
+
+# ---------------------------------------------------------------- a server's model
+
+
+class ServerWorkers:
+    """Generates with a server, and shows its progress."""
+
+    needs_calibration = False
+
+    def __init__(self, backend: OpenaiBackend, console: Console) -> None:
+        self.backend = backend
+        self._console, self._clock = console, Clock()
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completions: OnCompletions | None = None,
+        on_end: OnSession = not_asked,
+    ) -> list[list[Completion]]:
+        """`num_siblings` completions of each request. One without an answer has `finish_reason` FAILED."""
+        with rollout_shown(self._console, most_tokens(requests)) as on_progress, self._clock("rollout") as took:
+            drawn = self.backend.generate(requests, on_progress, on_completions)
+        on_end(SessionRecord(took, self.backend.metrics))
+        return drawn
+
+    @contextmanager
+    def session(self, on_end: OnSession = not_asked) -> Iterator[OpenaiSession]:
+        shown = rollout_shown(self._console)
+        with shown as on_progress, self._clock("rollout") as took, self.backend.session(on_progress) as session:
+            yield session
+        on_end(SessionRecord(took, self.backend.metrics))
+
+    def forget_prefixes(self) -> None:
+        """Nothing: a server decides on its own what it caches."""
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+def build_server_run(recipe: Recipe) -> Run:
+    """What an evaluation needs, with a server instead of workers (`engine.backend: openai`). No weights are loaded.
+
+    With `answers: tokens` the recipe's model gives the tokenizer, the chat template and the vocabulary, which must be
+    those of the server's model. With `answers: text` the server has all of these, and the recipe's model is not read.
+    Raises UserError for what the user can correct, and if the server is not there."""
+    server = recipe.engine.openai
+    assert server is not None, "validated: engine.backend openai has its section"
+    seed_everything(recipe.seed)
+    spec, tokenizer = None, cast(Tokenizer, CharacterTokenizer())
+    if server.answers == "tokens":
+        recipe = with_found_model(recipe, weights=False)
+        spec = model_spec(recipe)
+        tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
+    console = Console(recipe.logging.console, recipe.steps, mismatch_limit=recipe.mismatch.warn_above)
+    environments = build_environments(recipe)
+    collection = build_collection(recipe, build_chats(recipe, spec, tokenizer, environments))
+    taskset = build_tasks(recipe, environments)
+    with console.phase("load"):
+        if spec is None:
+            collection = replace(collection, max_prompt_tokens=NO_LIMIT, context_length=NO_LIMIT)
+            backend = OpenaiBackend.of_text(server)
+        else:
+            length = recipe.model.context_length
+            backend = OpenaiBackend.of_tokens(server, spec=spec, tokenizer=tokenizer, context_length=length)
+    workers = ServerWorkers(backend, console)
+    unread = without_effect(recipe)
+    if unread is not None:
+        console.warn(unread)
+    try:
+        rewards = build_scorers(recipe, environments, tokenizer)
+    except BaseException:
+        workers.close()
+        raise
+    return Run(
+        config=recipe,
+        tokenizer=tokenizer,
+        taskset=taskset,
+        conversations=None,
+        rewards=cast(Rewards, rewards),  # validated: no reward model scores, so there are some
+        algorithm=build_algorithm(recipe.algorithm),
+        workers=cast(Workers, workers),  # it generates, which is all that an evaluation asks
+        method=GenerateThenLearn(),
+        console=console,
+        collection=collection,
+        lengths=ExpectedLengths(),
+    )
+
+
+def evaluate_server(recipe: Recipe, *, all_tasks: bool) -> EvalReport:
+    """Evaluates the model of `engine.openai` by the recipe's environment. all_tasks: not only those held out."""
+    run = build_server_run(recipe)
+    try:
+        return evaluate(run, run.taskset.all_tasks() if all_tasks else None)
+    finally:
+        run.close()

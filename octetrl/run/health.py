@@ -1,4 +1,4 @@
-"""What the loop looks at after each step: empty steps, slow rewards, sound checkpoints.
+"""What the loop checks after each step: empty steps, slow rewards, sound checkpoints.
 
 **Empty steps** have no trained token. Why did a step teach nothing, and when does that end the run?
 
@@ -44,8 +44,8 @@ class EmptySteps:
         self._most = recipe.failures.max_empty_steps
         self._in_a_row = 0
         self._has_trained = False
-        self._told_solved = False
-        self._failing_so_far: set[str] = set()  # environments without a reward, of which a warning told
+        self._has_said_solved = False
+        self._failing_so_far: set[str] = set()  # environments without a reward that a warning has named
         for row in past:
             metrics = {name: value for name, value in row.items() if value is not None}
             self._count(metrics)
@@ -55,22 +55,21 @@ class EmptySteps:
             self._in_a_row = 0
 
     def _count(self, metrics: Mapping[str, float]) -> None:
-        """Remember a step."""
         if "train/skipped" not in metrics:
             self._in_a_row, self._has_trained = 0, True
         elif self._is_solved(metrics):
-            self._told_solved = True
+            self._has_said_solved = True
         else:
             self._in_a_row += 1
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """A line that says why the step taught nothing, or which of several environments fails. None: neither."""
-        told = self._told_solved
+        was_said = self._has_said_solved
         self._count(metrics)
         if "train/skipped" not in metrics:
             return self._failing(step, metrics)
         if self._is_solved(metrics):
-            return None if told else f"step {step}: no update, because {self._reason(metrics)} (said once)"
+            return None if was_said else f"step {step}: no update, because {self._reason(metrics)} (said once)"
         where = f"; look at rollouts/step_{step:06d}.jsonl" if "rollout/count" in metrics else ""
         return f"step {step}: no update, because {self._reason(metrics)}{where}"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,21 +21,18 @@ from octetrl.environments.python_object import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.run.build import build_run
 from octetrl.run.checkpoints import Checkpoints
-from octetrl.run.device import generators_put_back
-from octetrl.run.earlier_answers import remember_answers
 from octetrl.run.environment import NOTHING_GIVEN
-from octetrl.run.evaluate import evaluate
+from octetrl.run.evaluate import calibrate, evaluate
 from octetrl.run.folder.journal import NO_FILES, Journal
 from octetrl.run.folder.layout import CHECKPOINTS, RECIPE_FILE
 from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.run.health import EmptySteps, SlowRewards, SoundCheckpoints
-from octetrl.run.interrupt import StopRequest
-from octetrl.run.recipe_model import with_found_model
+from octetrl.run.recipe_files import with_found_model
 from octetrl.run.report import banner, in_force, last_screen, leave_report
-from octetrl.run.resume import Cursor, branch, restore
+from octetrl.run.resume import Cursor, branch, remember_answers, restore
 from octetrl.run.state import Run, StepResult
 from octetrl.system.errors import UserError
-from octetrl.system.process import terminable
+from octetrl.system.process import StopRequest, terminable
 from octetrl.telemetry.console import Console, keeps_writing
 from octetrl.telemetry.ending import ending_of, reopen, write_ending
 from octetrl.telemetry.metrics import StepMetrics, slowest_workers
@@ -152,7 +149,7 @@ def _run_steps(
     gate = MismatchGate(recipe.mismatch, recipe.cluster.max_staleness)
     empty, slow = EmptySteps(recipe, past), SlowRewards(run.rewards)
     sound = SoundCheckpoints(checkpoints, recipe, past)
-    with StopRequest(run.console) as stop, checkpoints.open(run, start):
+    with StopRequest(run.console.warn) as stop, checkpoints.open(run, start):
         for step in range(start + 1, recipe.steps + 1):
             with _saved_if_cut_off(run, step, checkpoints, sound):
                 result = one_step(run, step, journal)
@@ -200,11 +197,9 @@ def _write_samples(run: Run, step: int, result: StepResult, sinks: Sinks) -> Non
     """Some rollouts as text, of a few steps, and of each evaluation."""
     of_step = step == 1 or step % max(1, run.config.steps // SHOWN_SAMPLES) == 0
     shown = {"rollouts": result.groups if of_step else (), "evaluation": result.evaluated}
-    # A user's task may draw when its prompt is read. One of a batch ahead does not, and the other thread may draw.
-    with nullcontext() if run.method.draws_ahead else generators_put_back():
-        for name, groups in shown.items():
-            if groups:
-                sinks.write_text(step, name, sample_texts(groups))
+    for name, groups in shown.items():
+        if groups:
+            sinks.write_text(step, name, sample_texts(groups))
 
 
 def one_step(run: Run, step: int, journal: Journal = NO_FILES) -> StepResult:
@@ -231,9 +226,7 @@ def _calibrate_first(run: Run) -> Mapping[str, float]:
     place = run.taskset.state()
     tasks = run.taskset.next_batch(run.config.rollout.prompts_per_step)
     run.taskset.restore(place)
-    limit = run.config.rollout.max_prompt_tokens
-    prompts = [run.collection.chat.of(task).first_prompt_tokens(task.prompt, limit) for task in tasks]
-    return run.workers.calibrate(prompts)
+    return calibrate(run, tasks, run.config.rollout.max_prompt_tokens)
 
 
 @contextmanager

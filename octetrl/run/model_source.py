@@ -96,7 +96,7 @@ def _checkpoint(run: Path, step: str) -> Path:
     found = sorted(path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*"))
     steps = ", ".join(str(int(one)) for one in found if one.isdecimal()) or "none"
     if step == BEST:
-        from octetrl.run.folder.identity import read_run_id
+        from octetrl.run.folder.output_folder import read_run_id
         from octetrl.trainer.checkpoint import best_of
 
         metric = load_recipe(run / "config.yaml").checkpoint.best_metric

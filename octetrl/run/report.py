@@ -19,8 +19,8 @@ from octetrl.environments.python_object import is_given
 from octetrl.fp8.parity import parity_of
 from octetrl.fp8.policy import formats_by_layer, precision_policy
 from octetrl.run.device import runs_on_gpu
-from octetrl.run.folder.identity import read_run_id
 from octetrl.run.folder.layout import CHECKPOINTS, REPORT
+from octetrl.run.folder.output_folder import read_run_id
 from octetrl.run.model_source import BEST
 from octetrl.system.errors import UserError
 from octetrl.system.text import ESCAPE, counted

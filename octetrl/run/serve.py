@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from octetrl.config.schema import ClusterConfig
 from octetrl.engine.stopping import decoder_of
 from octetrl.run.device import gpus_beside
-from octetrl.run.standing_model import CALIBRATION_TEXTS, load_standing_model
+from octetrl.run.generate import CALIBRATION_TEXTS, load_standing_model
 from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
@@ -14,10 +14,9 @@ from octetrl.data.mixture import Mixture
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.environments.tasks import Taskset
 from octetrl.records import RolloutGroup
-from octetrl.rollout.collected import CollectionSettings
-from octetrl.rollout.expected_lengths import ExpectedLengths
-from octetrl.run.batches_ahead import BufferedBatch, DataPlace
-from octetrl.run.environment_parts import Rewards
+from octetrl.rollout.collect import CollectionSettings, ExpectedLengths
+from octetrl.run.device import random_state, restore_random_state
+from octetrl.run.environment import Rewards
 from octetrl.run.folder.journal import Journal, check_failures
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.metrics import StepMetrics
@@ -35,8 +34,44 @@ class StepResult:
     def check_failures(self, recipe: Recipe, step: int) -> None:
         """Raises RunFailed if more rollouts of the step, or of its evaluation, failed than the recipe allows."""
         check_failures(recipe, self.groups, f"step {step}")
-        if self.evaluated:
-            check_failures(recipe, self.evaluated, f"evaluation after step {step}")
+        check_failures(recipe, self.evaluated, f"evaluation after step {step}")
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlace:
+    """The state of the tasks, the lengths of answers and the global random generators after a batch. An environment may
+    draw from the generators, so the next batch depends on them."""
+
+    taskset: Mapping[str, Any]
+    lengths: Mapping[str, Any]
+    random: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, taskset: Taskset, lengths: ExpectedLengths) -> DataPlace:
+        return cls(taskset.state(), lengths.state(), random_state())
+
+    def put_into(self, taskset: Taskset, lengths: ExpectedLengths, *, has_changed: bool = False) -> None:
+        """has_changed: whether the tasks may differ from those of then."""
+        taskset.restore(self.taskset, has_changed=has_changed)
+        lengths.restore(self.lengths)
+        restore_random_state(self.random)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedBatch:
+    """A batch that was generated ahead of its step: the groups, sampled and scored, and what else the step needs."""
+
+    groups: tuple[RolloutGroup, ...]  # all, in the order drawn
+    kept: tuple[RolloutGroup, ...]  # of these
+    counts: Mapping[str, float]  # metrics of the groups
+    metrics: Mapping[str, float]  # of the engines and the clock
+    place: DataPlace  # after it
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that sampled one of its answers; None: nothing was sampled."""
+        turns = (turn for group in self.groups for rollout in group.rollouts for turn in rollout.turns)
+        return min((turn.completion.policy_version for turn in turns), default=None)
 
 
 class StepMethod(ABC):
@@ -58,7 +93,7 @@ class StepMethod(ABC):
 
     def put_back(self, run: Run, batches: Sequence[BufferedBatch], step: int) -> None:
         """Begins after `step` with the batches of a checkpoint, once the run's cursor has been restored."""
-        lost = sum(len(one.groups) for one in batches)
+        lost = sum(len(batch.groups) for batch in batches)
         if lost:
             run.console.note(f"{lost} saved groups are sampled again, because cluster.max_staleness is 0 now")
 

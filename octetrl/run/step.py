@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.records import Sample
-from octetrl.rollout.collect import collect_batch
-from octetrl.rollout.collected import CollectedBatch
+from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.samples import to_samples
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult

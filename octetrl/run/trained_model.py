@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octetrl.models.peft_adapters import is_adapter, read_adapter_config
-from octetrl.run.folder.identity import read_run_id
 from octetrl.run.folder.layout import CHECKPOINTS
+from octetrl.run.folder.output_folder import read_run_id
 from octetrl.run.model_source import found_model, refuse_no_model
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint

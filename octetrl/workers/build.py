@@ -109,7 +109,7 @@ def build_worker(
     if role == "generates":
         algorithm = replace(algorithm, needs_reference=False, needs_teacher=False)
     scorer = (
-        RewardModelScorer(recipe, device, loaders or peers) if model_scores(recipe) and role != "trains" else None
+        RewardModelScorer(recipe, device, loaders or peers) if recipe.model_scores and role != "trains" else None
     )  # refused before the policy loads
     worker = Worker(
         recipe,
@@ -137,11 +137,6 @@ def keep_codes(worker: Worker) -> None:
     """Frees the BF16 copies of FP8 weights, of a worker that only generates: their codes are sent."""
     worker.trainer_model.drop_fp8_weights()
     worker.publish(worker.policy_version)
-
-
-def model_scores(recipe: Recipe) -> bool:
-    """Whether the workers hold a reward model that scores. Workers that train one draw nothing to score."""
-    return recipe.environment.reward_model is not None and recipe.algorithm.name != "reward_model"
 
 
 def fill_weights(model: Decoder, recipe: Recipe, loading: Loading | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Three moments of faults.py: Ray's daemons and the driver are killed; the run is that of threads nobody kills."""
+"""Two moments of faults.py: a daemon of Ray and the driver are killed; the run is that of threads nobody kills."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def test_a_run_whose_processes_are_killed_is_the_run_that_nobody_killed(
         patch.setattr("octetrl.workers.many.build.start_team", RunTeam)
         train(tiny_recipe(model, whole, CHANGES | AHEAD))
     strikes = [
-        Moment("gcs_server", signal.SIGKILL, 1, 0.1),
         Moment("driver", signal.SIGKILL, 0, 0.1),
         Moment("raylet", signal.SIGKILL, 0, 0.2, restarts=1),
     ]

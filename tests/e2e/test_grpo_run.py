@@ -299,13 +299,11 @@ def test_several_updates_a_step(plain: Lines, model: Path, tmp_path: Path) -> No
     assert of(plain, "ratio/clip_fraction") == [0.0] * 3
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_kl_to_the_weights_the_run_began_with(estimator: str, model: Path, tmp_path: Path) -> None:
-    changes = {"steps": 2, "precision": "fp8", "algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": estimator}
+def test_kl_to_the_weights_the_run_began_with(model: Path, tmp_path: Path) -> None:
+    changes = {"steps": 2, "precision": "fp8", "algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": "k3"}
     lines = run(model, tmp_path / "run", changes)
     assert of(lines, "kl")[0] == 0.0
-    assert all(value != 0.0 for value in of(lines, "kl")[1:])
-    assert estimator == "k1" or all(value >= 0.0 for value in of(lines, "kl"))
+    assert all(value > 0.0 for value in of(lines, "kl")[1:])
 
 
 def test_stochastic_rounding_keeps_no_masters(plain: Lines, model: Path, tmp_path: Path) -> None:
@@ -319,25 +317,6 @@ def test_stochastic_rounding_keeps_no_masters(plain: Lines, model: Path, tmp_pat
     state = checkpoint.load(saved).tensors("optimizer.safetensors")
     assert not any(name.startswith("master") for name in state)
     assert all(tensor.dtype == torch.bfloat16 for tensor in parameters.values())
-
-
-def test_token_and_sequence_weighting_differ(model: Path, tmp_path: Path) -> None:
-    """Where siblings differ in length; so the stop text is one that noise soon meets."""
-    changes = {"precision": "bf16", "rollout.stop": ["e", "a", "1", "0"], "rollout.max_new_tokens": 24}
-    changes |= {"steps": 1}
-    by_token = run(model, tmp_path / "token", changes)
-    by_sequence = run(model, tmp_path / "sequence", {**changes, "algorithm.token_weighting": "sequence"})
-    assert by_token[0]["rollout/mean_length"] == by_sequence[0]["rollout/mean_length"] < 24
-    assert by_token[0]["loss"] != pytest.approx(by_sequence[0]["loss"], abs=1e-4)
-    assert by_sequence[0]["loss"] == pytest.approx(0.0, abs=1e-6)  # normalised advantages, each sample counts once
-
-
-def test_answers_cut_off_may_be_masked(model: Path, tmp_path: Path) -> None:
-    changes = {"algorithm.overlong": "mask", "rollout.stop": ["e", "a", "1"], "precision": "bf16", "steps": 1}
-    lines = run(model, tmp_path / "run", changes)
-    for line in lines:
-        assert 0 < line["rollout/truncated"] < 8
-        assert line["train/samples"] == 8 - line["rollout/truncated"]
 
 
 def test_evaluation_during_a_run_changes_nothing_else(plain: Lines, model: Path, tmp_path: Path) -> None:

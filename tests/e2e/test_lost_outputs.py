@@ -14,12 +14,9 @@ import pytest
 import yaml
 
 from octetrl.cli.main import run_command
-from octetrl.run.folder.lock import LOCK, is_held
-from octetrl.run.folder.output_folder import OutputFolder
-from octetrl.system.errors import UserError
 from octetrl.telemetry.sinks import MetricsFile, TensorBoard
 from octetrl.trainer import checkpoint
-from tests.e2e.tiny_run import read_lines, recipe_tree, tiny_recipe
+from tests.e2e.tiny_run import read_lines, recipe_tree
 
 
 def recipe_file(model: Path, folder: Path, changes: dict[str, Any]) -> str:
@@ -61,20 +58,6 @@ def test_curves_that_cannot_be_drawn_are_a_warning(
     assert "TensorBoard" in first and "3 writes failed" in last
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
     assert [row["step"] for row in read_lines(tmp_path / "run" / "warnings.jsonl")] == [1]
-
-
-def test_a_lock_that_was_deleted_still_holds(model: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(model, tmp_path / "run")
-    with OutputFolder(recipe, resume=False) as folder:
-        folder.keep()
-        (tmp_path / "run" / LOCK).unlink()
-        assert is_held(tmp_path / "run")
-        for resume in (True, False):
-            with pytest.raises(UserError, match="in use by a live run"):
-                OutputFolder(recipe, resume=resume)
-    assert not is_held(tmp_path / "run")
-    with OutputFolder(recipe, resume=True):
-        assert is_held(tmp_path / "run")
 
 
 def test_a_lost_terminal_is_no_reason_to_stop(model: Path, finished: Callable[[str], Path], tmp_path: Path) -> None:

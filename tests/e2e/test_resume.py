@@ -24,7 +24,6 @@ import yaml
 from safetensors.torch import load_file
 
 from octetrl.cli.main import run_command
-from octetrl.run.folder.allowed_changes import changes_between, refuse_changes
 from octetrl.run.loop import train
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
@@ -226,14 +225,6 @@ def test_an_error_within_a_step(
 # --- what is refused, and what may change -------------------------------------------------------------------
 
 
-@pytest.fixture
-def copied(whole: Path, model: Path, tmp_path: Path) -> dict[str, Any]:
-    """The changes that make a recipe go on with a copy of the whole run, which ends at its last step but one."""
-    shutil.copytree(whole, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{STEPS:06d}")
-    return CHANGES
-
-
 def _truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -244,8 +235,16 @@ def _alter(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "cursor.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [_truncate, _alter, Path.unlink])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", _alter),
+        ("optimizer.safetensors", _truncate),
+        ("cursor.json", Path.unlink),
+        ("manifest.json", _truncate),
+        ("manifest.json", Path.unlink),
+    ],
+)
 def test_a_damaged_checkpoint_is_refused_by_name(
     name: str,
     damage: Callable[[Path], None],
@@ -263,30 +262,6 @@ def test_a_damaged_checkpoint_is_refused_by_name(
         train(tiny_recipe(model, tmp_path / "run", CHANGES), resume=True)
     assert f"{last}: {name}" in str(refusal.value)
     assert f"goes on from step_{STEPS - 1:06d}" in str(refusal.value)
-
-
-def test_the_checkpoint_before_a_damaged_one_will_do(
-    copied: dict[str, Any], whole: Path, model: Path, tmp_path: Path
-) -> None:
-    train(tiny_recipe(model, tmp_path / "run", copied), resume=True)
-    assert_equal_runs(tmp_path / "run", whole)
-
-
-@pytest.mark.parametrize(
-    "change", [{"trainer.optimizer.lr": 1e-4}, {"precision": "fp8"}, {"rollout.group_size": 2}, {"seed": 5}]
-)
-def test_another_recipe_is_refused(change: dict[str, Any], copied: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="was started with another recipe"):
-        train(tiny_recipe(model, tmp_path / "run", copied | change), resume=True)
-    with pytest.raises(UserError, match="already holds a run"):
-        train(tiny_recipe(model, tmp_path / "run", copied | change))
-
-
-def test_a_run_that_began_with_another_runs_weights_names_the_option() -> None:
-    saved = {"model": {"path": "runs/a b/checkpoints/step_000030", "preset": None}}
-    changes = changes_between(saved, {"model": {"path": None, "preset": "tiny"}})
-    with pytest.raises(UserError, match=r"own config.yaml or with --from runs/a b@30, with which it began, or start"):
-        refuse_changes(Path("runs/b"), changes, (), tiny_recipe(Path("m"), Path("runs/b"), {}))
 
 
 def test_steps_may_be_raised(whole: Path, model: Path, tmp_path: Path) -> None:

@@ -72,12 +72,12 @@ def test_a_chat_answers_with_the_engines_own_tokens(live: Live, model: Path) -> 
 
 
 def alone(model: Path, requests: list[GenerationRequest]) -> list[Any]:
-    from octetrl.run.generate import generating_workers, generation_recipe, tokenizer_of
-    from octetrl.run.trained_model import trained_model
+    from octetrl.run.generate import generating_workers, generation_recipe, model_parts
 
-    trained = trained_model(model)
-    recipe = generation_recipe(trained, "bf16", {"device": "cpu"}, CONTEXT_LENGTH)
-    return generating_workers(recipe, tokenizer_of(trained)).generate(requests)
+    trained, tokenizer, _ = model_parts(model)
+    return generating_workers(
+        generation_recipe(trained, "bf16", {"device": "cpu"}, CONTEXT_LENGTH), tokenizer
+    ).generate(requests)
 
 
 def test_a_completion_takes_text_tokens_and_several_of_them(live: Live) -> None:

@@ -84,9 +84,8 @@ TORCH_FREE_FILES = (
     "octetrl.cli.status",
     "octetrl.models.row_shards",
     "octetrl.api.train",
-    "octetrl.run.quick_refusals",
+    "octetrl.run.recipe_files",
     "octetrl.run.model_source",
-    "octetrl.run.recipe_model",
 )
 
 

@@ -66,7 +66,7 @@ def read_contents(folder: Path) -> Contents:
     """The digests in a run folder; empty if its run.json has none."""
     try:
         found = json.loads((folder / RUN_FILE).read_bytes()).get(CONTENTS)
-    except (OSError, ValueError, AttributeError, RecursionError):  # identity.py says what is wrong with the file
+    except (OSError, ValueError, AttributeError, RecursionError):  # output_folder.py says what is wrong with the file
         return {}
     known = found if isinstance(found, dict) else {}
     return {field: parts for field, parts in known.items() if isinstance(parts, dict)}

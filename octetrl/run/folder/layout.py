@@ -1,23 +1,28 @@
-"""The files of a run's folder, and whether a new run may start there. Needs no torch.
+"""The files of a run's folder, who holds it, and whether a new run may start there. Needs no torch.
 
     config.yaml  history.jsonl  run.json  metrics.jsonl  rollouts/  evaluations/  checkpoints/  warnings.jsonl
     report.html  events.out.tfevents.*  lock  workers.json  logs/
 
 A folder with a `config.yaml` holds a run. In any other folder a new run starts only if it neither overwrites nor
-continues what it did not write: none of these names may be there. `lock` is an exception, and beside it what a run
-writes before its `config.yaml` (`EARLY`): a run that was killed at its start left them, and they are replaced. Nothing
-in the folder but `lock` is opened to decide this.
+continues what it did not write: none of these names may be there. `lock` is an exception, and so is what a run writes
+before its `config.yaml` (`EARLY`): a run that was killed at its start left them, and they are replaced.
+
+One live run holds a folder: it locks `lock`, which names its process. The lock ends with the process, and other
+machines see it on NFS.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from octetrl.run.folder.lock import LOCK, foreign, process_of
 from octetrl.system.errors import UserError
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, RUN_FILE, WARNINGS
@@ -26,6 +31,7 @@ from octetrl.workers.many.status import STATUS_FILE
 RECIPE_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 REPORT = "report.html"
+LOCK = "lock"
 # Patterns of names: what a run leaves besides its recipe, and what it writes before that.
 RECORDS = (
     *(RUN_FILE, METRICS_FILE, ROLLOUTS, EVALUATIONS, CHECKPOINTS, HISTORY_FILE, WARNINGS, REPORT),
@@ -33,26 +39,128 @@ RECORDS = (
     *(f"{RUN_FILE}.partial", f"{WARNINGS}.partial", f".{REPORT}"),
 )
 EARLY = (STATUS_FILE, f".{STATUS_FILE}", f"{RECIPE_FILE}.partial")
+PROBED = 0.05  # seconds; longer than `is_held` holds a lock
+_ATTEMPTS = 1000  # to take a folder that refused runs remove at the same time
 
 
-def refuse_used(folder: Path, *, was_taken: bool | None = None) -> None:
+# ---------------------------------------------------------------- who holds a folder
+
+
+class FolderLock:
+    """Holds the folder at `path`, and creates it if needed. Raises UserError if a live run holds it, and OSError if it
+    can't be created or written in."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._made, self._file = path, set[Path](), -1
+        try:
+            for attempt in range(_ATTEMPTS):
+                if self._take(is_last=attempt > 0):
+                    return
+            raise FileNotFoundError(errno.ENOENT, "folders can't be created there")
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Removes what taking the folder has created, as far as nobody else uses it, and releases it."""
+        for path in sorted(self._made, key=lambda path: len(path.parts), reverse=True):
+            with suppress(OSError):  # others have files there, or removed it
+                path.rmdir() if path.is_dir() else path.unlink()
+        self.release()
+
+    def release(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _take(self, *, is_last: bool) -> bool:
+        """False: a refused run removed the folder or its lock in between, or somebody only asks who holds it."""
+        lock = self._path / LOCK
+        self._made |= {path.absolute() for path in (lock, self._path, *self._path.parents) if not path.exists()}
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._file), os.stat(lock)):
+                raise FileNotFoundError
+        except (FileNotFoundError, FileExistsError):
+            self.release()
+            if any(folder.exists() and not folder.is_dir() for folder in (self._path, *self._path.parents)):
+                raise
+            return False
+        except BlockingIOError:
+            self.release()
+            self._made.discard(lock.absolute())
+            if is_last:
+                raise live_run(self._path) from None
+            time.sleep(PROBED)
+            return False
+        os.truncate(self._file, 0)
+        os.write(self._file, str(os.getpid()).encode())
+        return True
+
+
+def process_of(folder: Path) -> str | None:
+    """The id in the `lock` of a run's folder, perhaps empty; None if there is no such file of a run's."""
+    with suppress(OSError), _opened(folder) as lock:
+        text = os.read(lock, 20).decode(errors="replace").strip()
+        return text if not text or text.isdecimal() else None
+    return None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a live process holds the folder. The id in `lock` alone is no proof: a notebook lives on."""
+    with suppress(OSError), _opened(folder) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def refuse_live(folder: Path) -> None:
+    """Refuse what would write or remove files of a live run."""
+    if is_held(folder):
+        raise live_run(folder)
+
+
+def live_run(folder: Path) -> UserError:
+    return UserError(
+        f"output_dir: '{folder}' is in use by a live run (process {process_of(folder) or 'unknown'});"
+        f" wait for it or choose another folder"
+    )
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- whether a run may start
+
+
+def refuse_used(folder: Path) -> None:
     """Refuse a new run in the folder of another one, or among files that it would overwrite."""
     if os.path.lexists(folder / RECIPE_FILE):
         raise UserError(
             f"output_dir: '{folder}' already holds a run; continue it with --resume,"
             f" or give another folder: output_dir=..."
         )
-    refuse_records(folder, was_taken=was_taken)
+    refuse_records(folder)
 
 
-def refuse_records(folder: Path, *, was_taken: bool | None = None) -> None:
+def refuse_records(folder: Path) -> None:
     """Refuse a run in a folder without a recipe, but with files that it would overwrite or continue. Empty folders do
-    not count, links do. was_taken: whether an earlier run has left its `lock`; None: the file that is there says so."""
-    has_lock = process_of(folder) is not None
-    was_taken = has_lock if was_taken is None else was_taken
-    names = (*RECORDS, *(() if was_taken else EARLY), *(() if has_lock else (LOCK,)))
-    if used := sorted(path.name for path in _written(folder, names) if not _is_empty_folder(path)):
-        raise foreign(folder, used)
+    not count, links do."""
+    if used := sorted(path.name for path in _written(folder, RECORDS) if not _is_empty_folder(path)):
+        raise UserError(
+            f"output_dir: '{folder}' holds {', '.join(used)}, which this run did not write; choose another folder:"
+            " output_dir=..."
+        )
 
 
 def refuse_unwritable(folder: Path) -> None:
@@ -64,8 +172,8 @@ def refuse_unwritable(folder: Path) -> None:
         raise UserError(f"output_dir: cannot write in '{folder}' ({reason}); choose another folder")
 
 
-def forget_run(folder: Path) -> None:
-    """Remove what a run wrote, for one that begins again. Other files stay."""
+def remove_run(folder: Path) -> None:
+    """Remove what a run wrote, for one that begins again or was refused. Other files stay."""
     for path in _written(folder, (RECIPE_FILE, *RECORDS, *EARLY, LOCK)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -1,18 +1,24 @@
 """A run in its folder: takes it, writes the run's recipe and id, and cleans up after a refused run.
 
-The lock (`lock.py`) keeps two live runs apart; the resolved recipe in `config.yaml` and the run's id (`identity.py`)
-keep two different runs apart. A refused run removes only what it created itself.
+The lock (layout.py) keeps two live runs apart. The resolved recipe in `config.yaml` and the run's id keep two different
+runs apart. A refused run removes only what it created itself.
+
+A run gets a random id when it starts. `run.json` in its folder and the manifest of each checkpoint contain it.
+`run.json` also says where the run was started or resumed last (commit, machine, versions) and the linears' formats.
+Only checkpoints of the folder's own run are resumed from, exported or pruned. A folder without `run.json` belongs to
+the run of its checkpoints, if they all belong to one run.
 """
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from octetrl.config.load import dump_recipe, load_recipe
-from octetrl.config.lora import targets_of
 from octetrl.config.schema import Recipe
 from octetrl.run.folder.allowed_changes import (
     Change,
@@ -23,18 +29,23 @@ from octetrl.run.folder.allowed_changes import (
     refuse_contents,
 )
 from octetrl.run.folder.contents import CONTENTS, Contents, changed_contents, read_contents
-from octetrl.run.folder.identity import new_run_id, read_run_id, refuse_foreign_checkpoints, write_run_id
-from octetrl.run.folder.layout import CHECKPOINTS, RECIPE_FILE, refuse_records, refuse_used
-from octetrl.run.folder.lock import FolderLock, foreign
+from octetrl.run.folder.layout import (
+    CHECKPOINTS,
+    RECIPE_FILE,
+    FolderLock,
+    refuse_records,
+    refuse_used,
+    remove_run,
+)
 from octetrl.system.errors import UserError
 from octetrl.system.files import replaced_file
+from octetrl.telemetry.ending import LIVE
 from octetrl.telemetry.provenance import where_it_runs
-from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
-from octetrl.telemetry.sinks import METRICS_FILE, last_step
+from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, last_step
 from octetrl.trainer import checkpoint
-from octetrl.workers.model_shape import model_spec
 
 NOTHING: Mapping[str, object] = {}
+_SHOWN = 3  # names of checkpoints in a message
 
 
 class OutputFolder:
@@ -65,23 +76,14 @@ class OutputFolder:
         leaves whole files. Creates `checkpoints/`, so that it is missing only if it was removed.
 
         in_force: what the model makes of settings, for the report."""
-        is_new = not (self.path / RECIPE_FILE).exists()
         with self._writing():
-            try:
-                record_changes(self.path, self._last_step(), self._changes)
-                self._changes = []  # a restart of the workers keeps the folder again
-                with replaced_file(self.path / RECIPE_FILE) as file:
-                    file.write(dump_recipe(self._recipe))
-                    (self.path / CHECKPOINTS).mkdir(exist_ok=True)
-                if self.run_id is not None:
-                    where = {**where_it_runs(), **in_force, CONTENTS: self._contents}
-                    write_run_id(self.path, self.run_id, where)
-            except BaseException:
-                if is_new:
-                    (self.path / RECIPE_FILE).unlink(missing_ok=True)
-                    with suppress(OSError):
-                        (self.path / CHECKPOINTS).rmdir()
-                raise
+            record_changes(self.path, self._last_step(), self._changes)
+            self._changes = []  # a restart of the workers keeps the folder again
+            with replaced_file(self.path / RECIPE_FILE) as file:
+                file.write(dump_recipe(self._recipe))
+                (self.path / CHECKPOINTS).mkdir(exist_ok=True)
+            if self.run_id is not None:
+                write_run_id(self.path, self.run_id, {**where_it_runs(), **in_force, CONTENTS: self._contents})
         self._is_kept = True
 
     def check_contents(self, contents: Contents) -> None:
@@ -109,37 +111,25 @@ class OutputFolder:
                 f"output_dir: cannot write in '{self.path}' ({error.strerror}); choose another folder"
             ) from error
 
-    # ------------------------------------------------------------ what is in the folder
-
     def _new_run(self) -> str:
-        refuse_used(self.path, was_taken=self._lock.was_taken)
+        refuse_used(self.path)
         return new_run_id()
 
     def _resumed_run(self) -> str | None:
         if not (self.path / RECIPE_FILE).exists():
-            refuse_records(self.path, was_taken=self._lock.was_taken)
+            refuse_records(self.path)
             raise UserError(
                 f"--resume: '{self.path}' holds no run (no {RECIPE_FILE}); leave --resume out to start one there"
             )
         before = load_recipe(str(self.path / RECIPE_FILE))
-        self._check_same_recipe(before)
-        places = [self.path / name for name in (ROLLOUTS, EVALUATIONS, CHECKPOINTS)]
-        if files := [place.name for place in places if place.exists() and not place.is_dir()]:
-            raise foreign(self.path, files)
+        self._changes = changes_between(before.model_dump(), self._recipe.model_dump())
+        refuse_changes(self.path, self._changes, self._allowed, before)
         run_id = read_run_id(self.path)
         if run_id is None and checkpoint.latest(self.path / CHECKPOINTS) is None:
             run_id = new_run_id()  # it was killed before it wrote its own
-        refuse_foreign_checkpoints(self.path, run_id)
+        _refuse_foreign_checkpoints(self.path, run_id)
         self._check_checkpoints_are_there(before)
         return run_id
-
-    def _check_same_recipe(self, saved: Recipe) -> None:
-        """Refuses a changed recipe, except for what resuming may change (allowed_changes.py)."""
-        before, now = saved.model_dump(), self._recipe.model_dump()
-        if _have_same_adapters(saved, self._recipe):
-            before["model"]["lora"]["targets"] = now["model"]["lora"]["targets"]
-        self._changes = changes_between(before, now)
-        refuse_changes(self.path, self._changes, self._allowed, saved)
 
     def _check_checkpoints_are_there(self, saved: Recipe) -> None:
         """Refuses a run that lost its checkpoints. A run that was cut off before the first one starts again."""
@@ -166,16 +156,60 @@ class OutputFolder:
     ) -> None:
         if self._is_kept:
             self._lock.release()
-        else:
-            self._lock.undo()
+            return
+        if not self._resumes:
+            remove_run(self.path)  # as half a start on a full disk
+        self._lock.undo()
 
 
-def _have_same_adapters(saved: Recipe, recipe: Recipe) -> bool:
-    """Whether both recipes adapt the same projections of one model. `targets: null` and a list of all are the same."""
-    before, now = saved.model, recipe.model
-    if before.lora is None or now.lora is None or (before.path, before.preset) != (now.path, now.preset):
-        return False
-    if before.lora.targets == now.lora.targets:
-        return True
-    spec = model_spec(recipe)
-    return set(targets_of(before.lora, spec)) == set(targets_of(now.lora, spec))
+def new_run_id() -> str:
+    """A new id from the operating system's entropy, so that no random generator of a run advances."""
+    return uuid.uuid4().hex[:12]
+
+
+def read_run_id(run_folder: Path) -> str | None:
+    """The id of the folder's run; None if it has no run.json and no checkpoint. Raises UserError if it is not clear."""
+    path = run_folder / RUN_FILE
+    try:
+        run_id = json.loads(path.read_bytes())["run"]
+    except FileNotFoundError:
+        return _id_of_checkpoints(run_folder)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        run_id = None
+    if not isinstance(run_id, str):
+        raise UserError(f"'{path}' does not name a run; restore it, or delete it if all checkpoints belong to one run")
+    return run_id
+
+
+def write_run_id(run_folder: Path, run_id: str, where: Mapping[str, object]) -> None:
+    """Write run.json of a run that starts. `where`: where it runs, and in which formats."""
+    with replaced_file(run_folder / RUN_FILE) as file:
+        json.dump({"run": run_id, **where, **LIVE}, file)
+
+
+def _refuse_foreign_checkpoints(run_folder: Path, run_id: str | None) -> None:
+    """Raises UserError naming the checkpoints of another run. One with an unreadable manifest may be this run's."""
+    owners = checkpoint.owners(run_folder / CHECKPOINTS)
+    others = [name for name, owner in owners.items() if owner not in (run_id, checkpoint.UNKNOWN)]
+    if others:
+        raise UserError(
+            f"--resume: '{run_folder / CHECKPOINTS}' holds checkpoints of another run ({_some(others)});"
+            f" move them out of this folder, then --resume"
+        )
+
+
+def _id_of_checkpoints(run_folder: Path) -> str | None:
+    owners = checkpoint.owners(run_folder / CHECKPOINTS)
+    ids = {owner for owner in owners.values() if owner != checkpoint.UNKNOWN}
+    if len(ids) > 1:
+        raise UserError(
+            f"'{run_folder / CHECKPOINTS}' holds checkpoints of {len(ids)} runs ({_some(list(owners))}), and no"
+            f" {RUN_FILE} says which run owns the folder; name one checkpoint, or move the others out"
+        )
+    return ids.pop() if ids else None
+
+
+def _some(names: list[str]) -> str:
+    """`names`, sorted, without the end of a long list."""
+    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return ", ".join([*sorted(names)[:_SHOWN], *more])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,25 @@ import pytest
 from octetrl.config.schema import RolloutConfig
 from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.environments.scoring import Score
-from octetrl.records import Completion, FinishReason, GenerationRequest, OnCompletions, RolloutStatus, Task
+from octetrl.records import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    OnCompletions,
+    RolloutGroup,
+    RolloutStatus,
+    Task,
+)
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import collect_groups
-from octetrl.rollout.collected import Collecting, CollectionSettings
-from octetrl.rollout.expected_lengths import ExpectedLengths
+from octetrl.rollout.collect import (
+    MEMORY,
+    CollectedBatch,
+    Collecting,
+    CollectionSettings,
+    ExpectedLengths,
+    collect_batch,
+    collect_groups,
+)
 from octetrl.run.tiny_model import train_tokenizer
 
 
@@ -208,3 +224,95 @@ def test_an_interrupted_collection_ends_its_scores(chat: ChatTokens) -> None:
         assert scores.restarts == 1
         (group,) = collect_groups([Task("b", "1 + 2 =")], scores, Sampling(), collection_of(chat), Collecting())
     assert group.rewards == (0.0, 1.0, 2.0, 3.0)
+
+
+# --- refills: how much is drawn, when it ends, and seeds that never meet
+
+
+class Tasks:
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self.drawn: list[int] = []
+
+    def next_batch(self, n: int) -> list[Task]:
+        self.drawn.append(n)
+        first = sum(self.drawn[:-1])
+        return [Task(str(first + i), "1") for i in range(n)]
+
+
+def collect(
+    chat: ChatTokens, every: int, *, prompts: int = 8, max_refills: int = 10
+) -> tuple[CollectedBatch, Tasks, EchoWorkers]:
+    """Keeps the groups of every so many tasks; 0: none."""
+
+    def keeps(group: RolloutGroup) -> bool:
+        return every > 0 and int(group.task.id) % every == 0
+
+    tasks, workers = Tasks(), EchoWorkers()
+    settings = replace(collection_of(chat), prompts=prompts, max_refills=max_refills)
+    return collect_batch(tasks, keeps, SiblingScores(), workers, settings, ExpectedLengths()), tasks, workers
+
+
+def test_one_draw_is_enough_where_all_teach(chat: ChatTokens) -> None:
+    collected, tasks, _ = collect(chat, 1)
+    assert tasks.drawn == [8] and collected.metrics == {
+        "rollout/groups": 8.0, "rollout/kept_groups": 8.0, "rollout/refills": 0.0, "rollout/reward_restarts": 0.0
+    }  # fmt: skip
+
+
+def test_it_draws_as_many_as_should_do(chat: ChatTokens) -> None:
+    collected, tasks, workers = collect(chat, 2)
+    assert tasks.drawn == [8, 8] and len(collected.kept) == 8 and len(collected.groups) == 16
+    few, tasks, _ = collect(chat, 2, prompts=3)  # 2 of 3 kept, then 1 is missing
+    assert tasks.drawn == [3, 2] and len(few.kept) == 3
+    assert len({request.seed for call in workers.calls for request in call}) == 16
+    assert [request.id.split(":")[0] for call in workers.calls for request in call] == [
+        str(place) for place in range(16)
+    ]
+
+
+def test_no_more_than_the_cap(chat: ChatTokens) -> None:
+    collected, tasks, _ = collect(chat, 0, max_refills=3)
+    assert tasks.drawn == [8] * 4 and not collected.kept and collected.counts["rollout/refills"] == 3
+    assert collect(chat, 0, max_refills=0)[1].drawn == [8]
+
+
+# --- what a rollout is expected to take, before it is sampled
+
+
+def test_a_task_that_came_before_is_expected_to_take_as_long_again() -> None:
+    lengths = ExpectedLengths()
+    lengths.record(Task("sum/1", "?"), 20, 100)
+    lengths.record(Task("sum/2", "?"), 20, 300)
+    lengths.record(Task("sum/1", "?"), 20, 120)
+    assert lengths.estimate(Task("sum/1", "?"), 20) == 120
+    assert lengths.estimate(Task("sum/2", "?"), 20) == 300
+
+
+def test_a_new_task_takes_the_mean_of_its_class_and_else_of_its_kind() -> None:
+    lengths = ExpectedLengths()
+    assert lengths.estimate(Task("sum/1", "?"), 20) is None
+    for number, (prompt, tokens) in enumerate([(20, 100), (31, 200), (100, 900)]):
+        lengths.record(Task(f"sum/{number}", "?"), prompt, tokens)
+    lengths.record(Task("code/hard/1", "?"), 20, 5000)
+    assert lengths.estimate(Task("sum/new", "?"), 16) == 150  # prompts of 16 to 31 tokens
+    assert lengths.estimate(Task("sum/new", "?"), 127) == 900
+    assert lengths.estimate(Task("sum/new", "?"), 5) == 400  # the mean of all sums
+    assert lengths.estimate(Task("code/hard/2", "?"), 500) == 5000
+    assert lengths.estimate(Task("code/easy/2", "?"), 20) is None
+
+
+def test_a_class_forgets() -> None:
+    lengths = ExpectedLengths()
+    for number in range(MEMORY):
+        lengths.record(Task(f"sum/{number}", "?"), 20, 100)
+    for number in range(4 * MEMORY):
+        lengths.record(Task(f"sum/late-{number}", "?"), 20, 1000)
+    assert 970 < (lengths.estimate(Task("sum/new", "?"), 20) or 0) < 1000
+
+
+def test_a_checkpoint_keeps_both() -> None:
+    lengths, restored = ExpectedLengths(), ExpectedLengths()
+    lengths.record(Task("sum/1", "?"), 20, 100)
+    restored.restore(json.loads(json.dumps(lengths.state())))
+    assert restored == lengths

@@ -26,10 +26,8 @@ from octetrl.records import (
     Task,
 )
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import collect_groups
-from octetrl.rollout.collected import Collecting, CollectionSettings
+from octetrl.rollout.collect import Collecting, CollectionSettings, ExpectedLengths, collect_groups
 from octetrl.rollout.drive import Occupancy
-from octetrl.rollout.expected_lengths import ExpectedLengths
 from octetrl.run.tiny_model import train_tokenizer
 from tests.unit.environments.turns.games import Calculator, Echo
 from tests.unit.rollout.talking import TalkingSession, TalkingWorkers
@@ -242,11 +240,6 @@ def test_an_answer_that_was_cut_is_penalized_as_such() -> None:
     for rollout in rollouts_of(Echo(turns=2), sampling=SamplingParams(4), penalty=penalty):
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
         assert rollout.penalty == (-100.0 if rollout.status is RolloutStatus.TRUNCATED else -longest)
-
-
-def test_a_prompt_that_is_too_long_begins_nothing() -> None:
-    rollouts = rollouts_of(Echo(), max_prompt_tokens=1)
-    assert {one.status for one in rollouts} == {RolloutStatus.PROMPT_TOO_LONG}
 
 
 def test_no_more_are_in_flight_than_allowed() -> None:

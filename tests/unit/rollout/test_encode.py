@@ -14,8 +14,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from octetrl.records import Completion, GenerationRequest, Reply, RolloutStatus, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.collect import collect_groups
-from octetrl.rollout.collected import Collecting, CollectionSettings
+from octetrl.rollout.collect import Collecting, CollectionSettings, collect_groups
 from octetrl.rollout.encode import Encoder, characters_per_token
 from octetrl.run.tiny_model import train_tokenizer
 from octetrl.system.text import TextTooLong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from octetrl.environments.tools import Tool, family_of, tool
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import GenerationRequest, Reply, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
-from octetrl.rollout.collect import collect_groups
-from octetrl.rollout.collected import Collecting, CollectionSettings
+from octetrl.rollout.collect import Collecting, CollectionSettings, collect_groups
 from octetrl.rollout.samples import to_samples
+from octetrl.run.tiny_model import train_tokenizer
+from octetrl.system.errors import UserError
 from tests.objectives import objective
 from tests.unit.rollout.talking import TalkingWorkers, logprob_of
 from tests.unit.rollout.templates import FAMILIES, WITH_TOOLS, stop_tokens, tokenizer_of
@@ -173,3 +175,18 @@ def test_replies_that_the_template_refuses_are_told() -> None:
             chat_of("chatml").reply_tokens([Reply("tool", "15")], ())
     finally:
         tokenizer.chat_template = template
+
+
+def test_without_a_template_the_prompt_is_the_text() -> None:
+    plain: Any = train_tokenizer(["State the answer: 1 + 2 = 3, so the sum is 3."])
+    plain.chat_template = None
+    chat = ChatTokens(plain, "Be brief.")
+    assert plain.decode(chat.prompt_tokens("1 + 2 =")) == "Be brief.\n\n1 + 2 ="
+    assert plain.decode(ChatTokens(plain).prompt_tokens("1 + 2 =")) == "1 + 2 ="
+    assert plain.decode(chat.reply_tokens([Reply("user", "sure?")], ())) == "\nsure?\n"
+
+
+def test_a_tokenizer_without_eos_is_refused() -> None:
+    without: Any = SimpleNamespace(chat_template=None, eos_token_id=None)
+    with pytest.raises(UserError, match="no EOS"):
+        ChatTokens(without)

@@ -1,9 +1,8 @@
-"""Producing ahead of learning: the rule, both sides busy by a simulated clock, and runs of few steps on threads."""
+"""Producing ahead of learning: runs of few steps on threads. test_ahead_clock.py has the order of events."""
 
 from __future__ import annotations
 
 import json
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,17 +25,15 @@ from octetrl.records import (
     Task,
     Turn,
 )
-from octetrl.rollout.collect import collect_batch
-from octetrl.rollout.collected import CollectedBatch
+from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.samples import versions_by_token
-from octetrl.run.ahead import Ahead, Lead, _Stoppable
-from octetrl.run.batches_ahead import BufferedBatch, DataPlace
+from octetrl.run.ahead import Ahead
 from octetrl.run.device import random_state
 from octetrl.run.evaluate import evaluate
 from octetrl.run.folder.journal import Journal
 from octetrl.run.loop import _write_samples, one_step
 from octetrl.run.resume import Cursor
-from octetrl.run.state import Run
+from octetrl.run.state import BufferedBatch, DataPlace, Run
 from octetrl.system.errors import UserError
 from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.glossary import explained
@@ -53,48 +50,6 @@ from tests.unit.workers.many.thread_team import run_on, steps_of, team_of
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-def simulated(most: int, produce: list[float], learn: list[float]) -> tuple[float, list[int]]:
-    """Seconds of a run whose step n takes produce[n] and learn[n], and the age of each batch when it is learnt."""
-    lead, learnt_at, drawn_at, ages = Lead(most), [0.0], [0.0], []
-    for step in range(1, len(produce) + 1):
-        needs = next(learnt for learnt in range(step) if lead.may_begin(step, learnt))
-        begins = max(drawn_at[-1], learnt_at[needs])
-        version = max(learnt for learnt in range(step) if learnt_at[learnt] <= begins)
-        drawn_at.append(begins + produce[step - 1])
-        learnt_at.append(max(drawn_at[-1], learnt_at[-1]) + learn[step - 1])
-        ages.append(step - 1 - version)
-    return learnt_at[-1], ages
-
-
-def test_rewards_that_wait_are_said_to_the_workers_of_a_batch_ahead() -> None:
-    """Workers look for ended answers sooner while rewards wait, which is what `on_completions` returns."""
-
-    class Workers:
-        def generate(self, requests: Any, on_completions: Callable[[Any], bool | None], _: object) -> Any:
-            return on_completions(requests)
-
-    assert _Stoppable(Workers(), lambda: None).generate([], lambda _: True) is True  # type: ignore[arg-type, comparison-overlap]
-    assert _Stoppable(Workers(), lambda: None).generate([]) is None  # type: ignore[arg-type]
-
-
-def test_both_sides_are_busy_by_a_simulated_clock() -> None:
-    steps = 200
-    even = [3.0] * steps
-    assert simulated(0, even, even) == (2 * 3.0 * steps, [0] * steps)
-    seconds, ages = simulated(1, even, even)
-    assert seconds == 3.0 * (steps + 1) and set(ages[1:]) == {1}
-    ragged = random.Random(5)
-    produce, learn = ([ragged.choice((1.0, 5.0)) for _ in range(steps)] for _ in range(2))
-    least = max(sum(produce), sum(learn))
-    times = []
-    for most in (0, 1, 2, 4, 8):
-        seconds, ages = simulated(most, produce, learn)
-        assert max(ages) <= most
-        times.append(seconds / least)
-    assert times == sorted(times, reverse=True)
-    assert times[0] > 1.8 and times[2] < times[1] < 1.45 and times[-1] < 1.15
 
 
 def by_task(drawn: list[tuple[RolloutGroup, ...]]) -> list[list[str]]:
@@ -196,13 +151,13 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
     changes = {"precision": "bf16", "steps": 3, "evaluation.every": 1, "environment.reward": None, **DRAWING}
     with run_on(1, model, tmp_path, engines=1, ahead=1, **changes) as run:
 
-        def collect(*given: Any) -> CollectedBatch:
+        def collect(*given: Any, **options: Any) -> CollectedBatch:
             until, ahead = time.monotonic() + 60.0, run.method
             assert isinstance(ahead, Ahead)
             while given[-2].step > 1 and not ahead._pauses and time.monotonic() < until:
                 time.sleep(0.002)
             began = time.perf_counter()
-            collected = collect_batch(*given)
+            collected = collect_batch(*given, **options)
             took.append(time.perf_counter() - began)
             return collected
 
@@ -210,7 +165,6 @@ def test_an_evaluation_sees_the_last_version_alone_and_leaves_the_times_of_steps
         results = [one_step(run, step) for step in (1, 2, 3)]
         lines = [one.metrics for one in results]
         state = random_state()
-        monkeypatch.setattr("octetrl.run.loop.generators_put_back", None)  # the other thread may draw
         _write_samples(run, 1, results[-1], Sinks(tmp_path))
         assert results[-1].groups and results[-1].evaluated and random_state() == state, (
             "tasks of the user's are read no more"

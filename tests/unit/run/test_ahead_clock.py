@@ -118,7 +118,6 @@ class Line:
 
         self.ahead._produce = produce_and_leave  # type: ignore[method-assign]
         monkeypatch.setattr("octetrl.run.ahead.collect_batch", self._collect)
-        monkeypatch.setattr("octetrl.run.ahead.with_plain_tasks", list)
         monkeypatch.setattr("octetrl.run.ahead.to_samples", lambda kept, _: list(kept))
         monkeypatch.setattr("octetrl.run.ahead.learn", self._learn)
 
@@ -127,7 +126,7 @@ class Line:
             self.clock.sleep(self._adopts)
             self._engine = self._published
 
-    def _collect(self, *given: Any) -> Any:
+    def _collect(self, *given: Any, check: Any) -> Any:
         step, version = given[-2], self._engine
         self.clock.sleep(self._draws[step - 1])
         self.drawn += 1

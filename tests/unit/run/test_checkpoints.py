@@ -13,7 +13,7 @@ import torch
 from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.tasks import NoTasks
-from octetrl.rollout.expected_lengths import ExpectedLengths
+from octetrl.rollout.collect import ExpectedLengths
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.loop import after_loss
 from octetrl.run.resume import Cursor

@@ -82,28 +82,15 @@ def test_a_run_of_another_model_is_neither_continued_nor_removed(tmp_path: Path)
     assert own.exists()
 
 
-def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "mine").touch()
-    folder = tmp_path / "demo"
-    prepare_folder(folder)
-    (folder / "grpo").symlink_to(tmp_path / "elsewhere")
-    prepare_folder(folder)
-    assert not (folder / "grpo").is_symlink()
-    assert (tmp_path / "elsewhere" / "mine").exists()
-
-
 @pytest.mark.parametrize(
-    ("saved", "is_trained", "said"),
+    ("error", "code", "saved", "is_trained", "said"),
     [
-        ((), False, "no step"),
-        (SAVED[:1], False, "step 7 of sft"),
-        (SAVED[:1], True, "step 7 of sft"),
-        (SAVED, True, "step 2 of grpo"),
-        (SAVED, False, "step 7 of sft"),  # the other run is not the demo's
+        (KeyboardInterrupt, 130, (), False, "no step"),
+        (Terminated, 143, SAVED[:1], True, "step 7 of sft"),
+        (KeyboardInterrupt, 130, SAVED, True, "step 2 of grpo"),
+        (Terminated, 143, SAVED, False, "step 7 of sft"),  # the other run is not the demo's
     ],
 )
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
 def test_a_demo_that_is_stopped_names_the_saved_step(
     error: type[BaseException],
     code: int,

@@ -10,8 +10,7 @@ from octetrl.config.load import recipe_from_mapping
 from octetrl.environments.mixed import MixedDialogues, MixedScorer
 from octetrl.environments.tasks import named
 from octetrl.models.families import spec_from_config
-from octetrl.run.environment import build_environments, build_tasks
-from octetrl.run.environment_parts import build_chats, build_scorers
+from octetrl.run.environment import build_chats, build_environments, build_scorers, build_tasks
 from octetrl.run.tiny_model import TOOL_TEMPLATE, train_tokenizer
 from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import UserError

@@ -17,11 +17,10 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.hf_weights import save_weights
 from octetrl.records import SamplingParams
-from octetrl.run import evaluate, generate, standing_model
+from octetrl.run import evaluate, generate
 from octetrl.run.export import export_run
 from octetrl.run.folder.layout import CHECKPOINTS
-from octetrl.run.generate import generate_text
-from octetrl.run.standing_model import load_standing_model
+from octetrl.run.generate import generate_text, load_standing_model
 from octetrl.run.tiny_model import write_tokenizer
 from octetrl.run.trained_model import read_model
 from octetrl.shapes.presets import preset_config
@@ -107,7 +106,7 @@ def test_generation_takes_the_new_last_checkpoint(training: Training, monkeypatc
     assert len(generate_text(str(training.folder), ["one"], sampling, cluster={"device": "cpu"})) == 1
     monkeypatch.setattr(generate, "build_worker", training.before(generate.build_worker, times=1))
     assert len(generate_text(str(training.folder), ["one"], sampling, cluster={"device": "cpu"})) == 1
-    monkeypatch.setattr(standing_model, "tokenizer_of", training.before(standing_model.tokenizer_of, times=1))
+    monkeypatch.setattr(generate, "load_tokenizer", training.before(generate.load_tokenizer, times=1))
     load_standing_model(str(training.folder), precision="bf16", cluster={"device": "cpu"}).close()
     assert training.step == 4
 

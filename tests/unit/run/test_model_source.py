@@ -11,10 +11,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octetrl.config.load import dump_recipe, recipe_from_mapping
 from octetrl.config.rules_shape import spec_problems
+from octetrl.run.generate import CONTEXT_LENGTH, default_context_length
 from octetrl.run.model_source import found_model, recipe_of_run
-from octetrl.run.recipe_model import with_found_model
+from octetrl.run.recipe_files import with_found_model
 from octetrl.run.report import last_screen
-from octetrl.run.standing_model import CONTEXT_LENGTH, default_context_length
 from octetrl.run.trained_model import weights_folder
 from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import UserError

@@ -1,8 +1,10 @@
-"""Which earlier answers a resumed run reads for its drafts."""
+"""What a checkpoint and a run's folder give a resumed run: batches generated ahead, and answers for its drafts."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,12 +13,78 @@ import pytest
 
 from octetrl.config.schema import SpeculationConfig
 from octetrl.engine.ngram_drafts import NGramDrafts
-from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Task, Turn
-from octetrl.run import earlier_answers
-from octetrl.run.batches_ahead import BufferedBatch, DataPlace
-from octetrl.run.earlier_answers import remember_answers
-from octetrl.run.state import Run
+from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.run import resume as resume_module
+from octetrl.run.ahead import Ahead
+from octetrl.run.resume import batches_from_json, batches_to_bytes, remember_answers
+from octetrl.run.state import BufferedBatch, DataPlace, Run
 from octetrl.run.step import GenerateThenLearn
+from octetrl.system.errors import UserError
+
+
+def answer(text: str, version: int) -> Completion:
+    return Completion((5, 7), (-0.1, -math.pi / 7), text, FinishReason.LENGTH, version, "digest")
+
+
+def batch(task: Task) -> BufferedBatch:
+    changed = replace(answer("c", 4), updates=((1, 5),))
+    talk = (Turn((1, 2), answer("a\ud800", 3), (Reply("tool", "ü"), Reply("user", ""))), Turn((9,), changed))
+    scored = Rollout(task, talk, RolloutStatus.SCORED, 1 / 3, None, None, "7", -0.5, {"form": 0.1}, {"turns": 2.0})
+    failed = Rollout(task, talk[:1], RolloutStatus.REWARD_ERROR, None, "it raised", "Traceback ...")
+    unasked = Rollout(Task("t/2", "long"), (), RolloutStatus.PROMPT_TOO_LONG, None, detail="the prompt has 9 tokens")
+    groups = (RolloutGroup(unasked.task, (unasked,)), RolloutGroup(task, (scored, failed)))
+    return BufferedBatch(
+        groups,
+        groups[1:],
+        {"rollout/groups": 2.0},
+        {"time/x": 0.1},
+        DataPlace({"position": 4}, {"t": 3}, {"numpy": ["MT19937", [1, 2], 2, 0, 0.1]}),
+    )
+
+
+def test_what_is_read_equals_what_was_written() -> None:
+    task = Task("t/1", "1 + 2 =", "3", {"level": [1, {"of": None}], "x": 0.1})
+    written = [batch(task), batch(task)]
+    assert batches_from_json(json.loads(batches_to_bytes(written))) == written
+    assert written[0].oldest_version == 3
+
+
+def test_a_task_of_several_environments_keeps_its_environment() -> None:
+    written = batch(Task("sums/1", "1 + 2 =", "3", {"x": 0.1}, environment="sums"))
+    assert batches_from_json(json.loads(batches_to_bytes([written])))[0].kept[0].task.environment == "sums"
+
+
+def test_metadata_that_json_cannot_hold_is_refused_in_one_line() -> None:
+    with pytest.raises(
+        UserError, match=r"checkpoint.batches_ahead: saved .* set is not JSON .*; use drawn_again"
+    ) as no:
+        batches_to_bytes([batch(Task("t", "p", metadata={"names": {"a"}}))])
+    assert "\n" not in str(no.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "pages", "forgets_before"),
+    [("saved", "keep", [4, 6]), ("drawn_again", "keep", []), ("saved", "drop_on_publish", [])],
+)
+def test_kept_pages_are_forgotten_before_the_first_batch_that_a_checkpoint_lacks(
+    how: str, pages: str, forgets_before: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one version ahead the checkpoint after step 2 has the batch of step 3, and a resumed run draws that of 4."""
+    drawn: list[int] = []
+    forgotten: list[int] = []
+    checkpoint, engine = SimpleNamespace(every=2, batches_ahead=how), SimpleNamespace(prefix_cache=pages)
+    cluster = SimpleNamespace(max_staleness=1)
+    config: Any = SimpleNamespace(cluster=cluster, checkpoint=checkpoint, engine=engine, steps=6)
+    workers = SimpleNamespace(adopt=lambda: None, forget_prefixes=lambda: forgotten.append(len(drawn) + 1))
+    run: Any = SimpleNamespace(config=config)
+    ahead = Ahead(config, workers)  # type: ignore[arg-type]
+    ahead._learnt = config.steps
+    monkeypatch.setattr(ahead, "_draw", lambda run, step, waited: drawn.append(step) or batch(Task("t", "p")))
+    ahead._produce(run, 1)
+    assert (drawn, forgotten, ahead._error) == ([1, 2, 3, 4, 5, 6], forgets_before, None)
+
+
+# --- answers of earlier steps
 
 STEPS, SIBLINGS = 8, 16
 
@@ -43,7 +111,7 @@ class Resumed:
 
 
 def resume(folder: Path, monkeypatch: pytest.MonkeyPatch, memory_tokens: int, ahead: Any = None) -> Resumed:
-    monkeypatch.setattr(earlier_answers, "model_spec", lambda config: SimpleNamespace(vocab_size=10))
+    monkeypatch.setattr(resume_module, "model_spec", lambda config: SimpleNamespace(vocab_size=10))
     run = Resumed(memory_tokens)
     run.method = ahead or run.method
     remember_answers(cast(Run, run), folder, STEPS)
