@@ -91,6 +91,7 @@ def measure(run: Run, environment: Slow, step: int) -> tuple[list[RolloutGroup],
         groups = collect_groups(environment.tasks, dialogue, run.workers, collection, state)
     finally:
         dialogue.close()
+    assert state.occupancy is not None
     return groups, state.occupancy, time.perf_counter() - began
 
 

@@ -14,7 +14,7 @@ from octetrl.api.sampling import SamplingParams
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Precision
 from octetrl.records import Completion, FinishReason, GenerationRequest
-from octetrl.rollout.converse import seed_in_call
+from octetrl.rollout.backend import seed_in_call
 from octetrl.run.generate import load_standing_model
 from octetrl.system.errors import UserError, type_of
 from octetrl.system.text import TextTooLong

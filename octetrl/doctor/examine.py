@@ -35,7 +35,7 @@ from octetrl.engine.kv_cache import CacheFormat, cache_format
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Completion, GenerationRequest, Sample, SamplingParams
-from octetrl.rollout.converse import seed_of
+from octetrl.rollout.backend import seed_of
 from octetrl.run.device import seed_everything
 from octetrl.run.environment import build_chats, build_environments, build_tasks
 from octetrl.shapes.spec import ModelSpec

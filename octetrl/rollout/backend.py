@@ -13,6 +13,7 @@ runs a forward: a session in another process works on its own and costs no call 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,12 +28,30 @@ from octetrl.records import (
     OnCompletions,
     OnProgress,
     SessionEvent,
+    Task,
     joined,
     worker_times,
 )
 
 if TYPE_CHECKING:
     from octetrl.records import WeightSet
+
+
+def first_request(place: int, task: Task) -> str:
+    """Id of the request for a task's first turn, with all its siblings."""
+    return f"{place}:{task.id}"
+
+
+def seed_of(*parts: int) -> int:
+    """A request's seed, from 0 to 2^63 - 1: a hash of the run's or the call's seed and the request's place in it."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+def seed_in_call(seed: int, place: int) -> int:
+    """The seed of the prompt at `place` of a call with `seed`. The first has the call's own, so that an answer can be
+    asked for alone, also from a server behind a backend; the others have hashes."""
+    return seed_of(seed, place) if place else seed
 
 
 class GenerationMetrics(Protocol):

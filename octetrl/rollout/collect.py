@@ -56,10 +56,10 @@ from octetrl.records import (
     Task,
     Turn,
 )
-from octetrl.rollout.backend import OnSession, RolloutSession, SessionRecord, not_asked
+from octetrl.rollout.backend import OnSession, RolloutSession, SessionRecord, first_request, not_asked, seed_of
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.converse import ConversationSettings, first_request, seed_of, with_score
-from octetrl.rollout.drive import Drive, Occupancy, never_ended
+from octetrl.rollout.converse import ConversationSettings, with_score
+from octetrl.rollout.drive import Drive, Occupancy
 from octetrl.system.text import TextTooLong
 
 MEMORY = 64  # groups; the mean length of a class forgets earlier ones
@@ -181,9 +181,9 @@ class Collecting:
 
     lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
     on_group: Callable[[int, RolloutGroup], None] | None = None  # gets each scored group and its place, early
-    check: Callable[[], None] = never_ended  # called while answers are sampled; what it raises ends the collection
+    check: Callable[[], None] | None = None  # called while answers are sampled; what it raises ends the collection
     first_place: int = 0  # in the step, of the next task: seeds follow from it
-    occupancy: Occupancy = field(default_factory=Occupancy)  # filled where an environment has several turns
+    occupancy: Occupancy | None = None  # of the engine, where an environment has several turns
     session: SessionRecord | None = None  # of all sessions so far, as one
 
     def end_session(self, record: SessionRecord) -> None:
@@ -214,7 +214,7 @@ def collect_batch(
     lengths: ExpectedLengths,
     *,
     on_group: Callable[[int, RolloutGroup], None] | None = None,
-    check: Callable[[], None] = never_ended,
+    check: Callable[[], None] | None = None,
 ) -> CollectedBatch:
     """Collects at least `collection.prompts` groups that are kept, or as many as `collection.max_refills` refills
     give. `lengths`: of earlier answers; those of this step are added. `on_group`, `check`: as in `Collecting`."""
@@ -235,7 +235,7 @@ def collect_batch(
         "rollout/kept_groups": float(len(kept)),
         "rollout/refills": float(draws - 1),
         "rollout/reward_restarts": float(_reward_restarts(environment) - restarts),
-        **state.occupancy.metrics,
+        **({} if state.occupancy is None else state.occupancy.metrics),
         **tasks.metrics,
     }
     sampled = {} if state.session is None else state.session.named()
@@ -330,7 +330,8 @@ def _collect_answers(
     with begin_round(scorer) as scoring:
 
         def score(ended: Sequence[tuple[int, int, Completion]]) -> bool:
-            state.check()
+            if state.check is not None:
+                state.check()
             for index, sibling, completion in ended:
                 if completion.finish_reason is not FinishReason.FAILED:
                     place, task, _ = requests[index]
@@ -409,6 +410,7 @@ def _collect_conversations(
     settings = ConversationSettings(collection.chat, collection.sampling, collection.context_length)
     with nullcontext() if dialogue.scorer is None else begin_round(dialogue.scorer) as scoring:
         with workers.session(state.end_session) as session:
+            state.occupancy = state.occupancy or Occupancy()
             drive = Drive(dialogue, session, settings, state.occupancy, scoring, state.check)
             drive.run(requests, run_seed=collection.seed, step=collection.step)
         scores = {} if scoring is None else scoring.finish()

@@ -16,7 +16,6 @@ the time at which the environment answered.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +33,7 @@ from octetrl.records import (
     Task,
     Turn,
 )
+from octetrl.rollout.backend import first_request, seed_of
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.system.text import TextTooLong
 
@@ -64,23 +64,6 @@ class ConversationSettings:
     chat: ChatTokens
     sampling: SamplingParams
     context_length: int
-
-
-def first_request(place: int, task: Task) -> str:
-    """Id of the request for a task's first turn, with all its siblings."""
-    return f"{place}:{task.id}"
-
-
-def seed_of(*parts: int) -> int:
-    """A request's seed, from 0 to 2^63 - 1: a hash of the run's or the call's seed and the request's place in it."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8]) >> 1
-
-
-def seed_in_call(seed: int, place: int) -> int:
-    """The seed of the prompt at `place` of a call with `seed`. The first has the call's own, so that an answer can be
-    asked for alone, also from a server behind a backend; the others have hashes."""
-    return seed_of(seed, place) if place else seed
 
 
 def converse(

@@ -34,10 +34,6 @@ _LONG_WAIT = 0.5  # seconds to wait for what can come from one side only
 _SHORT_WAIT = 0.01  # seconds to wait for the session while environments or rewards compute
 
 
-def never_ended() -> None:
-    """The check of a collection that nothing ends early."""
-
-
 @dataclass(slots=True)
 class Occupancy:
     """Use of the engine, summed over collections of rollouts."""
@@ -92,7 +88,7 @@ class Drive:
         settings: ConversationSettings,
         occupancy: Occupancy,
         scoring: ScoringRound | None = None,
-        check: Callable[[], None] = never_ended,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._dialogue, self._session, self._settings, self._occupancy = dialogue, session, settings, occupancy
         self._drawing: dict[str, _FirstTurn | _RunningRollout] = {}  # by request
@@ -108,7 +104,8 @@ class Drive:
         waiting, calls, abandoned = deque(requests), self._dialogue.calls, self._dialogue.calls.abandoned
         calls.forget()  # left over from an interrupted collection
         while waiting or self._in_flight.total():
-            self._check()
+            if self._check is not None:
+                self._check()
             self._start(waiting)
             results = calls.poll(0.0 if self._session.has_work else _LONG_WAIT)
             self._count()

@@ -23,9 +23,8 @@ from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from octetrl.models.families import load_spec
 from octetrl.records import Completion, GenerationProgress, GenerationRequest, SamplingParams
-from octetrl.rollout.backend import MeasuredSession
+from octetrl.rollout.backend import MeasuredSession, seed_in_call
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.converse import seed_in_call
 from octetrl.run.model_source import precision_of, recipe_of_run
 from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError

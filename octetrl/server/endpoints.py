@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from octetrl.engine.stopping import TextDecoder, TextStream
 from octetrl.records import GenerationRequest, SessionEvent
-from octetrl.rollout.converse import seed_in_call
+from octetrl.rollout.backend import seed_in_call
 from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Usage, event
 from octetrl.server.choices import Choice, ChoicePiece
 from octetrl.server.errors import ApiError

@@ -56,7 +56,8 @@ def collect(
     workers = TalkingWorkers(tokenizer, says)
     chat = ChatTokens(tokenizer, tools=[one.schema() for one in getattr(environment, "tools", ())])
     collection = CollectionSettings(chat, SamplingParams(9), group_size, max_prompt_tokens=2000, seed=1)
-    collection, state = replace(collection, **changes), Collecting(lengths or ExpectedLengths())
+    collection = replace(collection, **changes)
+    state = Collecting(lengths or ExpectedLengths(), occupancy=Occupancy())
     try:
         return collect_groups(environment.tasks, dialogue, workers, collection, state), workers, state.occupancy
     finally:
