@@ -104,7 +104,7 @@ def test_generation_takes_the_new_last_checkpoint(training: Training, monkeypatc
     sampling = SamplingParams(max_new_tokens=2)
     monkeypatch.setattr(generate, "load_tokenizer", training.before(generate.load_tokenizer, times=1))
     assert len(generate_text(str(training.folder), ["one"], sampling, cluster={"device": "cpu"})) == 1
-    monkeypatch.setattr(generate, "build_worker", training.before(generate.build_worker, times=1))
+    monkeypatch.setattr(generate, "build_workers", training.before(generate.build_workers, times=1))
     assert len(generate_text(str(training.folder), ["one"], sampling, cluster={"device": "cpu"})) == 1
     monkeypatch.setattr(generate, "load_tokenizer", training.before(generate.load_tokenizer, times=1))
     load_standing_model(str(training.folder), precision="bf16", cluster={"device": "cpu"}).close()
