@@ -47,6 +47,17 @@ def test_documents_are_there(name: str) -> None:
     assert (REPO / name).is_file()
 
 
+def test_files_that_pages_name_exist() -> None:
+    """In backticks, from the repository's root, from octetrl/ or from octetrl/models/; `NAME.py` and `x.py` stand for
+    a file to add."""
+    pages = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+    for page in pages:
+        named = re.findall(r"`((?:[a-z_]+/)+\w+\.(?:py|md|sh))`", page.read_text(encoding="utf-8"))
+        for path in (path for path in named if not re.search(r"[A-Z]|\bx\.py|test_x\.py|^my_", path)):
+            bases = (REPO, REPO / "octetrl", REPO / "octetrl/models")
+            assert any((base / path).exists() for base in bases), f"{page.name}: {path} does not exist"
+
+
 def test_the_commands_page_has_every_command() -> None:
     text = (REPO / "docs/commands.md").read_text(encoding="utf-8")
     listed = re.findall(r"^octetrl (\w+)", text, re.MULTILINE)
