@@ -35,8 +35,7 @@ from octetrl.config.schema import TrainerConfig
 from octetrl.config.worker_memory import of_trainer, on_each_worker
 from octetrl.engine.kv_cache import cache_format
 from octetrl.engine.metrics import EngineMetrics
-from octetrl.shapes.spec import ModelSpec, largest_cut
-from octetrl.shapes.work import pair_products, token_weights
+from octetrl.shapes.spec import ModelSpec, largest_cut, pair_products, token_weights
 
 Row = dict[str, str | int | float]
 Key = tuple[str, tuple[str, ...]]  # workload, overrides

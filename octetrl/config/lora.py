@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from octetrl.config.schema import LoraConfig
-from octetrl.shapes.blocks import PLACES, LinearLayout, StackedLinearLayout
+from octetrl.shapes.blocks import LinearLayout, StackedLinearLayout
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import nearest
 
@@ -25,10 +25,9 @@ class LoraPart(NamedTuple):
 
 def adaptable(spec: ModelSpec) -> Iterator[tuple[str, LinearLayout]]:
     """Yield what may have an adapter, with its full name: all linears, and matrices that are adapted if named."""
-    for layer in range(spec.num_layers):
-        for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
-            for linear in block.adaptable(spec):
-                yield f"layers.{layer}.{place.name}.{linear.name}", linear
+    for name, block in spec.named_blocks():
+        for linear in block.adaptable(spec):
+            yield f"{name}.{linear.name}", linear
 
 
 def projections(spec: ModelSpec, *, experts: bool = False) -> tuple[str, ...]:
@@ -44,8 +43,7 @@ def targets_of(lora: LoraConfig, spec: ModelSpec) -> tuple[str, ...]:
 
 def unknown_target(targets: Sequence[str], spec: ModelSpec) -> str | None:
     """Describe the first target that this model does not have, and the allowed ones. None: the model has all."""
-    blocks = dict.fromkeys(block for blocks in spec.blocks for block in blocks)
-    matrices = {matrix.module: matrix for block in blocks for matrix in block.matrices(spec)}
+    matrices = {matrix.module: matrix for block in spec.distinct_blocks for matrix in block.matrices(spec)}
     known = (*projections(spec, experts=True), *(name for name, matrix in matrices.items() if matrix.adaptable))
     for target in targets:
         if target not in known:

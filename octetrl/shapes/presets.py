@@ -96,62 +96,29 @@ _LLAMA: dict[str, Any] = {
     "eos_token_id": 128_001,
     "torch_dtype": "bfloat16",
 }
+
+
+def _sizes(family: dict[str, Any], layers: int, hidden: int, inner: int, heads: int, **others: Any) -> dict[str, Any]:
+    return family | {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **others,
+    }
+
+
+_TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
     "tiny-moe": _TINY | _QWEN3_MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
-    "qwen3-0.6b": _QWEN3_PUBLISHED
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-1.7b": _QWEN3_PUBLISHED
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": _QWEN3_PUBLISHED
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-14b": _QWEN3_PUBLISHED
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 17_408,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-32b": _QWEN3_PUBLISHED
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 25_600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": _QWEN3_PUBLISHED
-    | _QWEN3_MOE
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "tie_word_embeddings": False,
-    },
+    "qwen3-0.6b": _sizes(_QWEN3_PUBLISHED, 28, 1024, 3072, 16, **_TIED),
+    "qwen3-1.7b": _sizes(_QWEN3_PUBLISHED, 28, 2048, 6144, 16, **_TIED),
+    "qwen3-8b": _sizes(_QWEN3_PUBLISHED, 36, 4096, 12_288, 32, **_UNTIED),
+    "qwen3-14b": _sizes(_QWEN3_PUBLISHED, 40, 5120, 17_408, 40, **_UNTIED),
+    "qwen3-32b": _sizes(_QWEN3_PUBLISHED, 64, 5120, 25_600, 64, **_UNTIED),
+    "qwen3-30b-a3b": _sizes(_QWEN3_PUBLISHED | _QWEN3_MOE, 48, 2048, 6144, 32, **_UNTIED)
+    | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "tiny-mla-moe": _TINY
     | _DEEPSEEK
     | {
@@ -167,12 +134,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 256,
         "routed_scaling_factor": 2.5,
     },
-    "moonlight-16b-a3b": _DEEPSEEK
+    "moonlight-16b-a3b": _sizes(_DEEPSEEK, 27, 2048, 11_264, 16, **_UNTIED)
     | {
-        "hidden_size": 2048,
-        "intermediate_size": 11_264,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
@@ -186,24 +149,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 163_840,
         "max_position_embeddings": 8192,
         "rope_theta": 50_000,
-        "tie_word_embeddings": False,
         "bos_token_id": 163_584,
         "eos_token_id": 163_585,
     },
-    "llama-3.1-8b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama-3.1-70b": _LLAMA
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28_672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
+    "llama-3.1-8b": _sizes(_LLAMA, 32, 4096, 14_336, 32),
+    "llama-3.1-70b": _sizes(_LLAMA, 80, 8192, 28_672, 64),
 }
 PRESETS = tuple(_PRESETS)
 

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from octetrl.shapes.blocks import PLACES, CachedTensor, LayerBlocks, LinearLayout, StackedLinearLayout, VectorLayout
+from octetrl.shapes.blocks import (
+    PLACES,
+    BlockLayout,
+    CachedTensor,
+    LayerBlocks,
+    LinearLayout,
+    MatrixLayout,
+    PairProducts,
+    StackedLinearLayout,
+    VectorLayout,
+)
 from octetrl.shapes.sizes import ModelSizes
 from octetrl.shapes.tensor_cut import CUT_ROWS, VOCAB_CHUNK, WHOLE_MODEL, TensorCut
 
@@ -53,12 +63,21 @@ class ModelSpec(ModelSizes):
     def blocks_of(self, layer: int) -> LayerBlocks:
         return self.blocks[min(layer, len(self.blocks) - 1)]
 
-    def linears(self) -> Iterator[tuple[str, LinearLayout]]:
-        """Yield every linear of the layers with its full name, such as `layers.3.mlp.down_proj`, in order."""
+    def named_blocks(self) -> Iterator[tuple[str, BlockLayout]]:
+        """Yield the blocks of all layers with their names, such as `layers.3.mlp`, in order."""
         for layer in range(self.num_layers):
             for place, block in zip(PLACES, self.blocks_of(layer), strict=True):
-                for linear in block.linears(self):
-                    yield f"layers.{layer}.{place.name}.{linear.name}", linear
+                yield f"layers.{layer}.{place.name}", block
+
+    @property
+    def distinct_blocks(self) -> tuple[BlockLayout, ...]:
+        return tuple(dict.fromkeys(block for blocks in self.blocks for block in blocks))
+
+    def linears(self) -> Iterator[tuple[str, LinearLayout]]:
+        """Yield every linear of the layers with its full name, such as `layers.3.mlp.down_proj`, in order."""
+        for name, block in self.named_blocks():
+            for linear in block.linears(self):
+                yield f"{name}.{linear.name}", linear
 
     @property
     def has_experts(self) -> bool:
@@ -72,16 +91,15 @@ class ModelSpec(ModelSizes):
 
     def without_gradient(self) -> Iterator[str]:
         """Yield the full names of the parameters that the optimizer does not update."""
-        for layer in range(self.num_layers):
-            for place, block in zip(PLACES, self.blocks_of(layer), strict=True):
-                for tensor in block.tensors(self):
-                    if isinstance(tensor, VectorLayout) and not tensor.has_gradient:
-                        yield f"layers.{layer}.{place.name}.{tensor.name}"
+        for name, block in self.named_blocks():
+            for tensor in block.tensors(self):
+                if isinstance(tensor, VectorLayout) and not tensor.has_gradient:
+                    yield f"{name}.{tensor.name}"
 
     def linear_sizes(self) -> dict[str, int]:
         """Widths of all linears of the layers, by name."""
         sizes = {"hidden size": self.hidden_size}
-        for block in dict.fromkeys(block for blocks in self.blocks for block in blocks):
+        for block in self.distinct_blocks:
             sizes |= block.sizes(self)
         return sizes
 
@@ -93,14 +111,12 @@ class ModelSpec(ModelSizes):
 
     def refused_on_gpu(self) -> str | None:
         """Why the kernels of a GPU do not run this model; None: they do."""
-        blocks = dict.fromkeys(block for blocks in self.blocks for block in blocks)
-        return next((why for block in blocks if (why := block.refused_on_gpu()) is not None), None)
+        return next((why for block in self.distinct_blocks if (why := block.refused_on_gpu()) is not None), None)
 
     @property
     def calibrates(self) -> bool:
         """Whether an FP8 cache can have calibrated scales. Otherwise "calibrated" means "dynamic"."""
-        blocks = dict.fromkeys(block for blocks in self.blocks for block in blocks)
-        return all(tensor.calibrates for block in blocks for tensor in block.cached(self))
+        return all(tensor.calibrates for block in self.distinct_blocks for tensor in block.cached(self))
 
     @property
     def num_cache_scales(self) -> int:
@@ -118,8 +134,7 @@ class ModelSpec(ModelSizes):
     @property
     def rotary_size(self) -> int:
         """Number of values of a head that RoPE rotates by position: the width of the table of angles."""
-        blocks = dict.fromkeys(block for blocks in self.blocks for block in blocks)
-        sizes = {size for block in blocks if (size := block.rotary_size(self)) is not None}
+        sizes = {size for block in self.distinct_blocks if (size := block.rotary_size(self)) is not None}
         assert len(sizes) == 1, f"blocks with different rotary sizes: {sorted(sizes)}"
         return sizes.pop()
 
@@ -127,8 +142,7 @@ class ModelSpec(ModelSizes):
     def num_parameters(self) -> int:
         in_blocks = sum(
             self.hidden_size + sum(tensor.num_parameters for tensor in block.tensors(self))
-            for layer in range(self.num_layers)
-            for block in self.blocks_of(layer)
+            for _, block in self.named_blocks()
         )
         embeddings = self.vocab_rows * self.hidden_size * (1 if self.tied_embeddings else 2)
         return in_blocks + embeddings + self.hidden_size
@@ -138,10 +152,8 @@ def why_not_cut(spec: ModelSpec, size: int) -> str | None:
     """Say what of this model `size` workers cannot share. None: the model can be cut so."""
     if size == 1:
         return None
-    blocks = dict.fromkeys(block for layer in range(spec.num_layers) for block in spec.blocks_of(layer))
-    for block in blocks:
-        if not block.can_be_cut:
-            return f"the blocks of {spec.family} are not cut yet; only attention with KV heads and gated MLPs are"
+    if not all(block.can_be_cut for block in spec.distinct_blocks):
+        return f"the blocks of {spec.family} are not cut yet; only attention with KV heads and gated MLPs are"
     if spec.fused_files:
         return f"the fused weights in files of {spec.family} are not cut yet"
     if spec.num_kv_heads % size:
@@ -166,3 +178,17 @@ def largest_cut(spec: ModelSpec, size: int) -> TensorCut:
         return WHOLE_MODEL
     parts = (TensorCut(rank, size) for rank in range(size))
     return max(parts, key=lambda part: len(part.vocabulary(spec.vocab_size)))
+
+
+def token_weights(spec: ModelSpec) -> int:
+    """Weights that one token is multiplied by, in all layers. Of a mixture the router's and those of the chosen experts
+    count. Embedding and lm_head do not."""
+    tensors = [tensor for _, block in spec.named_blocks() for tensor in block.tensors(spec)]
+    linears = sum(tensor.active_weights for tensor in tensors if isinstance(tensor, LinearLayout))
+    return linears + sum(tensor.num_parameters for tensor in tensors if isinstance(tensor, MatrixLayout))
+
+
+def pair_products(spec: ModelSpec) -> PairProducts:
+    """Multiplications of attention for one query and key, forward and backward, in all layers."""
+    pairs = [block.pair_products(spec) for _, block in spec.named_blocks()]
+    return PairProducts(sum(pair.needed for pair in pairs), sum(pair.computed for pair in pairs))

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from octetrl.records import MicroBatch, PackedBatch
-from octetrl.shapes.spec import ModelSpec
-from octetrl.shapes.work import pair_products, token_weights
+from octetrl.shapes.spec import ModelSpec, pair_products, token_weights
 
 
 @dataclass(frozen=True, slots=True)
