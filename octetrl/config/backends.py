@@ -21,12 +21,12 @@ RESERVE = 3 << 30  # bytes for vLLM's activations, captured graphs and cuBLAS
 def why_no_vllm() -> str | None:
     """Why vLLM cannot be used here; None: it can. Imports nothing."""
     try:
-        found = version("vllm")
+        installed = version("vllm")
     except PackageNotFoundError:
         return f"engine.backend: vllm {VLLM_VERSION} is not installed; pip install 'octetrl[vllm]', or use octetrl"
-    if found.partition("+")[0] != VLLM_VERSION:  # a local version, as 0.25.1+cu129, is the same source
+    if installed.partition("+")[0] != VLLM_VERSION:  # a local version, as 0.25.1+cu129, is the same source
         return (
-            f"engine.backend: vllm {found} is installed, and only {VLLM_VERSION} was tried; pip install"
+            f"engine.backend: vllm {installed} is installed, and only {VLLM_VERSION} was tried; pip install"
             f" vllm=={VLLM_VERSION}, or use octetrl"
         )
     return None

@@ -9,7 +9,9 @@ from octetrl.config.rules import is_set
 from octetrl.config.schema import Recipe, SpeculationConfig
 from octetrl.shapes.blocks import KVMode
 
-TAIL_SHARE = 0.25  # of a worker's `engine.max_batch`: so few unfinished answers of all workers continue on one
+TAIL_SHARE = (
+    0.25  # share of `engine.max_batch`: when so few answers of all workers are unfinished, one worker continues
+)
 CACHE_OF_ANSWERS = {"off": None, "recompute_cache": "recomputed with the new weights", "keep_cache": "kept"}
 
 

@@ -86,8 +86,8 @@ def load_recipe(
         layers.append(_Layer(COMMAND_LINE, override))
         if ".".join(keys[:2]) not in [problem.fields[0] for problem in unknown]:
             problems += _assign(tree, keys, value)
-    recipe, found = build_recipe(tree, training=training)
-    problems += found
+    recipe, of_recipe = build_recipe(tree, training=training)
+    problems += of_recipe
     if problems:
         raise UserError(_report(str(path), layers, problems))
     assert recipe is not None, "a recipe without problems was not built"
@@ -157,7 +157,7 @@ def _read_chain(path: Path) -> list[_Layer]:
         if not isinstance(base, str) or not base:
             raise UserError(f"{path}: extends: {base!r} is not the path of one recipe; give one path as text")
         path = _base_path(path, base)
-        if _is_one_of(path, seen):
+        if _was_read(path, seen):
             cycle = " -> ".join([layer.source for layer in chain] + [str(path)])
             raise UserError(f"{chain[0].source}: extends forms a circle ({cycle}); remove one of them")
 
@@ -176,7 +176,7 @@ def _base_path(path: Path, base: str) -> Path:
         ) from None
 
 
-def _is_one_of(path: Path, seen: Sequence[Path]) -> bool:
+def _was_read(path: Path, seen: Sequence[Path]) -> bool:
     try:
         return path.resolve() in seen
     except (OSError, RuntimeError, ValueError):  # links in a circle, a NUL: reported when the file is read

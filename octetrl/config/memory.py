@@ -162,11 +162,11 @@ def estimate_memory(
         spec = ScalarModel(spec, precisions).trunk
     lora = recipe.model.lora
     trained = spec.num_parameters if lora is None else adapter_elements(spec, lora) + trains_scalar * spec.hidden_size
-    dropped = 0 if lora is None else elements_of(spec, precisions.fp8_train)
+    dropped = 0 if lora is None else count_weights(spec, precisions.fp8_train)
     alone = trains_scalar or recipe.cluster.roles is not None or backend.has_weights
     how = f"{recipe.model.dtype}, {'of the trainer' if alone else 'shared by engine and trainer'}"
     how += "; FP8 linears only as codes" if dropped else ""
-    owned = weight_bytes * elements_of(spec, precisions.fp8_train) if lora is None else 0
+    owned = weight_bytes * count_weights(spec, precisions.fp8_train) if lora is None else 0
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how, owned_bytes=owned)]
     emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
     parts += _fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None)
@@ -218,8 +218,8 @@ def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) 
     return sum(num_bytes(tensor) for layer in range(spec.num_layers) for tensor in spec.cached(layer))
 
 
-def elements_of(spec: ModelSpec, names: Collection[str]) -> int:
-    """Number of weights of these linears."""
+def count_weights(spec: ModelSpec, names: Collection[str]) -> int:
+    """Count the weights of these linears."""
     wanted = set(names)
     return sum(linear.num_weights for name, linear in spec.linears() if name in wanted)
 
@@ -233,7 +233,7 @@ def _fp8_parts(
     elsewhere = TRAITS[recipe.engine.backend].has_weights
     own = replace(precisions, fp8_rollout=precisions.fp8_train) if elsewhere else precisions
     copies = _fp8_copies(spec, own, emulated=emulated, backward=not remakes)
-    given_back = elements_of(spec, precisions.fp8_train) if remakes else 0
+    given_back = count_weights(spec, precisions.fp8_train) if remakes else 0
     if copies:
         how = "scales, and the codes that are not remade" if remakes else "codes, transposed codes and scales"
         how = "codes, scales, and the codes' values in float64" if emulated else how
@@ -247,17 +247,17 @@ def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, back
     """Bytes of a model's FP8 copies. `backward`: with those that only an update needs (transposed codes, or the
     trainer's values if emulated)."""
     rollout, train = set(precisions.fp8_rollout), set(precisions.fp8_train)
-    either = elements_of(spec, rollout | train)
+    either = count_weights(spec, rollout | train)
     codes_and_scales = either + 4 * (either // 128**2)
     if emulated:
-        return codes_and_scales + 8 * (either + (elements_of(spec, rollout & train) if backward else 0))
-    return codes_and_scales + (elements_of(spec, train) if backward else 0)
+        return codes_and_scales + 8 * (either + (count_weights(spec, rollout & train) if backward else 0))
+    return codes_and_scales + (count_weights(spec, train) if backward else 0)
 
 
 def _fixed(spec: ModelSpec, precisions: Precisions, weight_bytes: int, emulated: bool) -> int:
     """Bytes of a model in the trainer's format that nobody updates (layers/weight_memory.py)."""
     own = replace(precisions, fp8_rollout=[])
-    others = spec.num_parameters - elements_of(spec, own.fp8_train)
+    others = spec.num_parameters - count_weights(spec, own.fp8_train)
     return weight_bytes * others + _fp8_copies(spec, own, emulated=emulated, backward=False)
 
 
@@ -288,7 +288,7 @@ def _critic(recipe: Recipe, critic: ScalarModel, weight_bytes: int, *, on_gpu: b
     num_bytes = weight_bytes * parameters + gradients + states.num_bytes
     kept = recipe.trainer.weight_codes == "kept"
     num_bytes += _fp8_copies(critic.trunk, critic.precisions, emulated=emulated, backward=kept)
-    owned = weight_bytes * elements_of(critic.trunk, critic.precisions.fp8_train)
+    owned = weight_bytes * count_weights(critic.trunk, critic.precisions.fp8_train)
     owned += states.owned_bytes + (gradients if recipe.cluster.gradients == "sharded" else 0)
     return MemoryPart("critic", num_bytes, f"weights, FP8 copies, gradients; {states.how}", owned_bytes=owned)
 

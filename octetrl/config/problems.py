@@ -177,9 +177,9 @@ def _named(hint: str) -> str:
 def _elsewhere(parent: str, name: str) -> list[str]:
     """The fields with this name that `parent` may have been confused with: those below it, or else those of a section
     of its own. Without a parent, all."""
-    found = _by_name().get(name, [])
-    below = [full for full in found if full.startswith(f"{parent}.")]
-    return below or [full for full in found if not parent or full.count(".") <= 1]
+    named = _by_name().get(name, [])
+    below = [full for full in named if full.startswith(f"{parent}.")]
+    return below or [full for full in named if not parent or full.count(".") <= 1]
 
 
 def _by_name() -> dict[str, list[str]]:

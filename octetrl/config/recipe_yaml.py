@@ -66,18 +66,18 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event]) -> Any:
     if isinstance(event, yaml.ScalarEvent):
         return _scalar(event)
     if isinstance(event, yaml.SequenceStartEvent):
-        return [_value(one, events) for one in _until(yaml.SequenceEndEvent, events)]
+        return [_value(item, events) for item in _until(yaml.SequenceEndEvent, events)]
     assert isinstance(event, yaml.MappingStartEvent), event
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key in _until(yaml.MappingEndEvent, events):
         name = _value(key, events)
         if not isinstance(name, str):
             given = repr(key.value) if isinstance(key, yaml.ScalarEvent) else "of a list or a mapping"
             raise _refusal(f"the key {given} is not a text; put it in quotes", key)
-        if name in found:
+        if name in mapping:
             raise _refusal(f"the key '{name}' is given twice; remove one of them", key)
-        found[name] = _value(next(events), events)
-    return found
+        mapping[name] = _value(next(events), events)
+    return mapping
 
 
 def _until(end: type[yaml.Event], events: Iterator[yaml.Event]) -> Iterator[yaml.Event]:

@@ -36,11 +36,12 @@ _LACKING = object()
 @dataclass(frozen=True, slots=True)
 class Rule:
     """pattern: fields and conditions on them, see above. text: None: that they do not go together; a function where
-    values of the recipe are not enough. when: a further condition."""
+    values of the recipe are not enough. when: a further condition. value_is: one on the first field's value."""
 
     pattern: str
     text: str | Callable[[Recipe], str] | None = None
     when: When | None = None
+    value_is: Callable[[Any], bool] | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -48,7 +49,11 @@ class Rule:
         return tuple(dict.fromkeys(match[2] for match in matches if match[1] != "("))
 
     def is_broken_by(self, recipe: Recipe) -> bool:
-        return all(_holds(recipe, word) for word in self.pattern.split()) and (self.when is None or self.when(recipe))
+        if not all(_holds(recipe, word) for word in self.pattern.split()):
+            return False
+        if self.value_is is not None and not self.value_is(value(recipe, self.fields[0])):
+            return False
+        return self.when is None or self.when(recipe)
 
     def problem(self, recipe: Recipe) -> Problem:
         """The problem of a recipe that breaks the rule."""
@@ -81,24 +86,24 @@ def apart(one: str, others: str) -> tuple[Rule, ...]:
 
 def value(recipe: Recipe, name: str) -> Any:
     """The value of the field with this dotted name. None if its section lacks it, as that of another objective."""
-    found = _found(recipe, name)
-    return None if found is _LACKING else found
+    given = _given(recipe, name)
+    return None if given is _LACKING else given
 
 
 def is_set(recipe: Recipe, name: str) -> bool:
     """Whether the field has another value than its default."""
     section, _, last = name.rpartition(".")
-    owner = _found(recipe, section) if section else recipe
+    owner = _given(recipe, section) if section else recipe
     if owner is None or owner is _LACKING or last not in type(owner).model_fields:
         return False
     return bool(getattr(owner, last) != type(owner).model_fields[last].get_default(call_default_factory=True))
 
 
-def _found(recipe: Recipe, name: str) -> Any:
-    found: Any = recipe
+def _given(recipe: Recipe, name: str) -> Any:
+    node: Any = recipe
     for part in name.split("."):
-        found = getattr(found, part, _LACKING)
-    return found
+        node = getattr(node, part, _LACKING)
+    return node
 
 
 def _matched(condition: str) -> re.Match[str]:
@@ -113,7 +118,7 @@ def _holds(recipe: Recipe, condition: str) -> bool:
         return True
     if how is None:
         return is_set(recipe, name)
-    given = _found(recipe, name)
+    given = _given(recipe, name)
     if given is _LACKING:
         return False
     if how in "<>":
@@ -132,4 +137,6 @@ def _is_section(given: Any) -> bool:
 
 
 def _in_yaml(given: Any) -> str:
-    return given if isinstance(given, str) else json.dumps(given, default=lambda one: one.model_dump(mode="json"))
+    return (
+        given if isinstance(given, str) else json.dumps(given, default=lambda section: section.model_dump(mode="json"))
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.rules import Rule, problems_of, together, value
+from octetrl.config.rules import Rule, problems_of, together
 from octetrl.config.rules_training import OBJECT
 from octetrl.config.schema import Recipe
 from octetrl.system.errors import UserError, nearest
@@ -35,7 +35,9 @@ def _has_splits(recipe: Recipe) -> bool:
 
 
 def _unknown_tool(recipe: Recipe) -> str | None:
-    return next((one for one in recipe.environment.tools if one not in READY_TOOLS and not OBJECT.fullmatch(one)), None)
+    return next(
+        (tool for tool in recipe.environment.tools if tool not in READY_TOOLS and not OBJECT.fullmatch(tool)), None
+    )
 
 
 def _no_tool(recipe: Recipe) -> str:
@@ -75,7 +77,7 @@ ENVIRONMENT = (
     Rule(
         "environment.reward",
         "'{}' is not module:name, such as my_rewards:length",
-        lambda r: not OBJECT.fullmatch(str(r.environment.reward)),
+        value_is=lambda reward: not OBJECT.fullmatch(reward),
     ),
     Rule("environment.tools", _no_tool, lambda r: _unknown_tool(r) is not None),
     Rule(
@@ -91,13 +93,13 @@ ENVIRONMENT = (
     Rule(
         "environment.prompt_template",
         "it has no {{prompt}}, so all prompts would be the same; add {{prompt}} to it",
-        lambda r: "{prompt}" not in r.environment.prompt_template,
+        value_is=lambda template: "{prompt}" not in template,
     ),
     *(
         Rule(
             f"environment.{name}",
             "an empty text marks nothing; give a text, or null for the whole",
-            lambda r, name=name: value(r, f"environment.{name}") == "",  # type: ignore[misc]
+            value_is=lambda marker: marker == "",
         )
         for name in ("answer_marker", "reference_marker")
     ),

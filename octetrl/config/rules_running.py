@@ -9,7 +9,7 @@ from octetrl.config.backends import TRAITS, VLLM_TEMPERATURES
 from octetrl.config.cluster import LEAST_SILENCE, ROLE_FIELDS, ClusterConfig
 from octetrl.config.memory import describe_smallest, longest_rollout, smallest_cache
 from octetrl.config.rules import Rule, apart, problems_of, together, value
-from octetrl.config.rules_training import samples_rollouts
+from octetrl.config.rules_training import reads_rows
 from octetrl.config.schema import MOST_STOPS, EngineConfig, ModelConfig, OpenaiConfig, Recipe, SpeculationConfig
 from octetrl.config.section import Problem
 from octetrl.shapes.blocks import SCALE_PER_TOKEN
@@ -18,10 +18,6 @@ from octetrl.system.names import HOW, is_address
 _URL = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ALL_ROLES = " ".join(f"?{name}" for name in ROLE_FIELDS)
-
-
-def _reads_rows(recipe: Recipe) -> bool:
-    return not samples_rollouts(recipe)
 
 
 # ---------------------------------------------------------------- engine and backends
@@ -44,21 +40,16 @@ def _cannot_hold(recipe: Recipe) -> str:
     return f"{engine.kv_cache_tokens} cannot hold {what} (in pages of {engine.page_size}); raise it to {least}{also}"
 
 
-def _is_out_of_vllms_range(recipe: Recipe, section: str) -> bool:
-    return not VLLM_TEMPERATURES[0] <= value(recipe, f"{section}.temperature") <= VLLM_TEMPERATURES[1]
-
-
 ENGINE = (
-    *(
-        Rule(
-            f"engine.kv_cache_tokens ?engine.page_size {others}",
-            _cannot_hold,
-            lambda r, whole=whole: _has_small_cache(r) and _needs_context(r) == whole,  # type: ignore[misc]
-        )
-        for whole, others in (
-            (False, "?rollout.max_prompt_tokens ?rollout.max_new_tokens"),
-            (True, "?engine.backend ?model.context_length"),
-        )
+    Rule(
+        "engine.kv_cache_tokens ?engine.page_size ?rollout.max_prompt_tokens ?rollout.max_new_tokens",
+        _cannot_hold,
+        lambda r: _has_small_cache(r) and not _needs_context(r),
+    ),
+    Rule(
+        "engine.kv_cache_tokens ?engine.page_size ?engine.backend ?model.context_length",
+        _cannot_hold,
+        lambda r: _has_small_cache(r) and _needs_context(r),
     ),
     *together(
         "engine.prefix_cache=keep fp8.kv_cache=calibrated",  # old codes would be read with new scales
@@ -93,13 +84,13 @@ VLLM = (
     Rule(
         "?algorithm.name engine.backend=vllm",
         "{} generates nothing with vllm; use engine.backend: octetrl",
-        _reads_rows,
+        reads_rows,
     ),
     *(
         Rule(
             f"{section}.temperature>0 engine.backend=vllm",
             f"{{}} is not what engine.backend: vllm samples at: {VLLM_TEMPERATURES[0]:g} to {VLLM_TEMPERATURES[1]:g}",
-            lambda r, section=section: _is_out_of_vllms_range(r, section),  # type: ignore[misc]
+            value_is=lambda degrees: not VLLM_TEMPERATURES[0] <= degrees <= VLLM_TEMPERATURES[1],
         )
         for section in ("rollout", "evaluation")
     ),
@@ -108,12 +99,12 @@ SERVER = (  # values are not shown: one of them may be a key by mistake
     Rule(
         "engine.openai.base_url",
         f"this is not an address; {HOW}, without a user, a key or a query",
-        lambda r: not (_URL.fullmatch(url := value(r, "engine.openai.base_url")) and is_address(url)),
+        value_is=lambda url: not (_URL.fullmatch(url) and is_address(url)),
     ),
     Rule(
         "engine.openai.api_key_variable",
         "this is not the name of an environment variable; give one, such as OPENAI_API_KEY, and never the key",
-        lambda r: not _VARIABLE.fullmatch(value(r, "engine.openai.api_key_variable")),
+        value_is=lambda variable: not _VARIABLE.fullmatch(variable),
     ),
 )
 OPENAI = (
@@ -129,7 +120,7 @@ OPENAI = (
     Rule(
         "rollout.stop engine.openai.answers=text (engine.backend=openai)",
         f"a server of texts takes {MOST_STOPS} stop strings; give fewer",
-        lambda r: len(r.rollout.stop) > MOST_STOPS,
+        value_is=lambda stop: len(stop) > MOST_STOPS,
     ),
 )
 SERVER_TRAINS = (
@@ -175,10 +166,10 @@ CLUSTER = (
     *together(
         *(f"cluster.{name} cluster.max_staleness=0" for name in ("weight_buffer", "weights_in_flight")),
         *(
-            f"cluster.{one} cluster.{other}"
-            for one in ("trainer_gpus", "trainer_cpus", "cpus")
+            f"cluster.{name} cluster.{other}"
+            for name in ("trainer_gpus", "trainer_cpus", "cpus")
             for other in ("gpus", "cpus", "nodes", "gpus_per_node")
-            if one != other
+            if name != other
         ),
         *(f"cluster.{name} cluster.device=cuda" for name in ("cpus", "trainer_cpus")),
         *(f"cluster.workers_per_gpu cluster.{name}" for name in ("cpus", "trainer_cpus")),
@@ -229,7 +220,7 @@ CLUSTER = (
     Rule(
         "cluster.address",
         "'{}' is not host:port, auto or local; the usual port is 6379",
-        lambda r: r.cluster.address not in ("auto", "local") and not _is_host_and_port(str(r.cluster.address)),
+        value_is=lambda address: address not in ("auto", "local") and not _is_host_and_port(address),
     ),
     Rule(
         f"cluster.deadlines.silent_seconds<{LEAST_SILENCE}",
@@ -260,7 +251,7 @@ ROLES = (
     Rule(
         f"?algorithm.name {_ALL_ROLES}",
         "{} samples no rollouts, so no worker would only generate; use cluster.gpus or cluster.cpus",
-        lambda r: r.cluster.roles is not None and _reads_rows(r),
+        lambda r: r.cluster.roles is not None and reads_rows(r),
     ),
     Rule(
         "cluster.max_staleness ?algorithm.name",
@@ -275,7 +266,7 @@ ROLES = (
         lambda r: r.cluster.roles is not None and not _compares_nothing(r) and _leaves_stale(r),
     ),
 )
-SHARED_MODEL = apart(  # of which a worker has a part
+SHARED_MODEL = apart(  # a worker has a part of the model
     "cluster.tensor_parallel>1",
     "engine.speculation.name algorithm.name=ppo|reward_model|distill algorithm.reference_every"
     " environment.reward_model",
@@ -296,7 +287,7 @@ BESIDE_TAIL = (  # docs/scale.md has the reasons
     Rule(
         "rollout.learn_beside_tail ?algorithm.name",
         "{r.algorithm.name} samples no rollouts; set it to false",
-        _reads_rows,
+        reads_rows,
     ),
     *together(
         "algorithm.kl_in!=loss rollout.learn_beside_tail (algorithm.kl_coefficient>0)"

@@ -32,7 +32,7 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     yield from expert_problems(recipe, spec)
     size = recipe.cluster.tensor_parallel
     if size > 1 and (why := why_not_cut(spec, size)) is not None:
-        allowed = " or ".join(str(one) for one in allowed_sizes(spec))
+        allowed = " or ".join(map(str, allowed_sizes(spec)))
         yield _problem("cluster.tensor_parallel", f"{size}, but {why}; use {allowed}")
     if recipe.engine.backend == "vllm":
         yield from vllm_problems(recipe, spec)
@@ -128,7 +128,7 @@ def vllm_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
         if rows % BLOCK:
             text = f"vllm needs multiples of {BLOCK} rows for FP8, and {name} has {rows}; use precision: bf16"
             yield _problem("engine.backend fp8.rollout", text)
-    for tensor in dict.fromkeys(one for layer in range(spec.num_layers) for one in spec.cached(layer)):
+    for tensor in dict.fromkeys(tensor for layer in range(spec.num_layers) for tensor in spec.cached(layer)):
         if recipe.fp8.kv_cache != "none" and tensor.never_fp8 is not None:
             text = f"{tensor.name} must stay BF16 ({tensor.never_fp8})"
             text = f"engine.backend: vllm stores K and V in one format, and {text}; use none"
@@ -139,7 +139,7 @@ def _lacks_of_vllm(spec: ModelSpec) -> Iterator[str]:
     """What vLLM's model of this family lacks, for which it has an assertion at its start or no parameter."""
     family, size = spec.family, spec.hidden_size // spec.num_heads
     if family not in FAMILIES:
-        yield f"is not told the parameters of {family}; it knows {', '.join(FAMILIES)}"
+        yield f"has no names for the parameters of {family}, only for those of {', '.join(FAMILIES)}"
     windows = {getattr(spec.blocks_of(layer).attention, "window", None) for layer in range(spec.num_layers)}
     if len(windows) > 1:
         yield f"has sliding windows in all layers of a {family} or in none, and this model has them in some"

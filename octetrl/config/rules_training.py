@@ -23,7 +23,7 @@ def samples_rollouts(recipe: Recipe) -> bool:
     return recipe.algorithm.learns_from == "rollouts"
 
 
-def _reads_rows(recipe: Recipe) -> bool:
+def reads_rows(recipe: Recipe) -> bool:
     return not samples_rollouts(recipe)
 
 
@@ -56,15 +56,10 @@ def _corrects_nothing(recipe: Recipe) -> bool:
 
 
 def _samples(recipe: Recipe) -> int:
-    """Of a step, that its optimizer steps share."""
+    """Number of a step's samples, which its optimizer steps share."""
     if isinstance(recipe.algorithm, DatasetSettings):
         return recipe.algorithm.batch_size
     return recipe.rollout.prompts_per_step * recipe.rollout.group_size
-
-
-def _names_twice(recipe: Recipe) -> bool:
-    targets = value(recipe, "model.lora.targets")
-    return len(set(targets)) < len(targets)
 
 
 LENGTHS = (
@@ -95,7 +90,11 @@ MODEL = (
         "model.tokenizer=null model.preset (model.path=null)", "a preset has none; give a Hugging Face tokenizer folder"
     ),
     Rule("model.lora.targets=[]", "is empty, so nothing would be trained; name projections, or set model.lora=null"),
-    Rule("model.lora.targets", "a projection is named twice; name each once", _names_twice),
+    Rule(
+        "model.lora.targets",
+        "a projection is named twice; name each once",
+        value_is=lambda targets: len(set(targets)) < len(targets),
+    ),
     Rule(
         "model.dtype=float32 ?fp8.rollout ?fp8.train ?fp8.kv_cache",
         "float32 has no FP8 path; use bfloat16, or precision: bf16, which turns FP8 off",
@@ -141,7 +140,7 @@ OBJECTIVE = (
         Rule(
             f"algorithm.{name}",
             "{} must include 1, where both sides agree, and not go below 0",
-            lambda r, name=name: not 0 <= value(r, f"algorithm.{name}")[0] <= 1 <= value(r, f"algorithm.{name}")[1],  # type: ignore[misc]
+            value_is=lambda bounds: not 0 <= bounds[0] <= 1 <= bounds[1],
         )
         for name in ("token_mask_range", "sequence_mask_range", "geometric_mask_range")
     ),
@@ -167,7 +166,7 @@ OBJECTIVE = (
         "fp8.kv_cache=calibrated ?algorithm.name",
         "'calibrated' has no data for calibration with {r.algorithm.name}, which samples no rollouts; use 'none' or"
         " 'dynamic' (precision: fp8_full means 'calibrated')",
-        _reads_rows,
+        reads_rows,
     ),
     Rule("data.sources ?algorithm.name", "{r.algorithm.name} reads no rows; remove it, or use sft", samples_rollouts),
     Rule(
@@ -239,8 +238,8 @@ def _ranks_nothing(recipe: Recipe) -> bool:
 
 RUN = (
     *(
-        Rule(f"{one}.betas {also}", "{} must each be below 1", lambda r, one=one: 1 in value(r, f"{one}.betas"))  # type: ignore[misc]
-        for one, also in (("trainer.optimizer", ""), ("critic.optimizer", "(algorithm.name=ppo)"))
+        Rule(pattern, "{} must each be below 1", value_is=lambda betas: 1 in betas)
+        for pattern in ("trainer.optimizer.betas", "critic.optimizer.betas (algorithm.name=ppo)")
     ),
     *together(
         "trainer.optimizer.weight_decay_on trainer.optimizer.weight_decay=0.0",
@@ -254,11 +253,11 @@ RUN = (
         lambda r: f"{r.trainer.minibatches} updates cannot share {_samples(r)} samples; use at most {_samples(r)}",
         lambda r: r.trainer.minibatches > _samples(r),
     ),
-    Rule("rollout.stop", "an empty text would stop every answer at once; remove it", lambda r: "" in r.rollout.stop),
+    Rule("rollout.stop", "an empty text would stop every answer at once; remove it", value_is=lambda stop: "" in stop),
     Rule(
         "evaluation.every>0 ?environment.eval_size",
         "there are no held-out tasks; raise environment.eval_size, or set this to 0",
-        lambda r: not any(one.eval_size for one in r.each_environment.values()),
+        lambda r: not any(each.eval_size for each in r.each_environment.values()),
     ),
     Rule(
         "evaluation.k ?evaluation.samples",
@@ -273,13 +272,13 @@ RUN = (
     Rule(
         "?seed ?environment.seed",
         "seed and environment.seed must be from 0 to 2^63 - 1; choose others",
-        lambda r: r.seed >= 2**63 or not all(0 <= one.seed < 2**63 for one in r.each_environment.values()),
+        lambda r: r.seed >= 2**63 or not all(0 <= each.seed < 2**63 for each in r.each_environment.values()),
     ),
-    Rule("output_dir", "contains a NUL, so it is not a path; remove it", lambda r: "\0" in r.output_dir),
+    Rule("output_dir", "contains a NUL, so it is not a path; remove it", value_is=lambda folder: "\0" in folder),
     Rule(
         "output_dir",
         "'{}' is no folder of the run's; give one that the run writes, such as runs/first",
-        lambda r: not r.output_dir.strip() or (Path(r.output_dir).is_absolute() and not Path(r.output_dir).name),
+        value_is=lambda folder: not folder.strip() or (Path(folder).is_absolute() and not Path(folder).name),
     ),
 )
 RANKING = (

@@ -38,8 +38,8 @@ def renamed(text: str, name: str) -> str:
     """A text about `environment` as one about `environments.NAME`. It names the section in any case."""
     if not name:
         return text
-    found = _SECTION.sub(section_name(name), text)
-    return found if section_name(name) in found else f"{section_name(name)}: {found}"
+    text = _SECTION.sub(section_name(name), text)
+    return text if section_name(name) in text else f"{section_name(name)}: {text}"
 
 
 @contextmanager
@@ -71,10 +71,10 @@ def never_drawn(recipe: Recipe) -> list[str]:
         return []
     steps, prompts = recipe.steps, recipe.rollout.prompts_per_step
     tasks = steps * prompts * (1 + refills_of(recipe.algorithm))
-    total = sum(one.weight for one in recipe.environments.values())
+    total = sum(config.weight for config in recipe.environments.values())
     return [
-        f"{section_name(name)}.weight: {one.weight:g} of {total:g} gives '{name}' no task in {steps} steps of {prompts}"
-        " tasks; raise it, or steps"
-        for name, one in recipe.environments.items()
-        if one.weight / total * tasks < 1 / len(recipe.environments)
+        f"{section_name(name)}.weight: {config.weight:g} of {total:g} gives '{name}' no task in {steps} steps of"
+        f" {prompts} tasks; raise it, or steps"
+        for name, config in recipe.environments.items()
+        if config.weight / total * tasks < 1 / len(recipe.environments)
     ]

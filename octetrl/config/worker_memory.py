@@ -33,7 +33,7 @@ from octetrl.config.memory import (
     MemoryEstimate,
     MemoryPart,
     Precisions,
-    elements_of,
+    count_weights,
     in_pages,
     kv_bytes_per_token,
     with_kv_cache,
@@ -69,7 +69,7 @@ def _share(part: MemoryPart, owners: int) -> MemoryPart:
     return replace(part, num_bytes=held, how=f"{part.how}; 1/{owners} of {owned}")
 
 
-SMALL_SHARE = 0.1  # of the memory for the KV cache
+SMALL_SHARE = 0.1  # share of the memory for the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def sent_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     lora = recipe.model.lora
     if lora is not None:
         return recipe.model.value_bytes * adapter_elements(spec, lora)
-    codes = elements_of(spec, precisions.fp8_train)
+    codes = count_weights(spec, precisions.fp8_train)
     return codes + 4 * (codes // 128**2) + recipe.model.value_bytes * (spec.num_parameters - codes)
 
 
@@ -127,7 +127,7 @@ def held_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     """Bytes of all weights of a worker that generates, without a second buffer."""
     whole = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": None})})
     adapters = 0 if recipe.model.lora is None else sent_bytes(recipe, spec, precisions)
-    own = elements_of(spec, set(precisions.fp8_rollout) - set(precisions.fp8_train))  # codes that the engine makes
+    own = count_weights(spec, set(precisions.fp8_rollout) - set(precisions.fp8_train))  # codes that the engine makes
     return sent_bytes(whole, spec, precisions) + adapters + own
 
 
@@ -197,6 +197,6 @@ def _engine_parts(
     how += ", and adapters" if recipe.model.lora is not None else ""
     parts = [MemoryPart("weights", held_bytes(recipe, spec, held), how)]
     if own and (recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)):
-        emulated = elements_of(spec, sent | made)
+        emulated = count_weights(spec, sent | made)
         parts += [MemoryPart("FP8 values", 8 * emulated, "the codes' values in float64")] if emulated else []
     return parts + [part for part in estimate.parts if part.name in KEPT]

@@ -118,8 +118,8 @@ def read_messages(record: Mapping[str, Any], key: str, where: str) -> tuple[Mess
     """Read `record[key]`, a list of messages with known roles and text. Raises UserError for anything else."""
     messages = record[key]
     if not isinstance(messages, list) or not messages:
-        found = "an empty list" if messages == [] else kind_of(messages)
-        raise UserError(f'{where}: \'{key}\' is {found}; it must be a list of {{"role", "content"}}')
+        given = "an empty list" if messages == [] else kind_of(messages)
+        raise UserError(f'{where}: \'{key}\' is {given}; it must be a list of {{"role", "content"}}')
     places = [f"{where}: '{key}', message {number}" for number in range(1, len(messages) + 1)]
     for message, place in zip(messages, places, strict=True):
         _refuse_message(message, place)

@@ -117,11 +117,11 @@ class Mixture:
         self._shares = shares_of([source.weight for source in sources])
         self._seed, self._dropped, self._across_borders = seed, 0, 0
         self._queues = []
-        self.digests = {source.name: _digest(source) for source in sources}  # of all rows, by source
+        self.digests = {source.name: _digest(source) for source in sources}  # digest of all rows, by source
         for number, source in enumerate(sources):
             items = self._fitting(source, chat, context_length, too_long, pad_token_id)
             self._queues.append(_Queue(source.name, items, EndlessOrder(len(items), seed + number)))
-        self.metrics: Mapping[str, float] = {}  # of the last batch
+        self.metrics: Mapping[str, float] = {}  # those of the last batch
 
     def next_batch(self, n: int) -> list[Sample]:
         """Return the samples of the next `n` examples: one for each conversation (or for each of its answers), two for

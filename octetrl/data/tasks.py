@@ -86,8 +86,8 @@ def make_tasks(
                 metadata={key: value for key, value in record.items() if key not in taken},
             )
         )
-    found = [] if answer_problems is None else answer_problems([task.answer for task in tasks])
-    problems = [(where, problem) for where, problem in zip(places, found, strict=False) if problem is not None]
+    wrong = [] if answer_problems is None else answer_problems([task.answer for task in tasks])
+    problems = [(where, problem) for where, problem in zip(places, wrong, strict=False) if problem is not None]
     if problems:
         more = f" (and in {len(problems) - 1:,} more rows: {_places(problems[1:])})" if problems[1:] else ""
         raise UserError(f"{problems[0][0]}: {problems[0][1]}{more}")

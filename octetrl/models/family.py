@@ -34,7 +34,7 @@ class Windows(NamedTuple):
 
     full_layers: int | None = None  # default of `max_window_layers`, the full ones; None: every layer has the window
     needs_switch: bool = False  # windows are off without `use_sliding_window`
-    default: int | None = 4_096  # of `sliding_window`
+    default: int | None = 4_096  # default of `sliding_window`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from octetrl.system.errors import UserError
 from octetrl.system.json_file import JsonObject, shown
 
 KINDS = ("default", "linear", "llama3", "yarn")
-LEAST, MOST = 1e-3, 1e6  # of YaRN's and Llama 3's numbers; beyond them, angles overflow
+LEAST, MOST = 1e-3, 1e6  # bounds of YaRN's and Llama 3's numbers; beyond them, angles overflow
 MOST_FACTOR = 1e4  # by which a context is longer; published ones are below 100
-MOST_GROWTH = 1e2  # of what multiplies cos and sin, and so twice the scores; published ones are below 2
+MOST_GROWTH = 1e2  # largest factor on cos and sin, and so twice on the scores; published ones are below 2
 SHARE = "partial_rotary_factor"
 ORIGINAL = "original_max_position_embeddings"
 

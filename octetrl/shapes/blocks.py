@@ -188,7 +188,7 @@ class CachedTensor:
     """
 
     name: str  # such as "K"; it has the same layout in all layers of a model
-    shape: tuple[int, ...]  # of one token's values
+    shape: tuple[int, ...]  # one token's values
     scales: tuple[int, ...] = (0,)  # shape of the float32 scales of a token (dynamic) or of the layer (calibrated)
     scale_of: str = "head"  # what one scale belongs to, for messages
     codes_turned: bool = False
@@ -229,8 +229,8 @@ class TrainedAs:
 class PairProducts(NamedTuple):
     """Multiplications of attention for one query and one key that it reads, over all heads, forward and backward."""
 
-    needed: int  # of attention's definition in the form with the fewest: two products forward and five backward
-    computed: int  # of our kernels, with the forward's again where their backward runs it
+    needed: int  # by attention's definition in the form with the fewest: two products forward and five backward
+    computed: int  # by our kernels, with the forward's again where their backward runs it
 
 
 class Peak(NamedTuple):

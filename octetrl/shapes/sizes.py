@@ -24,8 +24,7 @@ SUPPORTED_HEAD_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a model; or, with `tensor`, of the part that one of several tensor-parallel workers has
-    (`ModelSpec.cut`)."""
+    """A model's sizes; or, with `tensor`, those of the part that a tensor-parallel worker has (`ModelSpec.cut`)."""
 
     family: str  # "llama", "qwen2", "qwen3", ...: the names in models/family.py
     num_layers: int
@@ -44,7 +43,7 @@ class ModelSizes:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    pad_token_id: int | None = None  # of a config; a reward is read at the last token that is another
+    pad_token_id: int | None = None  # a reward is read at the last token that is another
     o_bias: bool = False  # `attention_bias`: o_proj has a bias too
     fused_files: bool = False  # Phi-3: a checkpoint has qkv_proj and gate_up_proj as one tensor each
     tensor: TensorCut = WHOLE_MODEL  # heads and the intermediate size are this part's; widths of inputs are whole

@@ -23,7 +23,7 @@ from octetrl.shapes.blocks import (
 from octetrl.shapes.sizes import ModelSizes
 from octetrl.shapes.tensor_cut import CUT_ROWS, VOCAB_CHUNK, WHOLE_MODEL, TensorCut
 
-MOST_WORKERS = 64  # of a tensor-parallel group; `allowed_sizes` tries no more
+MOST_WORKERS = 64  # largest tensor-parallel group that `allowed_sizes` tries
 PREFILL_CHUNK = 2048  # tokens of a forward; a mixture's has eight times as many
 
 # Larger than any model's sizes. A config with larger ones is damaged and would use all memory before it fails.
@@ -34,7 +34,7 @@ MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS = 1_000, 1 << 16, 1 << 20, 1 <<
 class ModelSpec(ModelSizes):
     """The shape of a model; or, with `tensor`, of the part that one of several tensor-parallel workers has (`cut`)."""
 
-    blocks: tuple[LayerBlocks, ...]  # of layers 0, 1, ...; all further layers have the last entry's blocks
+    blocks: tuple[LayerBlocks, ...]  # those of layers 0, 1, ...; all further layers have the last entry's blocks
 
     def cut(self, tensor: TensorCut) -> ModelSpec:
         """The part of one tensor-parallel worker. `why_not_cut` says which models cannot be cut."""
