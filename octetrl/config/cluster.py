@@ -149,12 +149,12 @@ SEVERAL = (  # fields of a cluster without a meaning for one worker
 def one_worker(cluster: ClusterConfig) -> list[str]:
     """The overrides that leave one worker of these: they name the fields that are set."""
     fields = {name: ClusterConfig.model_fields[name].default for name in SEVERAL}
-    changed = [f"cluster.{name}={_yaml(alone)}" for name, alone in fields.items() if getattr(cluster, name) != alone]
+    changed = [
+        f"cluster.{name}={'null' if alone is None else alone}"
+        for name, alone in fields.items()
+        if getattr(cluster, name) != alone
+    ]
     return [*changed, "cluster.device=cpu"] if cluster.on_cpus and cluster.device != "cpu" else changed
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)
 
 
 def lacking_gpus(cluster: ClusterConfig, has: int, where: str, remedy: str) -> str:

@@ -102,19 +102,8 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
 def _with_what_it_extends(path: Path) -> list[Path]:
     chain = [path]
     while (base := parse_yaml(chain[-1].read_text(encoding="utf-8"), str(chain[-1])).get("extends")) is not None:
-        chain.append(Path(*_without_dots((chain[-1].parent / base).parts)))
+        chain.append(Path(os.path.normpath(chain[-1].parent / base)))  # without following links
     return chain
-
-
-def _without_dots(parts: tuple[str, ...]) -> list[str]:
-    """Shorten `a/b/../c` to `a/c`, without following links."""
-    kept: list[str] = []
-    for part in parts:
-        if part == "..":
-            kept.pop()
-        else:
-            kept.append(part)
-    return kept
 
 
 def _summary(path: Path) -> str:

@@ -49,14 +49,8 @@ JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 
 IMPOSSIBLE = [  # fields that the objective or the section does not have, or that are wrong by themselves
     ([("algorithm.preference_logprobs", "mean")], "grpo has no such field; it belongs to dpo, ipo"),
-    ([("algorithm.rloo_ratio", "sequence")], "grpo has no such field; it belongs to rloo"),
-    ([("environment.judge", {"model": "m"})], "environment.judge.base_url: missing"),
     ([("environment.judge", {**JUDGE, "pattern": "("})], "environment.judge.pattern: '(' is not valid"),
     ([("environment.judge", {**JUDGE, "temprature": 0.0})], "did you mean 'temperature'?"),
-    (
-        [("algorithm.name", "ipo"), SFT[1], ("algorithm.kl_coefficient", 0.1)],
-        "algorithm.kl_coefficient: ipo has no such field",
-    ),
     ([("kl_coef", 1)], "kl_coef: unknown key; did you mean 'algorithm.kl_coefficient'?"),
     (
         [*SFT, ("algorithm.kl_coefficient", 0.1)],
@@ -100,7 +94,6 @@ WRONG_VALUES = [
     ("steps", 1.0, "steps: 1.0 is not a whole number"),
     ("steps", True, "steps: true is not a whole number"),
     ("steps", 1e26, "is out of range; give a smaller number"),
-    ("steps", 0, "it must be at least 1"),
     ("seed", "1", "seed: '1' is not a whole number"),
     ("model.path", 3, "model.path: 3 is not a text; put it in quotes"),
     ("fp8.train", "yes", "fp8.train: 'yes' is neither true nor false"),
@@ -109,9 +102,7 @@ WRONG_VALUES = [
     ("rollout.top_p", 0, "it must be above 0"),
     ("rollout.min_p", 1.5, "it must be at most 1"),
     ("trainer.optimizer.betas", [0.9], "two numbers are needed"),
-    ("trainer.optimizer.betas", [0.9, 0.9, 0.9], "two numbers are needed"),
     ("engine", 3, "engine: 3 is not a section"),
-    ("engine", [1, 2], "engine: [1, 2] is not a section"),
     ("environment.parameters", 3, "environment.parameters: 3 is not a mapping"),
     ("precision", "fp16", "choose one of bf16, fp8_rollout, fp8, fp8_full"),
     ("engine.page_size", 48, "choose one of 16, 32, 64, 128"),
@@ -144,8 +135,6 @@ def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
         ("rollout.group_sise", "did you mean 'group_size'?"),
         ("trainer.optimizer.quux", "allowed are lr, betas"),
         ("trainer.optimizer.learning_rate", "did you mean 'trainer.optimizer.lr'?"),
-        ("trainer.lr", "did you mean 'trainer.optimizer.lr'?"),
-        ("trainer.learning_rate", "did you mean 'trainer.optimizer.lr'?"),
         ("rollout.num_generations", "did you mean 'rollout.group_size'?"),
         ("algorithm.beta", "did you mean 'algorithm.kl_coefficient'?"),
         ("environment.weight", "weight belongs to one of several environments: environments.NAME.weight"),
@@ -153,10 +142,8 @@ def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
         ("logging.level", "allowed are console"),  # and not environment.sandbox.level
         ("epochs", "did you mean 'steps'?"),
         ("algorithm.epochs", "did you mean 'steps'?"),
-        ("algorithm.num_train_epochs", "did you mean 'steps'?"),
         ("dataset", "did you mean 'environment.dataset'?"),
         ("max_new_tokens", "did you mean 'rollout.max_new_tokens' or 'evaluation.max_new_tokens'?"),
-        ("logging.quux", "allowed are console, console_every, tensorboard"),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest(name: str, says: str) -> None:
@@ -171,13 +158,6 @@ def test_a_field_found_wrong_is_not_blamed_again() -> None:
     message = problem_of(("environment.dataset", None), ("environment.datset", "chain_sum"))
     assert "problems" not in message
     assert "did you mean 'dataset'?" in message
-
-
-def test_a_recipe_without_a_model_still_has_its_other_problems_told() -> None:
-    with pytest.raises(UserError) as caught:
-        recipe_from_mapping({"rollout": {"group_size": 1}})
-    assert "3 problems" in str(caught.value)  # no model, no dataset, no siblings
-    assert "model: missing" in str(caught.value)
 
 
 def test_evaluation_is_free_of_what_only_training_demands(tmp_path: Path) -> None:
@@ -213,11 +193,6 @@ def test_what_the_model_cannot_follow_is_refused(fields: list[tuple[str, Any]], 
         validate_with_spec(recipe, replace(spec, max_positions=4096))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_k_without_norm_is_no_problem() -> None:
-    qwen2 = replace(TINY, family="qwen2", qkv_bias=True, qk_norm=False, max_positions=4096)
-    validate_with_spec(recipe_with(("precision", "fp8_full")), qwen2)
 
 
 def test_every_whole_number_of_a_recipe_has_an_upper_limit() -> None:

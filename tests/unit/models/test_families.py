@@ -72,16 +72,13 @@ def test_qwen3_as_published() -> None:
     assert spec.num_parameters == 596_049_920  # as Qwen3-0.6B is published
 
 
-def test_llama_scaling_and_several_eos_tokens() -> None:
-    spec = spec_from_config(LLAMA)
-    assert spec.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
-    assert (spec.head_size, spec.eos_token_ids) == (64, (128001, 128008, 128009))
-
-
 def test_transformers_5_spelling_gives_the_same_spec() -> None:
     new = {key: value for key, value in LLAMA.items() if not key.startswith("rope_")}
     new["rope_parameters"] = {**LLAMA3_SCALING, "rope_theta": 500000.0}
-    assert spec_from_config(new) == spec_from_config(LLAMA)
+    spec = spec_from_config(LLAMA)
+    assert spec_from_config(new) == spec
+    assert (spec.rope_scaling, spec.head_size) == (Llama3Scaling(8.0, 1.0, 4.0, 8192), 64)
+    assert spec.eos_token_ids == (128001, 128008, 128009)
     old_type = {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "type": "llama3"}}
     del old_type["rope_scaling"]["rope_type"]
     assert spec_from_config(old_type) == spec_from_config(LLAMA)
@@ -167,8 +164,6 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "mscale": 1e300}}, r"'mscale' is 1e\+300, a number from 0.001"),
         ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 1e6}}, "'attention_factor' is 1000000.0, a number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, r"'factor' is 1e\+300, at most 10000 is allowed"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, r"'factor' is 1e\+300, at most 10000 is allowed"),
-        ({"rope_scaling": LLAMA3_SCALING | {"factor": 0.5}}, "'factor' is 0.5, 1 or more is needed"),
         (
             {"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1e300}},
             r"'high_freq_factor' is 1e\+300, a number from 0.001",
@@ -189,7 +184,6 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ),
         (GLM | {"partial_rotary_factor": 1.5}, "'partial_rotary_factor' is 1.5, a share is needed"),
         (GLM | {"partial_rotary_factor": "half"}, "'partial_rotary_factor' is 'half'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "RoPE of its own for 'full_attention' is not"),
         ({"hidden_act": None}, "'hidden_act' is null"),
         ({"torch_dtype": "float99"}, "'torch_dtype' is 'float99'"),
@@ -200,7 +194,6 @@ def test_hf_config_round_trips(config: dict[str, Any]) -> None:
         ({"vocab_size": None}, "'vocab_size' is null"),
         ({"hidden_size": "1024"}, "'hidden_size' is '1024'"),
         ({"num_key_value_heads": 7}, "not a multiple"),
-        ({"head_dim": 127}, "head size 127"),
         ({"head_dim": 112}, r"head size 112 .*only 16, 32, 64, 80, 96, 128, 192, 256 are"),
         ({"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 1920}, "head size 120"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
