@@ -62,8 +62,8 @@ class DapoConfig(NormalizationSettings, ClipSettings, PolicyConfig):
     """Largest number of extra sampling rounds in a step. A round follows while fewer than `rollout.prompts_per_step`
     groups are kept. 0: none."""
     overlong_buffer: Fraction = 0.2
-    """Final share of `max_new_tokens` in which a penalty on the reward grows with the answer's length, to 1 at the
-    limit. 0: no penalty."""
+    """Penalty on long answers. 0.2: in the last 20% of `max_new_tokens` each token lowers the reward, by 1 in total at
+    the limit. 0: no penalty."""
 
 
 class DualClipConfig(NormalizationSettings, ClipSettings, PolicyConfig):

@@ -60,8 +60,8 @@ class OverlongSettings(AlgorithmConfig):
 
 class LengthPenaltySettings(AlgorithmConfig):
     overlong_buffer: Fraction = 0.0
-    """Final share of `max_new_tokens` in which a penalty on the reward grows with the answer's length, to 1 at the
-    limit (DAPO's soft overlong punishment). 0: no penalty. Set 0.1 to 0.2 if answers grow up to the limit."""
+    """Penalty on long answers (DAPO's soft overlong punishment). 0.2: in the last 20% of `max_new_tokens` each token
+    lowers the reward, by 1 in total at the limit. 0: no penalty. Set 0.1 to 0.2 if answers grow up to the limit."""
 
 
 class GroupFilterSettings(AlgorithmConfig):

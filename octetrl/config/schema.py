@@ -180,8 +180,8 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(default=1024, ge=1, le=1 << 24)
     """Largest length of an answer, in tokens."""
     temperature: float = Field(default=1.0, ge=0.0, le=MOST_TEMPERATURE)
-    """Sampling temperature. Training needs a temperature above 0. Its log-probs, with entropy, KL and a teacher's, are
-    those after the temperature. Objectives that learn from given data train at 1.0."""
+    """Sampling temperature; above 0 in training. Log-probs, entropy, KL and a teacher's log-probs are those after the
+    temperature. Objectives that learn from given data train at 1.0."""
     top_k: int = Field(default=0, ge=0, le=1 << 24)
     """Sample only from this number of most likely tokens. 0: from all. Only for evaluation: training refuses it,
     because the trainer could not reproduce the log-probs."""
@@ -373,8 +373,8 @@ class CheckpointConfig(Section):
     every: int = Field(default=50, ge=0, le=1_000_000_000)
     """Number of steps between checkpoints. A run always writes one at its end. 0: only that one."""
     keep_last: int = Field(default=2, ge=1, le=1_000_000_000)
-    """Number of latest checkpoints to keep. The last sound one also stays until a further step has shown that newer
-    weights are sound (`collapse`), and so does one in whose folder you have put a file of your own."""
+    """Number of latest checkpoints to keep. The last sound one also stays while later steps are not known to be sound
+    (`collapse`), and so does one to whose folder you have added a file."""
     keep_best: int = Field(default=0, ge=0, le=1_000_000_000)
     """Number of further checkpoints to keep: those with the highest `best_metric`; of equal ones, the earliest."""
     best_metric: str = "eval/accuracy"
