@@ -30,7 +30,7 @@ def test_the_page_quotes_answers_of_the_run() -> None:
             elif "task" in table.header:
                 assert tuple(row) in sampled
             quoted += "task" in table.header
-    assert quoted == 11
+    assert quoted == 5
     became = [one["after_reward"] - one["before_reward"] for one in result["answers"]]
     assert (became.count(1.0), became.count(-1.0), len(became)) == (17, 2, 64)
     below_zero = [one for one in result["answers"] if one["answer"].startswith("-")]
