@@ -74,14 +74,22 @@ class EndpointSettings(Protocol):
 class EndpointError(RuntimeError):
     """There is no answer; the text says why. `timed_out`: whether the last attempt exceeded its time. `status`: of the
     last answer, None if there was none or if it was 200. `reached`: whether the last attempt had an answer. `body`: of
-    a status other than 200, whole, for words to look for; it may hold the key, so it is never shown."""
+    a status other than 200, whole, for words to look for; it may hold the key, so it is never shown. `wait`: the least
+    seconds before another attempt; None: none would succeed."""
 
     def __init__(
-        self, text: str, *, timed_out: bool = False, status: int | None = None, reached: bool = True, body: str = ""
+        self,
+        text: str,
+        *,
+        timed_out: bool = False,
+        status: int | None = None,
+        reached: bool = True,
+        body: str = "",
+        wait: float | None = None,
     ) -> None:
         line = " ".join(text.split())
-        super().__init__("".join(one if one.isprintable() else ascii(one)[1:-1] for one in line))
-        self.timed_out, self.status, self.reached, self.body = timed_out, status, reached, body
+        super().__init__("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line))
+        self.timed_out, self.status, self.reached, self.body, self.wait = timed_out, status, reached, body, wait
 
 
 class Endpoint:
@@ -110,33 +118,30 @@ class Endpoint:
         self._closed = threading.Event()
         self._waits = Waits()
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Post `body` to `path` and return the answer. A path that begins with a slash is relative to the server, any
-        other path to base_url. Raises EndpointError."""
-        return self._ask(path, body)
-
     def get(self, path: str) -> dict[str, Any]:
         """As `post`, without a body."""
-        return self._ask(path, None)
+        return self.post(path, None)
 
-    def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        url = self._url(path)
-        for tries in range(self._config.retries + 1):
-            with self._turn:
-                answer, error, wait = self._try(url, body)
-            if answer is not None:
-                return answer
-            assert error is not None
-            if wait is None or tries == self._config.retries:
-                raise error
-            backoff = self._config.backoff_seconds * 2**tries * self._chance.uniform(0.5, 1.0)
-            seconds = min(_LONGEST_WAIT, max(wait, backoff))
+    def post(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """Post `body` to `path` and return the answer. A path that begins with a slash is relative to the server, any
+        other path to base_url. Raises EndpointError."""
+        url, failed = self._url(path), EndpointError("")
+        for retry in range(1, self._config.retries + 2):
+            try:
+                with self._turn:
+                    return self._try(url, body)
+            except EndpointError as error:
+                failed = error
+            if failed.wait is None or retry > self._config.retries:
+                break
+            backoff = self._config.backoff_seconds * 2 ** (retry - 1) * self._chance.uniform(0.5, 1.0)
+            seconds = min(_LONGEST_WAIT, max(failed.wait, backoff))
             if not self._closed.is_set():  # a closed connection is an error too, and nobody's fault
-                with self._waits.of(str(error), seconds, tries + 1, self._config, asked=wait):
+                with self._waits.of(str(failed), seconds, retry, self._config):
                     self._closed.wait(seconds)
             if self._closed.is_set():
                 raise EndpointError(f"{url}: not retried, because the run ends")
-        raise AssertionError("unreachable: the last try raises")
+        raise failed
 
     def close(self) -> None:
         """Close the connections. Requests that wait for a retry fail."""
@@ -145,35 +150,33 @@ class Endpoint:
             request.cancel()
         asyncio.run_coroutine_threadsafe(self._client.aclose(), _requests()).result()
 
-    def _try(
-        self, url: str, body: dict[str, Any] | None
-    ) -> tuple[dict[str, Any] | None, EndpointError | None, float | None]:
-        """Send one request. Returns (answer, None, None), or (None, error, wait). `wait` is the shortest time in
-        seconds before a retry; None: no retry."""
+    def _try(self, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """Send one request and return its answer. Raises EndpointError."""
         began, httpx = time.monotonic(), self._httpx
         try:
             response, text = self._exchange(url, body)
         except (TimeoutError, httpx.TimeoutException) as failure:
-            said = f"{url}: no answer in {time.monotonic() - began:.1f} s"
-            reached = not isinstance(failure, httpx.ConnectTimeout)
-            return None, EndpointError(said, timed_out=True, reached=reached), 0.0
+            said, reached = (
+                f"{url}: no answer in {time.monotonic() - began:.1f} s",
+                type(failure) is not httpx.ConnectTimeout,
+            )
+            raise EndpointError(said, timed_out=True, reached=reached, wait=0.0) from None
         except (httpx.DecodingError, httpx.InvalidURL, UnicodeError) as failure:  # UnicodeError: of the host's name
-            reached = isinstance(failure, httpx.DecodingError)
-            return None, self._error(f"{url}: {type(failure).__name__}: {failure}", reached=reached), None
+            raise self._error(url, failure, reached=isinstance(failure, httpx.DecodingError)) from None
         except (httpx.HTTPError, RuntimeError, CancelledError) as failure:  # the last two: it was closed meanwhile
             reached = isinstance(failure, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError)
-            return None, self._error(f"{url}: {type(failure).__name__}: {failure}", reached=reached), 0.0
+            raise self._error(url, failure, reached=reached, wait=0.0) from None
         status = response.status_code
         if status == 200:
             try:
-                return self._object(text), None, None
+                return self._object(text)
             except ValueError as failure:
-                return None, self._error(f"{url}: {failure}", reached=True), None
+                raise EndpointError(self._masked(f"{url}: {failure}")) from None
         moved = f" to {self._shown(response.headers['location'])}" if response.has_redirect_location else ""
         said = f"{url}: status {status}{moved}: {self._shown(_reason(text))}"
-        error = EndpointError(said, status=status, body=text)
         may_pass = status in _MAY_PASS or (status >= 500 and status != _NOT_IMPLEMENTED)
-        return None, error, _seconds(response.headers.get("retry-after")) if may_pass else None
+        wait = _seconds(response.headers.get("retry-after")) if may_pass else None
+        raise EndpointError(said, status=status, body=text, wait=wait)
 
     def _exchange(self, url: str, body: dict[str, Any] | None) -> tuple[Any, str]:
         """Send one request and read its answer. Returns httpx's response and its text."""
@@ -223,8 +226,9 @@ class Endpoint:
         server = urlsplit(self._config.base_url)
         return f"{server.scheme}://{server.netloc}{path}"
 
-    def _error(self, text: str, *, reached: bool) -> EndpointError:
-        return EndpointError(self._masked(text), reached=reached)
+    def _error(self, url: str, failure: BaseException, *, reached: bool, wait: float | None = None) -> EndpointError:
+        text = self._masked(f"{url}: {type(failure).__name__}: {failure}")
+        return EndpointError(text, reached=reached, wait=wait)
 
     def _echoes(self, text: str) -> bool:
         """Whether it contains the key. Of a short one, which stands for none, this is not asked."""
@@ -274,25 +278,15 @@ class Waits:
         self._said = -_PAUSE
 
     @contextmanager
-    def of(
-        self, why: str, seconds: float, retry: int, config: EndpointSettings, *, asked: float = 0.0
-    ) -> Iterator[None]:
-        """Within, a request waits `seconds` for the retry of this number. `asked`: by `Retry-After`; later waits are
-        taken to be no shorter. A later answer may ask for more, so their sum is a limit only at `_LONGEST_WAIT`."""
+    def of(self, why: str, seconds: float, retry: int, config: EndpointSettings) -> Iterator[None]:
+        """Within, a request waits `seconds` for the retry of this number."""
         with self._lock:
             self._count += 1
-            now = time.monotonic()
+            now, others = time.monotonic(), self._count - 1
             is_due = seconds >= _SILENT and now - self._said >= _PAUSE
             self._said = now if is_due else self._said
-            others = self._count - 1
         if is_due:
-            usual = [config.backoff_seconds * 2**one for one in range(retry, config.retries)]
-            later = [min(_LONGEST_WAIT, max(one, asked)) for one in usual]
-            most = seconds + sum(later)
-            unless = ", unless Retry-After asks for more" if any(one < _LONGEST_WAIT for one in later) else ""
             line = f"octetrl: {why}; retry {retry} of {config.retries} in {seconds:.1f} s"
-            line += f", the last one after at most {most:.0f} s of waiting{unless}" if later else ", the last one"
-            line += f", and {config.timeout_seconds:g} s for each attempt"
             line += f"; {others} more request{'s' * (others != 1)} wait too" if others else ""
             print(line, file=sys.stderr, flush=True)
         try:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lab.kernels.clock import Row, median_us
-from octetrl.bench.bandwidth_model import MEMORY_BYTES_PER_SECOND
+from octetrl.bench.rows import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.format import E4M3, is_code
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.attention.attention_decode import attention_decode_triton

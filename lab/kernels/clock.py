@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from triton.testing import do_bench_cudagraph
 
-from octetrl.bench.bandwidth_model import MEMORY_BYTES_PER_SECOND
+from octetrl.bench.rows import MEMORY_BYTES_PER_SECOND
 
 REPEAT_MS = 50
 REPLAYS, LAUNCHES = 7, 20  # timed replays of a graph, and how many calls it holds at least

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lab.kernels.clock import Row, median_us, median_us_with_launches
-from octetrl.bench.bandwidth_model import MEMORY_BYTES_PER_SECOND
+from octetrl.bench.rows import MEMORY_BYTES_PER_SECOND
 from octetrl.kernels.rows.combine_experts_backward import (
     combine_experts_backward,
     combine_experts_backward_reference,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lab.kernels.clock import ROTATED_BYTES, Row, quick_median_us
 from lab.record import RESULTS
-from octetrl.bench.bandwidth_model import MEMORY_BYTES_PER_SECOND
+from octetrl.bench.rows import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.early import MOST_ROWS

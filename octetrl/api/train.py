@@ -18,11 +18,14 @@ from octetrl.config.load import load_recipe, recipe_from_mapping, recipe_tree
 from octetrl.config.rules_environment import FILES
 from octetrl.config.schema import Precision, Recipe
 from octetrl.config.several_environments import alone, errors_named
+from octetrl.data.rows import Row
+from octetrl.data.tasks import make_tasks
 from octetrl.environments.python_object import MODULE, can_run_elsewhere, given_name, importable_name
 from octetrl.environments.rewards import ExactScorer
 from octetrl.environments.tasks import HasTasks, TaskEnvironment
 from octetrl.environments.trl_rewards import TrlReward, has_trl_form
 from octetrl.records import Task
+from octetrl.run.recipe_files import refuse_early
 from octetrl.system.errors import UserError, type_of
 
 if TYPE_CHECKING:
@@ -108,8 +111,6 @@ def train(
         if dataset is not None and isinstance(given.get(dataset), list):
             with errors_named(name):
                 given[dataset] = _environment(given[dataset], one)
-
-    from octetrl.run.recipe_files import refuse_early
 
     refuse_early(resolved, resume=resume)
     from octetrl.api.finished_run import FinishedRun
@@ -208,9 +209,6 @@ def _checked_list(tasks: Any) -> list[Task | Mapping[str, Any]]:
 
 def _environment(tasks: Sequence[Task | Mapping[str, Any]], recipe: Recipe) -> TaskEnvironment:
     """The environment of a list: its tasks with the recipe's prompt template, scored by equality."""
-    from octetrl.data.rows import Row
-    from octetrl.data.tasks import make_tasks
-
     config = recipe.environment
     made: list[Task] = []
     for place, task in enumerate(tasks):

@@ -6,15 +6,54 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from octetrl.backends.session_metrics import SessionMetrics
 from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.records import GenerationRequest
 from octetrl.system.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionMetrics:
+    """Metrics of one or several sessions. Preemptions and clamped K and V values are 0 where an engine has none."""
+
+    completions: int
+    generated_tokens: int
+    seconds: float
+    batch_occupancy: float  # mean share of the largest batch that ran
+    idle_share: float
+    preemptions: int = 0
+    kv_saturation: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def merged(self, others: Sequence[Self]) -> Self:
+        """These and those of sessions that ran at the same time."""
+        every = [self, *others]
+        return self.joined(every, max(session.seconds for session in every))
+
+    def followed_by(self, later: Self) -> Self:
+        """These and those of a session that ran afterwards."""
+        return self.joined([self, later], self.seconds + later.seconds)
+
+    def joined(self, every: Sequence[Self], seconds: float) -> Self:
+        """Shares are means, weighted by the seconds of their sessions."""
+        whole = sum(session.seconds for session in every) or 1.0
+        return replace(
+            self,
+            completions=sum(session.completions for session in every),
+            generated_tokens=sum(session.generated_tokens for session in every),
+            seconds=seconds,
+            batch_occupancy=sum(session.batch_occupancy * session.seconds for session in every) / whole,
+            idle_share=sum(session.idle_share * session.seconds for session in every) / whole,
+        )
+
 
 Key = TypeVar("Key", bound=Hashable)  # by which the other engine knows a sibling
 Metrics = TypeVar("Metrics", bound=SessionMetrics)
@@ -68,7 +107,7 @@ class AdapterSession(ABC, Generic[Key, Metrics]):
 
     @abstractmethod
     def metrics(self) -> Metrics:
-        """Metrics of the session so far."""
+        """The session's metrics so far."""
 
     def close(self) -> None:
         """Forgets unfinished requests. Does nothing on a closed session."""

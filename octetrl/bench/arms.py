@@ -52,7 +52,7 @@ def words_of_arms(fields: Sequence[str], whole: Sequence[str] = ()) -> list[Word
     fields: `FIELD=A,B` stands for an arm for each value. A comma inside brackets belongs to the value. whole: each is
     one arm, overrides with spaces between them. Of several, all combinations are arms, the last one fastest.
     """
-    choices: list[list[Words]] = [[tuple(shlex.split(one)) for one in whole]] if whole else []
+    choices: list[list[Words]] = [[tuple(shlex.split(words)) for words in whole]] if whole else []
     for option in fields:
         field, equals, values = option.partition("=")
         given = list(_split(values))
@@ -94,7 +94,7 @@ def make_arm(verb: Verb, words: Words, recipe: Recipe, spec: ModelSpec, workload
     """The arm with its recipe: sizes of the workload, `steps` timed steps, and nothing written. Raises UserError."""
     if recipe.algorithm.learns_from != "rollouts":
         raise UserError(f"algorithm.name: {recipe.algorithm.name} samples no rollouts, and a bench needs them")
-    longest = max(sum(one) for one in workload.siblings)
+    longest = max(sum(lengths) for lengths in workload.siblings)
     siblings, staleness = len(workload.siblings), recipe.cluster.max_staleness
     changes = {
         "model": recipe.model.model_copy(update={"context_length": max(16, longest)}),

@@ -16,6 +16,15 @@ That is one forward and two GEMMs of the same size in the backward. A token of a
 the router. Attention has two GEMMs in the forward and five in the backward. Latent attention counts as attention over
 keys and values of every head. The rate is compared with 790 TFLOP/s, which a large BF16 GEMM reaches on an H200.
 
+`bench rollout` compares the rate with a memory-bandwidth model of decoding, `rollout/floor_*`:
+
+    time of a step = (bytes of weights + live tokens * bytes that a token caches) / 4.3 TB/s
+
+Weights are those of linears, with scales and biases, of a router, of latent attention's `kv_a` and `kv_b`, and of
+lm_head; each is read once. Of a mixture, only experts that have a row are read. A step with B rows reads an expert with
+probability 1 - (1 - q)^B, where q is the share of all tokens that it has, and B is the mean number of rows of a step.
+It is no lower bound: the L2 cache serves some reads of a shared prompt. The rates are measured, not from a data sheet.
+
 S tokens of a sequence, V vocabulary, E hidden size, L layers, Q heads * head size.
 """
 
@@ -28,15 +37,20 @@ import numpy as np
 import torch
 
 from octetrl.bench.arms import Arm
-from octetrl.bench.bandwidth_model import BF16_FLOPS, modelled_seconds, weight_bytes
 from octetrl.bench.measure import Turn
 from octetrl.config.memory import estimate_memory
 from octetrl.config.schema import TrainerConfig
 from octetrl.config.worker_memory import of_trainer, on_each_worker
 from octetrl.engine.kv_cache import cache_format
 from octetrl.engine.metrics import EngineMetrics
+from octetrl.fp8.format import BLOCK
+from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.shapes.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
 from octetrl.shapes.spec import ModelSpec, largest_cut, pair_products, token_weights
 
+MEMORY_BYTES_PER_SECOND = 4.3e12  # most kernels; a few reach 4.54e12 (docs/results.md)
+BF16_FLOPS = 790e12  # per second, of a large GEMM
+VALUE = 2  # bytes of BF16
 Row = dict[str, str | int | float]
 Key = tuple[str, tuple[str, ...]]  # workload, overrides
 LARGEST = ("max_abs_diff", "peak_gb", "token_mult_prob_error")  # ends of names
@@ -182,7 +196,7 @@ def _train(arm: Arm, rounds: Sequence[Turn], means: Row) -> Row:
     requantize = median(line["time/requantize"] for line in lines)
     seconds = [line["time/train"] - line.get("time/optimizer", 0.0) - line["time/requantize"] for line in lines]
     whole, gradient, tokens = median(line["time/train"] for line in lines), median(seconds), arm.workload.tokens
-    flops = model_flops(spec, [sum(one) for one in siblings], arm.workload.generated_tokens)
+    flops = model_flops(spec, [sum(lengths) for lengths in siblings], arm.workload.generated_tokens)
     row: Row = {
         **_trainer("train", arm.recipe.trainer, spec),
         "train/tokens": tokens,
@@ -240,7 +254,7 @@ def estimated_bytes(arm: Arm) -> int:
 
 
 def _rollout(arm: Arm, rounds: Sequence[Turn], means: Row) -> Row:
-    """Of our engine all; of another one what its run says."""
+    """All figures of our engine; of another one what its run says."""
     lengths = [answer for _, answer in arm.workload.siblings]
     row: Row = {
         "rollout/backend": arm.recipe.engine.backend,
@@ -249,26 +263,26 @@ def _rollout(arm: Arm, rounds: Sequence[Turn], means: Row) -> Row:
         "rollout/max_batch": arm.recipe.engine.max_batch,
         "rollout/prefill_chunk": arm.recipe.engine.prefill_chunk or arm.spec.prefill_chunk,
     }
-    sessions = [one for turn in rounds for one in turn.sessions if isinstance(one, EngineMetrics)]
+    sessions = [session for turn in rounds for session in turn.sessions if isinstance(session, EngineMetrics)]
     if not sessions:
         seconds = float(means["time/rollout"])
         return row | {"rollout/tokens_per_second": arm.workload.generated_tokens / seconds}
-    speeds = [one.tokens_per_second for one in sessions]
+    speeds = [session.tokens_per_second for session in sessions]
     row |= {
         "rollout/tokens_per_second": median(speeds),
         "rollout/tokens_per_second_min": min(speeds),
         "rollout/tokens_per_second_max": max(speeds),
         "rollout/tokens_per_second_per_worker": median(speeds) / arm.recipe.cluster.num_workers,
-        "time/rollout": median(one.seconds for one in sessions),
+        "time/rollout": median(session.seconds for session in sessions),
         "rollout/generated_tokens": sessions[0].generated_tokens,
         "rollout/prefilled_tokens": sessions[0].prefilled_tokens,
-        "rollout/kv_capacity_tokens": min(one.kv_capacity_tokens for one in sessions),
-        "rollout/batch_occupancy": median(one.batch_occupancy for one in sessions),
-        "rollout/preemptions": max(one.preemptions for one in sessions),
-        "rollout/tail_share": median(one.tail_share for one in sessions),
-        "rollout/idle_share": median(one.idle_share for one in sessions),
+        "rollout/kv_capacity_tokens": min(session.kv_capacity_tokens for session in sessions),
+        "rollout/batch_occupancy": median(session.batch_occupancy for session in sessions),
+        "rollout/preemptions": max(session.preemptions for session in sessions),
+        "rollout/tail_share": median(session.tail_share for session in sessions),
+        "rollout/idle_share": median(session.idle_share for session in sessions),
     }
-    steps = [second for one in sessions for second in one.step_seconds]
+    steps = [second for session in sessions for second in session.step_seconds]
     if steps:
         row["rollout/step_ms_p50"] = float(np.percentile(steps, 50)) * 1e3
         row["rollout/step_ms_p99"] = float(np.percentile(steps, 99)) * 1e3
@@ -279,11 +293,11 @@ def _rollout(arm: Arm, rounds: Sequence[Turn], means: Row) -> Row:
 def _bandwidth_model(arm: Arm, sessions: Sequence[EngineMetrics], *, on_gpu: bool) -> Iterator[tuple[str, float]]:
     """The memory-bandwidth model's parts. On a GPU also its speed, and its share of the time."""
     places = arm.recipe.engine.max_batch
-    weights = weight_bytes(arm.spec, arm.policy, median(one.batch_occupancy for one in sessions) * places)
+    weights = weight_bytes(arm.spec, arm.policy, median(session.batch_occupancy for session in sessions) * places)
     dtype: torch.dtype = getattr(torch, arm.recipe.model.dtype)
     page = cache_format(arm.spec, arm.policy, dtype, arm.recipe.engine.page_size)
     bytes_per_token = page.bytes_per_page / arm.recipe.engine.page_size
-    steps = [decode_steps(one, places) for one in sessions]
+    steps = [decode_steps(session, places) for session in sessions]
     live = median(arm.workload.live_token_steps / count for count in steps)
     yield "rollout/weight_gb_per_step", weights / 1e9
     yield "rollout/kv_bytes_per_token", bytes_per_token
@@ -295,6 +309,40 @@ def _bandwidth_model(arm: Arm, sessions: Sequence[EngineMetrics], *, on_gpu: boo
         yield "rollout/floor_tokens_per_second", median(rows_of_a_step) / modelled
         shares = (modelled * count / one.seconds for one, count in zip(sessions, steps, strict=True))
         yield "rollout/floor_share", median(shares)
+
+
+def weight_bytes(spec: ModelSpec, policy: PrecisionPolicy, rows: float) -> float:
+    """Bytes of weights that a decode step with `rows` sequences reads."""
+    total = float(VALUE * spec.vocab_rows * spec.hidden_size)
+    formats = {linear.name: linear.rollout for linear in policy.linears}
+    for layer in range(spec.num_layers):
+        for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
+            for tensor in block.tensors(spec):
+                if isinstance(tensor, LinearLayout):
+                    is_fp8 = formats[f"layers.{layer}.{place.name}.{tensor.name}"] == "fp8"
+                    total += _matrix_bytes(tensor, is_fp8) * _matrices_read(tensor, rows)
+                elif isinstance(tensor, MatrixLayout):
+                    total += VALUE * tensor.num_parameters
+    return total
+
+
+def modelled_seconds(num_weight_bytes: float, cached_bytes: float) -> float:
+    """The model's time for one decode step."""
+    return (num_weight_bytes + cached_bytes) / MEMORY_BYTES_PER_SECOND
+
+
+def _matrix_bytes(linear: LinearLayout, is_fp8: bool) -> int:
+    """Bytes of one matrix, which a stacked linear has `count` times."""
+    rows, columns = linear.out_features, linear.in_features
+    scales = 4 * -(-rows // BLOCK) * -(-columns // BLOCK)
+    of_bias = VALUE * rows if linear.bias else 0
+    return (rows * columns + scales if is_fp8 else VALUE * rows * columns) + of_bias
+
+
+def _matrices_read(linear: LinearLayout, rows: float) -> float:
+    if not isinstance(linear, StackedLinearLayout):
+        return 1.0
+    return linear.count * (1.0 - (1.0 - linear.per_token / linear.count) ** rows)
 
 
 def decode_steps(metrics: EngineMetrics, max_batch: int) -> int:

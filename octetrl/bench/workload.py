@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers; a prompt counts for each of its siblings, as in training."""
+        """Number of tokens in prompts and answers; a prompt counts for each of its siblings, as in training."""
         return sum(map(sum, self.siblings))
 
     @property

@@ -32,7 +32,7 @@ from octetrl.cli.check_machine import (
 )
 from octetrl.cli.check_memory import MemoryPlan, memory_lines, role_sections, worker_memory_lines
 from octetrl.cli.fitting import Change
-from octetrl.cli.terminal import print_lines
+from octetrl.cli.output import print_lines
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.in_words import describe_tail, drafts_without_effect, without_effect
 from octetrl.config.load import load_recipe
@@ -153,7 +153,10 @@ def _plan(
         def is_allowed(changes: Sequence[Change]) -> bool:
             changed = _changed(name, overrides, changes)
             return changed is not None and known.issuperset(
-                [*(one.text for one in spec_problems(changed, spec)), *policy_problems(changed, spec, policy, device)]
+                [
+                    *(problem.text for problem in spec_problems(changed, spec)),
+                    *policy_problems(changed, spec, policy, device),
+                ]
             )
 
         return problems, plan.problem(is_allowed)

@@ -10,15 +10,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from octetrl.cli.out_file import refuse_unmakeable
+from octetrl.cli.output import refuse_unmakeable
 from octetrl.config.algorithm import DistillConfig
 from octetrl.config.rules_environment import FILES, refuse_for_turns
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, never_drawn, renamed
+from octetrl.data.mixture import read_source
 from octetrl.data.tokenizer import tokenizer_folder
+from octetrl.environments.code_scorer import packages_line
+from octetrl.environments.dialogue import check_environment, is_dialogue, toolbox_of
+from octetrl.environments.reward_workers import check_sendable
+from octetrl.environments.turns import components_of
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
+from octetrl.process.sandbox import sandbox_for
+from octetrl.run.environment import build_environment
 from octetrl.run.folder.layout import RECIPE_FILE, refuse_records, refuse_unwritable
 from octetrl.run.recipe_files import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
@@ -77,7 +84,7 @@ def start_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> tuple[TokenizerPr
 
 
 def _weight_problems(recipe: Recipe, *, reports: bool) -> Iterator[str]:
-    """Of the folders whose weights the run will load, from the headers of their files. reports: also folders of
+    """What is wrong in the headers of the weights that the run will load. reports: also folders of
     further models that can't be read, which the memory estimate reports if there is one."""
     algorithm = recipe.algorithm
     reward_model, critic = recipe.environment.reward_model, recipe.critic.path
@@ -118,9 +125,8 @@ def _look_at_output(recipe: Recipe) -> None:
         refuse_unwritable(given)
     except OSError as error:
         raise UserError(f"output_dir: '{given}' can't be a folder ({error.strerror}); choose another") from None
-    missing = [folder for folder in (given, *given.parents) if not folder.exists()]
-    if missing:
-        refuse_unmakeable("output_dir", missing[-1])
+    if not given.exists():
+        refuse_unmakeable("output_dir", given)
     if not (given / RECIPE_FILE).exists():
         refuse_records(given)
 
@@ -134,8 +140,6 @@ def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:
 
 
 def _source_problems(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Iterator[str]:
-    from octetrl.data.mixture import read_source
-
     kind = recipe.algorithm.learns_from
     if kind == "rollouts":
         return
@@ -153,9 +157,6 @@ def _source_problems(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Iter
 
 
 def _read_dataset(recipe: Recipe) -> None:
-    from octetrl.environments.reward_workers import check_sendable
-    from octetrl.run.environment import build_environment
-
     environment, dataset = recipe.environment, str(recipe.environment.dataset)
     if environment.dataset is None:
         return  # validated: nothing is drawn
@@ -172,8 +173,6 @@ def _read_dataset(recipe: Recipe) -> None:
 def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
     """Raise UserError for an incomplete environment, or one whose tools the model cannot call. tokenizer: None where
     it is wrong itself, then tools are not checked."""
-    from octetrl.environments.dialogue import check_environment, toolbox_of
-
     environment = _dialogue(recipe)
     if environment is None:
         return
@@ -190,13 +189,14 @@ def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
 
 def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """A line about the rollouts, if they have several turns."""
-    from octetrl.environments.dialogue import toolbox_of
-    from octetrl.environments.turns import components_of
-
     environment, turns = _dialogue(recipe), recipe.environment.turns
     if environment is None:
         return
-    weighted = [f"{one.weight:g} x {one.name}" for one in components_of(environment) if one.weight is not None]
+    weighted = [
+        f"{component.weight:g} x {component.name}"
+        for component in components_of(environment)
+        if component.weight is not None
+    ]
     if recipe.environment.reward is not None:
         weighted = [recipe.environment.reward]
     elif recipe.environment.judge is not None:
@@ -210,9 +210,6 @@ def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _dialogue(recipe: Recipe) -> Any:
     """The recipe's environment, if it has several turns and can be loaded."""
-    from octetrl.environments.dialogue import is_dialogue
-    from octetrl.run.environment import build_environment
-
     given = recipe.environment
     if given.dataset is None or (given.kind in ("reasoning_gym", *FILES) and not given.tools):
         return None
@@ -225,7 +222,7 @@ def _dialogue(recipe: Recipe) -> Any:
 
 def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, str]]:
     """(name, text) of each environment. imports: whether modules of the user may be imported for it."""
-    total = sum(one.weight for one in recipe.environments.values())
+    total = sum(environment.weight for environment in recipe.environments.values())
     for name, one in alone(recipe).items():
         config = one.environment
         if config.dataset is not None:
@@ -241,9 +238,6 @@ def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, s
 
 def _sandbox(config: SandboxConfig) -> Iterator[tuple[str, str]]:
     """The level in force, and what it does not protect from. Where there is none, the checks of files say so."""
-    from octetrl.environments.code_scorer import packages_line
-    from octetrl.process.sandbox import sandbox_for
-
     try:
         sandbox = sandbox_for(config)
     except UserError:

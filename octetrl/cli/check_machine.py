@@ -95,22 +95,17 @@ def _no_cache_of_vllm(device: Device) -> str:
 
 
 def _first_gpu() -> Device | None:
-    found = _asked("compute_cap,memory.total,name") or _asked("memory.total,name")  # older drivers lack the first
-    if found is None or not found[-2].isdigit():
-        return None
-    mebibytes, capability = int(found[-2]), found[0] if len(found) > 2 else None
-    return Device(f"{found[-1]}, {mebibytes / 1024:.1f} GiB", True, mebibytes * 2**20, capability=capability)
-
-
-def _asked(fields: str) -> list[str] | None:
-    """What nvidia-smi says about the first GPU. None: there is none, or no such field."""
+    """The first GPU, as nvidia-smi describes it. None: there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    query = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0"]
+    query = [program, "--query-gpu=compute_cap,memory.total,name", "--format=csv,noheader,nounits", "--id=0"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    values = answer.stdout.strip().split(", ", fields.count(","))
-    return values if answer.returncode == 0 and len(values) == fields.count(",") + 1 else None
+    capability, *values = answer.stdout.strip().split(", ", 2)
+    if answer.returncode != 0 or len(values) != 2 or not values[0].isdigit():
+        return None
+    mebibytes, name = int(values[0]), values[1]
+    return Device(f"{name}, {mebibytes / 1024:.1f} GiB", True, mebibytes * 2**20, capability=capability)
 
 
 def backend_problems_here(recipe: Recipe, device: Device, remedy: str = "run this on a machine with one") -> list[str]:

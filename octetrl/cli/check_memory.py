@@ -179,7 +179,7 @@ class MemoryPlan:
 
 
 def _ways(found: Sequence[Sequence[Change]]) -> str:
-    return "; or with ".join(" ".join(chain.from_iterable(one.overrides for one in changes)) for changes in found)
+    return "; or with ".join(" ".join(chain.from_iterable(change.overrides for change in changes)) for changes in found)
 
 
 def _too_few(recipe: Recipe, needs: MemoryEstimate, available: int) -> str:
@@ -268,7 +268,7 @@ def _scorer(recipe: Recipe) -> ScalarModel | None:
 
 
 def _training_alone(policy: PrecisionPolicy) -> Precisions:
-    """Of a model that draws nothing: only what it computes scalars with has codes."""
+    """The precisions of a model that draws nothing: only what it computes scalars with has codes."""
     return replace(policy.precisions(), fp8_rollout=[])
 
 

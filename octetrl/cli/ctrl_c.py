@@ -36,8 +36,6 @@ class CtrlC:
         self._is_last = False
 
     def install(self) -> None:
-        """Until `clean_up_first`, the first Ctrl-C ends the process."""
-        self._is_last = True
         signal.signal(signal.SIGINT, self.on_signal)
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
 
@@ -46,10 +44,6 @@ class CtrlC:
             end_at_once()
         self._is_last = True
         raise KeyboardInterrupt
-
-    def clean_up_first(self) -> None:
-        """From now on the first Ctrl-C raises KeyboardInterrupt."""
-        self._is_last = False
 
     def end_at_next(self) -> None:
         """No cleaning up is left: the next Ctrl-C ends the process."""
@@ -81,10 +75,10 @@ def _threads_that_stay() -> list[str]:
     """Names of threads for which the interpreter would wait for ever, such as one that a user's module started. They
     have `TO_END` seconds to end."""
     until = time.monotonic() + TO_END
-    others = [one for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon]
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     while time.monotonic() < until and any(map(_is_busy, others)):
         time.sleep(0.01)
-    return [one.name for one in others if _is_busy(one)]
+    return [thread.name for thread in others if _is_busy(thread)]
 
 
 def _is_busy(thread: threading.Thread) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,12 +13,8 @@ from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.check_machine import backend_problems_here, find_device
 from octetrl.config.cluster import one_worker
 from octetrl.config.load import load_recipe
-from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.system.errors import UserError
-
-if TYPE_CHECKING:
-    from octetrl.doctor.examine import Examination
 
 Prompts = Annotated[int, typer.Option(min=1, help="Number of prompts: the recipe's first tasks.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Answers to each prompt.")]
@@ -51,62 +48,41 @@ def doctor(
     chosen = [] if backend is None else [f"engine.backend={backend}"]
     resolved = load_recipe(recipe, [*(overrides or []), *chosen])
     search_beside(recipe)
-    if resolved.engine.backend != "octetrl":
-        _on_other_engine(recipe, resolved, (prompts, sequences, answer_tokens), attribute=attribute, bound=bound)
-        return
-    from octetrl.doctor.examine import Examination, ExaminedWorker
-    from octetrl.doctor.findings import examine, lines_of
-
-    examination = Examination(prompts, sequences, answer_tokens)
-    if resolved.cluster.uses_ray:
-        _on_workers(recipe, resolved, examination, attribute=attribute)
-        return
-    subject = ExaminedWorker(resolved, examination)
-    typer.echo(f"doctor: {subject}")
-    examined = examine(subject)
-    report = examined.report
-    for line in lines_of("forwards, against the trainer's packed one", report.passes):
-        typer.echo(line)
-    for line in lines_of("log-probs, against those of the engine", report.ends):
-        typer.echo(line)
-    typer.echo(report.verdict)
-    if attribute:
-        from octetrl.doctor.attribution import attribute as attribution_of
-
-        for line in attribution_of(examined).lines():
-            typer.echo(line)
-    if not report.equal:
-        raise typer.Exit(DIFFERING)
-
-
-def _on_workers(recipe: str, resolved: Recipe, examination: Examination, *, attribute: bool) -> None:
-    if attribute:
+    is_ours = resolved.engine.backend == "octetrl"
+    if is_ours and resolved.cluster.uses_ray and attribute:
         alone = " ".join(one_worker(resolved.cluster))
         raise UserError(f"--attribute: it examines one worker; leave it out, or add {alone}")
-    from octetrl.doctor.findings import examine_workers
+    for problem in () if is_ours else backend_problems_here(resolved, find_device(resolved, None)):
+        raise UserError(problem)
+    from octetrl.doctor import attribution, examine, findings, other_engine  # they import torch
 
-    lines, equal = examine_workers(resolved, examination, os.path.abspath(recipe))
+    examination, path = examine.Examination(prompts, sequences, answer_tokens), os.path.abspath(recipe)
+    if not is_ours:
+        in_process = partial(other_engine.summary_in_process, path, examination, bound)
+        summary = in_process(resolved) if attribute else other_engine.summary_of(resolved, examination, bound)
+        _show([f"doctor: {summary.title}; {resolved.engine.backend}, of which equality is not promised"])
+        _show(summary.lines)
+        if attribute:
+            _show(other_engine.precision_lines(other_engine.by_precision(resolved, summary, in_process)))
+        passes = summary.is_near
+    elif resolved.cluster.uses_ray:
+        lines, passes = findings.examine_workers(resolved, examination, path)
+        _show(lines)
+    else:
+        subject = examine.ExaminedWorker(resolved, examination)
+        _show([f"doctor: {subject}"])
+        examined = findings.examine(subject)
+        report = examined.report
+        _show(findings.lines_of("forwards, against the trainer's packed one", report.passes))
+        _show(findings.lines_of("log-probs, against those of the engine", report.ends))
+        _show([report.verdict])
+        if attribute:
+            _show(attribution.attribute(examined).lines())
+        passes = report.equal
+    if not passes:
+        raise typer.Exit(DIFFERING)
+
+
+def _show(lines: Iterable[str]) -> None:
     for line in lines:
         typer.echo(line)
-    if not equal:
-        raise typer.Exit(DIFFERING)
-
-
-def _on_other_engine(path: str, recipe: Recipe, size: tuple[int, int, int], *, attribute: bool, bound: float) -> None:
-    """Say how far its log-probs are from the trainer's. Exit code 1 if a run would warn (`mismatch.warn_above`)."""
-    for problem in backend_problems_here(recipe, find_device(recipe, None)):
-        raise UserError(problem)
-    from octetrl.doctor.examine import Examination
-    from octetrl.doctor.other_engine import by_precision, precision_lines, summary_in_process, summary_of
-
-    examination = Examination(*size)
-    alone = partial(summary_in_process, os.path.abspath(path), examination, bound)
-    found = alone(recipe) if attribute else summary_of(recipe, examination, bound)
-    typer.echo(f"doctor: {found.title}; {recipe.engine.backend}, of which equality is not promised")
-    for line in found.lines:
-        typer.echo(line)
-    if attribute:
-        for line in precision_lines(by_precision(recipe, found, alone)):
-            typer.echo(line)
-    if not found.is_near:
-        raise typer.Exit(DIFFERING)

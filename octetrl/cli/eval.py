@@ -20,32 +20,30 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from octetrl.cli.out_file import refuse_file, refuse_unmakeable, whole_file, writes
-from octetrl.cli.terminal import loading_pytorch
+from octetrl.cli.output import loading_pytorch, refuse_file, refuse_unmakeable, whole_file, writes
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.config.load import load_recipe
+from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.config.objective_settings import DatasetSettings
+from octetrl.config.schema import Recipe
 from octetrl.config.shipped import way_to_make
 from octetrl.environments.python_object import search_beside
+from octetrl.run.folder.journal import check_failures
 from octetrl.run.model_source import recipe_of_run, refuse_no_model
 from octetrl.system.errors import UserError, nearest_file, refuse_empty, runs_in
-from octetrl.system.files import folder_lock
+from octetrl.telemetry.eval_report import EvalReport, differences
+from octetrl.telemetry.rollout_metrics import FailureShareError
+from octetrl.telemetry.rollouts import ROLLOUTS, write_rollouts
 from octetrl.telemetry.sample_estimates import LEVEL, Estimate
-
-if TYPE_CHECKING:
-    from octetrl.config.schema import Recipe
-    from octetrl.telemetry.eval_report import EvalReport
 
 WIDE = 240  # letters of a line that no terminal shows
 RecipeOption = Annotated[
@@ -75,7 +73,7 @@ LENGTHS = {
     "max": "longest",
 }
 IN_ENVIRONMENT, MEAN = "accuracy in ", "mean of environments"
-Compared = Mapping[str, Mapping[str, Estimate]]  # by target: its differences to the first
+Compared = dict[str, Mapping[str, Estimate]]  # by target: its differences to the first
 
 
 def evaluate(
@@ -113,12 +111,8 @@ def evaluate(
     _refuse_early(targets, recipe, resolved, all_tasks, out)
     for target in targets:
         refuse_no_model(target)
-    from octetrl.run.folder.journal import check_failures
-    from octetrl.telemetry.rollout_metrics import FailureShareError
-
-    with nullcontext() if out is None or is_json(out) else reserved(out):
-        reports = _evaluated(targets, resolved, all_tasks)
-        _show(reports, recipe, resolved, out)
+    reports = _evaluated(targets, resolved, all_tasks)
+    _show(reports, recipe, resolved, out)
     try:
         for target, report in reports.items():
             check_failures(resolved, report.groups, target)
@@ -136,15 +130,16 @@ def _show(reports: Mapping[str, EvalReport], recipe: str, resolved: Recipe, out:
     console.print(report_table(reports, compared))
     if len(reports) > 1:
         console.print(f"each answered the tasks of {recipe}", markup=False)
-    if out is not None:
-        results = results_as_json(recipe, resolved, reports, compared)
-        if not is_json(out):
-            write_folder(Path(out), resolved, reports, results)
-        else:
-            with whole_file("--out", Path(out)) as file:
-                file.write_text(results, encoding="utf-8")
-        look = "" if is_json(out) or len(reports) > 1 else f"; `octetrl rollouts {shlex.quote(out)}` shows the answers"
-        console.print(f"wrote {out}{look}", markup=False)
+    if out is None:
+        return
+    results, look = results_as_json(recipe, resolved, reports, compared), ""
+    if is_json(out):
+        with whole_file("--out", Path(out)) as file:
+            file.write_text(results, encoding="utf-8")
+    else:
+        write_folder(out, resolved, reports, results)
+        look = f"; `octetrl rollouts {shlex.quote(out)}` shows the answers" if len(reports) == 1 else ""
+    console.print(f"wrote {out}{look}", markup=False)
 
 
 def _evaluated(targets: Sequence[str], resolved: Recipe, all_tasks: bool) -> dict[str, EvalReport]:
@@ -176,30 +171,24 @@ def _recipe_with_tasks(targets: Sequence[str], overrides: Sequence[str]) -> str:
     return recipe
 
 
-def results_as_json(
-    recipe: str,
-    resolved: Recipe,
-    reports: Mapping[str, EvalReport],
-    compared: Mapping[str, Mapping[str, Estimate]],
-) -> str:
+def results_as_json(recipe: str, resolved: Recipe, reports: Mapping[str, EvalReport], compared: Compared) -> str:
     first = next(iter(reports), "")
+    environments = {name: section.model_dump(mode="json") for name, section in resolved.environments.items()}
     content = {
         "recipe": recipe,
-        **_environments(resolved),
+        **(
+            {"environments": environments}
+            if environments
+            else {"environment": resolved.environment.model_dump(mode="json")}
+        ),
         "evaluation": resolved.evaluation.model_dump(mode="json"),
         "models": [{"target": target, **report.as_json()} for target, report in reports.items()],
         "differences": [
-            {"target": target, "less": first, "estimates": {name: asdict(one) for name, one in found.items()}}
-            for target, found in compared.items()
+            {"target": target, "less": first, "estimates": {name: asdict(one) for name, one in differing.items()}}
+            for target, differing in compared.items()
         ],
     }
     return json.dumps(content, indent=1) + "\n"
-
-
-def _environments(recipe: Recipe) -> dict[str, Any]:
-    if not recipe.environments:
-        return {"environment": recipe.environment.model_dump(mode="json")}
-    return {"environments": {name: one.model_dump(mode="json") for name, one in recipe.environments.items()}}
 
 
 def _without_held_out(recipe: str, overrides: Sequence[str]) -> list[str]:
@@ -209,18 +198,16 @@ def _without_held_out(recipe: str, overrides: Sequence[str]) -> list[str]:
     return [*(f"{section}.eval_size=0" for section in sections), "evaluation.every=0"]
 
 
-def _compared(reports: Mapping[str, EvalReport]) -> dict[str, Mapping[str, Estimate]]:
-    from octetrl.telemetry.eval_report import differences
-
+def _compared(reports: Mapping[str, EvalReport]) -> Compared:
     (_, baseline), *others = reports.items()
-    compared: dict[str, Mapping[str, Estimate]] = {}
+    compared: Compared = {}
     for target, report in others:
-        of_each = {
-            accuracy_of(name): found["accuracy"]
-            for name, of_name in report.by_environment.items()
-            if "accuracy" in (found := differences(of_name, baseline.by_environment[name]))
+        each = {
+            accuracy_of(name): difference["accuracy"]
+            for name, part in report.by_environment.items()
+            if "accuracy" in (difference := differences(part, baseline.by_environment[name]))
         }
-        compared[target] = {**differences(report, baseline), **of_each}
+        compared[target] = {**differences(report, baseline), **each}
     return compared
 
 
@@ -243,30 +230,22 @@ def _is_override(word: str) -> bool:
 
 
 def _options_as_overrides(samples: int | None, k: str | None, temperature: float | None) -> list[str]:
-    overrides = []
+    fields: dict[str, Any] = {}
     if k is not None:
-        ks = _whole_numbers(k)
-        overrides.append(f"evaluation.k={ks}")
-        samples = samples or max(ks)
-    if samples is not None:
-        overrides.append(f"evaluation.samples={samples}")
-    if temperature is not None:
-        overrides.append(f"evaluation.temperature={temperature}")
-    return overrides
-
-
-def _whole_numbers(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"--k: '{text}' is not a list of whole numbers from 1; write it as 1,4,16")
-    return sorted({int(word) for word in words})
+        words = [word.strip() for word in k.split(",")]
+        if not all(word.isdecimal() and int(word) > 0 for word in words):
+            raise UserError(f"--k: '{k}' is not a list of whole numbers from 1; write it as 1,4,16")
+        fields["k"] = sorted({int(word) for word in words})
+        samples = samples or max(fields["k"])
+    fields |= {"samples": samples, "temperature": temperature}
+    return [f"evaluation.{name}={value}" for name, value in fields.items() if value is not None]
 
 
 def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The targets and the overrides. Raises UserError if both name a model."""
     targets = [word for word in words if not _is_override(word)]
     overrides = [word for word in words if _is_override(word)]
-    named = next((one for one in overrides if one.startswith("model.path=")), None)
+    named = next((override for override in overrides if override.startswith("model.path=")), None)
     if targets and named is not None and named.partition("=")[2].strip("'\"") not in targets:
         raise UserError(f"eval: {named} has no effect beside '{targets[0]}'; leave one of the two out")
     return targets, overrides
@@ -297,7 +276,7 @@ def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tas
     twice = [target for place, target in enumerate(targets) if target in targets[:place]]
     if twice:
         raise UserError(f"eval: '{twice[0]}' is given twice, and would not differ from itself; leave one out")
-    if not any(one.eval_size for one in resolved.each_environment.values()) and not all_tasks:
+    if not any(environment.eval_size for environment in resolved.each_environment.values()) and not all_tasks:
         name = "environments.NAME.eval_size" if resolved.environments else "environment.eval_size"
         raise UserError(f"{recipe}: {name} is 0, so no task is held out; set it above 0, or give --all-tasks")
     if out is not None:
@@ -320,51 +299,27 @@ def refuse_folder(out: str) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = "holds files already" if path.is_dir() else "is a file"
         raise UserError(f"--out: '{out}' {what}; give a new folder, or a file such as eval.json")
-    missing = [one for one in (path, *path.parents) if not one.exists()]
-    refuse_unmakeable("--out", missing[-1] if missing else path)
+    refuse_unmakeable("--out", path)
 
 
-@contextmanager
-def reserved(out: str) -> Iterator[Path]:
-    """The folder, created, and locked against another evaluation until the end. If it stays empty, it is removed again.
+def write_folder(out: str, recipe: Recipe, reports: Mapping[str, EvalReport], results: str) -> None:
+    """Write an evaluation. `results`: the JSON of all. If that fails, as on a full disk, nothing of it stays.
 
-    Raises UserError."""
+    Raises UserError if another evaluation has written the folder meanwhile."""
+    refuse_folder(out)
     folder = Path(out)
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    with ExitStack() as stack:
-        with writes("--out", folder, "folder"):
-            folder.mkdir(parents=True, exist_ok=True)
-            if not stack.enter_context(folder_lock(folder)):
-                raise UserError(f"--out: another evaluation is writing '{out}'; give a new folder")
-        stack.callback(_remove_empty, missing)
-        refuse_folder(out)  # an evaluation may have ended meanwhile
-        yield folder
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """The innermost first, up to one that is not empty."""
-    with suppress(OSError):
-        for one in folders:
-            one.rmdir()
-
-
-def write_folder(folder: Path, recipe: Recipe, reports: Mapping[str, EvalReport], results: str) -> None:
-    """Write an evaluation. `results`: the JSON of all. If that fails, as on a full disk, nothing of it stays."""
-    from octetrl.config.load import dump_recipe
-    from octetrl.telemetry.rollouts import ROLLOUTS, write_rollouts
-
     aside = folder / f".{os.getpid()}.partial"
     with writes("--out", folder, "folder"):
-        aside.mkdir()
+        aside.mkdir(parents=True)
         try:
             for place, (target, report) in enumerate(reports.items(), start=1):
                 name = re.sub(r"[^\w.@-]+", "_", Path(target).resolve().name)
-                of_target = aside if len(reports) == 1 else aside / f"{place}_{name}"
-                (of_target / ROLLOUTS).mkdir(parents=True)
-                write_rollouts(of_target / ROLLOUTS, report.step, report.groups)
+                target_folder = aside if len(reports) == 1 else aside / f"{place}_{name}"
+                (target_folder / ROLLOUTS).mkdir(parents=True)
+                write_rollouts(target_folder / ROLLOUTS, report.step, report.groups)
                 row = json.dumps({"step": report.step, **report.metrics})
-                (of_target / "metrics.jsonl").write_text(row + "\n", encoding="utf-8")
-                (of_target / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+                (target_folder / "metrics.jsonl").write_text(row + "\n", encoding="utf-8")
+                (target_folder / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
             (aside / "eval.json").write_text(results, encoding="utf-8")
             for written in sorted(aside.iterdir()):
                 written.rename(folder / written.name)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from octetrl.cli.output import refuse_unmakeable
 from octetrl.run.model_source import refuse_no_model
 from octetrl.system.errors import UserError
 
@@ -23,21 +24,13 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's last weights in Hugging Face format; adapters of LoRA are merged."""
-    if adapter and fp8:
-        raise UserError("--fp8: an adapter alone has no FP8 form; leave out --adapter to write the merged model in FP8")
     refuse_no_model(run)
     _refuse_target(to)
+    from octetrl.models.peft_adapters import is_adapter, read_adapter_config
     from octetrl.run.export import export_run
 
     written = export_run(run, to, adapter=adapter, fp8=fp8)
     typer.echo(f"wrote {written}")
-    _warn_of_experts(written)
-
-
-def _warn_of_experts(written: Path) -> None:
-    """Warn of an adapter that PEFT loads without an error, but with new adapters of experts, which change nothing."""
-    from octetrl.models.peft_adapters import is_adapter, read_adapter_config
-
     if is_adapter(written) and read_adapter_config(written).lora.experts:
         typer.echo(
             "warning: PEFT with transformers 5 leaves out the adapters of experts, without an error; for other programs"
@@ -53,6 +46,4 @@ def _refuse_target(to: str) -> None:
     target = Path(to)
     if target.is_dir() and any(target.iterdir()):
         raise UserError(f"--to: '{target}' exists and is not empty; give a new folder")
-    there = next(one for one in (target, *target.absolute().parents) if one.exists())
-    if not there.is_dir():
-        raise UserError(f"--to: cannot write in '{target}' (Not a directory); choose another folder")
+    refuse_unmakeable("--to", target)

@@ -1,16 +1,16 @@
-"""Finds the smallest changes of a recipe that make it fit a device, by trying them.
+"""Finds changes of a recipe that make it fit a device, by trying them.
 
-Each change sets one field to the value that needs the least memory. All sets of one change are tried, then all of two,
-and so on, until some fit; changes that cost less time come first. A number that was lowered further than necessary
-(tokens of a micro-batch, GPUs) is then moved back as far as the memory allows. A change counts only if `check` and
-`train` accept the changed recipe.
+Each change sets one field to the value that needs the least memory. Those that cost less time come first. If no change
+is enough alone, all are made, and those that are not needed are taken back, the most expensive first. A number that was
+lowered further than necessary (tokens of a micro-batch, GPUs) is then moved back as far as the memory allows. A change
+counts only if `check` and `train` accept the changed recipe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, islice
+from itertools import chain
 from typing import Any
 
 from octetrl.cli.check_files import turns_line
@@ -94,7 +94,7 @@ def smallest_changes(
     on_gpu: bool,
     first: tuple[Change, ...] = (),
 ) -> list[tuple[Change, ...]]:
-    """At most three sets of changes that fit, all of the smallest possible size. Empty if no set fits.
+    """At most three sets of changes that fit, none with a change that it can do without. Empty if no set fits.
 
     does_fit: whether a changed recipe fits the device, with some memory to spare. is_allowed: whether a recipe with
     these changes is valid. first: changes that every set begins with.
@@ -109,54 +109,36 @@ def smallest_changes(
     def accepts(changes: Sequence[Change]) -> bool:
         return is_allowed([*first, *changes])
 
+    if first and works(()):
+        return [first]
     possible = [change for change in _changes(_apply(first, recipe), on_gpu) if accepts([change])]
-    families = [family for given in _families(possible, accepts) if (family := _Family.of(*given, works)) is not None]
-    for count in range(0 if first else 1, len(possible) + 1):
-        sets = chain.from_iterable(family.sets(count) for family in families)
-        fitting = (chosen for chosen in sets if works(chosen) and accepts(chosen))
-        found = [_milder(chosen, works, accepts) for chosen in islice(fitting, MOST_SHOWN)]
-        if found:
-            return [(*first, *sorted(changes, key=_place(possible))) for changes in found]
-    return []
+    sets: list[tuple[Change, ...]] = [(change,) for change in possible if works([change])][:MOST_SHOWN]
+    if not sets:
+        sets = [_needed(*changes, works) for changes in _together(possible, accepts) if works([*chain(*changes)])]
+        sets = [changes for changes in sets if accepts(changes)]
+    return [(*first, *_milder(changes, works, accepts)) for changes in sets]
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Sets of changes of one kind. All have `needed`, and without one of these nothing fits."""
-
-    needed: tuple[Change, ...]
-    others: tuple[Change, ...]
-
-    @classmethod
-    def of(
-        cls, given: Sequence[Change], others: Sequence[Change], works: Callable[[Sequence[Change]], bool]
-    ) -> _Family | None:
-        """The sets of `given` and some of `others` that may work. None: not even all together do."""
-        if not works([*given, *others]):
-            return None
-        needed = [one for one in others if not works([*given, *(other for other in others if other is not one)])]
-        return cls((*given, *needed), tuple(one for one in others if one not in needed))
-
-    def sets(self, count: int) -> Iterator[tuple[Change, ...]]:
-        if count >= len(self.needed):
-            yield from ((*self.needed, *chosen) for chosen in combinations(self.others, count - len(self.needed)))
-
-
-def _families(
+def _together(
     possible: Sequence[Change], accepts: Callable[[Sequence[Change]], bool]
 ) -> Iterator[tuple[Sequence[Change], Sequence[Change]]]:
-    """The changes without more GPUs; and more GPUs with the changes that they allow."""
+    """The changes without more GPUs; and those that more GPUs allow, with these."""
     others = [change for change in possible if change.field not in MORE_GPUS]
-    yield (), others
+    yield others, ()
     for more in possible:
         if more.field in MORE_GPUS:
-            yield (more,), [change for change in others if accepts([more, change])]
+            yield [change for change in others if accepts([more, change])], (more,)
 
 
-def _place(possible: Sequence[Change]) -> Callable[[Change], int]:
-    """The order of the changes in a set; `_milder` changes only their values."""
-    fields = [change.field for change in possible]
-    return lambda change: fields.index(change.field)
+def _needed(
+    changes: Sequence[Change], kept: Sequence[Change], works: Callable[[Sequence[Change]], bool]
+) -> tuple[Change, ...]:
+    """The `changes` without which it does not fit, and those to keep."""
+    for change in reversed(changes):
+        fewer = [other for other in changes if other is not change]
+        if works([*fewer, *kept]):
+            changes = fewer
+    return (*changes, *kept)
 
 
 def _apply(changes: Sequence[Change], recipe: Recipe) -> Recipe:

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
-from octetrl.cli.terminal import loading_pytorch
+from octetrl.cli.output import loading_pytorch
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.rules_running import openai_problems
 from octetrl.config.schema import MOST_TEMPERATURE, OpenaiConfig
@@ -209,7 +209,10 @@ def spelled_as_options(answers: Iterable[Sequence[Completion]]) -> Iterator[list
     """The same answers; failures and errors name this command's options instead of a recipe's fields."""
     try:
         for siblings in answers:
-            yield [one if one.detail is None else replace(one, detail=_spelled(one.detail)) for one in siblings]
+            yield [
+                answer if answer.detail is None else replace(answer, detail=_spelled(answer.detail))
+                for answer in siblings
+            ]
     except UserError as error:
         raise UserError(_spelled(str(error))) from None
 
@@ -319,7 +322,7 @@ def _checked(row: Any, where: str) -> Row:
 
 def _parts(messages: object) -> str:
     has_parts = isinstance(messages, list) and any(
-        isinstance(one, dict) and isinstance(one.get("content"), list) for one in messages
+        isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages
     )
     return " (one has a list of parts; only text is read, so give it as a string)" if has_parts else ""
 
@@ -339,7 +342,7 @@ def show_answers(
     no line."""
     if not as_rows:
         every = list(answers)
-        for completion in (one for siblings in every for one in siblings):
+        for completion in (completion for siblings in every for completion in siblings):
             if completion.finish_reason is FinishReason.FAILED:
                 raise UserError(f"generate: the server did not answer: {completion.detail}")
         typer.echo(completions_text(every))
@@ -350,9 +353,11 @@ def show_answers(
     for row, siblings in zip(rows, answers, strict=True):
         for line in (conversation_lines if for_sft else result_lines)([row], [siblings]):
             typer.echo(line)
-        drawn += [one.finish_reason for one in siblings]
+        drawn += [completion.finish_reason for completion in siblings]
         empty += sum(map(is_empty, siblings))
-        last_failure = next((one.detail for one in siblings[::-1] if one.detail is not None), last_failure)
+        last_failure = next(
+            (completion.detail for completion in siblings[::-1] if completion.detail is not None), last_failure
+        )
     failed, cut = drawn.count(FinishReason.FAILED), drawn.count(FinishReason.LENGTH)
     if for_sft and cut:
         typer.echo(f"{cut} of {len(drawn)} answers were truncated and are left out; raise --max-new-tokens", err=True)

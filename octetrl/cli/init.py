@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from octetrl.cli.output import writes
+from octetrl.run.tiny_model import write_tokenizer
 from octetrl.system.errors import UserError
 
 RECIPE = """\
@@ -111,17 +113,11 @@ def init(
 ) -> None:
     """Create a project: recipe, environment, test and README. It trains a tiny model at once."""
     target = Path(folder)
-    if target.exists() and not target.is_dir():
-        raise UserError(f"init: '{folder}' is a file; give a new folder")
     there = [name for name in (*FILES, TOKENIZER) if (target / name).exists()]
     if there:
         raise UserError(f"init: '{folder}' already has {', '.join(there)}; give a new folder")
-    from octetrl.run.tiny_model import write_tokenizer
-
-    try:
+    with writes("init", target, "folder"):
         target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"init: '{folder}' can't be created ({error.strerror}); give another folder") from None
     for name, text in FILES.items():
         (target / name).write_text(text, encoding="utf-8")
     write_tokenizer(TOKENIZER_TEXTS, target / TOKENIZER)

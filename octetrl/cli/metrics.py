@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from octetrl.cli.terminal import LEAST_WIDTH
+from octetrl.cli.output import LEAST_WIDTH
 from octetrl.system.errors import UserError, nearest
-
-if TYPE_CHECKING:
-    from octetrl.telemetry.glossary import Metric
+from octetrl.telemetry.glossary import METRICS, Metric, explained
+from octetrl.telemetry.step_line import on_the_console
 
 
 def metrics(
@@ -22,12 +23,6 @@ def metrics(
     ] = None,
 ) -> None:
     """Explain the metrics of a run: their units, and what good and bad values are."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from octetrl.telemetry.glossary import METRICS, explained
-    from octetrl.telemetry.step_line import on_the_console
-
     named = explained(word) if word else None
     in_names = word is not None and any(word in one.name for entries in METRICS.values() for one in entries)
     labelled = on_the_console(word) if word and not in_names else None

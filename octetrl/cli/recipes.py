@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from octetrl.cli.terminal import terminal_columns, wrapped
+from octetrl.cli.output import terminal_columns, wrapped
 from octetrl.config.shipped import copy_recipe, shipped_recipes
 from octetrl.system.errors import UserError
 

@@ -19,11 +19,13 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from octetrl.cli.out_file import refuse_file, whole_file
+from octetrl.cli.output import refuse_file, whole_file
+from octetrl.config.load import load_recipe
+from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError, nearest, refuse_empty
 from octetrl.system.text import counted, escaped
-from octetrl.telemetry.rollout_page import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY, Pieces, write_page
+from octetrl.telemetry.rollout_page import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY, Pieces, token_pieces, write_page
 from octetrl.telemetry.rollouts import (
     EVALUATIONS,
     MODEL,
@@ -101,8 +103,8 @@ def rollouts(
     elif html is not None:
         _write_page(run, source, wanted, limit or ON_PAGE, Path(html), tokens)
     else:
-        pieces = _pieces(run) if tokens else None
-        _show(source, wanted, limit or IN_TERMINAL, letters, pieces)
+        view = RolloutsView(Console(highlight=False), wanted, letters=letters, pieces=_pieces(run) if tokens else None)
+        view.show(select(source, wanted, limit or IN_TERMINAL))
 
 
 def _evaluations_of(run: str) -> str:
@@ -114,13 +116,6 @@ def _evaluations_of(run: str) -> str:
             " `octetrl eval RUN --out FOLDER`, then `octetrl rollouts FOLDER`"
         )
     return str(folder)
-
-
-def _show(source: str, wanted: Filter, limit: int, letters: int, pieces: Pieces | None) -> None:
-    from rich.console import Console
-
-    selection = select(source, wanted, limit)
-    RolloutsView(Console(highlight=False), wanted, letters=letters, pieces=pieces).show(selection)
 
 
 def _write_page(run: str, source: str, wanted: Filter, limit: int, path: Path, tokens: bool | None) -> None:
@@ -141,26 +136,16 @@ def _write_page(run: str, source: str, wanted: Filter, limit: int, path: Path, t
 
 def _pieces(run: str) -> Pieces:
     """Token pieces by the tokenizer of the run's last checkpoint or recipe. Raises UserError if there is none."""
-    from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
-    from octetrl.telemetry.rollout_page import token_pieces
-
     folder = Path(run)
-    checkpoints = sorted((folder / "checkpoints").glob("step_*"), reverse=True)
-    candidates = [*checkpoints, *_tokenizers_of_recipe(folder / "config.yaml")]
+    candidates = sorted((folder / "checkpoints").glob("step_*"), reverse=True)
+    if (folder / "config.yaml").is_file():
+        model = load_recipe(folder / "config.yaml").model
+        candidates += [Path(named) for named in (model.tokenizer, model.path) if named is not None]
     for candidate in candidates:
         if any((candidate / name).is_file() for name in VOCABULARIES):
             tokenizer = load_tokenizer(candidate)
             return lambda token_ids: token_pieces(tokenizer, token_ids)
     raise UserError(f"--tokens: '{run}' has no checkpoint with a tokenizer, and its recipe names none that is here")
-
-
-def _tokenizers_of_recipe(path: Path) -> list[Path]:
-    from octetrl.config.load import load_recipe
-
-    if not path.is_file():
-        return []
-    model = load_recipe(path).model
-    return [Path(folder) for folder in (model.tokenizer, model.path) if folder is not None]
 
 
 def _statuses(words: Sequence[str]) -> frozenset[RolloutStatus]:
@@ -176,25 +161,17 @@ def _span(option: str, text: str | None, *, whole: bool) -> Interval | None:
     if text is None:
         return None
     low, colon, high = text.partition(":")
-    ends = (_number(low, whole), _number(high if colon else low, whole))
-    if None in ends or text.strip(" :") == "" or not (low or high):
+    try:
+        ends = [float(end) for end in (low, high) if end.strip()]
+    except ValueError:
+        ends = []
+    if not ends or not all(math.isfinite(end) and (not whole or end.is_integer()) for end in ends):
         kind = "whole numbers" if whole else "numbers"
         raise UserError(f"{option}: '{text}' is no range of {kind}; write 3, 3:10, 3: or :10")
-    span = Interval(ends[0] if low else -math.inf, ends[1] if high or not colon else math.inf)  # type: ignore[arg-type]
+    span = Interval(ends[0] if low.strip() else -math.inf, ends[-1] if high.strip() or not colon else math.inf)
     if span.low > span.high:
         raise UserError(f"{option}: '{text}' ends before it begins; write the smaller number first")
     return span
-
-
-def _number(text: str, whole: bool) -> float | None:
-    """The number; 0.0 for an empty text, None if it is not a number."""
-    if not text:
-        return 0.0
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) and (not whole or number.is_integer()) else None
 
 
 class RolloutsView:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import re
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
-from octetrl.cli.terminal import loading_pytorch
-from octetrl.run.model_source import refuse_no_model
+from octetrl.cli.output import loading_pytorch
+from octetrl.run.model_source import precision_of, refuse_no_model
 from octetrl.system.errors import UserError
 
 if TYPE_CHECKING:
-    from octetrl.run.serve import ServeOptions
+    from octetrl.server.serve import ServeOptions
 
 WithoutKey = Annotated[
     bool,
@@ -82,9 +83,9 @@ def serve(
     calibrate_on: CalibrateOn = None,
 ) -> None:
     """Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
-    _refuse_at_once(model, api_key)
+    _refuse_early(model, api_key)
     with loading_pytorch():
-        from octetrl.run import serve as run
+        from octetrl.server import serve as run
 
     options = run.ServeOptions(
         model,
@@ -102,11 +103,16 @@ def serve(
         access_log=access_log,
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
-    _before_it_serves(f"{host}:{port}", without_key and api_key is None, access_log)
+    if without_key and api_key is None:
+        place = f"{host}:{port}"
+        typer.echo(f"warning: anyone who can reach {place} can use this server, as it asks for no key", err=True)
     run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=partial(_say, options))
 
 
-def _refuse_at_once(model: str, api_key: str | None) -> None:
+def _refuse_early(model: str, api_key: str | None) -> None:
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise UserError(f"octetrl serve needs the package '{package}'; pip install 'octetrl[serve]'")
     refuse_no_model(model)
     if api_key == "":
         raise UserError("the API key is empty, so every client would have it; give one, or unset OCTETRL_API_KEY")
@@ -120,8 +126,6 @@ def _refuse_at_once(model: str, api_key: str | None) -> None:
 def _say(options: ServeOptions, text: str) -> None:
     """Show a line of the server. `serving at URL` gets the precision, and a request to try in the next line. The key
     itself is not shown."""
-    from octetrl.run.model_source import precision_of
-
     _, serves, url = text.partition("serving at ")
     if not serves:
         typer.echo(text, err=True)
@@ -132,15 +136,6 @@ def _say(options: ServeOptions, text: str) -> None:
     variable = "$OCTETRL_API_KEY" if os.environ.get("OCTETRL_API_KEY") == options.api_key else "KEY"
     key = f' -H "Authorization: Bearer {variable}"' if options.api_key is not None else ""
     typer.echo(f"try: curl {url}/chat/completions{key} -H 'Content-Type: application/json' -d {body}", err=True)
-
-
-def _before_it_serves(place: str, is_open: bool, access_log: bool) -> None:
-    if is_open:
-        typer.echo(f"warning: anyone who can reach {place} can use this server, as it asks for no key", err=True)
-    if access_log:
-        from octetrl.server.access_log import show_access_log
-
-        show_access_log()
 
 
 def _texts(path: Path) -> list[str]:

@@ -6,91 +6,57 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from octetrl.cli.terminal import terminal_columns, wrapped
+from octetrl.cli.output import terminal_columns, wrapped
 from octetrl.run.folder.layout import LOCK, is_held, process_of
 from octetrl.system.errors import refuse_empty
 from octetrl.system.text import counted
+from octetrl.telemetry.ending import FINISHED, read_ending, read_where
+from octetrl.telemetry.report_data import read_recipe, read_run
+from octetrl.telemetry.sinks import METRICS_FILE, last_step
+from octetrl.telemetry.step_line import WIDTH, StepLine, duration, line
 from octetrl.workers.many.status import STATUS_FILE, status_lines
 
 
 def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]) -> None:
     """Show what a run does: each of its workers and its memory, and the last step."""
     refuse_empty(run, "run", "the folder of a run")
-    folder = Path(run)
-    ended = _ending(folder)
-    if ended is not None:
-        if is_held(folder):
-            ended = iter([f"process {_process_of(folder)} is building the run again, to continue it"])
-        for line in chain(ended, _last_step(folder) if _has_step(folder) else (), _in_flight(folder)):
-            _print(line)
-        return
-    has_workers, has_step = (folder / STATUS_FILE).exists(), _has_step(folder)
-    lines: Iterator[str] = iter(())
-    if has_workers or not (has_step or (folder / LOCK).is_file()):
-        lines = status_lines(folder)  # which refuses what is no run
+    for text in _lines(Path(run)):
+        for row in wrapped(text, terminal_columns()):
+            typer.echo(row)
+
+
+def _lines(folder: Path) -> Iterator[str]:
+    ending = read_ending(read_where(folder))  # None: the run is live or was killed
+    has_step = (folder / METRICS_FILE).is_file() and last_step(folder / METRICS_FILE) > 0
+    if ending is not None and is_held(folder):
+        yield f"process {_process_of(folder)} is building the run again, to continue it"
+    elif ending is not None:
+        yield ending.text.removesuffix(".") + ("" if ending.how == FINISHED else f"; {_resume(folder)} continues it")
+    elif (folder / STATUS_FILE).exists() or not (has_step or (folder / LOCK).is_file()):
+        yield from status_lines(folder)  # which refuses what is no run
     elif not has_step:
-        lines = _before_the_first_step(folder)
-    for line in chain(lines, _last_step(folder) if has_step else (), _in_flight(folder), _owner(folder, has_step)):
-        _print(line)
-
-
-def _print(line: str) -> None:
-    """Broken between words where a terminal is narrower."""
-    for row in wrapped(line, terminal_columns()):
-        typer.echo(row)
-
-
-def _ending(folder: Path) -> Iterator[str] | None:
-    """How the run ended, from run.json. None: run.json has no ending, so the run is live or was killed."""
-    from octetrl.telemetry.ending import FINISHED, read_ending, read_where
-
-    ending = read_ending(read_where(folder))
-    if ending is None:
-        return None
-    said = ending.text.removesuffix(".")
-    then = "" if ending.how == FINISHED else f"; `octetrl train {_shown(folder / 'config.yaml')} --resume` continues it"
-    return iter([f"{said}{then}"])
-
-
-def _owner(folder: Path, has_step: bool) -> Iterator[str]:
-    """Whether the process of a run with finished steps and without an ending is live."""
+        yield _before_the_first_step(folder)
+    yield from _last_step(folder) if has_step else ()
+    yield from _in_flight(folder)
     process = _process_of(folder)
-    if not has_step or not process:
-        return
-    if is_held(folder):
-        yield f"running, process {process}"
-        return
-    resume = f"`octetrl train {_shown(folder / 'config.yaml')} --resume`"
-    yield (
-        f"process {process} has ended without a message, or runs on another machine; if it was killed, continue the"
-        f" run with {resume}"
-    )
+    if ending is None and has_step and process:
+        ended = f"process {process} has ended without a message, or runs on another machine; if it was killed,"
+        yield f"running, process {process}" if is_held(folder) else f"{ended} continue the run with {_resume(folder)}"
 
 
-def _has_step(folder: Path) -> bool:
-    if not (folder / "metrics.jsonl").is_file():
-        return False
-    from octetrl.telemetry.sinks import METRICS_FILE, last_step
-
-    return last_step(folder / METRICS_FILE) > 0
-
-
-def _before_the_first_step(folder: Path) -> Iterator[str]:
-    """Of a folder that a run has taken, without workers that have reported and without a finished step."""
+def _before_the_first_step(folder: Path) -> str:
+    """What a run does that has taken its folder, and has no workers that have reported."""
     process = _process_of(folder)
     is_resumable = (folder / "config.yaml").is_file()
     if not process or not _runs(process):
-        then = f"`octetrl train {_shown(folder / 'config.yaml')} --resume` continues it" if is_resumable else ""
-        then = then or "start it again with the same command"
+        then = f"{_resume(folder)} continues it" if is_resumable else "start it again with the same command"
         owner = f"process {process}" if process else "its process"
-        yield f"no finished step; {owner} has ended, or runs on another machine. If it has ended, {then}"
-        return
+        return f"no finished step; {owner} has ended, or runs on another machine. If it has ended, {then}"
     seconds = max(0.0, time.time() - (folder / LOCK).stat().st_mtime)
     logs = len(list((folder / "logs").glob("worker_*.log")))
     waits = "workers, model and tasks are being started"
@@ -98,7 +64,7 @@ def _before_the_first_step(folder: Path) -> Iterator[str]:
         waits = "everything is built, and no step has ended"
     elif logs:
         waits = f"{counted(logs, 'worker')} started, and not all have reported"
-    yield f"starting for {seconds:.0f} s, process {process}: {waits}"
+    return f"starting for {seconds:.0f} s, process {process}: {waits}"
 
 
 def _process_of(folder: Path) -> int:
@@ -117,16 +83,16 @@ def _runs(process: int) -> bool:
     return True
 
 
+def _resume(folder: Path) -> str:
+    return f"`octetrl train {_shown(folder / 'config.yaml')} --resume`"
+
+
 def _shown(path: Path) -> str:
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def _last_step(folder: Path) -> Iterator[str]:
     """The line of the last finished step, and how long ago it was written."""
-    from octetrl.telemetry.report_data import read_run
-    from octetrl.telemetry.sinks import METRICS_FILE
-    from octetrl.telemetry.step_line import WIDTH, StepLine, duration, line
-
     record = read_run(folder)
     row = {name: value for name, value in record.rows[-1].items() if value is not None}
     step, total = int(row["step"]), record.recipe.get("steps")
@@ -141,9 +107,7 @@ def _last_step(folder: Path) -> Iterator[str]:
 def _in_flight(folder: Path) -> Iterator[str]:
     """What becomes of the KV cache of unfinished answers if weights change in flight, also where the recipe asks for
     something else."""
-    from octetrl.config.in_words import CACHE_OF_ANSWERS
-    from octetrl.telemetry.ending import read_where
-    from octetrl.telemetry.report_data import read_recipe
+    from octetrl.config.in_words import CACHE_OF_ANSWERS  # imports the recipe's schema, which takes a moment
 
     in_force = read_where(folder).get("weights_in_flight")
     said = CACHE_OF_ANSWERS.get(in_force) if isinstance(in_force, str) else None

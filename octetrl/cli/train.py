@@ -11,11 +11,12 @@ import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.ctrl_c import Stopped
-from octetrl.cli.terminal import loading_pytorch
+from octetrl.cli.output import loading_pytorch
 from octetrl.config.load import is_of_run, load_recipe
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.run.folder.allowed_changes import CONTENT
+from octetrl.run.model_source import recipe_of_run
 from octetrl.run.recipe_files import refuse_early
 from octetrl.system.errors import RunFailed, Terminated, UserError
 
@@ -95,11 +96,13 @@ def _refuse_another_folder(recipe: Path, resolved: Recipe, overrides: list[str])
 
 def _weights_of(source: str, overrides: list[str]) -> list[str]:
     """What `--from` sets in the recipe. An adapter goes on with its own rank and alpha."""
-    from octetrl.run.model_source import recipe_of_run
-
     if recipe_of_run(source) is None:
         raise UserError(f"--from: '{source}' is no run, RUN@STEP or checkpoint; for another model set model.path")
-    given = [one for one in overrides if one.partition("=")[0].strip() in ("model.path", "model.preset", "model.init")]
+    given = [
+        override
+        for override in overrides
+        if override.partition("=")[0].strip() in ("model.path", "model.preset", "model.init")
+    ]
     if given:
         raise UserError(f"--from: '{given[0]}' names other weights; leave one of them out")
     from octetrl.run.trained_model import trained_model, weights_folder

@@ -1,26 +1,21 @@
-"""What the command line says about options: their types in `--help`, and one line for a value that is not allowed.
+"""A usage error in one line: what was given and what is allowed, in place of a validator's words.
 
-typer labels types as Python does (`<list[str]>`) and reports wrong values in the words of a validator. Here a label is
-a word, and a message says what was given and what is allowed.
+An option that names a field of the recipe gets the field's form: `train RECIPE --steps 5` is written `steps=5`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+import typing
+from collections.abc import Iterator, Sequence
 
-from rich.columns import Columns
-from rich.table import Table
-from rich.text import Text
-from typer import rich_utils
-from typer.core import TyperCommand
-
+from octetrl.config.other_names import OURS
+from octetrl.config.schema import Recipe
+from octetrl.config.section import Section
 from octetrl.system.errors import nearest
 
-LONGEST_RANGE = 9  # characters: x>=1, 0<=x<=64
+TAKE_FIELDS = ("train", "check", "eval", "doctor")  # which take section.key=value
 SHORT = {"generate --prompts": "; write -p TEXT (--prompt) for each prompt, or --input FILE for many"}
-_LABELS = {"int": "N", "float": "X", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
 _SAYS = (
     (r"Input should be a valid number.*", "is not a number"),
     (r"Input should be a valid integer.*", "is not a whole number"),
@@ -29,58 +24,6 @@ _SAYS = (
     (r"Input should be greater than (\S+)", r"is out of range; it must be above \1"),
     (r"Input should be less than (\S+)", r"is out of range; it must be below \1"),
 )
-
-
-class Command(TyperCommand):
-    """A command whose `--help` labels types with plain words, and cuts no name on a narrow terminal."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        plain, rich_utils.Table = rich_utils.Table, _FoldedTable  # type: ignore[misc]
-        try:
-            super().format_help(ctx, formatter)
-        finally:
-            rich_utils.Table = plain  # type: ignore[misc]
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = list(super().get_params(ctx))
-        for param in params:
-            show = getattr(param, "display_type_rich", None)
-            if show is not None and not isinstance(show, _Label):
-                param.display_type_rich = _Label(_label(param, show(ctx)))
-                allowed = param._get_number_range_help_str() or ""
-                if len(allowed) > LONGEST_RANGE:  # its column would cut words of the help on 80 columns
-                    param._get_number_range_help_str = str
-        return params
-
-
-class _FoldedTable(Table):
-    """A long word continues in the next line; typer's own table ends it with an ellipsis. The first column is whole."""
-
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*cells, **options)
-        self.columns[0].no_wrap = True
-        for part in (one for cell in cells if isinstance(cell, Columns) for one in cell.renderables):
-            if isinstance(part, Text):
-                part.overflow = "fold"
-
-
-class _Label:
-    """Takes the place of a parameter's method that returns its type's label."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __call__(self, ctx: Any) -> str:
-        return self._text
-
-
-def _label(param: Any, shown: str | None) -> str:
-    if param.param_type_name == "argument":
-        return ""
-    if param.metavar:
-        return str(param.metavar)
-    name = (shown or "").strip("<>").removesuffix(" range")
-    return _LABELS.get(name, name)
 
 
 def usage_text(message: str, arguments: Sequence[str]) -> str:
@@ -96,8 +39,6 @@ def usage_text(message: str, arguments: Sequence[str]) -> str:
     unknown = re.match(r"No such option: (\S+)", text)
     if unknown is not None:
         possible = re.search(r"\(Possible options: (.*)\)", text)
-        from octetrl.cli.field_hint import field_hint  # imports the recipe's schema, which takes a moment
-
         hint = nearest(unknown[1], possible[1].split(", ")) if possible else ""
         hint = field_hint(unknown[1], arguments) or SHORT.get(f"{next(iter(arguments), '')} {unknown[1]}", hint)
         return f"{unknown[1]}: there is no such option{hint}"
@@ -105,7 +46,8 @@ def usage_text(message: str, arguments: Sequence[str]) -> str:
 
 
 def _wrong_value(options: Sequence[str], problem: str, arguments: Sequence[str]) -> str:
-    given = _given(options, arguments)
+    value = _value_of(options, arguments)
+    given = "" if value is None else f"'{value}' "
     choice = re.fullmatch(r"'(.*?)' is not one of (.*)", problem)
     if choice is not None:
         allowed = [word.strip(" '") for word in choice[2].split(",")]
@@ -117,12 +59,36 @@ def _wrong_value(options: Sequence[str], problem: str, arguments: Sequence[str])
     return f"{options[0]}: {given}{problem}"
 
 
-def _given(options: Sequence[str], arguments: Sequence[str]) -> str:
-    """The value on the command line, in quotes."""
-    for place, word in enumerate(arguments):
+def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """The value on the command line."""
+    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
         name, equals, value = word.partition("=")
-        if name in options and equals:
-            return f"'{value}' "
-        if word in options and place + 1 < len(arguments):
-            return f"'{arguments[place + 1]}' "
-    return ""
+        if name in options:
+            return value if equals else following
+    return None
+
+
+def field_hint(option: str, arguments: Sequence[str]) -> str:
+    """What to write instead of `option` (`--steps`, `--steps=5`), or an empty text if no field has its name."""
+    if not arguments or arguments[0] not in TAKE_FIELDS:
+        return ""
+    name = option.partition("=")[0].lstrip("-").replace("-", "_")
+    fields = list(_fields(Recipe))
+    named = [field for field in fields if field == name or field.endswith(f".{name}")]
+    trained = [field for field in named if field.startswith("trainer.")]  # before the critic's field of the same name
+    certain = [name] if name in named else named if len(named) == 1 else trained
+    field = certain[0] if certain else OURS.get(name)
+    value = _value_of([option.partition("=")[0]], arguments)
+    shown = "VALUE" if value is None or value.startswith("-") else value
+    return f"; a field of the recipe has no dashes: {field}={shown}" if field else ""
+
+
+def _fields(section: type[Section], before: str = "") -> Iterator[str]:
+    """The dotted names of the fields of `section` and the sections in it, without those of objectives."""
+    for name, field in section.model_fields.items():
+        kinds = [field.annotation, *typing.get_args(field.annotation)]
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        if inner:
+            yield from _fields(inner[0], f"{before}{name}.")
+        else:
+            yield f"{before}{name}"

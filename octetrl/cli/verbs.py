@@ -1,79 +1,79 @@
-"""The app with all commands; each command has its own file, which is imported when the command is asked for."""
+"""The app with all commands; each command has its own file, which is imported when the command is asked for.
+
+typer labels types as Python does (`<list[str]>`); in our `--help` a label is a word.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import typer
+from rich.columns import Columns
+from rich.table import Table
+from rich.text import Text
+from typer import rich_utils
+from typer.core import TyperCommand
 
-from octetrl.cli.usage import Command
+from octetrl.cli.ctrl_c import INTERRUPTED
+from octetrl.system.errors import UserError
 from octetrl.system.process import terminable
 from octetrl.version import __version__
 
-
-class Verb(NamedTuple):
-    """Where a command is, `module:function`, and its line in `octetrl --help`: its docstring."""
-
-    place: str
-    summary: str
-
-
-VERBS = {
-    "train": Verb(
-        "train:train", "Train a model from a recipe: reinforcement learning, SFT, preferences or a reward model."
-    ),
-    "recipes": Verb(
-        "recipes:recipes", "List the shipped recipes, or copy one. `octetrl train NAME` runs a shipped recipe as it is."
-    ),
-    "init": Verb(
-        "init:init", "Create a project: recipe, environment, test and README. It trains a tiny model at once."
-    ),
-    "eval": Verb("eval:evaluate", "Evaluate runs or models on a recipe's held-out tasks."),
-    "rollouts": Verb("rollouts:rollouts", "Show the rollouts of a run."),
-    "metrics": Verb("metrics:metrics", "Explain the metrics of a run: their units, and what good and bad values are."),
-    "report": Verb(
-        "report:report",
-        "Write a page about runs: what ran, curves, times, rollouts, differences. It needs no network.",
-    ),
-    "generate": Verb("generate:generate", "Generate text from a model or a run."),
-    "serve": Verb(
-        "serve:serve",
-        "Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
-    ),
-    "check": Verb("check:check", "Show what a recipe means, what it needs, and every problem it has."),
-    "status": Verb("status:status", "Show what a run does: each of its workers and its memory, and the last step."),
-    "doctor": Verb(
-        "doctor:doctor",
-        "Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one does.",
-    ),
-    "export": Verb("export:export", "Write a run's last weights in Hugging Face format; adapters of LoRA are merged."),
-    "demo": Verb(
-        "demo:demo",
-        "Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores).",
-    ),
-    "bench": Verb("bench:bench", "Measure a part of the system: a table, and JSON."),
+VERBS = {  # the name of each, and its line in `octetrl --help`: its docstring
+    "train": "Train a model from a recipe: reinforcement learning, SFT, preferences or a reward model.",
+    "recipes": "List the shipped recipes, or copy one. `octetrl train NAME` runs a shipped recipe as it is.",
+    "init": "Create a project: recipe, environment, test and README. It trains a tiny model at once.",
+    "eval": "Evaluate runs or models on a recipe's held-out tasks.",
+    "rollouts": "Show the rollouts of a run.",
+    "metrics": "Explain the metrics of a run: their units, and what good and bad values are.",
+    "report": "Write a page about runs: what ran, curves, times, rollouts, differences. It needs no network.",
+    "generate": "Generate text from a model or a run.",
+    "serve": "Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
+    "check": "Show what a recipe means, what it needs, and every problem it has.",
+    "status": "Show what a run does: each of its workers and its memory, and the last step.",
+    "doctor": "Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one"
+    " does.",
+    "export": "Write a run's last weights in Hugging Face format; adapters of LoRA are merged.",
+    "demo": "Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores).",
+    "bench": "Measure a part of the system: a table, and JSON.",
 }
+HANDLE_SIGTERM = ("train", "serve")  # with handlers of their own, which end a step, or the answers in work
+UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]  # click's, wherever typer keeps its click
+LONGEST_RANGE = 9  # characters: x>=1, 0<=x<=64
+_LABELS = {"int": "N", "float": "X", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
 
 
-HEAR_SIGTERM = ("train", "serve")  # with handlers of their own, which end a step, or the answers in work
+def run_verb(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code. Raises UserError for wrong options, and what the command raises."""
+    try:
+        app = command_line(named_verb(arguments))
+        code = app(list(arguments) or ["--help"], prog_name="octetrl", standalone_mode=False)
+    except UsageError as error:
+        from octetrl.cli.usage import usage_text  # imports the recipe's schema, which takes a moment
+
+        command = error.ctx.command_path if error.ctx is not None else "octetrl"
+        raise UserError(f"{usage_text(error.format_message(), arguments)} (see `{command} --help`)") from None
+    except typer.Abort:
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
 
 
 def command_line(verbs: Collection[str] = VERBS) -> typer.Typer:
     """The app. Only the commands named in `verbs` are imported and run; of the others `--help` has the summaries."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.callback()(root)
-    for name, (place, summary) in VERBS.items():
+    for name, summary in VERBS.items():
         if name not in verbs:
             app.command(name, help=summary)(_is_not_imported)
             continue
-        module, _, function = place.partition(":")
-        found = getattr(import_module(f"octetrl.cli.{module}"), function)
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name)
+        command = getattr(import_module(f"octetrl.cli.{name}"), "evaluate" if name == "eval" else name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
         else:
-            app.command(name, cls=Command)(found if name in HEAR_SIGTERM else terminable()(found))
+            app.command(name, cls=Command)(command if name in HANDLE_SIGTERM else terminable()(command))
     return app
 
 
@@ -98,3 +98,46 @@ def root(
     ] = False,
 ) -> None:
     """RL post-training of language models with FP8 end to end."""
+
+
+class Command(TyperCommand):
+    """A command whose `--help` labels types with plain words, and cuts no name on a narrow terminal."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        plain, rich_utils.Table = rich_utils.Table, _FoldedTable  # type: ignore[misc]
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            rich_utils.Table = plain  # type: ignore[misc]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = list(super().get_params(ctx))
+        for param in params:
+            show = getattr(param, "display_type_rich", None)
+            if show is not None:
+                param.display_type_rich = partial(_label, param, show(ctx))
+                allowed = param._get_number_range_help_str() or ""
+                if len(allowed) > LONGEST_RANGE:  # its column would cut words of the help on 80 columns
+                    param._get_number_range_help_str = str
+        return params
+
+
+class _FoldedTable(Table):
+    """A long word continues in the next line; typer's own table ends it with an ellipsis. The first column is whole."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*cells, **options)
+        self.columns[0].no_wrap = True
+        for part in (part for cell in cells if isinstance(cell, Columns) for part in cell.renderables):
+            if isinstance(part, Text):
+                part.overflow = "fold"
+
+
+def _label(param: Any, shown: str | None, ctx: Any) -> str:
+    """Take the place of a parameter's method that returns its type's label."""
+    if param.param_type_name == "argument":
+        return ""
+    if param.metavar:
+        return str(param.metavar)
+    name = (shown or "").strip("<>").removesuffix(" range")
+    return _LABELS.get(name, name)

@@ -119,7 +119,9 @@ def endless_reference(schema: Any) -> str | None:
     schema, or to nothing, nothing is known here."""
     references = {text: _at(schema, text) for text in distinct_references(schema)}
     ending = {text for text, target in references.items() if target is None}
-    while found := [one for one in references if one not in ending and _ends(references[one], ending)]:
+    while found := [
+        reference for reference in references if reference not in ending and _ends(references[reference], ending)
+    ]:
         ending.update(found)
     return next((text for text in references if text not in ending), None)
 
@@ -132,7 +134,7 @@ def distinct_references(schema: Any) -> list[str]:
 def moved_below(schema: Any, place: str) -> Any:
     """The schema with references as a part of another one, at the JSON pointer `place` ("#/anyOf/0")."""
     if isinstance(schema, list):
-        return [moved_below(one, place) for one in schema]
+        return [moved_below(part, place) for part in schema]
     if not isinstance(schema, dict):
         return schema
     moved: dict[str, Any] = {}
@@ -197,8 +199,8 @@ def _ends(schema: Any, ending: set[str]) -> bool:
     if schema.get("type") == "array" and _number(schema.get("minItems")) > len(_listed(schema.get("prefixItems"))):
         needed.append(schema.get("items"))
     choices = [_listed(schema.get(key)) for key in ("anyOf", "oneOf") if _listed(schema.get(key))]
-    return all(_ends(one, ending) for one in needed) and all(
-        any(_ends(one, ending) for one in branches) for branches in choices
+    return all(_ends(part, ending) for part in needed) and all(
+        any(_ends(part, ending) for part in branches) for branches in choices
     )
 
 

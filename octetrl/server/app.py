@@ -10,9 +10,10 @@ drains. After the engine failed it is 500, until a completion has succeeded agai
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -25,9 +26,51 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from octetrl.server.access_log import AccessLog
 from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, completions, detokenize, responses, tokenize
 from octetrl.server.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+log = logging.getLogger("octetrl.access")
+
+
+class AccessLog:
+    """ASGI middleware that logs requests at level INFO."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status = time.perf_counter(), 0
+
+        async def noted(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            host, port = scope.get("client") or ("-", 0)
+            what = f"{scope['method']} {scope['path']}"
+            log.info("%s:%d %r %d %.3f s", host, port, what, status, time.perf_counter() - begun)
+
+
+def show_access_log() -> None:
+    """Writes the lines to standard error."""
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
 
 DISCARDED = 8  # up to this multiple of the limit, a too large body is read so that the client receives the error
 

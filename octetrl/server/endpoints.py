@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from octetrl.engine.stopping import TextDecoder, TextStream
 from octetrl.records import GenerationRequest, SessionEvent
 from octetrl.rollout.backend import seed_in_call
-from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Usage, event
+from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Speller, Usage, event
 from octetrl.server.choices import Choice, ChoicePiece
 from octetrl.server.errors import ApiError
 from octetrl.server.intake import Answer, ClientGone, Intake
@@ -42,7 +42,6 @@ from octetrl.server.requests import (
     parse_body,
 )
 from octetrl.server.responses import ResponseForm, ResponsesBody, renamed
-from octetrl.server.spelling import Speller
 
 Generation = TypeVar("Generation", bound=GenerationBody)
 CLIENT_CLOSED_REQUEST = 499  # only for the metrics, because the client is gone

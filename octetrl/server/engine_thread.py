@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 
 from octetrl.records import GenerationProgress, GenerationRequest, SessionEvent
 from octetrl.rollout.backend import GenerationMetrics, MeasuredSession
+from octetrl.server.errors import ApiError, engine_failed, refused
 from octetrl.system.errors import UserError
 
 METRICS_SECONDS = 10.0  # time between two reads of the metrics that are on the device
@@ -35,36 +36,9 @@ class Accepted:
     """The request is in the session."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The request cannot be served."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
-    """The engine failed while the request was in flight."""
-
-    message: str
-
-
-Event = SessionEvent | Accepted | Refused | RequestFailed
+Event = SessionEvent | Accepted | ApiError  # an error ends the request: it can't be served, or the engine failed
 Deliver = Callable[[list[tuple[str, Event]]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    request: GenerationRequest
-    streams: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request_id: str
-
-
-_Command = _Submit | _Cancel | None  # None: stop
+_Command = tuple[GenerationRequest, bool] | str | None  # a request and whether it streams; one to cancel; stop
 
 
 class EngineThread:
@@ -108,10 +82,10 @@ class EngineThread:
             self._thread.join(seconds)
 
     def submit(self, request: GenerationRequest, *, streams: bool) -> None:
-        self._commands.put(_Submit(request, streams))
+        self._commands.put((request, streams))
 
     def cancel(self, request_id: str) -> None:
-        self._commands.put(_Cancel(request_id))
+        self._commands.put(request_id)
 
     @property
     def is_alive(self) -> bool:
@@ -182,17 +156,17 @@ class EngineThread:
     def _obey(self, command: _Command, session: MeasuredSession) -> None:
         if command is None:
             self._stops = True
-        elif isinstance(command, _Cancel):
-            session.cancel(command.request_id)
-            self._siblings.pop(command.request_id, None)
+        elif isinstance(command, str):
+            session.cancel(command)
+            self._siblings.pop(command, None)
         else:
-            request = command.request
+            request, streams = command
             self._siblings[request.id] = request.num_siblings  # before anything can fail
             try:
-                session.submit(request, streams=command.streams)
+                session.submit(request, streams=streams)
             except UserError as error:
                 del self._siblings[request.id]
-                self._deliver([(request.id, Refused(str(error)))])
+                self._deliver([(request.id, refused(str(error)))])
             else:
                 self._deliver([(request.id, Accepted())])
 
@@ -207,7 +181,7 @@ class EngineThread:
         self.failures += 1
         failed, self._siblings = list(self._siblings), {}
         self._begun.set()
-        self._deliver([(request_id, RequestFailed(self.error)) for request_id in failed])
+        self._deliver([(request_id, engine_failed(self.error)) for request_id in failed])
 
     def _await_command(self) -> None:
         """Wait for a command, so that a broken engine is only restarted for a request."""
@@ -215,6 +189,6 @@ class EngineThread:
         if command is None:
             self._stops = True
             return
-        if isinstance(command, _Submit):
-            self._siblings[command.request.id] = command.request.num_siblings  # fails too if no session can be opened
+        if isinstance(command, tuple):
+            self._siblings[command[0].id] = command[0].num_siblings  # fails too if no session can be opened
         self._held.append(command)

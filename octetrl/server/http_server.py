@@ -104,10 +104,14 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def _make_room(self) -> None:
-        others = [one for one in self.connections if isinstance(one, Connection)]
-        if sum(one.is_open for one in others) > self.most:
+        others = [connection for connection in self.connections if isinstance(connection, Connection)]
+        if sum(connection.is_open for connection in others) > self.most:
             log.warning("%d connections are open, as many as fit; those that wait longest are closed", self.most)
-            waiting = [(since, id(one), one) for one in others if (since := one.waits_since) is not None]
+            waiting = [
+                (since, id(connection), connection)
+                for connection in others
+                if (since := connection.waits_since) is not None
+            ]
             min(waiting)[2].transport.abort()  # the new one waits too
 
 

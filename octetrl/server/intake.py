@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from octetrl.records import Completion, GenerationRequest, SessionEvent
-from octetrl.server.engine_thread import Accepted, EngineThread, Event, Refused, RequestFailed
-from octetrl.server.errors import ApiError, engine_failed, refused, shutting_down, wrong
+from octetrl.server.engine_thread import Accepted, EngineThread, Event
+from octetrl.server.errors import ApiError, engine_failed, shutting_down, wrong
 
 
 class ClientGone(Exception):
@@ -29,12 +29,12 @@ class Answer:
         self.request_ids = [request.id for request in requests]
         self.num_completions = sum(request.num_siblings for request in requests)
         self._intake = intake
-        self._events: asyncio.Queue[Event | ApiError | ClientGone] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | ClientGone] = asyncio.Queue()
         self._unaccepted = len(requests)
         self._unfinished = self.num_completions
         self._early: list[SessionEvent] = []
 
-    def put(self, event: Event | ApiError | ClientGone) -> None:
+    def put(self, event: Event | ClientGone) -> None:
         self._events.put_nowait(event)
 
     async def accepted(self) -> None:
@@ -65,17 +65,13 @@ class Answer:
         """Leave the intake and cancel unfinished requests. A second call has no effect."""
         self._intake.leave(self)
 
-    def _read(self, event: Event | ApiError | ClientGone) -> list[SessionEvent]:
+    def _read(self, event: Event | ClientGone) -> list[SessionEvent]:
         match event:
             case SessionEvent():
                 return [event]
             case Accepted():
                 self._unaccepted -= 1
                 return []
-            case Refused(message):
-                raise refused(message)
-            case RequestFailed(message):
-                raise engine_failed(message)
             case _:
                 raise event
 
@@ -158,7 +154,7 @@ class Intake:
                 continue  # the answer was closed
             if isinstance(event, SessionEvent) and event.completion is not None:
                 self._siblings[request_id] -= 1
-            if isinstance(event, RequestFailed | Refused) or self._siblings[request_id] == 0:
+            if isinstance(event, ApiError) or self._siblings[request_id] == 0:
                 self._inside[answer].discard(request_id)
             answer.put(event)
 

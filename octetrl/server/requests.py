@@ -248,9 +248,9 @@ class ChatBody(GenerationBody):
         functions = [tool.function for tool in self.tools or []]
         if isinstance(self.tool_choice, ToolChoice):
             name = self.tool_choice.function.name
-            named = [one for one in functions if one.get("name") == name]
+            named = [function for function in functions if function.get("name") == name]
             if not named:
-                known = ", ".join(str(one.get("name")) for one in functions) or "none"
+                known = ", ".join(str(function.get("name")) for function in functions) or "none"
                 raise wrong("tool_choice", f"tool_choice: there is no tool {name!r}; the tools are: {known}")
             return named
         if self.tool_choice == "required":

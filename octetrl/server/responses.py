@@ -15,11 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octetrl.config.schema import MOST_TEMPERATURE
-from octetrl.server.answers import Form, Usage, event
+from octetrl.server.answers import Form, Speller, Usage, event
 from octetrl.server.choices import ChoicePiece
 from octetrl.server.errors import ApiError
 from octetrl.server.requests import ChatBody, GenerationBody, Message, Number
-from octetrl.server.spelling import Speller
 
 _FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 
@@ -126,7 +125,7 @@ class ResponsesBody(BaseModel):
         if self.text is not None and self.text.format is not None:
             given["response_format"] = self.text.format.as_in_a_chat
         return ChatBody.model_validate(
-            {"model": self.model, "messages": [one.model_dump() for one in messages], **given}
+            {"model": self.model, "messages": [message.model_dump() for message in messages], **given}
         )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from octetrl.run.serve import ServeOptions, build_app
 from octetrl.server.intake import Intake
+from octetrl.server.serve import ServeOptions, build_app
 from tests.e2e.official_client import openai, uvicorn
 
 CONTEXT_LENGTH = 512

@@ -190,7 +190,7 @@ def test_export_into_a_folder_in_use(here: Path, capsys: pytest.CaptureFixture[s
 
 def test_export_where_no_folder_can_be(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for target in ("r.yaml", "r.yaml/out"):
-        assert f"--to: cannot write in '{target}'" in refused(capsys, "export", "model", "--to", target)
+        assert "--to: cannot write '" in refused(capsys, "export", "model", "--to", target)
 
 
 def test_an_answer_longer_than_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_sigterm_while_a_verb_is_imported(verb: str, number: signal.Signals, tmp
 def test_while_a_verb_imports_a_library(tmp_path: Path) -> None:
     """A library that turns the KeyboardInterrupt into an error of its own, as numpy does, makes no traceback."""
     (tmp_path / "slow_library.py").write_text(LIBRARY)
-    code = "from octetrl.cli.ctrl_c import CtrlC; c = CtrlC(); c.install(); c.clean_up_first(); import slow_library"
+    code = "from octetrl.cli.ctrl_c import CtrlC; c = CtrlC(); c.install(); import slow_library"
     process = _start([sys.executable, "-c", code], tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "importing\n"
     _press(process, 1)

@@ -24,7 +24,7 @@ def test_a_new_project_checks_trains_and_is_tested(
     assert "already has recipe.yaml" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert run_command(["init", "grpo", "file"]) == 2
-    assert "init: 'file' is a file; give a new folder" in capsys.readouterr().err
+    assert "init: cannot write 'file' (File exists); give another folder" in capsys.readouterr().err
     assert run_command(["status", "file"]) == 2
     assert "'file' is a file; give the folder of a run" in capsys.readouterr().err
     assert len((tmp_path / "my/project/README.md").read_text().splitlines()) <= 10

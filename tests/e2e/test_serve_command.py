@@ -20,7 +20,7 @@ import pytest
 
 from octetrl.cli import serve as serve_command
 from octetrl.cli.main import run_command
-from octetrl.run import serve as run_serve
+from octetrl.server import serve as run_serve
 from tests.e2e.official_client import openai
 from tests.house.markdown import code_blocks, commands
 from tests.house.test_readme import check_command

@@ -306,7 +306,7 @@ def test_every_request_leaves_a_line(live: Live, caplog: pytest.LogCaptureFixtur
 
 def test_a_port_without_a_key_is_warned_of(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from octetrl.cli import serve as command
-    from octetrl.run import serve as run
+    from octetrl.server import serve as run
 
     monkeypatch.setattr(run, "serve", lambda *args, **kwargs: None)
     options: dict[str, Any] = {"port": 8123, "max_body_mb": 8.0, "calibrate_on": None, "api_key": None}

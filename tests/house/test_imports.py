@@ -38,7 +38,6 @@ ARROWS["backends"] = {
     "endpoint",
     *ARROWS["engine"],
 }  # other engines: they follow rollout/backend.py, and are ours to drive; a server's by octetrl/endpoint.py
-ARROWS["server"] = {"engine", "rollout", "environments", *BASE}  # HTTP around the engine: nothing imports it but run
 ARROWS["workers"] = {
     "trainer",
     "engine",
@@ -52,6 +51,7 @@ ARROWS["workers"] = {
     *ARROWS["engine"],
 }
 ARROWS["run"] = set(ARROWS)
+ARROWS["server"] = {"run", "engine", "rollout", "environments", *BASE}  # HTTP around the engine: only cli imports it
 ARROWS["doctor"] = set(ARROWS)
 ARROWS["bench"] = set(ARROWS) - {"doctor"}
 ARROWS["cli"] = set(ARROWS)
@@ -66,11 +66,11 @@ ONLY_IN: dict[str, set[str]] = {
     "lab": set(),  # the scripts behind our own figures: not shipped
     "ray": {"octetrl/workers/ray.py", "octetrl/workers/ray_cluster.py"},
     "wandb": {"octetrl/telemetry/sinks.py"},
-    "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/run/serve.py"},
+    "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/server/serve.py"},
     "vllm": {f"octetrl/backends/vllm/{name}.py" for name in ("start",)},
     "uvicorn": {"octetrl/server/http_server.py"},
     "llguidance": {"octetrl/engine/grammars.py"},
-    "prometheus_client": {"octetrl/server/meters.py", "octetrl/run/serve.py"},
+    "prometheus_client": {"octetrl/server/meters.py", "octetrl/server/serve.py"},
     "transformers": {"octetrl/data/tokenizer.py", "octetrl/run/tiny_model.py"},
 }
 TORCH_FREE = ("records", "system", "shapes", "config", "endpoint", "process", "environments", "rollout", "data")

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from octetrl.backends.openai.shapes import Answer, Choice, parsed
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from octetrl.backends.openai.text import UNKNOWN, asked_of
 from octetrl.config.schema import MOST_STOPS, OpenaiConfig
 from octetrl.endpoint import Endpoint, EndpointError
@@ -27,6 +28,74 @@ from octetrl.engine.request import RunningSequence
 from octetrl.engine.stopping import Decode
 from octetrl.records import Completion, FinishReason, GenerationRequest
 from octetrl.system.errors import UserError
+
+ROUNDING = 1e-3  # a log-prob may be above 0 by a rounding of the server
+
+Logprob = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
+Parsed = TypeVar("Parsed", bound="Shape")
+
+
+class Shape(BaseModel):
+    """A record of exact types: no text stands for a number."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class Logprobs(Shape):
+    token_logprobs: list[Logprob] | None = None
+
+
+class Message(Shape):
+    content: str | None = None
+
+
+class Choice(Shape):
+    finish_reason: str | None = None
+    text: str | None = None
+    message: Message | None = None
+    token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+
+
+class Usage(Shape):
+    completion_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class Answer(Shape):
+    """The answer to `completions` and to `chat/completions`. One choice is asked for."""
+
+    model: str | None = None
+    choices: Annotated[list[Choice], Field(min_length=1, max_length=1)]
+    usage: Usage | None = None
+
+
+class ListedModel(Shape):
+    id: str
+    max_model_len: Any = None  # vLLM's and ours; others may mean something else by it
+
+
+class Models(Shape):
+    """The answer to `models`."""
+
+    data: list[ListedModel]
+
+
+def parsed(shape: type[Parsed], answer: dict[str, Any]) -> Parsed:
+    """The record. Raises ValueError with one line: the first place that is wrong, why, and what is there."""
+    try:
+        return shape.model_validate(answer)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise ValueError(f"its {place}: {wrong['msg']}, and it is {_shown(wrong['input'])}") from None
+
+
+def _shown(value: Any) -> str:
+    """A scalar as it is, cut; of anything else the kind, since it may be of any depth and length."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return _cut(repr(value))
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else type(value).__name__
+
 
 SECTION = "engine.openai"
 STAMP = (0, "of the server")  # policy version and precision digest: nothing is known of its weights

@@ -14,10 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from octetrl.backends.one_session import OneSession
-from octetrl.backends.openai.answers import SECTION, failure_of
-from octetrl.backends.openai.metrics import ServerMetrics
-from octetrl.backends.openai.session import OpenaiSession, checked
-from octetrl.backends.openai.shapes import Models, parsed
+from octetrl.backends.openai.answers import SECTION, Models, failure_of, parsed
+from octetrl.backends.openai.session import OpenaiSession, ServerMetrics, checked
 from octetrl.backends.openai.text import VOCABULARY, CharacterTokenizer
 from octetrl.config.schema import OpenaiConfig
 from octetrl.endpoint import Endpoint, EndpointError
@@ -141,7 +139,7 @@ def check_server(endpoint: Endpoint, config: OpenaiConfig, context_length: int) 
             raise failure from None
         remedy = f"give the address of a server with OpenAI's API as {SECTION}.base_url"
         raise UserError(f"{SECTION}.base_url: the server gives no list of its models ({failure}); {remedy}") from None
-    models = {one.id: one.max_model_len for one in listed}
+    models = {model.id: model.max_model_len for model in listed}
     if config.model not in models:
         known = ", ".join(models) or "none"
         known = known if len(known) <= _SHOWN else f"{known[:_SHOWN]}..."

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from octetrl.backends.one_session import AdapterSession
+from octetrl.backends.one_session import AdapterSession, SessionMetrics
 from octetrl.backends.openai.answers import STAMP, NoAnswer, ask, check_sampling, read
-from octetrl.backends.openai.metrics import ServerMetrics, Tally
 from octetrl.config.schema import OpenaiConfig
 from octetrl.endpoint import Endpoint
 from octetrl.engine.admission import Admission
@@ -23,6 +23,65 @@ from octetrl.engine.request import RequestGroup, RunningSequence
 from octetrl.engine.stopping import Decode
 from octetrl.records import Completion, FinishReason, GenerationProgress, GenerationRequest, OnProgress, SessionEvent
 from octetrl.system.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerMetrics(SessionMetrics):
+    """Metrics of one session. The largest batch is `engine.openai.concurrency`."""
+
+    failed: int  # siblings without an answer
+
+    def joined(self, every: Sequence[ServerMetrics], seconds: float) -> ServerMetrics:
+        return replace(SessionMetrics.joined(self, every, seconds), failed=sum(session.failed for session in every))
+
+    def named(self, *, scales_are_calibrated: bool) -> dict[str, float]:
+        """By the names of a step's metrics."""
+        return {
+            "rollout/tokens_per_second": self.tokens_per_second,
+            "rollout/batch_occupancy": self.batch_occupancy,
+        }
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running counts of one session."""
+
+    concurrency: int
+    started: float = field(default_factory=time.perf_counter)
+    done: int = 0
+    failed: int = 0
+    generated_tokens: int = 0
+    idle_seconds: float = 0.0
+    in_flight_seconds: float = 0.0
+    _in_flight: int = 0
+    _since: float = field(default_factory=time.perf_counter)
+
+    def unfinished(self, count: int) -> None:
+        """`count` siblings are unfinished from now on."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self.in_flight_seconds += seconds * min(self._in_flight, self.concurrency)
+        self.idle_seconds += 0.0 if self._in_flight else seconds
+        self._in_flight = count
+
+    def progress(self, unfinished: int) -> GenerationProgress:
+        running = min(unfinished, self.concurrency)
+        seconds = time.perf_counter() - self.started
+        return GenerationProgress(self.done, running, unfinished - running, self.generated_tokens, seconds)
+
+    def metrics(self) -> ServerMetrics:
+        self.unfinished(self._in_flight)
+        seconds = self._since - self.started
+        whole = seconds or 1.0
+        return ServerMetrics(
+            completions=self.done,
+            generated_tokens=self.generated_tokens,
+            failed=self.failed,
+            seconds=seconds,
+            batch_occupancy=self.in_flight_seconds / (whole * self.concurrency),
+            idle_share=min(1.0, self.idle_seconds / whole),
+        )
+
 
 GIVES_UP = 8  # failed answers before any good one
 _TURN = 0.5  # seconds that `advance` waits at most

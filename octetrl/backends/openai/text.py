@@ -34,7 +34,7 @@ class CharacterTokenizer:
         return [ord(letter) for letter in (json.dumps({"prompt": text}) if add_special_tokens else text)]
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[Any]:
-        return [chr(one) for one in ids]
+        return [chr(id) for id in ids]
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> str:
         """The messages as JSON. Tools are for several turns. Raises TypeError for arguments that are no text."""
@@ -50,7 +50,7 @@ class CharacterTokenizer:
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        return "".join(chr(one) for one in token_ids if 0 <= one < self.eos_token_id)
+        return "".join(chr(id) for id in token_ids if 0 <= id < self.eos_token_id)
 
 
 def asked_of(prompt_token_ids: Sequence[int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from octetrl.backends.session_metrics import SessionMetrics
+from octetrl.backends.one_session import SessionMetrics
 from octetrl.records import GenerationProgress
 
 

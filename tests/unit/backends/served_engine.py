@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 from octetrl.engine.engine import Engine
 from octetrl.engine.stopping import decoder_of
+from octetrl.server.answers import Speller
 from octetrl.server.engine_thread import EngineThread
 from octetrl.server.intake import Intake
 from octetrl.server.meters import Meters
 from octetrl.server.prompts import Prompts
-from octetrl.server.spelling import Speller
 from tests.e2e.official_client import uvicorn
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
 

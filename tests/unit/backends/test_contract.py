@@ -6,10 +6,8 @@ cannot be put into it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +22,6 @@ from octetrl.system.errors import UserError
 from octetrl.workers.build_engine import build_engine
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters, Setting, drain, request
 from tests.unit.config.test_validate import recipe_with
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -182,22 +178,3 @@ def test_a_backend_that_is_built_nowhere_is_not_taken_for_our_own(setting: Setti
     how: dict[str, Any] = {"policy": setting.sides.policy, "tokenizer": Letters(), "trains": False}
     with pytest.raises(AssertionError, match=r"engine.backend: sglang is not built here"):
         build_engine(recipe, setting.sides.engine_model, device=torch.device("cpu"), **how)
-
-
-# ---------------------------------------------------------------- the page that says how to add one
-
-
-def page_section() -> str:
-    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    return page.split("## Add another engine")[1]
-
-
-def test_backends_are_asked_for_by_name_only_where_the_page_says() -> None:
-    """Anywhere else it is a property of theirs (config/backends.py) that is asked for. It names the file that
-    says what vLLM's attention does on a GPU that is no Hopper."""
-    asks = re.compile(r"backend [!=]= \"vllm\"|engine\.backend=vllm")
-    files = [*(ROOT / "octetrl" / "config").glob("*.py"), *(ROOT / "octetrl" / "cli").glob("*.py")]
-    asking = {f"{one.parent.name}/{one.name}" for one in files if asks.search(one.read_text(encoding="utf-8"))}
-    named = {"config/rules_running.py", "config/rules_shape.py", "cli/check_machine.py"}
-    assert asking == named
-    assert all(f"`{one}`" in page_section() for one in (*named, "config/backends.py")), named

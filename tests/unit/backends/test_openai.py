@@ -183,33 +183,15 @@ def _with_key(where: str) -> Any:
     header = f"Bearer {KEY}"
     return {
         "model": said(model=header),
-        "choices": said() | {"choices": [header]},
         "a field's name": said() | {header: 1},
-        "the text": said(f"it is {KEY}"),
         "escaped": (200, json.dumps(said(model=KEY)).replace("sk-", "\\u0073k-"), {}),
-        "no JSON": (200, "x" * 295 + KEY, {}),
         "cut": (500, "x" * 295 + KEY, {}),
-        "cut at 200": (500, "x" * 195 + KEY, {}),
         "location": (302, "", {"Location": f"http://there/{KEY}"}),
         "message": (400, json.dumps({"error": {"message": KEY}}).replace("sk-", "\\u0073k-"), {}),
     }[where]
 
 
-WHERE = [
-    "model",
-    "choices",
-    "a field's name",
-    "the text",
-    "escaped",
-    "no JSON",
-    "cut",
-    "cut at 200",
-    "location",
-    "message",
-]
-
-
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ["model", "a field's name", "escaped", "cut", "location", "message"])
 def test_a_key_that_the_server_echoes_is_shown_nowhere(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
     with judge_double(_with_key(where)) as double:
@@ -217,7 +199,7 @@ def test_a_key_that_the_server_echoes_is_shown_nowhere(where: str, monkeypatch: 
             found = str(one(texts(double.url, api_key_variable="MY_KEY", retries=0), asked()))
         except UserError as error:
             found = str(error)
-    assert "sk-q" not in found and ("***" in found or "contains the key" in found or where.startswith(("cut", "no ")))
+    assert "sk-q" not in found and ("***" in found or "contains the key" in found or where == "cut")
 
 
 def test_a_key_that_stands_for_none_may_be_in_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +222,7 @@ def test_a_dated_name_of_the_model_is_the_model() -> None:
         ((400, "temperature: unknown field", {}), "refuses the request .*temperature: unknown field"),
         (said(model="another"), "'m' was asked and 'another' answered"),
         (said(model="m-mini"), "'m' was asked and 'm-mini' answered"),
-        (said() | {"model": None}, "'m' was asked and None answered"),
         ((302, "", {"Location": "https://there/v1"}), "the server redirects.* to https://there/v1.*give that address"),
-        ((307, "", {"Location": "/v1/chat/completions"}), "base_url: the server redirects"),
         ((400, '{"error": {"message": "max_tokens is too large: 8"}}', {}), "8.; lower rollout.max_new_tokens"),
         (said() | {"usage": None}, "gives no usage.completion_tokens"),
         (said(completion_tokens=9), "answered with 9 tokens where at most 8 were asked"),
@@ -274,17 +254,14 @@ CUT = {"Content-Length": "4096", "Connection": "close"}
             "...; lower rollout.max_new_tokens, or shorten the prompt",
             1,
         ),
-        ((429, "slow down", {}), "status 429", 2),
         ((503, "busy", {}), "status 503", 2),
         ((200, '{"choices": [', {}), "not JSON", 1),
-        ((200, "[]", {}), "not a JSON object", 1),
         ((200, json.dumps(said())[:40], CUT), "RemoteProtocolError", 2),
         (said(reason="content_filter"), "no text with finish_reason stop or length", 1),
         ((200, '{"a":' + "[" * 200_000, {}), "not JSON", 1),
         ((200, json.dumps(said()), {"Content-Encoding": "gzip"}), "DecodingError", 1),
         (said() | {"choices": []}, "its choices: List should have at least 1 item", 1),
         (said() | {"choices": [said()["choices"][0]] * 2}, "its choices: List should have at most 1 item", 1),
-        (said() | {"choices": ["x"]}, "its choices.0: ", 1),
         (said() | {"model": ["m"]}, "its model: Input should be a valid string, and it is a list of 1", 1),
         *((said(completion_tokens=count), "its usage.completion_tokens", 1) for count in (True, -1)),
         (said() | {"choices": [{"message": {"content": "a"}, "finish_reason": ["stop"]}]}, "finish_reason", 1),
@@ -347,8 +324,6 @@ def test_no_server() -> None:
     ("models", "expected"),
     [
         ({"data": [{"id": "other"}]}, "the server has no 'm'; its models are: other"),
-        ({"data": []}, "its models are: none"),
-        ([], "not a JSON object"),
         (
             {"data": [{"id": ["x"]}, {"id": "m"}]},
             "gives no list of its models .its data.0.id: Input should be a valid str",
@@ -371,7 +346,6 @@ def test_a_server_without_the_model_or_the_room(models: Any, expected: str) -> N
         (said(), UserError, "gave no token_ids and no logprobs, which answers: tokens needs"),
         (drawn([10**400], [-1.0]), UserError, r"answered with token 10+\.\.\., and model.path has tokens 0 to"),
         (drawn([SPEC.vocab_size], [-1.0]), UserError, "its tokenizer is not the server's"),
-        (drawn([-5], [-1.0]), UserError, "answered with token -5"),
         (drawn([7], [float("nan")]), None, "token_logprobs.0: Input should be a finite number"),
         (drawn([7], [5.0]), None, "token_logprobs.0: Input should be less than or equal to"),
         (drawn([7], [-(10**400)]), None, "token_logprobs.0: "),
@@ -379,9 +353,7 @@ def test_a_server_without_the_model_or_the_room(models: Any, expected: str) -> N
         (drawn([True], [-1.0]), None, "token_ids.0: "),
         (drawn([7, 8], [-1.0]), None, "has 2 token ids and 1 log-probs"),
         ({"model": "m", "choices": [{"token_ids": [7], "logprobs": [1]}]}, None, "choices.0.logprobs: .*a list of 1"),
-        ({"model": "m", "choices": [{"token_ids": [7], "logprobs": "x"}]}, None, "choices.0.logprobs: "),
         (drawn([7, 8], [-1.0, -1.0]), None, "ended after 2 tokens .*without a stop token"),
-        (drawn([], []), None, "ended after 0 tokens"),
     ],
 )
 def test_tokens_that_cannot_be_right(answer: Any, kind: type[Exception] | None, expected: str) -> None:

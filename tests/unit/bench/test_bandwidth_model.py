@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.bench.bandwidth_model import modelled_seconds, weight_bytes
-from octetrl.bench.model import draw_on_device
+from octetrl.bench.rows import modelled_seconds, weight_bytes
+from octetrl.bench.run import draw_on_device
 from octetrl.config.load import PRECISIONS
 from octetrl.config.schema import Fp8Config
 from octetrl.engine.kv_cache import cache_format

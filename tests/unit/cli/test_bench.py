@@ -111,3 +111,19 @@ def test_the_file_goes_where_results_are_kept(tmp_path: Path, monkeypatch: pytes
     assert run_command(small) == 0 and (tmp_path / "rollout_tiny_1_layers.json").is_file()
     (tmp_path / "lab/results").mkdir(parents=True)
     assert run_command(small) == 0 and (tmp_path / "lab/results/rollout_tiny_1_layers.json").is_file()
+
+
+@pytest.mark.parametrize(("room", "tables"), [(None, 1), (300, 1), (40, 2), (20, 5)])
+def test_no_figure_is_cut_and_arms_follow_in_further_tables(
+    room: int | None, tables: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(cli, "terminal_columns", lambda: room)
+    row = {"precision": "bf16", "workload": "8x4+4", "time/step": 1.5}
+    rows = [{**row, "arm": f"seed={place}", "memory/learn_peak_gb": place + 0.25} for place in range(5)]
+    rows[0].pop("memory/learn_peak_gb")
+    cli.print_rows("step", "a title", rows)
+    out = capsys.readouterr().out
+    assert out.count("step s") == out.count("a title") == tables and "…" not in out
+    assert out.count("1.50") == 5 and out.count(" - ") == 1 and all(f"seed={place}" in out for place in range(5))
+    assert "learn: memory of learning" in " ".join(out.split())
+    assert "8x4+4" not in out and "produce" not in out, "one workload, and no such figure"

@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from octetrl.cli.check_files import check_turns
 from octetrl.cli.main import run_command
-from octetrl.config.load import load_recipe
-from octetrl.fp8.policy import tokens_that_pay
 from octetrl.models.families import spec_from_config
-from octetrl.run.tiny_model import CHAT_TEMPLATE, TOOL_TEMPLATE, save_tokenizer
+from octetrl.run.tiny_model import TOOL_TEMPLATE, save_tokenizer
 from octetrl.shapes.presets import preset_config
-from octetrl.system.errors import UserError
 
 RECIPE = """
 precision: fp8_full
@@ -87,12 +83,6 @@ def test_it_says_whether_the_host_has_room_for_a_checkpoints_copy(
     assert "will stop the run" not in check(capsys, "checkpoint.every=5", "--memory-gib", "80")[1]
 
 
-def test_it_plans_for_a_gpu_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = check(capsys, "--memory-gib", "1")
-    assert (code, err) == (0, "")
-    assert "a GPU with 1 GiB" in out and "room for KV cache" in out
-
-
 def test_the_room_for_the_cache_is_beside_the_codes_that_the_engine_reads(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,33 +123,6 @@ def test_it_warns_below_four_micro_batches_a_worker(folder: Path, capsys: pytest
     assert "micro-batches of an update" not in check(capsys, *given, "trainer.tokens_per_micro_batch=128")[1]
 
 
-def test_codes_that_are_remade_need_one_worker(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = check(capsys, "cluster.cpus=2", "precision=fp8", "trainer.weight_codes=remade")
-    assert code == 2 and "trainer.weight_codes: remade quantises whole weights" in err and err.count("\n") == 1
-    assert check(capsys, "precision=fp8", "trainer.weight_codes=remade")[0] == 0
-
-
-def test_it_warns_of_fp8_training_that_is_slower_than_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pays_from = tokens_that_pay(int(preset_config("tiny")["hidden_size"]))
-    few, enough = (f"trainer.tokens_per_micro_batch={tokens}" for tokens in (pays_from - 1, pays_from))
-    assert "at this width; take precision: bf16" in check(capsys, "--memory-gib", "80", few)[1]
-    wide = ("model.path=null", "model.preset=qwen3-0.6b", "model.init=random", f"model.tokenizer={folder / 'model'}")
-    _, out, _ = check(capsys, "--memory-gib", "80", *wide, "trainer.tokens_per_micro_batch=16384")
-    assert "raise trainer.tokens_per_micro_batch to 32,768 or more, or take" in out
-    for silent in (("--memory-gib", "80", enough), ("--memory-gib", "80", few, "precision=fp8_rollout"), (few,)):
-        assert "hardly faster" not in check(capsys, *silent)[1]
-
-
-@pytest.mark.parametrize("given", ["inf", "1e300", "1e7", "nan", "-inf", "0", "-1"])
-def test_a_memory_that_no_gpu_has_is_refused(given: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = check(capsys, f"--memory-gib={given}")
-    assert (code, out) == (2, "")
-    assert err.startswith("octetrl: --memory-gib: ") and "give 0.001 to 1,000,000, as 140" in err
-    assert err.count("\n") == 1
-    assert check(capsys, "--memory-gib", "1e6")[0] == 0
-    assert check(capsys, "--memory-gib", "0.001")[0] == 1  # a problem, but of no wrong input
-
-
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize(
     ("overrides", "why"),
@@ -190,15 +153,6 @@ def test_equal_logprobs_are_promised_or_the_reason_is_given(
     code, _, err = check(capsys, *overrides, "mismatch.fail_on_difference=true")
     assert code == (0 if promised else 2)
     assert promised or ("mismatch.fail_on_difference: true" in err and why in err and err.count("\n") == 1)
-
-
-def test_settings_of_drafts_without_drafts_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are not refused, so that a run which turns drafts off resumes."""
-    warning = "warning engine.speculation.max_draft_tokens: no effect while engine.speculation.name is none"
-    drafts = "engine.speculation.max_draft_tokens=4"
-    code, out, _ = check(capsys, drafts)
-    assert code == 0 and warning in out
-    assert warning not in check(capsys)[1] and warning not in check(capsys, drafts, "engine.speculation.name=ngram")[1]
 
 
 def test_a_gpu_that_is_not_here_leaves_the_cache_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,17 +210,6 @@ def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(
     assert code == 2 and "qk_nope_head_dim 32" in err and "does not run on a GPU" in err
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
-def test_a_head_size_without_kernels_is_refused_for_every_device(
-    precision: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_config(folder, head_dim=112)
-    for device in ((), ("--memory-gib", "80")):
-        code, _, err = check(capsys, f"precision={precision}", *device)
-        assert code == 2 and err.count("\n") == 1
-        assert "config.json: head size 112" in err and "only 16, 32, 64, 80, 96, 128, 192, 256 are" in err
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -291,41 +234,39 @@ def test_one_problem_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_an_environment_in_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "sums_to_check.py").write_text(
-        "from octetrl.records import Task\n"
-        "class Sums:\n    tasks = (Task('1', 'a'),)\n    def score(self, task, text): return 1\n"
-    )
-    code, _, err = check(capsys, "environment.kind=python", "environment.dataset=sums_to_check:Sums")
-    assert (code, err) == (0, "")
-
-
 TALKS = """
 from octetrl.environments.tools import tool
-from octetrl.environments.turns import metric, reward
+from octetrl.environments.turns import reward
 from octetrl.records import Task
 @tool
 def look(where: str) -> str: ...
-class Talk:
+class Agent:
     tasks = (Task("1", "a"),)
+    tools = (look,)
     def reply(self, conversation): ...
     @reward(weight=0.5)
     def nice(self, conversation): ...
     @reward
     def right(self, conversation): ...
-class Agent(Talk):
-    tools = (look,)
-class Free(Talk):
+class Free(Agent):
     right = nice = None
-class Own(Talk):
-    @metric
-    def turns(self, conversation): ...
-class Loud(Talk):
-    @metric
-    def Loudness(self, conversation): ...
-class Broken(Talk):
+class Broken(Agent):
     tools = ("look",)
 """
+
+
+def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "talks_to_check.py").write_text(TALKS)
+    python = ("environment.kind=python", "environment.dataset=talks_to_check:Agent")
+    code, _, err = check(capsys, *python)
+    assert code == 2 and "it has tools (look), and the tokenizer's chat template has none" in err
+    save_tokenizer(["look where"], folder / "model", chat_template=TOOL_TEMPLATE)
+    write_config(folder, max_position_embeddings=4096)
+    code, out, err = check(capsys, *python)
+    assert (code, err) == (0, "") and "turns at most 16, rewarded by 0.5 x nice + 1 x right, tools look" in out
+    for name, problem in (("Free", "has no score"), ("Broken", "'look' is a str, not a tool")):
+        code, _, err = check(capsys, *python, f"environment.dataset=talks_to_check:{name}")
+        assert code == 2 and problem in err and err.count("\n") == 1
 
 
 def test_a_task_that_no_reward_process_can_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,42 +281,6 @@ def test_a_task_that_no_reward_process_can_have(folder: Path, capsys: pytest.Cap
     assert err.count("\n") == 1
 
 
-def test_an_environment_of_several_turns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "talks_to_check.py").write_text(TALKS)
-    template = TOOL_TEMPLATE
-
-    def checked(name: str) -> tuple[int, str, str]:
-        save_tokenizer(["look where"], folder / "model", chat_template=template)
-        write_config(folder, max_position_embeddings=4096)
-        return check(capsys, "environment.kind=python", f"environment.dataset=talks_to_check:{name}")
-
-    for name, tools in (("Talk", ""), ("Agent", ", tools look")):
-        code, out, err = checked(name)
-        assert (code, err) == (0, "")
-        assert f"turns at most 16, rewarded by 0.5 x nice + 1 x right{tools}" in out
-    for name, problem in (
-        (
-            "Free",
-            "has no score; an environment has `tasks`, and `score(task, completion_text)` or methods with @reward",
-        ),
-        ("Own", "'turns' is measured of every rollout; give your metric another name"),
-        ("Loud", "'Loudness' is not a valid name for a reward or metric; use lower case letters and _"),
-        ("Broken", "'look' is a str, not a tool; put @tool before its def"),
-    ):
-        code, _, err = checked(name)
-        assert code == 2 and problem in err and len(err.splitlines()) == 1, err
-    template = CHAT_TEMPLATE
-    code, _, err = checked("Agent")
-    assert code == 2 and "it has tools (look), and the tokenizer's chat template has none" in err
-    talk = ("environment.kind=python", "environment.dataset=talks_to_check:Talk", "rollout.max_prompt_tokens=64")
-    code, _, err = check(capsys, *talk, "rollout.max_new_tokens=64", "engine.kv_cache_tokens=512")
-    assert code == 2 and "engine.kv_cache_tokens: 512 cannot hold a conversation of model.context_length" in err, err
-    with pytest.raises(UserError, match=r"environment\.reward_model: it scores one answer to one prompt"):
-        check_turns(load_recipe("r.yaml", [*talk, "environment.reward_model=judge"]), None)
-    code, _, err = check(capsys, "environment.turns.max_turn=3")
-    assert code == 2 and "did you mean 'max_turns'" in err
-
-
 def test_a_critic_and_a_reward_model_are_looked_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = check(capsys, "algorithm.name=ppo")
     assert code == 0 and "critic" in out and "weights, FP8 copies, gradients; two moments, float32" in out
@@ -383,3 +288,49 @@ def test_a_critic_and_a_reward_model_are_looked_at(folder: Path, capsys: pytest.
     assert code == 2 and "critic.path: model folder 'nowhere' does not exist" in err
     code, _, err = check(capsys, "environment.reward_model=model")
     assert code == 2 and "environment.reward_model: 'model' holds a Qwen3ForCausalLM, no reward model" in err
+
+
+def test_a_model_without_qk_norm_keeps_k_in_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(folder, architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_position_embeddings=4096)
+    code, out, _ = check(capsys)
+    assert code == 0
+    assert "K bf16, V fp8" in out
+    assert "K stays BF16" in out
+
+
+def test_k_or_v_alone_in_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both leave 3 bytes of 4; a model whose K stays BF16 has no K to choose."""
+    code, out, _ = check(capsys, "precision=fp8_full", "fp8.kv_cache_tensors=k")
+    assert code == 0 and "K fp8, V bf16" in out and "V stays BF16: fp8.kv_cache_tensors is k" in out
+    code, out, _ = check(capsys, "precision=fp8_full", "fp8.kv_cache_tensors=v")
+    assert code == 0 and "K bf16, V fp8" in out and "K stays BF16: fp8.kv_cache_tensors is v" in out
+    write_config(folder, architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_position_embeddings=4096)
+    code, _, err = check(capsys, "precision=fp8_full", "fp8.kv_cache_tensors=k")
+    assert code == 2 and "'k' would leave nothing in FP8, because K stays BF16" in err and "use 'both'" in err
+    code, out, _ = check(capsys, "precision=fp8_full", "fp8.kv_cache_tensors=v")
+    assert code == 0 and "K bf16, V fp8" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("output_dir=/proc/x", "output_dir: cannot write '/proc/x' (No such file or directory); give another folder"),
+        ("output_dir=held", "output_dir: 'held' holds report.html, "),
+        ("logging.wandb_project=x", "logging.wandb_project: 'x' needs wandb, which is not installed"),
+    ],
+)
+def test_what_a_run_cannot_write(
+    change: str,
+    says: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "held").mkdir()
+    (folder / "held/report.html").touch()
+    code, _, err = check(capsys, change)
+    assert code == 2 and says in err and err.count("\n") == 1
+    (folder / "held/config.yaml").touch()
+    code, out, _ = check(capsys, "output_dir=held")
+    assert code == 0 and "held already holds a run; only --resume continues it" in out
+    check(capsys, "output_dir=new/run")
+    assert not (folder / "new").exists()

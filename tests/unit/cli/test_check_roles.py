@@ -114,16 +114,6 @@ def test_workers_on_a_cpu_emulate_and_share_the_machine(recipe: Path) -> None:
         assert ("FP8 values" in parts(on_gpu.of_engine(on_gpu.recipe))) == emulate
 
 
-@pytest.mark.parametrize("trainers", [1, 2, 4])
-def test_workers_on_a_cpu_are_not_counted_as_gpus(recipe: Path, trainers: int) -> None:
-    """Also when they are planned for a device that is too small."""
-    on = plan(recipe, "qwen3-8b", 40, f"cluster.trainer_cpus={trainers}", "cluster.engine_cpus=1")
-    assert (
-        "each of N trainers"
-        not in shown(replace(on, device=replace(on.device, on_gpu=True)))["memory of a worker that trains"]
-    )
-
-
 def test_beside_vllm_the_trainer_has_no_codes_of_the_rollout(recipe: Path) -> None:
     words = (*NARROW, "engine.backend=vllm")
     narrow, wide = (plan(recipe, "qwen3-8b", 140, *words, f"precision={name}") for name in ("fp8_rollout", "bf16"))

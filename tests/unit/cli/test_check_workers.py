@@ -12,14 +12,12 @@ import pytest
 from octetrl.cli.check_machine import Device, worker_lines
 from octetrl.cli.check_memory import (
     MemoryPlan,
-    kept_cache_lines,
     memory_lines,
     weight_buffer_lines,
     worker_memory_lines,
 )
-from octetrl.cli.terminal import wrapped
 from octetrl.config.memory import MemoryEstimate
-from octetrl.config.schema import ClusterConfig, MismatchConfig, ModelConfig, Recipe
+from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
 from tests.unit.cli.test_fitting import plan
 
 NARROW = ("trainer.optimizer.states=8bit", "trainer.optimizer.master=stochastic_rounding")
@@ -96,12 +94,6 @@ def test_a_model_that_does_not_fit_whole_needs_tensor_parallelism(recipe: Path) 
     assert told[5] == "on GPUs its training launches kernel by kernel so far, which is slow (docs/scale.md)"
 
 
-def test_the_parts_are_those_of_each_worker(recipe: Path) -> None:
-    shown = dict(memory_lines(plan(recipe, "qwen3-8b", 140, *NARROW, "cluster.gpus=8")))
-    assert "; 1/8 of FP8 linears" in shown["weights"] and "1/8 of it" in shown["optimizer"]
-    assert "1/8" not in shown["gradients"]
-
-
 def test_an_address_where_nothing_answers_is_a_warning() -> None:
     def lines(address: str) -> list[str]:
         recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=ClusterConfig(cpus=2, address=address))
@@ -163,51 +155,3 @@ def test_workers_on_one_machine_share_its_memory(recipe: Path) -> None:
     assert re.search(
         r"backward \([\d.]+ [GM]iB\) or logits and lm_head's gradient \([\d.]+ [GM]iB\)", one["working set"]
     )
-
-
-def test_what_the_memory_is_of() -> None:
-    def said(**cluster: int) -> list[str]:
-        recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=ClusterConfig(**cluster))
-        return [text for _, text in worker_lines(recipe)]
-
-    _, roles = said(trainer_cpus=1, engine_cpus=1)
-    assert roles.startswith("worker 0 trains, worker 1 generates;")
-    assert "that of each worker" in said(cpus=2)[1]
-
-
-def test_a_limit_that_judges_stale_tokens_is_warned_of() -> None:
-    def said(max_staleness: int, fail_above: float | None) -> list[str]:
-        cluster = ClusterConfig(trainer_cpus=1, engine_cpus=1, max_staleness=max_staleness)
-        recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=cluster)
-        recipe = recipe.model_copy(update={"mismatch": MismatchConfig(fail_above=fail_above)})
-        return [text for _, text in worker_lines(recipe) if "stale" in text and "warning" in text]
-
-    (line,) = said(1, 1.2)
-    assert "mismatch.fail_above=1.2 judges stale tokens" in line and "mismatch.fail_above=null" in line
-    assert said(0, 1.2) == said(1, None) == []
-
-
-def test_a_long_text_continues_below_itself_on_a_terminal() -> None:
-    text = f"{'1.97 MiB':>12}   " + "a text of several words " * 5
-    lines = wrapped(text.strip(), 60)
-    assert max(map(len, lines)) <= 60 and " ".join(lines) == text.strip()
-    assert wrapped(text.rstrip(), 60)[0].startswith("    1.97 MiB   a text"), "columns stay"
-    assert wrapped(text, None) == wrapped(text, 20) == [text]
-
-
-def test_what_becomes_of_the_cache_of_unfinished_answers(recipe: Path) -> None:
-    """A calibrated cache cannot be kept. Latent attention's has scales of tokens then, and can."""
-
-    def said(how: str, cache: str, preset: str = "qwen3-8b") -> list[str]:
-        ahead = ("cluster.trainer_gpus=1", "cluster.engine_gpus=1", "cluster.max_staleness=1", f"fp8.kv_cache={cache}")
-        on = plan(recipe, preset, 140, *NARROW, *ahead, f"cluster.weights_in_flight={how}")
-        return [f"{name} {value}".strip() for name, value in kept_cache_lines(on)]
-
-    recomputed, kept = (
-        f"the KV cache of unfinished answers is {how}" for how in ("recomputed with the new weights", "kept")
-    )
-    assert said("off", "calibrated") == [] and said("recompute_cache", "calibrated") == [recomputed]
-    assert said("keep_cache", "int8") == said("keep_cache", "calibrated", "tiny-mla-moe") == [kept]
-    first, warning = said("keep_cache", "calibrated")
-    assert first == recomputed and warning.startswith("warning cluster.weights_in_flight: keep_cache cannot keep a cal")
-    assert warning.endswith("use fp8.kv_cache=int8, dynamic or none")

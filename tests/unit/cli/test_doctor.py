@@ -62,12 +62,6 @@ def test_a_preset_with_random_weights(recipe: str, tmp_path: Path, capsys: Captu
     assert "tokens x 4 layers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("loss", ["sampled", "reverse_kl"])
-def test_a_recipe_that_learns_from_a_teacher_needs_none(recipe: str, loss: str) -> None:
-    teacher = ["algorithm.name=distill", "algorithm.teacher=nowhere", f"algorithm.distillation={loss}"]
-    assert run_command(["doctor", recipe, *teacher, *SMALL]) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -93,8 +87,3 @@ def test_a_wrong_input_is_one_line(recipe: str, arguments: list[str], said: str,
     captured = capsys.readouterr()
     assert captured.err.startswith("octetrl: ") and captured.err.count("\n") == 1
     assert said in captured.err
-
-
-def test_help_comes_at_once(capsys: Capture) -> None:
-    assert run_command(["doctor", "--help"]) == 0
-    assert "--attribute" in capsys.readouterr().out

@@ -27,54 +27,48 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["check", ""], "'' names no recipe; give the path of a YAML file, or a name that `octetrl recipes` lists"),
-        (["train", " "], "' ' names no recipe"),
-        (["report", ""], "'' names no run; give the folder of a run"),
-        (["rollouts", ""], "'' names no run; give a run folder"),
-        (["status", ""], "'' names no run; give the folder of a run"),
-        (["check", "demo_grpo", "--memory-gib", "abc"], "octetrl: --memory-gib: 'abc' is not a number (see `octetrl"),
-        (["check", "demo_grpo", "--memory-gib=abc"], "octetrl: --memory-gib: 'abc' is not a number (see"),
-        (["generate", "x", "-p", "a", "-n", "1.5"], "octetrl: --n: '1.5' is not a whole number (see"),
-        (["generate", "x", "-p", "a", "--n", "0"], "octetrl: --n: '0' is out of range; it must be at least 1 (see"),
-        (["generate", "x", "-p", "a", "--n", "100001"], "octetrl: --n: '100001' is out of range; it must be at most 1"),
+        (["check", ""], "'' names no recipe"),
+        (["report", ""], "'' names no run"),
+        (["check", "demo_grpo", "--memory-gib", "abc"], "--memory-gib: 'abc' is not a number (see `octetrl"),
+        *((["check", "demo_grpo", f"--memory-gib={given}"], "--memory-gib: ") for given in ("inf", "nan", "-1", "1e7")),
+        (["generate", "x", "-p", "a", "-n", "1.5"], "--n: '1.5' is not a whole number"),
+        (["generate", "x", "-p", "a", "--n", "0"], "--n: '0' is out of range; it must be at least 1"),
+        (["generate", "x", "-p", "a", "--n", "100001"], "--n: '100001' is out of range; it must be at most 1"),
         (["generate", "x", "-p", "a", "--precision", "fp9"], "--precision: 'fp9' is not allowed; choose one of bf16, "),
-        (["recipes", "demo_grpo"], "octetrl: 'demo_grpo' is one argument too many; leave it out"),
-        (
-            ["train", "demo_grpo", "--steps", "5"],
-            "--steps: there is no such option; a field of the recipe has no dashes: steps=5 (",
-        ),
+        (["recipes", "demo_grpo"], "'demo_grpo' is one argument too many"),
+        (["train", "demo_grpo", "--steps", "5"], "--steps: there is no such option; a field"),
         (["train", "demo_grpo", "--lr=1e-5"], "has no dashes: trainer.optimizer.lr=1e-5 ("),
         (["check", "demo_grpo", "--learning-rate"], "has no dashes: trainer.optimizer.lr=VALUE ("),
-        (["generate", "x", "--prompts", "hi"], "--prompts: there is no such option; write -p TEXT (--prompt) for each"),
-        (["generate", "x", "--steps", "5"], "--steps: there is no such option"),
-        (["check", "r", "--memory", "3"], "--memory: there is no such option; did you mean '--memory-gib'?"),
-        (
-            ["train", "demo_sft", "steps"],
-            "command line: override 'steps' is not section.key=value; write steps=VALUE",
-        ),
-        (["train", "demo_sft", "stepps"], "command line: override 'stepps' is not section.key=value, such as seed=1"),
+        (["generate", "x", "--prompts", "hi"], "--prompts: there is no such option; write -p TEXT"),
+        (["check", "r", "--memory", "3"], "did you mean '--memory-gib'?"),
+        (["train", "demo_sft", "steps"], "'steps' is not section.key=value"),
+        (["train", "demo_grpo", "--allow", "steps=3"], "--allow: it changes a run that is resumed"),
     ],
 )
 def test_a_wrong_option_or_override(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in said(capsys, *arguments)
 
 
-def test_help_labels_types_with_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
-    for verb in ("check", "generate", "train", "eval", "serve", "export"):
-        assert run_command([verb, "--help"]) == 0
-        shown = capsys.readouterr().out
-        for label in ("<str>", "<int", "<float", "<bool>", "list[str]", "<bf16"):
-            assert label not in shown
-    assert "--to" in shown and "DIR" in shown
+def test_a_recipe_extends_a_shipped_one_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: demo_grpo\nsteps: 7\n")
+    mine, theirs = load_recipe(path), load_recipe("demo_grpo")
+    assert mine.steps == 7 and mine.model_copy(update={"steps": theirs.steps}) == theirs
+    path.write_text("extends: demo_gppo\n")
+    with pytest.raises(UserError, match=r"extends: .*did you mean 'demo_\w+'"):
+        load_recipe(path)
+
+
+def test_another_kind_of_environment_drops_the_parameters_of_the_former() -> None:
+    changed = load_recipe("demo_grpo", ["environment.kind=jsonl", "environment.dataset=t.jsonl"]).environment
+    assert load_recipe("demo_grpo").environment.parameters and not changed.parameters
+    assert load_recipe("demo_grpo", ["environment.kind=reasoning_gym"]) == load_recipe("demo_grpo")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    ],
-)  # fmt: skip
+    ["", "config.json", "chat_template.jinja"],
+)
 def test_a_link_that_leads_nowhere_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As of a hub's cache from which the files were removed."""
     model, blob = tmp_path / "model", tmp_path / "blobs/1f"
@@ -88,70 +82,13 @@ def test_a_link_that_leads_nowhere_is_named(name: str, tmp_path: Path, capsys: p
     assert str(link) in text and str(blob) in text
 
 
-def test_a_model_without_a_tokenizer_is_no_matter_of_a_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(preset_config("tiny")))
-    text = said(capsys, "generate", str(tmp_path), "-p", "hi")
-    assert "has none of tokenizer.json" in text and "copy the model's tokenizer files into it" in text
-    assert "model.tokenizer" not in text
-
-
-def test_a_recipe_extends_a_shipped_one_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("extends: demo_grpo\nsteps: 7\n")
-    mine, theirs = load_recipe(path), load_recipe("demo_grpo")
-    assert mine.steps == 7 and mine.model_copy(update={"steps": theirs.steps}) == theirs
-    path.write_text("extends: demo_gppo\n")
-    with pytest.raises(UserError, match=r"extends: there is no file .*; did you mean 'demo_\w+'"):
-        load_recipe(path)
-    (tmp_path / "demo_grpo").write_text("extends: demo_grpo.yaml\n")
-    path.write_text("extends: demo_grpo\n")
-    with pytest.raises(UserError, match=r"demo_grpo\.yaml: no such file"):  # the one beside it comes first
-        load_recipe(path)
-
-
-def test_another_kind_of_environment_drops_the_parameters_of_the_former(tmp_path: Path) -> None:
-    changed = load_recipe("demo_grpo", ["environment.kind=jsonl", "environment.dataset=t.jsonl"]).environment
-    assert load_recipe("demo_grpo").environment.parameters and not changed.parameters
-    path = tmp_path / "mine.yaml"
-    path.write_text("extends: demo_grpo\nenvironment: {kind: jsonl, dataset: t.jsonl}\n")
-    assert load_recipe(path).environment == changed
-    same = load_recipe("demo_grpo", ["environment.kind=reasoning_gym"])
-    assert same == load_recipe("demo_grpo")
-    with pytest.raises(UserError, match=r"environment\.parameters"):
-        load_recipe(path, ["environment.parameters.a=1"])
-
-
 def test_python_is_answered_in_python() -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"octetrl\.train: model: missing"):
         octetrl.train(tasks=[{"prompt": "a", "answer": "b"}])
-    assert str(error.value) == (
-        "octetrl.train: model: missing; give a Hugging Face folder, such as model='models/Qwen3-0.6B'"
-    )
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"octetrl\.train: tasks: missing"):
         octetrl.train(model="m")
-    assert str(error.value) == (
-        "octetrl.train: tasks: missing; give a JSONL file, or a list of {'prompt': ..., 'answer': ...}"
-    )
-    with pytest.raises(UserError, match=r"tasks\[1\]: it has no answer, and there is no reward; give each task"):
+    with pytest.raises(UserError, match=r"tasks\[1\]: it has no answer"):
         octetrl.train(model="m", tasks=[{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
-
-
-def test_a_missing_model_hides_no_other_missing_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sources = "data.sources={one: {path: one.jsonl}, two: {path: two.jsonl}}"
-    (tmp_path / "r.yaml").write_text("model: {path: gone}\nalgorithm: {name: sft}\n")
-    assert run_command(["check", "r.yaml", sources, "model.lora={path: adapter}"]) == 2
-    text = capsys.readouterr().err
-    for missing in ("'gone' does not exist", "'one.jsonl'", "'two.jsonl'", "model.lora.path: no folder 'adapter'"):
-        assert missing in text
-    distill = ["algorithm.name=distill", "algorithm.teacher=teacher", "environment.dataset=chain_sum"]
-    assert run_command(["check", "r.yaml", *distill]) == 2
-    text = capsys.readouterr().err
-    assert "'gone' does not exist" in text and "algorithm.teacher: model folder 'teacher' does not exist" in text
 
 
 @pytest.fixture
@@ -189,26 +126,14 @@ def test_a_module_that_fails_says_where_and_why(project: Path, capsys: pytest.Ca
         assert run_command(["check", "project/mine.yaml"]) == 2
         text = capsys.readouterr().err
         assert says in text and "no such module" not in text
-    assert run_command(["check", "project/mine.yaml", "environment.reward=nowhere_at_all:right"]) == 2
-    text = capsys.readouterr().err
-    assert "there is no such module; it is looked for beside the recipe, in the working directory and" in text
-
-
-def test_a_mistyped_file_name_is_answered_with_the_nearest(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "check", "project/mime.yaml")
-    assert text.rstrip().endswith("give the path of a YAML file; did you mean 'project/mine.yaml'?")
-    assert run_command(["check", "project/mine.yaml", "environment.dataset=project/task_to_find.jsonl"]) == 2
-    assert "did you mean 'project/tasks_to_find.jsonl'?" in capsys.readouterr().err
+    assert "no such module" in said(capsys, "check", "project/mine.yaml", "environment.reward=nowhere_at_all:right")
+    assert "did you mean 'project/mine.yaml'?" in said(capsys, "check", "project/mime.yaml")
 
 
 def test_eval_needs_a_recipe_or_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--recipe: none of the targets is a run with a recipe of its own" in said(capsys, "eval", str(tmp_path))
-    assert "'' names no model; give a run, a checkpoint or a model folder" in said(capsys, "eval", "")
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one/config.yaml").write_text("")
-    assert said(capsys, "eval", str(tmp_path)).rstrip().endswith(f"it holds the run {tmp_path / 'one'}")
-    assert "/mising' does not exist; give a run, a checkpoint" in said(capsys, "eval", str(tmp_path / "mising"))
-    assert "--allow: it changes a run that is resumed" in said(capsys, "train", "demo_grpo", "--allow", "steps=3")
+    assert "'' names no model" in said(capsys, "eval", "")
+    assert "/mising' does not exist" in said(capsys, "eval", str(tmp_path / "mising"))
 
 
 def test_eval_takes_the_recipe_of_the_first_run(tmp_path: Path) -> None:

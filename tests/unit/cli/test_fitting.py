@@ -47,17 +47,14 @@ def ways(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("preset", "gib"), [("qwen3-8b", 140), ("qwen3-8b", 80), ("qwen3-0.6b", 8), ("tiny", 0.75)])
-def test_each_set_of_changes_makes_it_fit_and_no_smaller_set_does(recipe: Path, preset: str, gib: float) -> None:
+def test_each_set_of_changes_makes_it_fit_and_needs_all_of_them(recipe: Path, preset: str, gib: float) -> None:
     given = ("trainer.tokens_per_micro_batch=65536", "engine.kv_cache_tokens=200000")
     text = problem(recipe, preset, gib, *given)
     assert text is not None and re.match(r"memory: it needs [\d.]+ [GM]iB of ", text), text
-    sizes = set()
     for changes in ways(text):
         assert problem(recipe, preset, gib, *given, *changes) is None
-        sizes.add(len(changes))
         for left_out in changes:
             assert problem(recipe, preset, gib, *given, *(one for one in changes if one != left_out)) is not None
-    assert len(sizes) == 1
 
 
 def test_a_number_is_lowered_no_further_than_necessary(recipe: Path) -> None:

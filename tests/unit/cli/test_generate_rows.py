@@ -11,11 +11,7 @@ import pytest
 
 from octetrl.cli.generate import conversation_lines, prompt_of, read_rows, result_lines
 from octetrl.cli.main import run_command
-from octetrl.config.limits import MOST_COMPLETIONS
-from octetrl.config.schema import RolloutConfig
 from octetrl.records import Completion, FinishReason
-from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.tiny_model import ASSISTANT, END, USER, train_tokenizer
 from octetrl.system.errors import UserError
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
@@ -84,27 +80,7 @@ def test_each_completion_is_a_line_with_the_rows_own_keys() -> None:
     ]
 
 
-def test_messages_are_written_by_the_template_and_plain_text_is_not() -> None:
-    tokenizer = train_tokenizer(["a b c"])
-    chat = ChatTokens(tokenizer)
-    written = tokenizer.decode(chat.conversation_prompt(MESSAGES))
-    assert written == f"{USER}a{ASSISTANT}b{END}{USER}c{ASSISTANT}"
-    assert chat.conversation_prompt(MESSAGES[-1:]) == chat.prompt_tokens("c")
-    assert tokenizer.decode(chat.plain_tokens("c")) == "c"
-    with_system = ChatTokens(tokenizer, "Be brief. ").conversation_prompt(MESSAGES[-1:])
-    assert tokenizer.decode(with_system) == f"Be brief. {USER}c{ASSISTANT}"
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template"):
-        ChatTokens(tokenizer).conversation_prompt(MESSAGES)
-
-
 @pytest.mark.parametrize("options", [[], ["-p", "a", "--input", "-"]])
 def test_prompts_come_from_one_place(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["generate", "model", *options]) == 2
     assert "generate: give prompts by --prompt, or JSON lines by --input FILE; --input -" in capsys.readouterr().err
-
-
-def test_a_row_has_at_most_as_many_completions_as_a_recipes_group() -> None:
-    assert RolloutConfig(group_size=MOST_COMPLETIONS).group_size == MOST_COMPLETIONS
-    with pytest.raises(ValueError, match="group_size"):
-        RolloutConfig(group_size=MOST_COMPLETIONS + 1)

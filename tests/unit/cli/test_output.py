@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octetrl.cli.eval import report_table
+from octetrl.cli.eval import report_table, write_folder
 from octetrl.cli.generate import completions_text
 from octetrl.cli.main import run_command
-from octetrl.cli.out_file import whole_file
+from octetrl.cli.output import whole_file
+from octetrl.config.load import load_recipe
 from octetrl.records import (
     Completion,
     FinishReason,
@@ -180,23 +182,6 @@ def test_generate_hands_over_its_options(
     assert seen[-1][1]["n"] == [2, 3]
 
 
-def test_export_says_what_it_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_models(tmp_path, monkeypatch, "runs/x")
-    replace_function(
-        monkeypatch,
-        "octetrl.run.export",
-        "export_run",
-        lambda run, to, adapter, fp8: Path(f"{to} of {run} {adapter} {fp8}"),
-    )
-    for flags, asked in (([], "False False"), (["--adapter"], "True False"), (["--fp8"], "False True")):
-        assert run_command(["export", "runs/x", "--to", "out", *flags]) == 0
-        assert capsys.readouterr().out == f"wrote out of runs/x {asked}\n"
-    assert run_command(["export", "runs/x", "--to", "out", "--adapter", "--fp8"]) == 2
-    assert "leave out --adapter" in capsys.readouterr().err
-
-
 def test_a_file_stays_as_it_was_until_the_new_one_is_whole(tmp_path: Path) -> None:
     """As on a disk that is full: the result of an earlier evaluation is not lost."""
     old, link = tmp_path / "eval.json", tmp_path / "link.json"
@@ -212,3 +197,23 @@ def test_a_file_stays_as_it_was_until_the_new_one_is_whole(tmp_path: Path) -> No
     assert old.read_text() == "new" and sorted(tmp_path.iterdir()) == [old, link] and link.is_symlink()
     with whole_file("--out", Path("/dev/null")) as file:
         assert file == Path("/dev/null")
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_part_of_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out, recipe, reports = tmp_path / "new/out", load_recipe("demo_grpo"), {"model": EvalReport([], Scoring())}
+    with monkeypatch.context() as disk:
+        disk.setattr("os.fsync", is_full)
+        with pytest.raises(UserError, match=r"--out: cannot write '.*/out' \(No space left on device\)"):
+            write_folder(str(out), recipe, reports, "{}")
+    assert list(out.iterdir()) == [], "nothing that would stand in the way of the next attempt"
+    write_folder(str(out), recipe, reports, "{}")
+    names = ["config.yaml", "eval.json", "metrics.jsonl", "rollouts"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    with pytest.raises(UserError, match="holds files already"):
+        write_folder(str(out), recipe, reports, "another")
+    assert (out / "eval.json").read_text() == "{}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -46,18 +45,6 @@ def test_siblings_stand_side_by_side(run: Path, capsys: Capture) -> None:
     assert "KeyError: 'x' (r.py:3)" in text and "answered 3" in text and "reference 3" in text
     assert "2 of 2 groups from 1 step" in text and "policy version" not in text
     assert "policy version 2, 3 from token 4" in printed(capsys, "run", "--step", "3")
-
-
-def test_a_narrow_terminal_has_fewer_columns(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    heads = [line for line in printed(capsys, "run", "--step", "2", "--task", "easy").splitlines() if "tokens" in line]
-    assert len(heads) == 2
-
-
-def test_groups_left_out_are_counted(run: Path, capsys: Capture) -> None:
-    assert "4 of 7 groups from 3 steps, evenly spread; --limit shows more" in printed(capsys, "run")
-    assert "7 of 7 groups" in printed(capsys, "run", "--limit", "9")
-    assert "0 of 0 groups" in printed(capsys, "run", "--text", "nobody said this")
 
 
 def test_turns_and_components_are_shown(run: Path, capsys: Capture) -> None:
@@ -146,13 +133,6 @@ def test_whatever_is_wrong_is_one_line(arguments: list[str], says: str, run: Pat
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
     assert not Path("r.html").exists()
-
-
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(options: list[str], run: Path, capsys: Capture) -> None:
-    os.mkfifo("run/rollouts/step_000009.jsonl")
-    assert run_command(["rollouts", "run", *options]) == 2
-    assert "step_000009.jsonl: this is no file; move it away" in capsys.readouterr().err
 
 
 def test_one_file_will_do(run: Path, capsys: Capture) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from octetrl.records import SessionEvent
-from octetrl.server.engine_thread import Accepted, EngineThread, Event, Refused, RequestFailed
+from octetrl.server.engine_thread import Accepted, EngineThread, Event
+from octetrl.server.errors import ApiError
 from tests.unit.engine.tiny_engine import request, tiny_engine
 
 Told = SimpleQueue[tuple[str, Event]]
@@ -53,7 +54,7 @@ def test_requests_are_accepted_or_refused_and_told(bench: Bench) -> None:
         bench.thread.submit(one, streams=False)
     told = [bench.next() for _ in range(5)]
     assert ("a", Accepted()) in told and ("b", Accepted()) in told
-    assert [type(event) for name, event in told if name == "large"] == [Refused]
+    assert [type(event) for name, event in told if name == "large"] == [ApiError]
     drawn = {name: event.completion for name, event in told if isinstance(event, SessionEvent)}
     assert [drawn["a"], drawn["b"]] == expected
 
@@ -90,9 +91,11 @@ def test_a_failure_fails_those_at_hand_and_the_next_is_served(bench: Bench) -> N
     assert bench.next() == ("a", Accepted())
     bench.thread.submit(request("b"), streams=False)
     begun.set()
-    assert bench.next() == ("a", RequestFailed("RuntimeError: no luck"))
-    told = [bench.next() for _ in range(2)]
-    assert told == [("b", Accepted()), ("b", RequestFailed("RuntimeError: no luck"))]
+    told = [bench.next() for _ in range(3)]
+    assert [(name, str(event)) for name, event in (told[0], told[2])] == [
+        (name, "the engine failed: RuntimeError: no luck") for name in "ab"
+    ]
+    assert told[1] == ("b", Accepted())
     assert bench.thread.error == "RuntimeError: no luck" and bench.thread.failures == 2
     bench.engine._runner.launch = launch  # type: ignore[method-assign]
     bench.thread.submit(request("c"), streams=False)
@@ -109,7 +112,7 @@ def test_who_cancels_while_no_session_is_open_is_not_served(bench: Bench) -> Non
 
     bench.engine._runner.launch = fail  # type: ignore[method-assign,assignment]
     bench.thread.submit(request("a"), streams=False)
-    assert [type(bench.next()[1]) for _ in range(2)] == [Accepted, RequestFailed]
+    assert [type(bench.next()[1]) for _ in range(2)] == [Accepted, ApiError]
     bench.engine._runner.launch = launch  # type: ignore[method-assign]
     opening, opens = threading.Event(), bench.thread._open_session
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octetrl.run.tiny_model import train_tokenizer
-from octetrl.server.spelling import Speller
+from octetrl.server.answers import Speller
 from tests.byte_fallback import FIRST_BYTE, byte_fallback, id_of
 
 

@@ -1,4 +1,4 @@
-"""Builds, runs and ends the server of `octetrl serve`. octetrl/server/ has the HTTP side.
+"""Builds, runs and ends the server of `octetrl serve`. The rest of this folder is the HTTP side.
 
 build   weights, scales of a calibrated cache, engine, app
 run     uvicorn on one socket, the engine in a thread of its own
@@ -16,20 +16,24 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.applications import Starlette
 
 from octetrl.config.schema import ClusterConfig
 from octetrl.engine.stopping import decoder_of
 from octetrl.run.device import gpus_beside
 from octetrl.run.generate import CALIBRATION_TEXTS, load_standing_model
+from octetrl.server.answers import Speller
+from octetrl.server.app import make_app, show_access_log
+from octetrl.server.endpoints import Served
+from octetrl.server.engine_thread import EngineThread
+from octetrl.server.http_server import AFTER_DRAIN_SECONDS, Server
+from octetrl.server.intake import Intake
+from octetrl.server.meters import Meters
+from octetrl.server.prompts import Prompts
 from octetrl.system.errors import UserError
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
-    from octetrl.server.intake import Intake
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,9 @@ class ServeOptions:
 def serve(options: ServeOptions, *, host: str, port: int, drain_seconds: float, say: Callable[[str], None]) -> None:
     """Serves until a signal comes. Raises UserError for problems that the user can correct, KeyboardInterrupt after
     Ctrl-C."""
-    _check_extra()
     _check_key(options, host)
+    if options.access_log:
+        show_access_log()
     with _bound(host, port) as listening:
         app, intake = build_app(options)
         count = gpus_beside(ClusterConfig(**options.cluster))
@@ -68,14 +73,6 @@ def serve(options: ServeOptions, *, host: str, port: int, drain_seconds: float, 
 
 def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
     """The app; its engine starts with it."""
-    from octetrl.server.app import make_app
-    from octetrl.server.endpoints import Served
-    from octetrl.server.engine_thread import EngineThread
-    from octetrl.server.intake import Intake
-    from octetrl.server.meters import Meters
-    from octetrl.server.prompts import Prompts
-    from octetrl.server.spelling import Speller
-
     loaded = load_standing_model(
         options.model,
         precision=options.precision,
@@ -107,12 +104,6 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
         access_log=options.access_log,
     )
     return app, intake
-
-
-def _check_extra() -> None:
-    for package in ("starlette", "uvicorn", "prometheus_client"):
-        if find_spec(package) is None:
-            raise UserError(f"octetrl serve needs the package '{package}'; pip install 'octetrl[serve]'")
 
 
 def url_of(host: str, port: int) -> str:
@@ -158,8 +149,6 @@ async def _run(
     app: Starlette, intake: Intake, listening: socket.socket, drain_seconds: float, ready: Callable[[], None]
 ) -> bool:
     """Runs the server. Returns whether Ctrl-C ended it."""
-    from octetrl.server.http_server import AFTER_DRAIN_SECONDS, Server
-
     server = Server(app, intake, listening, drain_seconds, ready)
     try:
         await server.serve(sockets=[listening])
