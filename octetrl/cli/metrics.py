@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -23,36 +24,43 @@ def metrics(
     ] = None,
 ) -> None:
     """Explain the metrics of a run: their units, and what good and bad values are."""
-    named = explained(word) if word else None
-    in_names = word is not None and any(word in one.name for entries in METRICS.values() for one in entries)
-    labelled = on_the_console(word) if word and not in_names else None
-    console, shown = Console(highlight=False), False
+    console, takes = Console(highlight=False), _filter(word)
+    shown = False
     for family, entries in METRICS.items():
-        if not word:
-            found = list(entries)
-        elif named is not None:
-            found = [one for one in entries if one is named]
-        elif labelled is not None:
-            found = [one for one in entries if one.name == labelled]
-        else:  # where no metric has it in its name: a word of the texts, such as a setting
-            found = [one for one in entries if word in one.name or (not in_names and _letters(word) in _text(one))]
-        if not found:
+        chosen = [metric for metric in entries if takes(metric)]
+        if not chosen:
             continue
         table = Table(title=family, title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False)
-        longest = max(len(one.name) for one in found)
+        longest = max(len(metric.name) for metric in chosen)
         table.add_column(overflow="fold", no_wrap=longest + LEAST_WIDTH <= console.width)  # a name is never cut
         table.add_column()
-        for one in found:
-            unit = f" [{one.unit}]" if one.unit else ""
-            table.add_row(one.name, f"{one.meaning}{unit} {one.look}".rstrip(), style=None)
+        for metric in chosen:
+            unit = f" [{metric.unit}]" if metric.unit else ""
+            table.add_row(metric.name, f"{metric.meaning}{unit} {metric.look}".rstrip(), style=None)
         console.print(table, markup=False)
         shown = True
     if not shown:
-        names = [one.name for entries in METRICS.values() for one in entries]
+        names = [metric.name for entries in METRICS.values() for metric in entries]
         raise UserError(
             f"metrics: no metric has '{word}' in its name or text; `octetrl metrics` lists all"
             f"{nearest(word or '', names)}"
         )
+
+
+def _filter(word: str | None) -> Callable[[Metric], bool]:
+    """Which metrics a word stands for: one by its name, those with it in their names, one by its label on the console,
+    or those with it in their texts, such as a setting."""
+    if not word:
+        return lambda metric: True
+    named = explained(word)
+    if named is not None:
+        return lambda metric: metric is named
+    if any(word in metric.name for entries in METRICS.values() for metric in entries):
+        return lambda metric: word in metric.name
+    labelled = on_the_console(word)
+    if labelled is not None:
+        return lambda metric: metric.name == labelled
+    return lambda metric: _letters(word) in _text(metric)
 
 
 def _text(metric: Metric) -> str:

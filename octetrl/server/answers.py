@@ -95,9 +95,7 @@ class Form:
     prompts: Sequence[tuple[int, ...]]
     num_siblings: int  # number of answers to each prompt
     num_top: int = 0  # likeliest tokens to show with each token
-    prompt_top: int | None = (
-        None  # likeliest tokens to show with each token of the prompt; None: the prompt is not shown
-    )
+    prompt_top: int | None = None  # the same with each token of the prompt; None: the prompt is not shown
     echoed: Sequence[Echo] | None = None  # of each prompt; None: prompts are not repeated
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))

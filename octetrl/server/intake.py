@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
-from octetrl.records import Completion, GenerationRequest, SessionEvent
+from octetrl.records import GenerationRequest, SessionEvent
 from octetrl.server.engine_thread import Accepted, EngineThread, Event
 from octetrl.server.errors import ApiError, engine_failed, shutting_down, wrong
 
@@ -53,13 +53,6 @@ class Answer:
             self._unfinished -= sum(event.completion is not None for event in batch)
             if batch:
                 yield batch
-
-    async def completions(self) -> dict[tuple[str, int], Completion]:
-        """Wait for all completions. Returns them by request id and sibling."""
-        found: dict[tuple[str, int], Completion] = {}
-        async for batch in self.drawn():
-            found |= {(e.request_id, e.sibling): e.completion for e in batch if e.completion is not None}
-        return found
 
     def close(self) -> None:
         """Leave the intake and cancel unfinished requests. A second call has no effect."""
