@@ -112,7 +112,7 @@ def smallest_changes(
     if first and works(()):
         return [first]
     possible = [change for change in _changes(_apply(first, recipe), on_gpu) if accepts([change])]
-    sets: list[tuple[Change, ...]] = [(change,) for change in possible if works([change])][:MOST_SHOWN]
+    sets: Sequence[tuple[Change, ...]] = [(change,) for change in possible if works([change])][:MOST_SHOWN]
     if not sets:
         sets = [_needed(*changes, works) for changes in _together(possible, accepts) if works([*chain(*changes)])]
         sets = [changes for changes in sets if accepts(changes)]
