@@ -16,7 +16,6 @@ from octetrl.run.folder.layout import LOCK, is_held, process_of
 from octetrl.system.errors import refuse_empty
 from octetrl.system.text import counted
 from octetrl.telemetry.ending import FINISHED, read_ending, read_where
-from octetrl.telemetry.report_data import read_recipe, read_run
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import WIDTH, StepLine, duration, line
 from octetrl.workers.many.status import STATUS_FILE, status_lines
@@ -93,6 +92,8 @@ def _shown(path: Path) -> str:
 
 def _last_step(folder: Path) -> Iterator[str]:
     """The line of the last finished step, and how long ago it was written."""
+    from octetrl.telemetry.report_data import read_run  # imports numpy, which takes a moment
+
     record = read_run(folder)
     row = {name: value for name, value in record.rows[-1].items() if value is not None}
     step, total = int(row["step"]), record.recipe.get("steps")
@@ -108,6 +109,7 @@ def _in_flight(folder: Path) -> Iterator[str]:
     """What becomes of the KV cache of unfinished answers if weights change in flight, also where the recipe asks for
     something else."""
     from octetrl.config.in_words import CACHE_OF_ANSWERS  # imports the recipe's schema, which takes a moment
+    from octetrl.telemetry.report_data import read_recipe
 
     in_force = read_where(folder).get("weights_in_flight")
     said = CACHE_OF_ANSWERS.get(in_force) if isinstance(in_force, str) else None
