@@ -166,8 +166,8 @@ def _leave(target: Any, name: str | None, text: str) -> None:
 
 def _contents(value: Any) -> str:
     """What an object holds, as JSON for a comparison; null: nothing, so it is equal only to itself."""
-    found = _ordered(_fields(value, []))
-    return json.dumps(found if found.get("fields") or "holds" in found or "member" in found else None)
+    fields = _ordered(_fields(value, []))
+    return json.dumps(fields if fields.get("fields") or "holds" in fields or "member" in fields else None)
 
 
 def _fields(value: Any, above: list[Any]) -> Any:

@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,15 +72,13 @@ def never_run(texts: Sequence[str], function: str | None, of_code: frozenset[str
     return None
 
 
-def _definitions(tree: Any) -> list[Definition]:
+def _definitions(tree: Any) -> Iterator[Definition]:
     """The functions and classes outside of others, also in `if` and `try`; and the tests of classes for pytest."""
-    found: list[Definition] = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Definition):
-            found.append(node)
+            yield node
         elif isinstance(node, ast.stmt | ast.ExceptHandler):
-            found += _definitions(node)
-    return found
+            yield from _definitions(node)
 
 
 def _is_of_pytest(node: ast.ClassDef) -> bool:

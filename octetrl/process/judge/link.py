@@ -32,6 +32,11 @@ from typing import Any
 
 from octetrl.process.judge.wire import KEPT, LONGEST_LINE, RUN, Malformed, Nodes, pack_global, unpack
 
+_LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
+_ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
+TESTS, TEST_FILE = "__main__", "test "
+"""The name of the tests' module, and the prefix of its file names."""
+ENDED = "the program ended"
 CHANGES = frozenset(
     {"append", "appendleft", "extend", "extendleft", "insert", "remove", "discard", "clear", "add", "update"}
     | {"subtract", "reverse", "sort", "rotate"}
@@ -226,23 +231,16 @@ def _attribute(owner: Remote | Record, name: str) -> Any:
 
 def _iterator(owner: Remote) -> Any:
     """An iterator over an object, which usually is not an iterator itself."""
-    found = _ask(owner, "iter")
-    if not isinstance(found, types.GeneratorType):
+    iterator = _ask(owner, "iter")
+    if not isinstance(iterator, types.GeneratorType):
         raise TypeError(f"'{origin_of(owner).class_name}' object is not iterable")
-    return found
+    return iterator
 
 
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"the code gave a {type(value).__name__}, not {kind.__name__}")
     return value
-
-
-_LONGEST_START = 1 << 16  # of the first message, in bytes: that the code has run, or what it raised
-_ITEMS_ONE_BY_ONE, _MOST_ITEMS = 8, 1024  # of an iterator, in one message
-TESTS, TEST_FILE = "__main__", "test "
-"""The name of the tests' module, and the prefix of its file names."""
-ENDED = "the program ended"
 
 
 class BrokenTest(Exception):
@@ -417,11 +415,11 @@ class Link:
 
         try:
             args, attributes = fields
-            found = {name: unpack(value, refuse) for name, value in attributes.items() if not name.startswith("__")}
+            plain = {name: unpack(value, refuse) for name, value in attributes.items() if not name.startswith("__")}
             given = unpack(args, refuse)
         except (ValueError, TypeError, AttributeError, RecursionError, MemoryError):
             return (), {}
-        return (given if type(given) is tuple else ()), found
+        return (given if type(given) is tuple else ()), plain
 
     def _unpacked(self, packed: Any) -> Any:
         try:

@@ -251,7 +251,7 @@ class Nodes:
 
     def pack(self, value: Any, keep: Callable[[Any], Any]) -> Any:
         """`value` as `wire.pack` encodes it, with all nodes that it leads to."""
-        found: list[Any] = []
+        nodes: list[Any] = []
         numbers: set[int] = set()
 
         def kept(item: Any) -> Any:
@@ -261,19 +261,19 @@ class Nodes:
             number = self._number(item)
             if number not in numbers:
                 numbers.add(number)
-                found.append(item)
+                nodes.append(item)
             return {"node": number}
 
         packed = pack(value, kept)
         table: list[Any] = []
-        for node in found:  # which grows
+        for node in nodes:  # which grows
             table.append([self._number(node), type(node).__name__, [pack(field, kept) for field in _fields(node)]])
         return {"nodes": [table, packed]} if table else packed
 
     def unpack(self, packed: Any, find: Callable[[str, Any], Any]) -> Any:
         """The value of an encoding. Raises Malformed."""
 
-        def found(kind: str, given: Any) -> Any:
+        def find_node(kind: str, given: Any) -> Any:
             if kind != "node":
                 return find(kind, given)
             if type(given) is not int or given not in self._nodes:
@@ -281,16 +281,16 @@ class Nodes:
             return self._nodes[given]
 
         if not isinstance(packed, dict) or "nodes" not in packed:
-            return unpack(packed, found)
+            return unpack(packed, find_node)
         try:
             table, value = packed["nodes"]
             rows = [(self._node(number, name), NODE_FIELDS[name], fields) for number, name, fields in table]
             for node, names, fields in rows:
                 for name, field in zip(names, fields, strict=True):
-                    setattr(node, name, unpack(field, found))
+                    setattr(node, name, unpack(field, find_node))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise Malformed(str(error)) from None
-        return unpack(value, found)
+        return unpack(value, find_node)
 
     def _number(self, node: Any) -> int:
         number = self._numbers.get(id(node))
