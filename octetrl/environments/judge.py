@@ -23,11 +23,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 from octetrl.config.environment import JudgeConfig
 from octetrl.endpoint import Endpoint, EndpointError
-from octetrl.environments.scoring import LARGEST_REWARD, Key, RewardTimes, Score, score_all
+from octetrl.environments.scoring import LARGEST_REWARD, Key, RewardTimes, Score, ScoringRound, score_all
 from octetrl.records import RolloutStatus, Task
 
 _REMEMBERED = 100_000
@@ -118,7 +118,7 @@ class Judge:
         return (score - config.lowest) / (config.highest - config.lowest)
 
 
-class JudgeRound:
+class JudgeRound(ScoringRound):
     """Completions about which a judge is asked while others are sampled (scoring.py)."""
 
     def __init__(self, judge: Judge, config: JudgeConfig) -> None:
@@ -126,9 +126,6 @@ class JudgeRound:
         self._threads = ThreadPoolExecutor(config.concurrency)
         self._asked: dict[str, Future[Score]] = {}  # by question
         self._scores: dict[Key, Future[Score]] = {}
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._threads.shutdown(wait=kind is None, cancel_futures=True)
@@ -138,9 +135,6 @@ class JudgeRound:
         if question not in self._asked:
             self._asked[question] = self._threads.submit(self._judge.score_one, task, completion_text)
         self._scores[key] = self._asked[question]
-
-    def advance(self) -> None:
-        """Nothing to do: the threads continue."""
 
     def so_far(self) -> dict[Key, Score]:
         return {key: score.result() for key, score in self._scores.items() if score.done()}

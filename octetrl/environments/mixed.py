@@ -147,7 +147,7 @@ class MixedScorer:
             scorer.close()
 
 
-class MixedRound:
+class MixedRound(ScoringRound):
     """One round of each scorer. All work at the same time."""
 
     def __init__(self, scorers: Mapping[str, OpenScorer], times: RewardTimes) -> None:

@@ -40,6 +40,7 @@ from octetrl.environments.scoring import (
     RewardTimes,
     Score,
     Scorer,
+    ScoringRound,
     TimeoutBudget,
     score_all,
 )
@@ -287,7 +288,7 @@ class RewardWorkers:
         self._workers[self._workers.index(worker)] = self._start()
 
 
-class RewardRound:
+class RewardRound(ScoringRound):
     """Completions that reward processes score while others are sampled (scoring.py)."""
 
     def __init__(self, workers: RewardWorkers) -> None:
@@ -296,9 +297,6 @@ class RewardRound:
         self._running: Running = {}
         self._scores: dict[Key, Score] = {}
         self._budget = workers.timeout_budget()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._workers.end(self._running)

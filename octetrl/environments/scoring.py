@@ -185,17 +185,21 @@ Key = tuple[int, int]  # of a completion: place of its task in the step, sibling
 class ScoringRound(Protocol):
     """Completions that are being scored. Leaving the context abandons those that have no score yet."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
+    ) -> None:
+        """Abandon completions without a score."""
+        return None
 
     def submit(self, key: Key, task: Task, completion_text: str, /) -> None:
         """Add a completion. Does not wait."""
 
     def advance(self) -> None:
         """Read scores and start further calls. Does not wait."""
+        return None
 
     def so_far(self) -> dict[Key, Score]:
         """The scores that have arrived. Does not wait."""
@@ -258,24 +262,15 @@ def score_all(opened: ScoringRound, completions: Sequence[tuple[Task, str]]) -> 
     return [scores[number, 0] for number in range(len(completions))]
 
 
-class _RoundAtTheEnd:
+class _RoundAtTheEnd(ScoringRound):
     is_done = True
 
     def __init__(self, scorer: BatchScorer) -> None:
         self._scorer = scorer
         self._completions: dict[Key, tuple[Task, str]] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """The work begins in `finish`."""
-
     def submit(self, key: Key, task: Task, completion_text: str) -> None:
         self._completions[key] = (task, completion_text)
-
-    def advance(self) -> None:
-        """The work begins in `finish`."""
 
     def so_far(self) -> dict[Key, Score]:
         return {}

@@ -99,27 +99,16 @@ def _power(base: Number, exponent: Number) -> Number:
     return power
 
 
-def _factorial(number: Number) -> int:
-    if number != int(number) or not 0 <= number <= 170:
-        raise ToolError(f"factorial takes whole numbers from 0 to 170, not {_shown(number)}")
-    return math.factorial(int(number))
-
-
-def _for_small(function: Callable[[int, int], int]) -> Callable[[Number, Number], int]:
-    """`function` for arguments up to 1,000. comb and perm take longer the larger their arguments are."""
-
-    def bounded(total: Number, chosen: Number) -> int:
-        if total != int(total) or chosen != int(chosen) or not (0 <= total <= 1000 and 0 <= chosen <= 1000):
-            raise ToolError(f"{function.__name__} takes whole numbers from 0 to 1000")
-        return function(int(total), int(chosen))
-
-    return bounded
+def _whole(number: Number, function: str, least: int, most: int) -> int:
+    """The whole number that a function takes. The time of some functions grows with their arguments."""
+    if number != int(number) or not least <= number <= most:
+        raise ToolError(f"{function} takes whole numbers from {least} to {most}, not {_shown(number)}")
+    return int(number)
 
 
 def _rounded(number: Number, digits: Number = 0) -> Number:
-    if digits != int(digits) or abs(digits) > 300:
-        raise ToolError(f"round takes from -300 to 300 digits, not {_shown(digits)}")
-    return round(number, int(digits)) if digits else round(number)
+    places = _whole(digits, "round to digits", -300, 300)
+    return round(number, places) if places else round(number)
 
 
 def _shown(value: Number) -> str:
@@ -143,7 +132,7 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "round": _rounded,
     "min": min,
     "max": max,
-    "factorial": _factorial,
-    "comb": _for_small(math.comb),
-    "perm": _for_small(math.perm),
+    "factorial": lambda number: math.factorial(_whole(number, "factorial", 0, 170)),
+    "comb": lambda n, k: math.comb(_whole(n, "comb", 0, 1000), _whole(k, "comb", 0, 1000)),
+    "perm": lambda n, k: math.perm(_whole(n, "perm", 0, 1000), _whole(k, "perm", 0, 1000)),
 }

@@ -42,7 +42,7 @@ def test_values(expression: str, shown: str) -> None:
         ("1e308 * 10", "too large"),
         ("factorial(171)", "factorial takes whole numbers from 0 to 170"),
         ("comb(10**9, 10**8)", "comb takes whole numbers from 0 to 1000"),
-        ("round(5, -10**9)", "round takes from -300 to 300"),
+        ("round(5, -10**9)", "round to digits takes whole numbers from -300 to 300"),
         ("1 / 0", "divides by zero"),
         ("0 ** -2000", "divides by zero"),
         ("(-8) ** (1/3)", "not a real number"),
