@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from octetrl.data.rows import required_text
-from octetrl.environments.tools import with_read_calls
+from octetrl.environments.tools.messages import with_read_calls
 from octetrl.records import Sample
 from octetrl.system.errors import UserError, nearest
 from octetrl.system.json_file import kind_of

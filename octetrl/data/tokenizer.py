@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.schema import Recipe
-from octetrl.environments.tools import Family, family_of
-from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails
+from octetrl.environments.tools.messages import TEMPLATE_ERRORS, Family, family_of, template_fails
 from octetrl.shapes.spec import MOST_LAYERS
 from octetrl.system.errors import UserError, dangling
 from octetrl.system.json_file import read_json

@@ -29,7 +29,8 @@ from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.calls import CallResult, Calls
 from octetrl.environments.scoring import OpenScorer, finite_number
 from octetrl.environments.tasks import own_task
-from octetrl.environments.tools import Call, Family, ParsedMessage, Toolbox, parse_message, to_message, tool_message
+from octetrl.environments.tools.definition import Toolbox
+from octetrl.environments.tools.messages import Call, Family, ParsedMessage, parse_message, to_message, tool_message
 from octetrl.environments.turns import Conversation, components_of, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
 from octetrl.system.errors import UserError

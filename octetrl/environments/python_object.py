@@ -34,7 +34,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,17 +149,17 @@ def _import_only(field: str, path: str) -> None:
 
 
 def _try_import(field: str, path: str, seconds: float) -> None:
-    module_name = path.partition(":")[0]
+    module = f"{field}: module '{path.partition(':')[0]}'"
     process = CallableProcess(_import_only)
     try:
         process.call(field, path, seconds=seconds)
     except CallFailed as error:
-        raise UserError(f"{field}: module '{module_name}' fails when imported ({error})") from error
+        raise UserError(f"{module} fails when imported ({error})") from error
     except ProcessDied as error:
-        raise UserError(f"{field}: module '{module_name}' ends its process when imported ({error})") from error
+        raise UserError(f"{module} ends its process when imported ({error})") from error
     except NoAnswer as error:
         remedy = "fix it, or raise environment.load_timeout_seconds"
-        raise UserError(f"{field}: module '{module_name}' was not imported in {seconds:g} s; {remedy}") from error
+        raise UserError(f"{module} was not imported in {seconds:g} s; {remedy}") from error
     finally:
         process.kill()
 
@@ -194,15 +193,17 @@ def check_environment(environment: Any, path: str) -> None:
         return result_of(lambda: hasattr(environment, name), f"'{path}': reading its {name}")
 
     missing = [] if has("tasks") else ["tasks"]
-    found = [name for name in OPTIONAL if has(name)]
-    if "score" not in found and all(one.weight is None for one in components_of(environment)):
+    present = [
+        name for name in ("score", "answered", "start", "reply", "finish", "tools", "system_prompt") if has(name)
+    ]
+    if "score" not in present and all(each.weight is None for each in components_of(environment)):
         missing.append("score")
     if missing:
         raise UserError(
             f"environment.dataset: '{path}' has no {' and no '.join(missing)};"
             " an environment has `tasks`, and `score(task, completion_text)` or methods with @reward"
         )
-    if "score" in found:
+    if "score" in present:
         check_signature(environment.score, f"environment.dataset: the score of '{path}'")
     for name in ("start", "reply", "finish"):
         if callable(function := getattr(environment, name, None)):
@@ -211,7 +212,6 @@ def check_environment(environment: Any, path: str) -> None:
 
 
 T = TypeVar("T")
-OPTIONAL = ("score", "answered", "start", "reply", "finish", "tools", "system_prompt")
 MOST_TASKS = 100_000_000  # their order is kept in memory
 _TRIED = 16  # of a sequence that is not a list
 
@@ -246,33 +246,25 @@ class ForeignTasks(Sequence[Task]):
 
 def check_tasks(environment: Any, path: str) -> None:
     """Raises UserError for tasks that a run cannot use. path: the environment's name in the recipe."""
-    what = f"'{path}': "
-    tasks = result_of(lambda: environment.tasks, f"{what}reading its tasks")
-    has_places = hasattr(type(tasks), "__len__") and hasattr(type(tasks), "__getitem__")
-    if not has_places or isinstance(tasks, str | bytes | Mapping):
+    where = f"environment.dataset: '{path}': "
+    given = result_of(lambda: environment.tasks, f"'{path}': reading its tasks")
+    has_places = hasattr(type(given), "__len__") and hasattr(type(given), "__getitem__")
+    if not has_places or isinstance(given, str | bytes | Mapping):
         raise UserError(
-            f"environment.dataset: {what}its tasks are {type_of(tasks)}; give a list of Task, or another"
-            " sequence with a length and places"
+            f"{where}its tasks are {type_of(given)}; give a list of Task, or another sequence with a length and places"
         )
-    number = result_of(lambda: len(tasks), f"{what}len(tasks)")
+    is_list = isinstance(given, list | tuple)
+    tasks = given if is_list else ForeignTasks(given, path)
+    number = len(tasks)
     if number > MOST_TASKS:
-        raise UserError(
-            f"environment.dataset: {what}it has {number:,} tasks, at most {MOST_TASKS:,} can be; give fewer"
-        )
-    found = {}
-    if isinstance(tasks, list | tuple):
-        found = dict(enumerate(tasks))
-    elif number:
-        found = dict(enumerate(result_of(lambda: list(islice(tasks, _TRIED)), f"{what}reading its tasks in order")))
-        for place in sorted({number * eighth // 8 for eighth in range(8)} | {number - 1}):
-            found[place] = result_of(partial(getitem, tasks, place), f"{what}tasks[{place}]")
-    for place, task in found.items():
-        _check_task(task, f"environment.dataset: {what}tasks[{place}]")
-    repeated, times = next(iter(Counter(task.id for task in found.values()).most_common(1)), ("", 0))
+        raise UserError(f"{where}it has {number:,} tasks, at most {MOST_TASKS:,} can be; give fewer")
+    tried = {*range(min(number, _TRIED)), *(number * eighth // 8 for eighth in range(8 if number else 0))}
+    places = range(number) if is_list else sorted(tried | {*range(number)[-1:]})
+    for place in places:
+        _check_task(tasks[place], f"{where}tasks[{place}]")
+    repeated, times = next(iter(Counter(tasks[place].id for place in places).most_common(1)), ("", 0))
     if times > 1:
-        raise UserError(
-            f"environment.dataset: {what}{times} tasks have the id {repeated[:60]!r}; give each an id of its own"
-        )
+        raise UserError(f"{where}{times} tasks have the id {repeated[:60]!r}; give each an id of its own")
 
 
 def _check_task(task: Any, where: str) -> None:

@@ -19,8 +19,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from octetrl.environments.tools import with_read_calls
-from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails
+from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails, with_read_calls
 from octetrl.records import Reply, Task
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import (

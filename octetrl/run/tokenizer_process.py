@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar, cast
 from octetrl.data.conversations import refuse_padded_end
 from octetrl.data.mixture import Source
 from octetrl.data.tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer, tool_family
-from octetrl.environments.tools import Family
+from octetrl.environments.tools.messages import Family
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.system.errors import UserError

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 from pydantic import BaseModel, ConfigDict, Field
 
 from octetrl.engine.grammars import WHITE_SPACE, json_grammar
-from octetrl.environments.tools import Family
+from octetrl.environments.tools.messages import Family
 
 LARGEST_SCHEMA = 1 << 18  # characters: some seconds of compiling, in which no token is sampled
 MOST_REFERENCES = 250  # llguidance follows them recursively, on the thread's stack

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from octetrl.engine.stopping import INCOMPLETE, byte_of
-from octetrl.environments.tools import ToolCall
+from octetrl.environments.tools.messages import ToolCall
 from octetrl.records import Top
 from octetrl.server.choices import ChoicePiece
 

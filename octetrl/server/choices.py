@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from octetrl.engine.stopping import TextDecoder, TextStream
-from octetrl.environments.tools import Family, ToolCall, parse_message, to_message
+from octetrl.environments.tools.messages import Family, ToolCall, parse_message, to_message
 from octetrl.records import Completion, EventDetails, FinishReason, PromptLogprobs, SessionEvent, Top
 
 _CALLS_BEGIN: dict[Family, tuple[str, ...]] = {"hermes": ("<tool_call>",), "llama3_json": ("<|python_tag|>", "{")}

@@ -13,8 +13,7 @@ from copy import deepcopy
 from inspect import signature
 from typing import Any, TypeVar
 
-from octetrl.environments.tools import Family, family_of, json_arguments
-from octetrl.environments.tools.messages import TEMPLATE_ERRORS
+from octetrl.environments.tools.messages import TEMPLATE_ERRORS, Family, family_of, json_arguments
 from octetrl.rollout.chat_tokens import ChatTokenizer
 from octetrl.rollout.encode import Encoder
 from octetrl.server.errors import wrong

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from octetrl.config.schema import MOST_TEMPERATURE
 from octetrl.engine.admission import LEAST_REPETITION, MOST_TOP, MOST_TOP_K
-from octetrl.environments.tools import Family
+from octetrl.environments.tools.messages import Family
 from octetrl.records import LogitOptions, SamplingParams
 from octetrl.server.answer_grammars import ResponseFormat, ToolChoice, call_grammar, format_grammar
 from octetrl.server.errors import ApiError, wrong

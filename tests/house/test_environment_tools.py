@@ -10,7 +10,8 @@ import yaml
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.load import recipe_from_mapping
-from octetrl.environments.tools import Toolbox, ToolCall
+from octetrl.environments.tools.definition import Toolbox
+from octetrl.environments.tools.messages import ToolCall
 from octetrl.run.environment import build_environment
 from tests.house.markdown import code_blocks, tables
 from tests.house.tree import REPO

@@ -9,7 +9,7 @@ from typing import Any
 
 from octetrl.environments.calls import CallResult
 from octetrl.environments.dialogue import Dialogue, Failed, Limits, RequestedCall
-from octetrl.environments.tools import Family
+from octetrl.environments.tools.messages import Family
 from octetrl.environments.turns import Conversation, current
 from octetrl.records import Completion, FinishReason, RolloutStatus, Task
 from octetrl.system.errors import error_line

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.environments.dialogue import Dialogue, Limits
-from octetrl.environments.tools import Tool, family_of, tool
+from octetrl.environments.tools import Tool, tool
+from octetrl.environments.tools.messages import family_of
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import GenerationRequest, Reply, RolloutGroup, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octetrl.engine.stopping import Stopping, decoder_of
-from octetrl.environments.tools import Family
+from octetrl.environments.tools.messages import Family
 from octetrl.records import Completion, FinishReason, SessionEvent
 from octetrl.server.choices import Choice, ChoicePiece
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from octetrl.environments.tools import MalformedCall, Tool, Toolbox, ToolCall, ToolError, ToolResult, tool
+from octetrl.environments.tools.definition import Tool, Toolbox, ToolError, ToolResult, tool
+from octetrl.environments.tools.messages import MalformedCall, ToolCall
 from octetrl.system.errors import UserError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from octetrl.environments.tools import (
+from octetrl.environments.tools.messages import (
     Family,
     MalformedCall,
     ParsedMessage,
