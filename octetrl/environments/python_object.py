@@ -193,9 +193,8 @@ def check_environment(environment: Any, path: str) -> None:
         return result_of(lambda: hasattr(environment, name), f"'{path}': reading its {name}")
 
     missing = [] if has("tasks") else ["tasks"]
-    present = [
-        name for name in ("score", "answered", "start", "reply", "finish", "tools", "system_prompt") if has(name)
-    ]
+    names = ("score", "answered", "start", "reply", "finish", "tools", "system_prompt")
+    present = [name for name in names if has(name)]
     if "score" not in present and all(each.weight is None for each in components_of(environment)):
         missing.append("score")
     if missing:
@@ -260,9 +259,10 @@ def check_tasks(environment: Any, path: str) -> None:
         raise UserError(f"{where}it has {number:,} tasks, at most {MOST_TASKS:,} can be; give fewer")
     tried = {*range(min(number, _TRIED)), *(number * eighth // 8 for eighth in range(8 if number else 0))}
     places = range(number) if is_list else sorted(tried | {*range(number)[-1:]})
-    for place in places:
-        _check_task(tasks[place], f"{where}tasks[{place}]")
-    repeated, times = next(iter(Counter(tasks[place].id for place in places).most_common(1)), ("", 0))
+    checked = {place: tasks[place] for place in places}
+    for place, task in checked.items():
+        _check_task(task, f"{where}tasks[{place}]")
+    repeated, times = next(iter(Counter(task.id for task in checked.values()).most_common(1)), ("", 0))
     if times > 1:
         raise UserError(f"{where}{times} tasks have the id {repeated[:60]!r}; give each an id of its own")
 
