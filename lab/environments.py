@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lab.record import RESULTS, show, write_result
 from octetrl.config.load import recipe_from_mapping
-from octetrl.environments.dialogue import Dialogue, Limits
+from octetrl.environments.dialogue import ConversationLimits, Dialogue
 from octetrl.environments.turns import Conversation, reward
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
@@ -84,7 +84,7 @@ def make_run(folder: Path, preset: str, rollouts: int, turns: int) -> Run:
 
 
 def measure(run: Run, environment: Slow, step: int) -> tuple[list[RolloutGroup], Occupancy, float]:
-    dialogue = Dialogue(environment, Limits(max_turns=64))
+    dialogue = Dialogue(environment, ConversationLimits(max_turns=64))
     collection, state = replace(run.collection.at_step(step), group_size=GROUP), Collecting()
     began = time.perf_counter()
     try:

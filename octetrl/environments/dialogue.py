@@ -61,8 +61,8 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one rollout, from the recipe's `environment` section."""
+class ConversationLimits:
+    """ConversationLimits of one rollout, from the recipe's `environment` section."""
 
     max_turns: int = 16
     reply_seconds: float = 60.0
@@ -72,7 +72,7 @@ class Limits:
     tool_failure: Literal["end", "tell"] = "end"
 
     @classmethod
-    def from_config(cls, config: EnvironmentConfig) -> Limits:
+    def from_config(cls, config: EnvironmentConfig) -> ConversationLimits:
         turns = config.turns
         return cls(
             max_turns=turns.max_turns,
@@ -119,7 +119,7 @@ class Dialogue(Dialogues):
     def __init__(
         self,
         environment: Any,
-        limits: Limits,
+        limits: ConversationLimits,
         *,
         family: Family | None = None,
         scorer: OpenScorer | None = None,

@@ -20,7 +20,7 @@ from octetrl.data.tasks import read_tasks
 from octetrl.data.tokenizer import Tokenizer, tool_family
 from octetrl.environments.calls import unchanged_process
 from octetrl.environments.code_scorer import code_environment
-from octetrl.environments.dialogue import Dialogue, Dialogues, Limits, is_dialogue, toolbox_of
+from octetrl.environments.dialogue import ConversationLimits, Dialogue, Dialogues, is_dialogue, toolbox_of
 from octetrl.environments.judge import Judge
 from octetrl.environments.math_answers import MathScorer, reference_problems
 from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
@@ -229,7 +229,7 @@ def _dialogue(config: EnvironmentConfig, environment: Environment, tokenizer: To
         scorer = Judge(config.judge)
     elif function is not None:
         scorer = _rewards(function, config, given)
-    limits, family = Limits.from_config(config), tool_family(tokenizer)
+    limits, family = ConversationLimits.from_config(config), tool_family(tokenizer)
     return Dialogue(environment, limits, family=family, scorer=scorer, only_scorer=replaces)
 
 

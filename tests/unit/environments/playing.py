@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octetrl.environments.calls import CallResult
-from octetrl.environments.dialogue import Dialogue, Failed, Limits, RequestedCall
+from octetrl.environments.dialogue import ConversationLimits, Dialogue, Failed, RequestedCall
 from octetrl.environments.tools.messages import Family
 from octetrl.environments.turns import Conversation, current
 from octetrl.records import Completion, FinishReason, RolloutStatus, Task
@@ -46,7 +46,7 @@ def play(
 ) -> Played:
     """Task number `task` to its end."""
     scorer = Refuses() if hasattr(environment, "score") else None
-    dialogue = Dialogue(environment, Limits(max_turns), family=family, scorer=scorer)
+    dialogue = Dialogue(environment, ConversationLimits(max_turns), family=family, scorer=scorer)
     chosen: Task = environment.tasks[task]
     played = Played(dialogue.begin(chosen, "0"))
     with asyncio.Runner() as runner:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.environments.dialogue import Dialogue, Limits
+from octetrl.environments.dialogue import ConversationLimits, Dialogue
 from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
 from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.environments.scoring import RewardTimes, Score
@@ -29,8 +29,9 @@ def numbered(name: str, n: int) -> list[Task]:
 
 
 def mixed(weights: Mapping[str, float], eval_size: int = 2) -> MixedTaskset:
+    places = {name: place for place, name in enumerate(sorted(weights))}
     members = {
-        name: Taskset(numbered(name, 7 + place), eval_size=eval_size, seed=place) for place, name in enumerate(weights)
+        name: Taskset(numbered(name, 7 + places[name]), eval_size=eval_size, seed=places[name]) for name in weights
     }
     return MixedTaskset(members, weights)
 
@@ -70,13 +71,7 @@ def test_rounding_does_not_change_the_order(weights: list[int]) -> None:
 
 
 def test_each_environment_keeps_its_own_order_and_epochs() -> None:
-    tasks, listed_backwards = (
-        mixed({"a": 2.0, "b": 1.0}),
-        MixedTaskset(
-            {name: Taskset(numbered(name, 7 + place), eval_size=2, seed=place) for place, name in ((1, "b"), (0, "a"))},
-            {"b": 1.0, "a": 2.0},
-        ),
-    )
+    tasks, listed_backwards = mixed({"a": 2.0, "b": 1.0}), mixed({"b": 1.0, "a": 2.0})
     batch = tasks.next_batch(60)
     assert listed_backwards.next_batch(60) == batch and listed_backwards.held_out() == tasks.held_out()
     assert Counter(task.environment for task in batch) == {"a": 40, "b": 20}
@@ -227,8 +222,8 @@ def test_one_environments_time_outs_do_not_touch_another_and_name_their_section(
 
 def test_dialogues_are_those_of_the_tasks_environments() -> None:
     members = {
-        "talk": Dialogue(Talk(), Limits(max_turns=3)),
-        "scored": Dialogue(ScoredTalk(), Limits(), scorer=Recorded(0.5)),
+        "talk": Dialogue(Talk(), ConversationLimits(max_turns=3)),
+        "scored": Dialogue(ScoredTalk(), ConversationLimits(), scorer=Recorded(0.5)),
     }
     dialogues = MixedDialogues(members)
     task = named(Talk.tasks[0], "talk")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.environments.dialogue import Dialogue, Limits
+from octetrl.environments.dialogue import ConversationLimits, Dialogue
 from octetrl.environments.tools import tool
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import (
@@ -34,7 +34,7 @@ from tests.unit.rollout.talking import TalkingSession, TalkingWorkers
 from tests.unit.rollout.templates import tokenizer_of
 
 TOKENIZER: Any = train_tokenizer(["You said 1?"])
-LIMITS = Limits(max_turns=5, reply_seconds=60.0, tool_seconds=60.0, reward_seconds=60.0)
+LIMITS = ConversationLimits(max_turns=5, reply_seconds=60.0, tool_seconds=60.0, reward_seconds=60.0)
 
 
 def babble(request: GenerationRequest, chance: random.Random) -> list[int]:
@@ -44,7 +44,7 @@ def babble(request: GenerationRequest, chance: random.Random) -> list[int]:
 
 def collect(
     environment: Any,
-    limits: Limits = LIMITS,
+    limits: ConversationLimits = LIMITS,
     says: Any = babble,
     tokenizer: Any = TOKENIZER,
     group_size: int = 4,
@@ -64,7 +64,7 @@ def collect(
         dialogue.close()
 
 
-def rollouts_of(environment: Any, limits: Limits = LIMITS, **changes: Any) -> list[Rollout]:
+def rollouts_of(environment: Any, limits: ConversationLimits = LIMITS, **changes: Any) -> list[Rollout]:
     groups, _, _ = collect(environment, limits, **changes)
     assert [group.task for group in groups] == list(environment.tasks)
     return [rollout for group in groups for rollout in group.rollouts]
@@ -267,7 +267,7 @@ CALLS = {
 }
 
 
-def tool_rollout(first: str, limits: Limits = LIMITS) -> Rollout:
+def tool_rollout(first: str, limits: ConversationLimits = LIMITS) -> Rollout:
     """Of a model that says `first`, then 42."""
 
     def says(request: GenerationRequest, chance: random.Random) -> list[int]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.environments.dialogue import Dialogue, Limits
+from octetrl.environments.dialogue import ConversationLimits, Dialogue
 from octetrl.environments.tools import Tool, tool
 from octetrl.environments.tools.messages import family_of
 from octetrl.environments.turns import Conversation, reward
@@ -60,7 +60,7 @@ def chat_of(family: str, tools: Sequence[Tool] = ()) -> ChatTokens:
 
 
 def drawn(family: str, environment: Any, says: Any, group_size: int = 2) -> tuple[list[RolloutGroup], TalkingWorkers]:
-    dialogue = Dialogue(environment, Limits(), family=family_of(tokenizer_of(family).chat_template))
+    dialogue = Dialogue(environment, ConversationLimits(), family=family_of(tokenizer_of(family).chat_template))
     workers = TalkingWorkers(tokenizer_of(family), says)
     chat = chat_of(family, getattr(environment, "tools", ()))
     collection = CollectionSettings(chat, SamplingParams(60), group_size, max_prompt_tokens=4000, seed=3)

@@ -8,7 +8,7 @@ from typing import Any
 
 from examples.number_game import NumberGame
 from examples.tool_agent import Shop
-from octetrl.environments.dialogue import Limits, is_dialogue
+from octetrl.environments.dialogue import ConversationLimits, is_dialogue
 from octetrl.environments.python_object import load_environment
 from octetrl.environments.tasks import Taskset
 from octetrl.records import GenerationRequest, Rollout, RolloutStatus, SamplingParams
@@ -21,7 +21,7 @@ HERMES = tokenizer_of("qwen2.5")
 def rollouts_of(environment: Any, says: Any, tasks: int = 4) -> list[Rollout]:
     environment.tasks = environment.tasks[:tasks]
     groups, _, _ = collect(
-        environment, Limits(), says=says, tokenizer=HERMES, group_size=2, sampling=SamplingParams(200)
+        environment, ConversationLimits(), says=says, tokenizer=HERMES, group_size=2, sampling=SamplingParams(200)
     )
     return [rollout for group in groups for rollout in group.rollouts]
 
