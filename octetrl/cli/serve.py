@@ -104,8 +104,7 @@ def serve(
         calibration_texts=run.CALIBRATION_TEXTS if calibrate_on is None else _texts(calibrate_on),
     )
     if without_key and api_key is None:
-        place = f"{host}:{port}"
-        typer.echo(f"warning: anyone who can reach {place} can use this server, as it asks for no key", err=True)
+        typer.echo(f"warning: anyone who can reach {host}:{port} can use this server, as it asks for no key", err=True)
     run.serve(options, host=host, port=port, drain_seconds=drain_seconds, say=partial(_say, options))
 
 
