@@ -231,7 +231,7 @@ def test_an_open_session_takes_weights() -> None:
 def test_the_library_and_a_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = octetrl.SamplingParams(n=2, max_tokens=6, seed=1)
     expected = octetrl.LLM(model, precision="fp8_full", device="cpu").generate(["3 + 1 ="], sampling)
-    monkeypatch.setattr("octetrl.run.generate.build_worker", built_elsewhere)
+    monkeypatch.setattr("octetrl.workers.many.build.build_worker", built_elsewhere)
     llm = octetrl.LLM(model, precision="fp8_full", device="cpu")
     assert llm.generate(["3 + 1 ="], sampling) == expected and "generate" in BUILT[-1].called
     body = {"model": "tiny", "prompt": "3 + 1 =", "n": 2, "max_tokens": 4, "seed": 5}

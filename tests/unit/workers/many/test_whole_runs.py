@@ -132,7 +132,7 @@ def test_a_run_on_one_of_eight_gpus_names_the_line_to_add(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(device.torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr("octetrl.run.build.resolve_device", lambda _: device.torch.device("cpu"))
+    monkeypatch.setattr("octetrl.workers.many.build.resolve_device", lambda _: device.torch.device("cpu"))
     recipe = tiny_recipe(model, tmp_path / "run", {"cluster.device": "auto", "logging.console": "plain"})
     build_run(recipe).close()
     assert "this run uses one of 8 GPUs; to use all, add to the recipe: cluster: {gpus: 8}" in capsys.readouterr().out
