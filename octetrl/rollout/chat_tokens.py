@@ -160,8 +160,8 @@ class ChatTokens:
         token."""
         blanks = len(after) - len(after.lstrip())
         specials = [*self._tokenizer.all_special_tokens, *self._tokenizer.convert_ids_to_tokens(sorted(self._ends))]
-        found = [len(special) for special in specials if special and after.startswith(special, blanks)]
-        return blanks + max(found) if found else 0
+        ends = [len(special) for special in specials if special and after.startswith(special, blanks)]
+        return blanks + max(ends) if ends else 0
 
     def message_tokens(
         self, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None

@@ -80,9 +80,9 @@ def tokenize_messages(
     said = [index for index in range(learn_from, len(messages)) if messages[index]["role"] == "assistant"]
     text = template.render(messages)
     spans = [template.span(text, messages, index) for index in said]
-    found = [span for span in spans if span is not None]
-    if len(found) == len(said):
-        return (_tokenized(encoder, text, found),)
+    shown = [span for span in spans if span is not None]
+    if len(shown) == len(said):
+        return (_tokenized(encoder, text, shown),)
     return tuple(_tokenized(encoder, alone, [span]) for alone, span in (template.alone(messages, i) for i in said))
 
 

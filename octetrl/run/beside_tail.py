@@ -53,7 +53,7 @@ class Blocks:
         self._groups[place] = group
         block = place // self._size
         places = range(block * self._size, (block + 1) * self._size)
-        return self._pack(block, places) if all(one in self._groups for one in places) else None
+        return self._pack(block, places) if all(map(self._groups.__contains__, places)) else None
 
     def rest(self, groups: Sequence[RolloutGroup]) -> Iterator[PackedBatch]:
         """The blocks that `add` has not returned. `groups`: all of the step, in order."""
@@ -72,7 +72,7 @@ class Blocks:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of `pack`, over all blocks."""
+        """The metrics of `pack`, over all blocks."""
         capacity = self._counts.get("train/micro_batches", 0.0) * self._layout.tokens_per_micro_batch
         efficiency = self._counts.get("train/tokens", 0.0) / capacity if capacity else 0.0
         return {**self._counts, "train/packing_efficiency": efficiency}

@@ -93,8 +93,8 @@ def precision_of(name: str | Path, given: str | None) -> tuple[str | None, dict[
 
 def _checkpoint(run: Path, step: str) -> Path:
     """The folder of `RUN@STEP` or `RUN@best`. Raises UserError if the run has no such checkpoint."""
-    found = sorted(path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*"))
-    steps = ", ".join(str(int(one)) for one in found if one.isdecimal()) or "none"
+    saved = sorted(path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*"))
+    steps = ", ".join(str(int(one)) for one in saved if one.isdecimal()) or "none"
     if step == BEST:
         from octetrl.run.folder.output_folder import read_run_id
         from octetrl.trainer.checkpoint import best_of
@@ -104,7 +104,7 @@ def _checkpoint(run: Path, step: str) -> Path:
         if best is None:
             raise UserError(f"'{run}@{BEST}': no checkpoint has '{metric}', checkpoint.best_metric; it has {steps}")
         return best
-    if not step.isdecimal() or f"{int(step):06d}" not in found:
+    if not step.isdecimal() or f"{int(step):06d}" not in saved:
         raise UserError(f"'{run}@{step}': the run has no checkpoint of step {step}; it has {steps}")
     return run / "checkpoints" / f"step_{int(step):06d}"
 

@@ -143,12 +143,12 @@ def _step(recipe: Recipe) -> str:
 
 
 def _plan(recipe: Recipe) -> str:
-    found = [f"{recipe.steps:,} step{'s' * (recipe.steps != 1)}"]
+    plan = [f"{recipe.steps:,} step{'s' * (recipe.steps != 1)}"]
     if 0 < recipe.evaluation.every <= recipe.steps:
-        found.append(f"an evaluation every {recipe.evaluation.every}")
+        plan.append(f"an evaluation every {recipe.evaluation.every}")
     is_saved = 0 < recipe.checkpoint.every < recipe.steps
     saves = f"a checkpoint every {recipe.checkpoint.every} and" if is_saved else "a checkpoint"
-    return ", ".join([*found, f"{saves} at the end"])
+    return ", ".join([*plan, f"{saves} at the end"])
 
 
 def _millions(number: int) -> str:
@@ -184,9 +184,9 @@ def last_screen(folder: Path, recipe: Recipe) -> Screen:
 
 def _seconds_by_part(run: RunRecord) -> str:
     """Seconds of each part that took a hundredth of the time or more."""
-    found = longest_first(run.rows)
-    whole = sum(found.values())
-    shown = [f"{name} {duration(seconds)}" for name, seconds in found.items() if seconds >= 0.01 * whole]
+    times = longest_first(run.rows)
+    whole = sum(times.values())
+    shown = [f"{name} {duration(seconds)}" for name, seconds in times.items() if seconds >= 0.01 * whole]
     return ", ".join(shown)
 
 
@@ -202,21 +202,21 @@ def _where(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:
     place = shlex.quote(str(folder))
     kind = recipe.algorithm.learns_from
-    found = []
+    commands = []
     if kind == "rollouts":
         if recipe.logging.rollouts:
-            found.append((f"octetrl rollouts {place}", "what the model said, with rewards"))
+            commands.append((f"octetrl rollouts {place}", "what the model said, with rewards"))
         environments = recipe.each_environment.values()
         python_only = any(is_given(name) for one in environments for name in (one.dataset or "", one.reward or ""))
         if any(one.eval_size for one in environments) and not python_only:
-            found.append((f"octetrl eval {place}", "held-out tasks, with intervals"))
+            commands.append((f"octetrl eval {place}", "held-out tasks, with intervals"))
     if recipe.algorithm.name == "reward_model":
         out = shlex.quote(str(folder / "export"))
-        found.append((f"octetrl export {place} --to {out}", "a folder for environment.reward_model"))
+        commands.append((f"octetrl export {place} --to {out}", "a folder for environment.reward_model"))
     else:
-        found.append((f"octetrl serve {place}", "an OpenAI-compatible server"))
-        found.append((f"octetrl generate {place} -p TEXT", "an answer"))
-    found.append((f"octetrl report {place}", "the report again, or of several runs"))
-    found = found[:3]
-    room = max(len(command) for command, _ in found)
-    return [(command.ljust(room), what) for command, what in found]
+        commands.append((f"octetrl serve {place}", "an OpenAI-compatible server"))
+        commands.append((f"octetrl generate {place} -p TEXT", "an answer"))
+    commands.append((f"octetrl report {place}", "the report again, or of several runs"))
+    commands = commands[:3]
+    room = max(len(command) for command, _ in commands)
+    return [(command.ljust(room), what) for command, what in commands]

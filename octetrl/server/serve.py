@@ -153,7 +153,7 @@ async def _run(
     try:
         await server.serve(sockets=[listening])
     finally:
-        intake.engine.stop(AFTER_DRAIN_SECONDS)  # uvicorn leaves it out when it is told to hurry
+        intake.engine.stop(AFTER_DRAIN_SECONDS)  # uvicorn leaves it out when it ends at once
     if not server.started:
         raise RuntimeError("the server could not start; its log says why")
     return server.interrupted

@@ -91,7 +91,7 @@ def _tasks(config: EnvironmentConfig, environment: Environment, given: Given) ->
 
 
 def _reward(config: EnvironmentConfig, given: Given) -> dict[str, str]:
-    """Of the reward function, or of an environment's class that was given in Python."""
+    """The digest of the reward function, or of an environment's class that was given in Python."""
     if config.reward is not None:
         return _source(config.reward, given)
     dataset = str(config.dataset)
@@ -122,7 +122,7 @@ def _source(path: str, given: Given) -> dict[str, str]:
 
 
 def _own_source(thing: Any) -> dict[str, str]:
-    """Of a function or class of a script or a notebook: of its own lines, as other lines of a script may change."""
+    """The digest of a function or class of a script or a notebook: its own lines, as others of a script may change."""
     with suppress(OSError, TypeError, SyntaxError):  # typed in, or made by a program
         return {"source": _digest(inspect.getsource(thing if hasattr(thing, "__name__") else type(thing)))}
     return {"source": NOT_COMPARED}
@@ -182,7 +182,7 @@ def _imported(module: str, path: Path) -> Iterator[str]:
 
 
 def _files_digest(path: Path) -> str:
-    """Of a file, or of all files in a folder and below it, with their names."""
+    """The digest of a file, or of all files in a folder and below it, with their names."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():

@@ -29,8 +29,9 @@ class Journal:
 
     @classmethod
     def of(cls, recipe: Recipe, run_folder: Path | None = None, resumed_step: int = 0) -> Journal:
-        """Of a run: `rollouts/`, and `evaluations/` if there are any. Removes those after `resumed_step`. run_folder
-        None: write none."""
+        """A run's journal: `rollouts/`, and `evaluations/` if there are any. Removes those after `resumed_step`.
+
+        run_folder: None to write none."""
         files = held_out = None
         if run_folder is not None:
             evaluations = run_folder / EVALUATIONS
@@ -47,7 +48,7 @@ class Journal:
         return rollout_metrics(groups) | environment_metrics(groups, self._environments, self._right_from)
 
     def record_evaluation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Of the held-out tasks, after `step`."""
+        """Writes the groups of the held-out tasks, evaluated after `step`."""
         if self._evaluations is not None:
             self._evaluations.write(step, groups)
 
