@@ -44,7 +44,6 @@ from octetrl.system.errors import RunFailed
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
-from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import serve_store
 from octetrl.workers.build import BuiltWorker, WorkerState
 from octetrl.workers.clock import Clock
@@ -92,8 +91,9 @@ class Workers:
         size: int = 1,
         trains: bool = True,
     ) -> None:
-        """sampler: None for workers that train a reward model. costs: of micro-batches, by which several workers get
-        them. size: of each group of workers that share one model; workers of a group follow one another."""
+        """sampler: None for workers that train a reward model. costs: of micro-batches, by which the workers of other
+        processes get them. size: of each group of workers that share one model; workers of a group follow one
+        another."""
         self._team, self._console, self._sampler = team, console, sampler
         self._costs, self._size, self._clock = costs, size, Clock()
         self._engine_team = team
@@ -101,51 +101,36 @@ class Workers:
         if team.size > 1:
             self._store, address = serve_store(team.host)  # NCCL asks it for as long as the workers live
         states: list[WorkerState] = team.ask("load", "build", address)
-        self._state = states[0]
-        self._weights_are_whole = True
+        self.in_process = isinstance(team, LocalTeam)
+        """Whether the only worker is in this process."""
+        self.layout = states[0].layout
+        """How `pack` packs for these workers. It follows from the recipe, not from how many they are."""
+        self.policy_version = states[0].policy_version
+        """Updates that the weights have had."""
+        self.weights_are_whole = True
+        """False while an update changes the weights: such weights must not be saved."""
         self.link_gb_per_second = min(state.link_gb_per_second for state in states)  # 0: no weights are exchanged
         if trains and not self.in_process:
             _say_what_was_read(console, states)
-
-    @property
-    def in_process(self) -> bool:
-        """Whether the only worker is in this process."""
-        return isinstance(self._team, LocalTeam)
 
     @property
     def worker(self) -> Worker | RewardModelWorker | None:
         """The worker of this process, for what looks into its model; None if there is none."""
         return self._team.built.worker if isinstance(self._team, LocalTeam) else None
 
-    @property
-    def layout(self) -> PackingLayout:
-        """How `pack` packs for these workers. It follows from the recipe, not from how many they are."""
-        return self._state.layout
-
-    @property
-    def policy_version(self) -> int:
-        """Updates that the weights have had."""
-        return self._state.policy_version
-
-    @property
-    def weights_are_whole(self) -> bool:
-        """False while an update changes the weights: such weights must not be saved."""
-        return self._weights_are_whole
-
     # ------------------------------------------------------------ learning
 
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         """One update from `batch`. Raises NonFiniteError, with the weights as they were, for results that are not
         finite."""
-        parts = [batch]
-        if self._team.size > self._size:
-            assert self._costs is not None, "several workers have costs"
-            parts = deal(batch, self._team.size // self._size, self._costs)
+        if self._costs is None:
+            return self._update("train", [(batch,)])
+        parts = deal(batch, self._team.size // self._size, self._costs)
         return self._update("train", [(part,) for part in parts for _ in range(self._size)])
 
     def _update(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> PolicyUpdate:
         """One update by a verb that all workers call together."""
-        self._weights_are_whole = False
+        self.weights_are_whole = False
         with self._console.phase("train"), self._clock("train") as took:
             try:
                 updates: list[PolicyUpdate] = self._team.ask_each("train", verb, arguments)
@@ -153,24 +138,25 @@ class Workers:
                 # not finite: before any worker's step; or after it, by a weight or the next minibatch
                 if self.in_process or isinstance(error, NonFiniteError):
                     states: list[WorkerState] = self._team.ask("state", "state")
-                    self._weights_are_whole = all(state.weights_are_whole for state in states)
+                    self.weights_are_whole = all(state.weights_are_whole for state in states)
                 raise
-        self._weights_are_whole = True
-        self._read_state()
+        self.weights_are_whole, self.policy_version = True, updates[0].policy_version
+        if self.in_process:
+            return updates[0]
         return replace(updates[0], metrics=self._metrics([one.metrics for one in updates], took))
 
     def publish(self, policy_version: int) -> Published:
         """Puts the trained weights and KV scales where completions are sampled, and compares what is held there."""
         with self._console.phase("publish"), self._clock("publish") as took:
             published: list[Published] = self._team.ask("publish", "publish", policy_version)
+        if self.in_process:
+            return published[0]
         for part in range(self._size):  # workers with the same rows of the model
             self._check_equal([one.weights_digest for one in published[part :: self._size]], part)
         return replace(published[0], metrics=self._metrics([one.metrics for one in published], took))
 
     def _metrics(self, parts: Sequence[Mapping[str, float]], took: Mapping[str, float]) -> dict[str, float]:
         """The metrics of one verb, from those of each worker; `took`: the driver's times."""
-        if self.in_process:
-            return dict(parts[0])
         metrics = metrics_of_workers(parts)
         if received := metrics.get("publish/bytes", 0.0):
             slowest = max(part["time/gather"] for part in parts)
@@ -220,10 +206,7 @@ class Workers:
     def load(self, saved: Checkpoint, policy_version: int) -> None:
         """Puts a verified checkpoint back and publishes it. UserError if it is another model's."""
         self._team.ask("load", "load", saved, policy_version)
-        self._read_state()
-
-    def _read_state(self) -> None:
-        self._state = self._team.ask_one(0, "state", "state")
+        self.policy_version = policy_version
 
     def close(self) -> None:
         """Ends the workers. A second call does nothing."""
@@ -234,19 +217,14 @@ class Workers:
     @property
     def needs_calibration(self) -> bool:
         """Whether a calibrated FP8 cache has no scales yet."""
-        return self._state.needs_calibration
+        state: WorkerState = self._team.ask_one(0, "state", "state")
+        return state.needs_calibration
 
     def calibrate(self, token_lists: Sequence[Sequence[int]]) -> Mapping[str, float]:
         """Makes KV scales from one forward over these sequences, and publishes them. Returns what it took."""
         with self._console.phase("calibrate"), self._clock("calibrate") as took:
             parts: list[Mapping[str, float]] = self._team.ask("calibrate", "calibrate", token_lists)
-        self._read_state()
-        return self._metrics(parts, took)
-
-    @property
-    def sampler(self) -> Sampler:
-        assert self._sampler is not None, "workers that train a reward model sample nothing"
-        return self._sampler
+        return parts[0] if self.in_process else self._metrics(parts, took)
 
     def generate(
         self,
@@ -256,13 +234,15 @@ class Workers:
     ) -> list[list[Completion]]:
         """`num_siblings` completions of each request, in the order of the requests. `on_completions` receives each when
         it ends, `on_end` the record of what was done."""
+        assert self._sampler is not None, "workers that train a reward model sample nothing"
         with rollout_shown(self._console, most_tokens(requests)) as on_progress:
-            return self.sampler.generate(requests, on_progress, on_completions, on_end)
+            return self._sampler.generate(requests, on_progress, on_completions, on_end)
 
     @contextmanager
     def session(self, on_end: OnSession = not_asked) -> Iterator[MeasuredSession]:
         """An open session: requests in, events out (rollout/backend.py). `on_end` receives its record."""
-        with rollout_shown(self._console) as on_progress, self.sampler.session(on_progress, on_end) as session:
+        assert self._sampler is not None, "workers that train a reward model sample nothing"
+        with rollout_shown(self._console) as on_progress, self._sampler.session(on_progress, on_end) as session:
             yield session
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
