@@ -114,7 +114,7 @@ def test_saved_batches_that_are_too_old_by_now_are_drawn_again_and_counted(
     with run_on(1, model, tmp_path, engines=1, ahead=1, precision="bf16", steps=9) as run:
         notes: list[str] = []
         monkeypatch.setattr(run.console, "note", notes.append)
-        monkeypatch.setattr(type(run.workers), "policy_version", 6)
+        run.workers.policy_version = 6
         ahead = run.method
         assert isinstance(ahead, Ahead)
         ahead.put_back(run, [batch(5, 2), batch(6, 3), batch(6, 4), batch(8, 5)], 6)  # 9 when the last would be learnt
