@@ -49,7 +49,7 @@ from octetrl.workers.model_shape import model_spec, with_context_length
 from octetrl.workers.worker import Worker, own_engine
 
 SMALL_CHUNK = 16  # prefill chunk of the engine with other batches
-BRANCH_STD = 0.02  # of the numbers that replace an adapter's zero B
+BRANCH_STD = 0.02  # standard deviation of the numbers that replace an adapter's zero B
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class ExaminedWorker:
         batch = pack(samples, replace(layout, minibatches=1), self.worker.trainer.algorithm.token_weighting)
         accumulate_gradients(self.worker.trainer, batch, kv or self.kv)
         self.worker.trainer.model.requantize()  # restores codes that were freed
-        sample_N = torch.cat([one.sample_N for minibatch in batch.minibatches for one in minibatch])
+        sample_N = torch.cat([packed.sample_N for minibatch in batch.minibatches for packed in minibatch])
         return torch.cat(self.recorder.recorded)[sample_N.argsort(stable=True)]  # in the samples' order
 
     # ------------------------------------------------------------ the forwards

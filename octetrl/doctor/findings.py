@@ -242,7 +242,7 @@ def _at_fault(
     if difference.site not in modules.bits_R:
         return None
     departs = [
-        bool(noted(one, sequences).differing_rows(modules, difference.site).numel()) for one in (passes[0], other)
+        bool(noted(side, sequences).differing_rows(modules, difference.site).numel()) for side in (passes[0], other)
     ]
     return {(False, True): "engine", (True, False): "trainer"}.get((departs[0], departs[1]))
 
@@ -310,7 +310,7 @@ class Findings:
     lines: tuple[str, ...]
     verdict: str
     equal: bool  # engine and trainer
-    digest: str  # of the tokens and log-probs that the engine drew
+    digest: str  # hash of the tokens and log-probs that the engine drew
 
 
 def findings_of(recipe: Recipe, examination: Examination, beside: str, device: torch.device) -> Findings:

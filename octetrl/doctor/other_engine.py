@@ -155,7 +155,7 @@ def departures(drawn: list[list[Completion]], trainer_N: Tensor) -> Departures:
     answers = [answer for answers in drawn for answer in answers]
     lengths = [len(answer.token_ids) for answer in answers]
     return Departures(
-        engine_N=torch.tensor([one for answer in answers for one in answer.logprobs], dtype=torch.float32),
+        engine_N=torch.tensor([logprob for answer in answers for logprob in answer.logprobs], dtype=torch.float32),
         trainer_N=trainer_N,
         place_N=torch.tensor([place for length in lengths for place in range(length)]),
         sequence_N=torch.tensor([number for number, length in enumerate(lengths) for _ in range(length)]),
@@ -170,7 +170,7 @@ def replays_of(own: KVReplay, scales: KVScales | None, subject: ExaminedWorker) 
         yield "not quantised", KVReplay()
     if scales is not None:
         by_layer = [
-            torch.cat([torch.full_like(one, float(one.max())).flatten() for one in parts if one is not None])
+            torch.cat([torch.full_like(part, float(part.max())).flatten() for part in parts if part is not None])
             for parts in (split_scales(row, subject.spec.cached(layer)) for layer, row in enumerate(scales.scale_LS))
         ]
         scale_LS = scales.scale_LS.clone()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from octetrl.system.text import printable
 
-MOST_NAMES = 2_000  # of a folder's files that are compared with a name
+MOST_NAMES = 2_000  # names of a folder that are compared with a name
 TERMINATED = 128 + 15  # exit code: a shell's for SIGTERM
 _ERROR_LENGTH, _TRACE_LENGTH = 300, 4000  # characters of a foreign exception
 LONGEST_LINE = 1_000  # characters of a message's line; the quoted input may have megabytes
@@ -103,9 +103,9 @@ def nearest_file(path: Path) -> str:
 def dangling(path: Path, *names: str) -> str:
     """Return `; x is a link to y, which does not exist` for the first such link of `path` and `names` in its folder, or
     an empty string."""
-    for one in (path, *(path / name for name in names)):
-        if one.is_symlink() and not one.exists():
-            return f"; '{one}' is a link to '{one.readlink()}', which does not exist"
+    for link in (path, *(path / name for name in names)):
+        if link.is_symlink() and not link.exists():
+            return f"; '{link}' is a link to '{link.readlink()}', which does not exist"
     return ""
 
 

@@ -16,7 +16,7 @@ from octetrl.system.text import visible
 
 WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
-POINTS = 250  # of a line; more are thinned out
+POINTS = 250  # most that a line has; more are thinned out
 HOVERED = 40  # points with a tooltip
 DOTS = 30  # points of the longest line of a chart that shows them
 

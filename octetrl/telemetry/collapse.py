@@ -78,7 +78,7 @@ class CollapseGate:
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
-        self._past: deque[dict[str, float]] = deque(maxlen=WINDOW)  # of sound steps
+        self._past: deque[dict[str, float]] = deque(maxlen=WINDOW)  # sound steps
         self._since: dict[What, int] = {}  # first step of the current series of unsound steps, by symptom
         self._dead_groups = 0.0  # number of groups since "reward is dead" began
         self._last_step = 0

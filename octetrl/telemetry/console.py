@@ -97,7 +97,7 @@ class Console:
         self._took: dict[str, float] = {}  # seconds of each phase, the last time
         self._between: Phase | None = None  # what runs between two phases
         self._line = StepLine(total_steps, mismatch_limit)
-        self._seconds: list[float] = []  # of each step
+        self._seconds: list[float] = []  # for each step
         self._evaluations: dict[int, float] = {}  # accuracy by step
         self._step: int | None = None  # that runs now
         self._step_began = 0.0
@@ -409,7 +409,7 @@ def bar_line(label: str, share: float | None, facts: list[str], width: int, room
 
 CONSOLE_FILE = "console.log"
 LOST = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESTALE)
-_logs: list[Path] = []  # of the runs that are going on, the innermost last
+_logs: list[Path] = []  # one for each live run, the innermost last
 
 
 @contextmanager

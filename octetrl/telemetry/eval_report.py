@@ -50,7 +50,7 @@ class EvalReport:
     groups: Sequence[RolloutGroup]
     scoring: Scoring
     tokens_per_second: float = 0.0
-    step: int = 0  # of the checkpoint that was read; 0: a model that is none, or the run's present weights
+    step: int = 0  # the checkpoint's; 0: a model that is no checkpoint, or the run's present weights
 
     def __repr__(self) -> str:
         """The estimates with their intervals, without the groups, which hold every answer."""
@@ -186,8 +186,8 @@ class EvalReport:
 
 def differences(report: EvalReport, baseline: EvalReport) -> Mapping[str, Estimate]:
     """Estimate `report` minus `baseline`, over the tasks for which both have a value. Both must have the same tasks."""
-    of_both = [[group.task.prompt for group in one.groups] for one in (report, baseline)]
-    assert of_both[0] == of_both[1], "compared on different tasks"
+    prompts = [[group.task.prompt for group in compared.groups] for compared in (report, baseline)]
+    assert prompts[0] == prompts[1], "compared on different tasks"
     found: dict[str, Estimate] = {}
     for name, values in report.values_by_task.items():
         others = baseline.values_by_task.get(name, {})

@@ -251,7 +251,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
     entries = [metric for family in METRICS.values() for metric in family]
     entries.sort(key=lambda metric: metric.name.count("{"))
-    return tuple((re.compile(re.sub(r"\\{\w+\\}", r"[^/]+", re.escape(one.name))), one) for one in entries)
+    return tuple((re.compile(re.sub(r"\\{\w+\\}", r"[^/]+", re.escape(entry.name))), entry) for entry in entries)
 
 
 @cache

@@ -424,7 +424,7 @@ OF_PAIRS = (
     " intervals are over pairs. Steps of a run depend on one another, so theirs are too narrow. None covers"
     " another seed, which may differ as much."
 )
-LIMITS = {  # of time, memory and number: they change neither a task nor its score
+LIMITS = {  # time, memory and number: they change neither a task nor its score
     *("train_size", "eval_size", "seed", "reward_timeout_seconds", "reward_memory_mib", "reward_workers"),
     *("load_timeout_seconds", "task_timeout_seconds", "sandbox", "max_failure_share"),
 }

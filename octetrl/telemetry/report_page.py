@@ -40,10 +40,10 @@ from octetrl.telemetry.report_data import (
 from octetrl.telemetry.rollouts import MODEL, Filter, Interval, SampledGroup, SampledRow, select
 from octetrl.telemetry.step_line import duration
 
-BARS = 60  # of the chart of phases
+BARS = 60  # at most in the chart of phases
 SHORT = 180  # seconds, or minutes, that an axis counts as such
-CHARACTERS = 1500  # of one answer on the page
-SIBLINGS = 4  # of a group
+CHARACTERS = 1500  # most of an answer that the page shows
+SIBLINGS = 4  # most of a group that the page shows
 CURVES: tuple[tuple[str, str], ...] = (
     ("reward", "reward/mean"), ("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward_mean"),
     ("loss", "loss"), ("answer length", "rollout/mean_length"), ("entropy", "entropy"),
@@ -104,7 +104,7 @@ def _styles() -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], further: str = "") -> str:
-    head = "".join(f"<th>{escape(one)}</th>" for one in header)
+    head = "".join(f"<th>{escape(title)}</th>" for title in header)
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f'<div class="card wide{further}"><table><tr>{head}</tr>{body}</table></div>'
 
@@ -119,8 +119,8 @@ def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
     settings: list[Mapping[str, str]] = [
         {"ended": _ended(run), **dict(results(run)), **dict(run.settings)} for run in runs
     ]
-    labels = list(dict.fromkeys(label for one in settings for label in one))
-    rows = [[label, *(one.get(label, "–") for one in settings)] for label in labels]
+    labels = list(dict.fromkeys(label for shown in settings for label in shown))
+    rows = [[label, *(shown.get(label, "–") for shown in settings)] for label in labels]
     rows.append(["folder", *(str(run.folder) for run in runs)])
     rows.append(["time of its steps", *(duration(run.hours[-1] * 3600) or "0 s" for run in runs)])
     yield "<h2>What ran</h2>" + _table(["", *(run.name for run in runs)], rows, " settings")
@@ -237,7 +237,7 @@ def _line(run: RunRecord, number: int, name: str, units: float | None) -> Line:
 
 def _time(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards = []
-    colours: dict[str, int] = {}  # of all runs, so that a phase has one in each
+    colours: dict[str, int] = {}  # the same in all runs
     for run in runs:
         ahead, longest = is_ahead(run.rows), longest_first(run.rows)
         whole = sum(longest.values())
@@ -326,7 +326,7 @@ def _examples(groups: Sequence[SampledGroup]) -> list[tuple[str, SampledGroup]]:
         return []
     rest = scored[1:-1]
     ends = [("best", scored[-1]), ("worst", scored[0])]
-    return [*ends, *(("random", one) for one in random.Random(0).sample(rest, min(2, len(rest))))]
+    return [*ends, *(("random", group) for group in random.Random(0).sample(rest, min(2, len(rest))))]
 
 
 def _group(word: str, group: SampledGroup) -> str:

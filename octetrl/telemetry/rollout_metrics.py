@@ -50,7 +50,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if rewards:
         metrics["reward/mean"] = statistics.fmean(rewards)
         metrics["reward/std"] = statistics.pstdev(rewards)
-        metrics["reward/penalty"] = statistics.fmean(one.penalty for group in groups for one in group.scored)
+        metrics["reward/penalty"] = statistics.fmean(rollout.penalty for group in groups for rollout in group.scored)
         metrics |= equal_rewards("reward", groups) | _mean_error(groups, metrics["reward/mean"])
     if lengths:
         metrics["rollout/mean_length"] = statistics.fmean(lengths)
@@ -79,8 +79,10 @@ def equal_rewards(family: str, groups: Sequence[RolloutGroup]) -> dict[str, floa
 
 def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each name's values, over the rollouts that have it."""
-    names = dict.fromkeys(name for one in measured for name in one)
-    return {f"{family}/{name}": statistics.fmean(one[name] for one in measured if name in one) for name in names}
+    names = dict.fromkeys(name for values in measured for name in values)
+    return {
+        f"{family}/{name}": statistics.fmean(values[name] for values in measured if name in values) for name in names
+    }
 
 
 def by_environment(groups: Sequence[RolloutGroup], names: Collection[str] = ()) -> dict[str, list[RolloutGroup]]:

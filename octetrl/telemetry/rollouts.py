@@ -420,7 +420,7 @@ def _line(text: str, where: str) -> RolloutLine:
     try:
         _LINE.validate_python(line)
     except ValidationError as error:
-        keys = ", ".join(dict.fromkeys(str(one["loc"][0]) if one["loc"] else "the object" for one in error.errors()))
+        keys = ", ".join(dict.fromkeys(str(part["loc"][0]) if part["loc"] else "the object" for part in error.errors()))
         raise UserError(
             f"{where}: not a rollout, {keys} is missing or has a wrong value; give a folder that a run wrote"
         ) from None

@@ -44,7 +44,7 @@ from itertools import combinations
 import numpy
 
 SUBSETS = 2_000
-DECIMALS = 12  # of a value of an interval: 2/3 - 1/3 and 1 - 2/3 are equal
+DECIMALS = 12  # to which values are rounded: 2/3 - 1/3 and 1 - 2/3 are equal
 RESAMPLES = 10_000
 MOST_EXACT = 10  # values, with 92,378 resamples
 LEVEL = 0.95
@@ -109,7 +109,7 @@ def with_unseen(values: numpy.ndarray, low: float, high: float, seed: int = 0) -
 
 
 def standard_error(values: numpy.ndarray) -> float:
-    """Of the mean; 0 of one value."""
+    """Standard error of the mean; 0 for one value."""
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
@@ -144,9 +144,9 @@ def _pieces(width: int) -> Iterator[int]:
 def _all_resamples(count: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Every resample of `count` values: how often it has each value [R, count], and its probability [R]."""
     bars = combinations(range(2 * count - 1), count - 1)  # between `count` stars, in 2 count - 1 places
-    ends = numpy.asarray([(-1, *one, 2 * count - 1) for one in bars])
+    ends = numpy.asarray([(-1, *places, 2 * count - 1) for places in bars])
     times = numpy.diff(ends, axis=1) - 1
-    factorials = numpy.asarray([math.factorial(one) for one in range(count + 1)], dtype=numpy.float64)
+    factorials = numpy.asarray([math.factorial(number) for number in range(count + 1)], dtype=numpy.float64)
     return times.astype(numpy.float64), factorials[count] / factorials[times].prod(axis=1) / float(count) ** count
 
 

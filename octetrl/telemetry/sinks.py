@@ -294,7 +294,7 @@ def open_sinks(
 
 # ---------------------------------------------------------------- rollouts as text, for TensorBoard
 
-LETTERS = 2_000  # of a prompt or an answer; the middle of a longer one is left out
+LETTERS = 2_000  # most of a prompt or an answer; the middle of a longer one is left out
 
 
 def sample_texts(groups: Sequence[RolloutGroup]) -> str:

@@ -52,13 +52,17 @@ def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[s
             yield from _fact("time", ", ".join(shares), width)
         if says := overlap(run.rows):
             yield from _fact("", says, width)
-        for line in (*(f"look: {one}" for one in findings(run)), *(f"warned: {one}" for one in raised_warnings(run))):
+        for line in (
+            *(f"look: {text}" for text in findings(run)),
+            *(f"warned: {text}" for text in raised_warnings(run)),
+        ):
             yield from _wrapped(f"  {line}", width, " " * 8)
     for line in uncompared(runs):
         yield from _wrapped(line, width, "  ")
     compared = list(differences(runs))
-    for what, other, found in compared:
-        line = f"{what}, {other.name} − {runs[0].name}: {found.mean:+.4g}, {interval_text(found, '95% interval ')}"
+    for what, other, difference in compared:
+        interval = interval_text(difference, "95% interval ")
+        line = f"{what}, {other.name} − {runs[0].name}: {difference.mean:+.4g}, {interval}"
         yield from _wrapped(line, width, "  ")
     if compared:
         yield from _wrapped(OF_PAIRS, width, "  ")
