@@ -1,4 +1,4 @@
-"""`octetrl report`: one page about one run, or several side by side (telemetry/report_page.py)."""
+"""`octetrl report`: one page about one run, or several side by side (telemetry/report.py)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from octetrl.cli.output import refuse_file, terminal_columns, whole_file
 from octetrl.run.folder.layout import REPORT
 from octetrl.system.errors import UserError, refuse_empty
 from octetrl.system.text import ESCAPE
+from octetrl.telemetry.report import WIDTH, report_page, terminal_report
 from octetrl.telemetry.report_data import read_run
-from octetrl.telemetry.report_page import report_page
-from octetrl.telemetry.terminal_report import WIDTH, terminal_report
 
 SUFFIXES = (".html", ".htm")
 BEGINS = b"<!doctype html>"

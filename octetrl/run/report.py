@@ -25,8 +25,8 @@ from octetrl.run.model_source import BEST
 from octetrl.system.errors import UserError
 from octetrl.system.text import ESCAPE, counted
 from octetrl.telemetry.console import Console
+from octetrl.telemetry.report import report_page
 from octetrl.telemetry.report_data import RunRecord, idle_tail, longest_first, overlap, read_run, results, steps_above
-from octetrl.telemetry.report_page import report_page
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import duration
 from octetrl.trainer.checkpoint import best_of, latest, step_of

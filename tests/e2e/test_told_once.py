@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.report import report_page
 from octetrl.telemetry.report_data import read_run
-from octetrl.telemetry.report_page import report_page
 from tests.e2e.tiny_run import read_lines, run
 
 

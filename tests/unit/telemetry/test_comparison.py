@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from octetrl.telemetry.report import report_page, terminal_report
 from octetrl.telemetry.report_data import OF_PAIRS, RunRecord, changed_tasks
-from octetrl.telemetry.report_page import report_page
-from octetrl.telemetry.terminal_report import terminal_report
 
 TASKS = {"kind": "reasoning_gym", "dataset": "chain_sum"}
 SAYS = "the tasks differ: rewards and accuracies cannot be compared"

@@ -18,6 +18,7 @@ from octetrl.run.folder.allowed_changes import changes_between, record_changes
 from octetrl.system.errors import UserError
 from octetrl.telemetry.charts import HEIGHT, LEFT, WIDTH, Line, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.metrics import BETWEEN_STEPS, MISMATCH
+from octetrl.telemetry.report import _TONES, mismatch_by_age, report_page, terminal_report
 from octetrl.telemetry.report_data import (
     PHASES,
     RunRecord,
@@ -28,9 +29,7 @@ from octetrl.telemetry.report_data import (
     read_run,
     steps_above,
 )
-from octetrl.telemetry.report_page import _TONES, mismatch_by_age, report_page
 from octetrl.telemetry.sinks import HISTORY_FILE, open_sinks
-from octetrl.telemetry.terminal_report import terminal_report
 from tests.unit.telemetry.sampled_rows import line as rollout_line
 from tests.unit.telemetry.sampled_rows import write_run
 

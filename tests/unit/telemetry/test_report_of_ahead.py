@@ -13,9 +13,8 @@ import pytest
 from octetrl.system.errors import RunFailed, Terminated, UserError
 from octetrl.telemetry.ending import Ending, ending_of, reopen, write_ending
 from octetrl.telemetry.metrics import MISMATCH
+from octetrl.telemetry.report import mismatch_by_age, report_page, terminal_report
 from octetrl.telemetry.report_data import longest_first, overlap, read_run, results
-from octetrl.telemetry.report_page import mismatch_by_age, report_page
-from octetrl.telemetry.terminal_report import terminal_report
 from tests.unit.telemetry.test_report import make_run
 
 AHEAD = {"time/step": 10.0, "time/train": 8.0, "time/wait_for_batch": 1.0, "time/send_weights": 0.5}

@@ -113,16 +113,6 @@ def test_wandb_continues_a_begun_run_and_no_other(tmp_path: Path, monkeypatch: p
     assert logged == [(1, {"loss": 0.5}), (1, {"loss": 0.5}), (2, {"loss": 0.5})]
 
 
-def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with open_sinks(tmp_path, LoggingConfig(), {}) as sinks:
-        for step in (1, 2):
-            sinks.write(step, {"reward/mean": step / 4})
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
-
-
 def test_tensorboard_has_the_recipe_and_samples_and_no_constant_curves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,4 +1,5 @@
-"""The report of one or several runs: one HTML page that needs no network. terminal_report.py has the same in short.
+"""The report of one or several runs: an HTML page that needs no network, and the same in short for a
+terminal.
 
 The page has the look of the rollouts' page (rollout_page.html), whose styles it takes. Texts of a model are escaped,
 and a Content-Security-Policy forbids scripts and connections. Charts are SVG (charts.py).
@@ -9,14 +10,15 @@ from __future__ import annotations
 import random
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 
 from octetrl.config.cluster import one_worker
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError
-from octetrl.system.text import counted
-from octetrl.telemetry.charts import Line, escape, line_chart, shown_number, stacked_chart
+from octetrl.system.text import counted, printable
+from octetrl.telemetry.charts import Line, escape, line_chart, shown_number, sparkline, stacked_chart
 from octetrl.telemetry.ending import FAILED
 from octetrl.telemetry.glossary import explained, own_metrics
 from octetrl.telemetry.metrics import STALE_IN_IT
@@ -406,3 +408,60 @@ def _places_by_age(row: Row) -> list[tuple[int, str]]:
     if ages or age is None or not float(age).is_integer():
         return [(age, f"age_{age}/") for age in ages]
     return [(int(age), "")]
+
+
+# ---------------------------------------------------------------- in a terminal
+
+WIDTH = 98  # columns at most
+LABEL = 20  # columns of what begins a line
+VALUES = 23  # columns of the first and the last value of a curve
+LEAST_CURVE = 8
+_FACTS = ("model", "algorithm", "precision", "linears by layer")
+
+
+def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[str]:
+    """Lines of the report, no wider than `width` columns. What a run wrote cannot control the terminal."""
+    for run in runs:
+        ended = f", {run.ending.how}" if run.ending is not None else ""
+        head = f"{run.name}: {counted(len(run.rows), 'step')} in {duration(run.hours[-1] * 3600) or '0 s'}{ended}"
+        yield from _wrapped(head, width, "  ")
+        facts = {**dict(results(run)), **{label: text for label, text in run.settings if label in _FACTS}}
+        for label, text in facts.items():
+            yield from _fact(label, text, width)
+        own = own_metrics(dict.fromkeys(name for row in run.rows for name in row))
+        for name, title in {**{name: name for name in (*HEADLINES, "kl")}, **own}.items():
+            label = printable(title)[:LABEL]
+            if values := run.values(name):
+                curve = sparkline(values, min(32, max(LEAST_CURVE, width - LABEL - 5 - VALUES)))
+                ends = f"{shown_number(values[0])} → {shown_number(values[-1])}"
+                yield f"  {label:<{LABEL}} {curve:<{32 if width >= WIDTH else 0}}  {ends}"
+        if parts := longest_first(run.rows):
+            whole = sum(parts.values())
+            shares = [f"{name} {spent / whole:.0%}" for name, spent in parts.items() if spent >= 0.01 * whole]
+            yield from _fact("time", ", ".join(shares), width)
+        if says := overlap(run.rows):
+            yield from _fact("", says, width)
+        for line in (
+            *(f"look: {text}" for text in findings(run)),
+            *(f"warned: {text}" for text in raised_warnings(run)),
+        ):
+            yield from _wrapped(f"  {line}", width, " " * 8)
+    for line in uncompared(runs):
+        yield from _wrapped(line, width, "  ")
+    compared = list(differences(runs))
+    for what, other, difference in compared:
+        interval = interval_text(difference, "95% interval ")
+        line = f"{what}, {other.name} − {runs[0].name}: {difference.mean:+.4g}, {interval}"
+        yield from _wrapped(line, width, "  ")
+    if compared:
+        yield from _wrapped(OF_PAIRS, width, "  ")
+
+
+def _fact(label: str, text: str, width: int) -> Iterator[str]:
+    return _wrapped(f"  {label:<{LABEL}} {text}", width, " " * (LABEL + 3))
+
+
+def _wrapped(line: str, width: int, indent: str) -> Iterator[str]:
+    """The line with escapes for control characters, in rows of `width` columns. Its own columns stay."""
+    begin = line[: len(line) - len(line.lstrip())]
+    return iter(textwrap.wrap(printable(" ".join(line.splitlines())), width, subsequent_indent=indent) or [begin])
