@@ -32,7 +32,7 @@ from octetrl.layers.weight_memory import Loading, filling
 from octetrl.models.decoder import Decoder
 from octetrl.models.random_weights import EMBEDDING_STD
 from octetrl.models.tensor_rows import cut_rows_of
-from octetrl.records import PackedBatch, PolicyUpdate, RolloutStatus, Sample, Task
+from octetrl.records import PackedBatch, PolicyUpdate, RolloutStatus, Sample, Task, joined
 from octetrl.rollout.backend import SessionRecord
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import CollectionSettings, ExpectedLengths
@@ -44,7 +44,6 @@ from octetrl.run.step import learn, produce
 from octetrl.shapes.spec import ModelSpec
 from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.build import BuiltWorker, Role, fill_weights, keep_codes, resolve_device
 from octetrl.workers.many.balance import Costs
@@ -241,7 +240,7 @@ class GenerateOnly(StepMethod):
         collected = produce(run, number)
         assert collected.session is not None, "every prompt fits"
         self.sessions.append(collected.session)
-        return StepResult(StepMetrics.merge(collected.metrics), collected.groups)
+        return StepResult(joined(collected.metrics), collected.groups)
 
 
 class LearnOnly(StepMethod):

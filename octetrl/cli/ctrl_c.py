@@ -2,7 +2,7 @@
 
 While a module is imported, Ctrl-C ends the process at once. A library may turn a KeyboardInterrupt into an error of its
 own there (pydantic's core and numpy do). Otherwise the first Ctrl-C raises KeyboardInterrupt, so the command can clean
-up. During training the first Ctrl-C waits for the end of the step (system/sigterm.py), and the second arrives here. One
+up. During training the first Ctrl-C waits for the end of the step (system/process.py), and the second arrives here. One
 more ends the process at once. The files are then as after a kill, which every file of a run survives. Nothing heavy is
 imported here, so the handler is installed within a few hundredths of a second.
 """

@@ -38,7 +38,6 @@ from octetrl.rollout.samples import to_samples, versions_of
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import BufferedBatch, DataPlace, Run, StepMethod, StepResult
 from octetrl.run.step import learn
-from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.clock import Clock
 from octetrl.workers.many.roles import SeparateWorkers
 
@@ -103,7 +102,7 @@ class Ahead(StepMethod):
         left_out = {"time/publish_pause"} & metrics.keys()
         of_batch = {name: value for name, value in drawn.metrics.items() if name not in left_out}
         own = joined(recorded, drawn.counts, of_batch, stale, too_old, waited)
-        return StepResult(StepMetrics.merge(metrics, own), drawn.groups)
+        return StepResult(joined(metrics, own), drawn.groups)
 
     def _take(self, step: int) -> BufferedBatch:
         with self._changed:

@@ -14,12 +14,11 @@ from typing import Protocol
 
 from octetrl.algorithms.weighting import TokenWeighting
 from octetrl.config.schema import Recipe
-from octetrl.records import PackedBatch, RolloutGroup
+from octetrl.records import PackedBatch, RolloutGroup, joined
 from octetrl.rollout.collect import collect_batch
 from octetrl.rollout.samples import CreditAssignment, to_samples
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
-from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.workers.many.tail import TailWorkers
 
@@ -103,7 +102,7 @@ class BesideTail(StepMethod):
             workers.offer(batch)
         update = workers.finish_step()
         published = workers.publish(update.policy_version)
-        metrics = StepMetrics.merge(recorded, collected.metrics, blocks.metrics, update.metrics, published.metrics)
+        metrics = joined(recorded, collected.metrics, blocks.metrics, update.metrics, published.metrics)
         return StepResult(metrics, collected.groups)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import Given
 from octetrl.fp8.non_finite import NonFiniteError
+from octetrl.records import joined
 from octetrl.run.build import build_run
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.environment import NOTHING_GIVEN
@@ -35,7 +36,7 @@ from octetrl.system.errors import UserError
 from octetrl.system.process import StopRequest, terminable
 from octetrl.telemetry.console import Console, keeps_writing
 from octetrl.telemetry.ending import ending_of, reopen, write_ending
-from octetrl.telemetry.metrics import StepMetrics, slowest_workers
+from octetrl.telemetry.metrics import slowest_workers
 from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, sample_texts, steps_until
 from octetrl.trainer.checkpoint import check_complete, latest_of, step_of
@@ -159,11 +160,11 @@ def _run_steps(
             if is_last or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
                 with run.console.phase("checkpoint"):
                     stopped_for = checkpoints.stage(run, step, metrics, is_last=is_last)
-                metrics = StepMetrics.merge(metrics, stopped_for)
+                metrics = joined(metrics, stopped_for)
                 draws_now = run.conversations is None and not run.method.draws_ahead
                 if draws_now and recipe.engine.prefix_cache == "keep":
                     run.workers.forget_prefixes()  # a checkpoint has no pages, so a resumed run has none
-            metrics = StepMetrics.merge(metrics, checkpoints.figures())
+            metrics = joined(metrics, checkpoints.figures())
             with checkpoints.saved_if_failed(run, step, metrics):
                 sinks.write(step, metrics)
             is_due = step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps)
@@ -207,8 +208,8 @@ def one_step(run: Run, step: int, journal: Journal = NO_FILES) -> StepResult:
     began = time.perf_counter()
     calibrated = {} if run.conversations is not None else _calibrate_first(run)
     result = run.method.step(run, step, journal)
-    metrics = StepMetrics.merge(calibrated, result.metrics, {"time/step": time.perf_counter() - began})
-    metrics = StepMetrics.merge(metrics, slowest_workers(metrics))
+    metrics = joined(calibrated, result.metrics, {"time/step": time.perf_counter() - began})
+    metrics = joined(metrics, slowest_workers(metrics))
     if not run.config.evaluation.every or step % run.config.evaluation.every:
         return replace(result, metrics=metrics)
     with run.method.paused() as waited:
@@ -216,7 +217,7 @@ def one_step(run: Run, step: int, journal: Journal = NO_FILES) -> StepResult:
         report = evaluate(run)
         journal.record_evaluation(step, report.groups)
         took = {"time/evaluate": time.perf_counter() - began}
-    return replace(result, metrics=StepMetrics.merge(metrics, waited, report.metrics, took), evaluated=report.groups)
+    return replace(result, metrics=joined(metrics, waited, report.metrics, took), evaluated=report.groups)
 
 
 def _calibrate_first(run: Run) -> Mapping[str, float]:

@@ -19,7 +19,6 @@ from octetrl.run.device import random_state, restore_random_state
 from octetrl.run.environment import Rewards
 from octetrl.run.folder.journal import Journal, check_failures
 from octetrl.telemetry.console import Console
-from octetrl.telemetry.metrics import StepMetrics
 from octetrl.workers.workers import Workers
 
 
@@ -27,7 +26,7 @@ from octetrl.workers.workers import Workers
 class StepResult:
     """What a step gives. `groups`: all that it sampled, with those that it did not train on; none without rollouts."""
 
-    metrics: StepMetrics
+    metrics: Mapping[str, float]
     groups: Sequence[RolloutGroup] = ()
     evaluated: Sequence[RolloutGroup] = ()  # of held-out tasks, where an evaluation was due after the step
 

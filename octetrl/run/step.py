@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octetrl.config.objective_settings import DatasetSettings
-from octetrl.records import Sample
+from octetrl.records import Sample, joined
 from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.samples import to_samples
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
-from octetrl.telemetry.metrics import StepMetrics
 from octetrl.trainer.packing import pack
 
 
@@ -25,7 +24,7 @@ class GenerateThenLearn(StepMethod):
         collected = produce(run, number)
         recorded = journal.record(number, collected.groups)
         learnt = learn(run, to_samples(collected.kept, run.algorithm), number)
-        return StepResult(StepMetrics.merge(recorded, collected.metrics, learnt), collected.groups)
+        return StepResult(joined(recorded, collected.metrics, learnt), collected.groups)
 
 
 class LearnFromData(StepMethod):
@@ -36,7 +35,7 @@ class LearnFromData(StepMethod):
         assert isinstance(algorithm, DatasetSettings), f"{algorithm.name} draws rollouts"
         assert run.conversations is not None, "a recipe that samples no rollouts has conversations"
         samples = run.conversations.next_batch(algorithm.batch_size)
-        return StepResult(StepMetrics.merge(run.conversations.metrics, learn(run, samples, number)))
+        return StepResult(joined(run.conversations.metrics, learn(run, samples, number)))
 
 
 def produce(run: Run, step: int) -> CollectedBatch:
@@ -45,9 +44,9 @@ def produce(run: Run, step: int) -> CollectedBatch:
     return collect_batch(run.taskset, run.algorithm.keeps, run.rewards, workers, settings, run.lengths)
 
 
-def learn(run: Run, samples: list[Sample], step: int) -> StepMetrics:
+def learn(run: Run, samples: list[Sample], step: int) -> dict[str, float]:
     """Samples -> packed batch -> one update -> new weights and KV scales in the engine."""
     batch = pack(samples, run.workers.layout, run.algorithm.token_weighting)
     update = run.workers.train(replace(batch, step=step))
     published = run.workers.publish(update.policy_version)
-    return StepMetrics.merge(batch.metrics, update.metrics, published.metrics)
+    return joined(batch.metrics, update.metrics, published.metrics)

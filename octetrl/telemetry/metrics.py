@@ -1,4 +1,4 @@
-"""The metrics of a step: a flat, frozen mapping from metric name to number.
+"""The metrics of a step: a flat mapping from metric name to number.
 
 Names are `family/name` in lower case: `reward/mean`, `time/rollout`, `mismatch/gen_kl`. A few have no
 family: `loss`, `grad_norm`, `entropy`. A name includes a unit that is not obvious: `_per_second`, `_gb`. Times are in
@@ -7,18 +7,15 @@ seconds.
 A metric that was not measured in a step is left out; it is never 0 or NaN instead. A measured value that is not finite
 is kept, so that it is visible.
 
-Each source of metrics returns its own small mapping, and `merge` joins them. Times with the same name are added, of
-peaks of memory the largest counts. Any other name that two sources have is an error, because one value would be lost.
+Each source of metrics returns its own small mapping, and `records.joined` joins them. Times with the same name are
+added, of peaks of memory the largest counts. Any other name that two sources have is an error, because one value would
+be lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from operator import itemgetter
-from typing import Self
-
-from octetrl.records import joined
 
 MISMATCH = "mismatch/token_mult_prob_error"  # mean over tokens of exp(|log-prob of the engine - of the trainer|)
 BETWEEN_STEPS = ("time/evaluate", "time/wait_to_evaluate", "time/checkpoint")  # not in time/step
@@ -28,27 +25,6 @@ BETWEEN_STEPS = ("time/evaluate", "time/wait_to_evaluate", "time/checkpoint")  #
 TRUNCATED_LIMIT = 0.1  # share of the answers that reach their token limit
 UNFINISHED_LIMIT = 0.1  # share of the conversations that run out of turns or context
 EQUAL_REWARDS_LIMIT = 0.8  # share of the groups
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics(Mapping[str, float]):
-    """The metrics of one step. `merge` creates it. It is read like a dict."""
-
-    values_by_name: Mapping[str, float]
-
-    @classmethod
-    def merge(cls, *mappings: Mapping[str, float]) -> Self:
-        """`joined` mappings. Raises AssertionError for a repeated name or a value that is not a number."""
-        return cls(joined(*mappings))
-
-    def __getitem__(self, name: str) -> float:
-        return self.values_by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_by_name)
-
-    def __len__(self) -> int:
-        return len(self.values_by_name)
 
 
 def slowest_workers(metrics: Mapping[str, float]) -> dict[str, float]:

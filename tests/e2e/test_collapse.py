@@ -13,7 +13,6 @@ from octetrl.cli.main import run_command
 from octetrl.run import loop
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepResult
-from octetrl.telemetry.metrics import StepMetrics
 from tests.e2e.tiny_run import recipe_tree, tiny_recipe
 
 RUINED_FROM = 4
@@ -28,7 +27,7 @@ def ruined(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_step(run: Run, step: int, journal: Journal) -> StepResult:
         dead = {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_variance_fraction": 1.0}
         result = whole_step(run, step, journal)
-        return replace(result, metrics=StepMetrics(dict(result.metrics) | (dead if step >= RUINED_FROM else {})))
+        return replace(result, metrics={**result.metrics, **(dead if step >= RUINED_FROM else {})})
 
     monkeypatch.setattr(loop, "one_step", one_step)
 

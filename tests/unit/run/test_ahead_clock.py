@@ -16,7 +16,6 @@ import pytest
 
 from octetrl.records import Sample
 from octetrl.run.ahead import Ahead, RunEnds
-from octetrl.telemetry.metrics import StepMetrics
 
 LEARNS, DRAWS = 0, 1  # the two threads
 
@@ -133,13 +132,13 @@ class Line:
         sample = Sample((1,), (True,), (-1.0,), 0.0, version)
         return SimpleNamespace(groups=[sample], kept=[sample], counts={}, measured={})
 
-    def _learn(self, run: Any, _: list[Sample], step: int) -> StepMetrics:
+    def _learn(self, run: Any, _: list[Sample], step: int) -> dict[str, float]:
         self.clock.sleep(self._learns[step - 1])
         run.workers.policy_version = self._published = step
         if self._in_place:
             with self._workers.between_batches():
                 self._adopt()
-        return StepMetrics.merge()
+        return {}
 
     def steps(self) -> Iterator[float]:
         """The age of each step's batch."""

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+
 EVIL = "</script><script>alert('x')</script>\x1b[31m\u202e<b>[bold]"
 
 
@@ -65,3 +67,28 @@ class Letters:
 
     def decode(self, token_ids: list[int]) -> str:
         return "".join(self._text[token_id % len(self._text)] for token_id in token_ids)
+
+
+TASK = Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
+
+
+def turn(tokens: tuple[int, ...], reply: str | None = None) -> Turn:
+    text = "".join(str(token) for token in tokens)
+    completion = Completion(tokens, (-0.1,) * len(tokens), text, FinishReason.STOP, 5, "digest")
+    return Turn((1, 2), completion, () if reply is None else (Reply("user", reply),))
+
+
+def rollout(status: RolloutStatus, reward: float | None, *turns: Turn) -> Rollout:
+    return Rollout(TASK, turns, status, reward)
+
+
+GROUP = RolloutGroup(
+    TASK,
+    (
+        rollout(RolloutStatus.SCORED, 1.0, turn((7, 9))),
+        rollout(RolloutStatus.TRUNCATED, 0.0, turn((8, 8, 8, 8))),
+        rollout(RolloutStatus.REWARD_ERROR, None, turn((6, 9, 9), reply="go on"), turn((5, 9, 9))),
+        rollout(RolloutStatus.PROMPT_TOO_LONG, None),
+    ),
+)
+FLAT = RolloutGroup(TASK, (rollout(RolloutStatus.SCORED, 1.0, turn((7, 9))),) * 2)

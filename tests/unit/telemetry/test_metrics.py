@@ -1,18 +1,11 @@
-import json
 import time
 
 import pytest
 import torch
 
 from octetrl.records import joined, worker_times
-from octetrl.telemetry.metrics import StepMetrics, slowest_workers
+from octetrl.telemetry.metrics import slowest_workers
 from octetrl.workers.clock import Clock
-
-
-def test_merge_joins_and_reads_like_a_dict() -> None:
-    metrics = StepMetrics.merge({"loss": 0.5}, {"reward/mean": 1}, StepMetrics.merge({"time/step": 2.0}))
-    assert dict(metrics) == {"loss": 0.5, "reward/mean": 1, "time/step": 2.0}
-    assert json.loads(json.dumps(dict(metrics))) == dict(metrics)
 
 
 @pytest.mark.parametrize(
@@ -23,9 +16,9 @@ def test_merge_joins_and_reads_like_a_dict() -> None:
         (({"loss": "1.0"},), "is a str, not a number"),
     ],
 )
-def test_merge_refuses(mappings: tuple, said: str) -> None:
+def test_joining_refuses(mappings: tuple, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
-        StepMetrics.merge(*mappings)
+        joined(*mappings)
 
 
 def test_a_clock_times_its_block_also_when_it_raises() -> None:

@@ -1,85 +1,21 @@
+"""Files of rollouts: each is written whole and read back, filtered by group; files that no run wrote are refused."""
+
+from __future__ import annotations
+
 import errno
 import json
 import os
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from octetrl.records import RolloutGroup, RolloutStatus
 from octetrl.system.errors import UserError
-from octetrl.telemetry.rollout_metrics import environment_metrics, rollout_metrics
-from octetrl.telemetry.rollouts import RolloutFiles
+from octetrl.telemetry.rollouts import Filter, Interval, RolloutFiles, matching_rows, select
+from tests.unit.telemetry.sampled_rows import FLAT, GROUP, TASK, line, rollout, turn, write_run
 
-TASK = Task(id="chain_sum/17", prompt="3 + 4 =", answer="7")
-
-
-def turn(tokens: tuple[int, ...], reply: str | None = None) -> Turn:
-    text = "".join(str(token) for token in tokens)
-    completion = Completion(tokens, (-0.1,) * len(tokens), text, FinishReason.STOP, 5, "digest")
-    return Turn((1, 2), completion, () if reply is None else (Reply("user", reply),))
-
-
-def rollout(status: RolloutStatus, reward: float | None, *turns: Turn) -> Rollout:
-    return Rollout(TASK, turns, status, reward)
-
-
-GROUP = RolloutGroup(
-    TASK,
-    (
-        rollout(RolloutStatus.SCORED, 1.0, turn((7, 9))),
-        rollout(RolloutStatus.TRUNCATED, 0.0, turn((8, 8, 8, 8))),
-        rollout(RolloutStatus.REWARD_ERROR, None, turn((6, 9, 9), reply="go on"), turn((5, 9, 9))),
-        rollout(RolloutStatus.PROMPT_TOO_LONG, None),
-    ),
-)
-FLAT = RolloutGroup(TASK, (rollout(RolloutStatus.SCORED, 1.0, turn((7, 9))),) * 2)
-
-
-def test_metrics_leave_rollouts_without_reward_out_and_count_them() -> None:
-    metrics = rollout_metrics([GROUP, FLAT])
-    assert metrics["reward/mean"] == 0.75 and metrics["reward/count"] == 4
-    assert metrics["reward/zero_variance_fraction"] == 0.5
-    assert metrics["rollout/mean_length"] == pytest.approx((2 + 4 + 6 + 2 + 2) / 5)
-    assert metrics["rollout/max_length"] == 6
-    assert metrics["rollout/reward_error"] == 1 and metrics["rollout/truncated"] == 1
-    assert metrics["rollout/truncated_share"] == 1 / 6 and metrics["rollout/unfinished_share"] == 0
-    assert metrics["rollout/prompt_too_long"] == 1 and metrics["rollout/reward_timeout"] == 0
-    assert "reward/mean" not in rollout_metrics([])
-
-
-def test_the_error_of_a_mean_is_that_of_independent_prompts() -> None:
-    """Siblings that are all alike are no more evidence than one; those of a prompt that has more weigh more."""
-
-    def of(*groups: list[float]) -> float | None:
-        found = [RolloutGroup(TASK, tuple(rollout(RolloutStatus.SCORED, one, turn((7,))) for one in rewards))
-                 for rewards in groups]  # fmt: skip
-        return rollout_metrics(found).get("reward/mean_error")
-
-    means = [0.0, 1.0, 1.0, 0.25]
-    expected = statistics.stdev(means) / 2
-    assert of(*([mean] * 8 for mean in means)) == pytest.approx(expected) == of(*([mean] for mean in means))
-    assert of([0.0, 0.5], [1.0], []) == pytest.approx((2 * (0.5**2 + 0.5**2)) ** 0.5 / 3)
-    assert of([0.0, 1.0]) is None, "one prompt has no spread"
-
-
-def test_equal_rewards_are_counted_over_groups_that_have_two() -> None:
-    def group(*rewards: float) -> RolloutGroup:
-        return RolloutGroup(TASK, tuple(rollout(RolloutStatus.SCORED, reward, turn((7,))) for reward in rewards))
-
-    name = "reward/zero_variance_fraction"
-    assert name not in rollout_metrics([group(0.0), group(1.0)]), "groups of one answer have no siblings"
-    assert rollout_metrics([group(0.1 + 0.2, 0.3), group(1.0), group(0.0, 1.0)])[name] == 0.5, "by more than rounding"
-
-
-def test_an_environment_fails_by_the_rule_of_the_run() -> None:
-    def group(status: RolloutStatus) -> RolloutGroup:
-        return RolloutGroup(replace(TASK, environment="y"), (rollout(status, None),))
-
-    groups = [*(group(RolloutStatus.REWARD_ERROR) for _ in range(3)), group(RolloutStatus.PROMPT_TOO_LONG)]
-    assert rollout_metrics(groups)["rollout/failure_share"] == 1.0
-    assert environment_metrics(groups, ["y"], 1.0)["environments/y/failure_share"] == 1.0
+# ---------------------------------------------------------------- writing
 
 
 def test_policy_versions_begin_at_tokens_of_all_turns(tmp_path: Path) -> None:
@@ -140,3 +76,109 @@ def test_a_folder_that_was_moved_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "rollouts").rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"can't write '.*rollouts' \(No such file or directory\): see that the folder"):
         files.write(1, [FLAT])
+
+
+# ---------------------------------------------------------------- reading
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def shown(run: Path, wanted: Filter, limit: int | None = None) -> list[tuple[int, str]]:
+    return [(group.step, group.rows[0].task_id) for group in select(run, wanted, limit).groups]
+
+
+def test_groups_are_siblings_in_the_order_of_the_steps(run: Path) -> None:
+    assert shown(run, Filter()) == [
+        *((1, "sum/easy"), (1, "sum/1"), (2, "sum/easy"), (2, "sum/2")),
+        *((3, "sum/easy"), (3, "sum/3"), (3, "talk")),
+    ]
+    group = select(run, Filter(task="easy"), None).groups[0]
+    assert [row.reward for row in group.rows] == group.rewards == [1.0, 0.5]
+
+
+def test_a_task_drawn_twice_in_a_row_is_two_groups(tmp_path: Path) -> None:
+    rows = [line("a", 0, 1.0), line("a", 1, 0.0), line("a", 0, 0.5), line("a", 1, 0.5)]
+    file = tmp_path / "step_000007.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    groups = select(file, Filter(), None).groups
+    assert [(group.step, group.place, group.rewards) for group in groups] == [(7, 0, [1.0, 0.0]), (7, 1, [0.5, 0.5])]
+    file.write_text("".join(json.dumps(line(name, 1, 0.0)) + "\n" for name in "ab"))  # as grep leaves them
+    assert [group.rewards for group in select(file, Filter(), None).groups] == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows"),
+    [
+        (Filter(steps=Interval(2, 2)), 4),
+        (Filter(rewards=Interval(0.5, 0.5)), 3),
+        (Filter(rewards=Interval(high=0.0)), 4),
+        (Filter(rewards=Interval()), 11),
+        (Filter(statuses=frozenset({RolloutStatus.REWARD_ERROR})), 3),
+        (Filter(statuses=frozenset({RolloutStatus.REWARD_ERROR}), rewards=Interval()), 0),
+        (Filter(task="sum/2"), 2),
+        (Filter(text="four"), 3),
+        (Filter(text="told you"), 1),
+        (Filter(text="four", task="easy", steps=Interval(low=2)), 2),
+    ],
+)
+def test_all_that_is_asked_must_hold(wanted: Filter, rows: int, run: Path) -> None:
+    assert len(list(matching_rows(run, wanted))) == rows
+    selection = select(run, wanted, None)
+    assert sum(wanted.takes(row) for group in selection.groups for row in group.rows) == rows
+    assert all(len(group.rows) == 2 for group in selection.groups)
+
+
+def test_fewer_are_evenly_spread_and_counted(run: Path) -> None:
+    selection = select(run, Filter(), 3)
+    assert (selection.found, selection.steps) == (7, 3)
+    assert [(group.step, group.place) for group in selection.groups] == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_turns_have_their_tokens(run: Path) -> None:
+    row = select(run, Filter(task="talk"), None).groups[0].rows[0]
+    assert [(part.by, part.text, row.token_ids[part.tokens]) for part in row.said] == [
+        ("model", "ask!", [0, 1, 2, 3]),
+        ("tool", "told you", []),
+        ("model", "so 3", [4, 5, 6]),
+    ]
+    assert row.components == {"right": 1.0, "brevity": -0.25}
+    assert row.trainer_logprobs == () and row.versions_text == ""
+
+
+def test_an_answer_of_several_versions_says_from_which_token_on(run: Path) -> None:
+    first, other = select(run, Filter(steps=Interval(low=3), task="easy"), None).groups[0].rows
+    assert first.versions_text == "policy version 2, 3 from token 4" and other.versions_text == ""
+
+
+def _damaged(**changes: object) -> bytes:
+    line = {"task_id": "a", "prompt": "p", "sibling": 0, "status": "scored", "reward": 1.0, "text": "t", **changes}
+    return json.dumps(line).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{\n", "step_000002.jsonl, line 1: not JSON"),
+        (b"[1]\n", "line 1: not a rollout"),
+        (b'{"task_id": "a"}\n', "not a rollout, prompt, sibling, status, reward, text is missing"),
+        (b"\xff\n", "not UTF-8 text"),
+        *((_damaged(reward=value), "line 1: not a rollout, reward is") for value in ("x", {}, float("nan"))),
+        *((_damaged(token_ids=value), "line 1: not a rollout, token_ids is") for value in (7, [1 << 31], [0.5])),
+        *((_damaged(policy_versions=value), "policy_versions is") for value in ([3], [[1]], [["a", 1]])),
+        (_damaged(turns=[{"num_tokens": 1}]), "turns is"),
+    ],
+)
+def test_what_no_run_wrote_is_refused(content: bytes, says: str, run: Path) -> None:
+    (run / "rollouts" / "step_000002.jsonl").write_bytes(content)
+    with pytest.raises(UserError) as refusal:
+        select(run, Filter(), None)
+    assert says in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_place_without_rollouts_is_refused(tmp_path: Path) -> None:
+    for place, says in [(tmp_path, "has no rollouts"), (tmp_path / "gone", "does not exist")]:
+        with pytest.raises(UserError, match=says):
+            select(place, Filter(), None)
