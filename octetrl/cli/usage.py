@@ -6,12 +6,11 @@ An option that names a field of the recipe gets the field's form: `train RECIPE 
 from __future__ import annotations
 
 import re
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from octetrl.config.other_names import OURS
+from octetrl.config.problems import field_names
 from octetrl.config.schema import Recipe
-from octetrl.config.section import Section
 from octetrl.system.errors import nearest
 
 TAKE_FIELDS = ("train", "check", "eval", "doctor")  # which take section.key=value
@@ -73,22 +72,12 @@ def field_hint(option: str, arguments: Sequence[str]) -> str:
     if not arguments or arguments[0] not in TAKE_FIELDS:
         return ""
     name = option.partition("=")[0].lstrip("-").replace("-", "_")
-    fields = list(_fields(Recipe))
-    named = [field for field in fields if field == name or field.endswith(f".{name}")]
+    fields = dict.fromkeys(field_names(Recipe))
+    sections = {field.rpartition(".")[0] for field in fields}
+    named = [field for field in fields if f".{field}".endswith(f".{name}") and field not in sections]
     trained = [field for field in named if field.startswith("trainer.")]  # before the critic's field of the same name
     certain = [name] if name in named else named if len(named) == 1 else trained
     field = certain[0] if certain else OURS.get(name)
     value = _value_of([option.partition("=")[0]], arguments)
     shown = "VALUE" if value is None or value.startswith("-") else value
     return f"; a field of the recipe has no dashes: {field}={shown}" if field else ""
-
-
-def _fields(section: type[Section], before: str = "") -> Iterator[str]:
-    """The dotted names of the fields of `section` and the sections in it, without those of objectives."""
-    for name, field in section.model_fields.items():
-        kinds = [field.annotation, *typing.get_args(field.annotation)]
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
-        if inner:
-            yield from _fields(inner[0], f"{before}{name}.")
-        else:
-            yield f"{before}{name}"

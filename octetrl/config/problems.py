@@ -185,16 +185,17 @@ def _elsewhere(parent: str, name: str) -> list[str]:
 def _by_name() -> dict[str, list[str]]:
     """The full names of all fields, by their last part."""
     by_name: dict[str, list[str]] = {}
-    for full in dict.fromkeys(_all_fields(Recipe)):
+    for full in dict.fromkeys(field_names(Recipe)):
         by_name.setdefault(full.split(".")[-1], []).append(full)
     return by_name
 
 
-def _all_fields(schema: type[Section], prefix: str = "") -> Iterator[str]:
+def field_names(schema: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields and sections of `schema`, those of every objective too, some twice."""
     for name in schema.model_fields:
         yield prefix + name
         for section in _sections_of(schema, name):
-            yield from _all_fields(section, f"{prefix}{name}.")
+            yield from field_names(section, f"{prefix}{name}.")
 
 
 def _missing(field: tuple[str, ...]) -> str:
@@ -259,7 +260,7 @@ def for_python(text: str) -> str:
 
 def is_field(keys: Sequence[str]) -> bool:
     """Whether a recipe has a field or section of this dotted name."""
-    return ".".join(keys) in _all_fields(Recipe)
+    return ".".join(keys) in field_names(Recipe)
 
 
 def _show(value: object) -> str:

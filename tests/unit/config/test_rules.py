@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octetrl.config.problems import _all_fields
+from octetrl.config.problems import field_names
 from octetrl.config.rules import Rule
 from octetrl.config.rules_environment import DATASET, ENVIRONMENT, MIXTURE, ONE_OF_SEVERAL, SEVERAL_TURNS
 from octetrl.config.rules_running import BESIDE_TAIL, RUNNING, SERVER_TRAINS
@@ -285,7 +285,7 @@ def test_every_rule_has_an_example() -> None:
 
 @pytest.mark.parametrize("rule", [*RULES, *SEVERAL_TURNS, *SERVER_TRAINS], ids=lambda rule: rule.pattern)
 def test_the_fields_of_a_rule_are_those_of_a_recipe(rule: Rule) -> None:
-    assert set(rule.fields) <= set(_all_fields(Recipe))
+    assert set(rule.fields) <= set(field_names(Recipe))
 
 
 def test_an_objective_without_the_field_breaks_no_rule_about_it() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octetrl.config.environment import MixedEnvironmentConfig
-from octetrl.config.problems import _all_fields
+from octetrl.config.problems import field_names
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import build_recipe
 
@@ -42,8 +42,8 @@ def with_value(tree: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tree", "fields"),
     [
-        (ONE, [*dict.fromkeys(_all_fields(Recipe)), "data.sources.s", "data.sources.s.path", "engine.openai.z"]),
-        (SEVERAL, [f"environments.a.{name}" for name in (*_all_fields(MixedEnvironmentConfig), "z")]),
+        (ONE, [*dict.fromkeys(field_names(Recipe)), "data.sources.s", "data.sources.s.path", "engine.openai.z"]),
+        (SEVERAL, [f"environments.a.{name}" for name in (*field_names(MixedEnvironmentConfig), "z")]),
     ],
 )
 def test_any_value_in_any_field_gives_a_recipe_or_problems(tree: dict[str, Any], fields: list[str]) -> None:
