@@ -10,7 +10,7 @@ import pytest
 from octetrl.cli.verbs import VERBS
 from octetrl.config.algorithm import OBJECTIVES
 from octetrl.config.other_names import OURS
-from octetrl.config.problems import _all_fields
+from octetrl.config.problems import field_names
 from octetrl.config.schema import Recipe
 from octetrl.run.folder.allowed_changes import MAY_CHANGE
 from tests.house.tree import REPO, python_files, syntax, text_files
@@ -72,7 +72,7 @@ def test_the_commands_page_lists_what_a_resumed_run_may_change() -> None:
 
 def test_the_page_for_users_of_other_libraries_names_fields_that_exist_and_all_names_of_the_hints() -> None:
     fields = {field for section in OBJECTIVES.values() for field in section.model_fields}
-    known = {*_all_fields(Recipe), *(f"algorithm.{field}" for field in fields)}
+    known = {*field_names(Recipe), *(f"algorithm.{field}" for field in fields)}
     text = (REPO / "docs/coming_from.md").read_text(encoding="utf-8").split("## Where")[0]
     ours = [row.rsplit("| ", 1)[1] for row in text.splitlines() if row.startswith("| ")]
     named = {name for cell in ours for name in re.findall(r"`((?:[a-z_]+\.)+[a-z_0-9]+)", cell)}
