@@ -1,15 +1,24 @@
 """Load and check the tokenizer of a model folder. Only this module uses transformers' tokenizer classes.
 
 transformers is imported when a tokenizer is loaded, because its import takes seconds. Missing files are refused before.
+
+**Trial.** Try a call of foreign code in a copy of this process, with limits of time and memory.
 """
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
+import resource
+import select
+import signal
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from octetrl.config.schema import Recipe
 from octetrl.environments.tools.messages import TEMPLATE_ERRORS, Family, family_of, template_fails
@@ -21,7 +30,12 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TEMPLATE = "chat_template.jinja"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"(?!")')
+_STEPS = re.compile(rb'"(?:normalizer|decoder)"\s*:\s*(?=\{)')
 _SAID = "WHAT-THE-USER-SAYS"
+_TOOL = {"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}}
+_CORRECT = "correct chat_template in its tokenizer_config.json or chat_template.jinja"
+MOST_AROUND = 1_000_000  # characters that a template writes around a short message
+MOST_GROWTH = 1_000  # characters of a normalized text, for each of its own
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase; lower packages declare only the methods that they call
 
 
@@ -72,8 +86,9 @@ def check_tokenizer_files(folder: str | Path, *, remedy: str = "give model.token
     if links := dangling(path, TEMPLATE):
         raise UserError(f"tokenizer: '{path}' has no chat template{links}; fetch it again, or remove the link")
     _check_settings(path)
-    if (path / "tokenizer.json").is_file():
-        _refuse_prefixed_pieces(path / "tokenizer.json")
+    content = (path / "tokenizer.json").read_bytes() if (path / "tokenizer.json").is_file() else b""
+    _refuse_prefixed_pieces(path / "tokenizer.json", content)
+    _refuse_growth(path / "tokenizer.json", content)
     return path
 
 
@@ -88,9 +103,13 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Refuse a chat template that fails or leaves out the user's message. Raises UserError."""
+    """Refuse a chat template that fails, does not end, or leaves out the user's message. Raises UserError."""
     if tokenizer.chat_template is None:
         return
+    if too_much := find_excess(lambda: _render_all(tokenizer)):
+        raise UserError(
+            f"tokenizer: its chat template takes more than {too_much} for a conversation of a few words; {_CORRECT}"
+        )
     try:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": _SAID}], tokenize=False, add_generation_prompt=True
@@ -99,9 +118,23 @@ def check_template(tokenizer: Tokenizer) -> None:
         raise template_fails(error) from error
     if _SAID not in text:
         raise UserError(
-            "tokenizer: its chat template leaves out the user's message, so all prompts would be equal; correct"
-            " chat_template in its tokenizer_config.json or chat_template.jinja"
+            f"tokenizer: its chat template leaves out the user's message, so all prompts would be equal; {_CORRECT}"
         )
+    if len(text) > MOST_AROUND:
+        raise UserError(f"tokenizer: its chat template makes {len(text):,} characters of a few words; {_CORRECT}")
+
+
+def _render_all(tokenizer: Tokenizer) -> None:
+    """Render a short conversation of each kind."""
+    user = {"role": "user", "content": _SAID}
+    longer = [{"role": "system", "content": "-"}, user, {"role": "assistant", "content": "-"}, user]
+    for conversation, tools in (([user], None), (longer, None), (longer, [_TOOL])):
+        try:
+            tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False, add_generation_prompt=True)
+        except MemoryError:
+            raise
+        except TEMPLATE_ERRORS:  # a template may refuse a role; what every run needs is tried once more
+            continue
 
 
 def save_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
@@ -149,12 +182,39 @@ def _try_out(tokenizer: Tokenizer) -> None:
         raise ValueError("a special token is not a string")
 
 
-def _refuse_prefixed_pieces(file: Path) -> None:
+def _refuse_growth(file: Path, content: bytes) -> None:
+    """Raise UserError for a normalizer or decoder whose steps multiply the length of a text: nothing could stop it."""
+    for found in _STEPS.finditer(content):
+        try:
+            steps, _ = json.JSONDecoder().raw_decode(content[found.end() :].decode("utf-8"))
+            growth = _growth(steps)
+        except (ValueError, RecursionError):
+            continue  # the tokenizers library says what is wrong
+        if growth > MOST_GROWTH:
+            raise UserError(
+                f"{file}: its normalizer or decoder can make a text {growth:,.0f} times as long, and at most"
+                f" {MOST_GROWTH:,} is allowed; remove the Replace steps that lengthen it, or fetch the tokenizer again"
+            )
+
+
+def _growth(step: Any) -> float:
+    """How many times as long a step of a tokenizer, or all steps of a list, can make a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1.0
+    if step.get("type") != "Replace":
+        return 2.0 if step.get("type") == "ByteLevel" else math.prod(map(_growth, step.values()))
+    pattern = step.get("pattern")
+    replaced = pattern.get("String") if isinstance(pattern, dict) else None
+    return max(1.0, len(str(step.get("content"))) / max(1, len(str(replaced or ""))))
+
+
+def _refuse_prefixed_pieces(file: Path, content: bytes) -> None:
     """Raise UserError for a BPE with a continuing_subword_prefix.
 
     The tokenizers library cuts that number of bytes off each piece. If this splits a character, the process aborts. No
     known model's BPE has such a prefix."""
-    content = file.read_bytes()
     if _PREFIX.search(content) and b'"WordPiece"' not in content:
         raise UserError(
             f"{file}: a BPE with a continuing_subword_prefix is not supported; set it to null, or use another one"
@@ -185,3 +245,58 @@ def _check_settings(path: Path) -> None:
 def tool_family(tokenizer: Tokenizer) -> Family | None:
     """Return the form in which a model with this tokenizer writes tool calls. None: no form, or an unknown one."""
     return None if tokenizer.chat_template is None else family_of(tokenizer.get_chat_template(tools=[]))
+
+
+SECONDS = 10  # of a core
+GIB = 4  # beyond what the process has
+_WAITED = 120.0  # seconds, on a machine that is short of cores
+_FULL = 3  # exit code
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+
+
+def find_excess(call: Callable[[], object]) -> str | None:
+    """What `call` takes too much of. None: it ends, with or without an error, or could not be tried.
+
+    The call may use no threads and no GPU: the copy has neither."""
+    before = os.environ.get(_PARALLEL)
+    os.environ[_PARALLEL] = "false"  # the tokenizers library then says nothing of the copy
+    reader, writer = os.pipe()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which the copy lacks
+            copy = os.fork()
+        if copy == 0:
+            _try(call)
+    except RuntimeError:  # another thread holds a lock file, and its library lets nobody copy the process
+        os.close(reader)
+        return None
+    finally:
+        os.close(writer)
+        os.environ.pop(_PARALLEL) if before is None else os.environ.update({_PARALLEL: before})
+    try:
+        if not select.select([reader], [], [], _WAITED)[0]:
+            os.kill(copy, signal.SIGKILL)
+    except BaseException:
+        os.kill(copy, signal.SIGKILL)
+        raise
+    finally:
+        os.close(reader)
+        _, status, used = os.wait4(copy, 0)
+    if os.WIFSIGNALED(status):
+        return f"{SECONDS} seconds" if used.ru_utime + used.ru_stime > SECONDS / 2 else None
+    return f"{GIB} GiB" if os.WEXITSTATUS(status) == _FULL else None
+
+
+def _try(call: Callable[[], object]) -> NoReturn:
+    """In the copy, whose descriptors end with it."""
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + GIB * 2**30
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        call()
+    except MemoryError:
+        os._exit(_FULL)
+    finally:
+        os._exit(0)

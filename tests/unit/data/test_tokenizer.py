@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from octetrl.data import tokenizer as trial
 from octetrl.data.tokenizer import check_tokenizer_files, load_tokenizer, save_tokenizer_files
 from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
 from octetrl.system.errors import UserError
@@ -86,7 +87,7 @@ def test_more_tokens_than_the_model_has(folder: Path) -> None:
         ("{{ messages[0].content + 1 }}", "its chat template fails (TypeError"),
         ("{{ 1 // 0 }}", "its chat template fails (ZeroDivisionError"),
         ("{{ raise_exception('no') }}", "its chat template fails (TemplateError: no"),
-        ("{{ 'x' * (2 ** 60) }}", "its chat template fails (MemoryError"),
+        ("{{ 'x' * (2 ** 60) }}", "its chat template takes more than 4 GiB"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "its chat template fails (RecursionError"),
         ("<|user|>", "leaves out the user's message"),
         (7, "'chat_template' is 7, a string or a list of named templates is needed"),
@@ -97,6 +98,48 @@ def test_a_broken_chat_template(folder: Path, template: object, says: str) -> No
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
     assert says in refusal(folder)
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "too_much"),
+    [
+        ("{% if tools %}" + LOOP + "{% endif %}{{ messages[0]['content'] }}", "1 seconds"),
+        ("{{ messages[0]['content'] }}{{ 'a' * 10**10 }}", "4 GiB"),
+        ("{{ messages[0]['content'] }}{{ 'a' * 10**7 }}", "10,000,018 characters"),
+    ],
+)
+def test_a_chat_template_that_does_not_end(
+    folder: Path, template: str, too_much: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "SECONDS", 1)
+    (folder / "chat_template.jinja").write_text(template)
+    assert too_much in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "lists", "factor", "count", "is_refused"),
+    [
+        ("normalizer", "normalizers", "aa", 40, True),
+        ("normalizer", "normalizers", "a" * 5000, 1, True),
+        ("decoder", "decoders", "aaaa", 20, True),
+        ("normalizer", "normalizers", "aa", 3, False),
+        ("normalizer", "normalizers", "b", 40, False),
+    ],
+)
+def test_steps_that_multiply_a_text(
+    folder: Path, key: str, lists: str, factor: str, count: int, is_refused: bool
+) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": factor}
+    file.write_text(json.dumps({**content, key: {"type": "Sequence", lists: [step] * count}}))
+    if is_refused:
+        assert "times as long" in refusal(folder)
+    else:
+        check_tokenizer_files(folder)
 
 
 def test_a_prefix_that_aborts_the_tokenizers_library(folder: Path) -> None:
