@@ -25,6 +25,7 @@ from octetrl.system.text import ESCAPE
 
 FAILED, WRONG_INPUT = 1, 2
 _STDOUT, _STDERR = 1, 2
+STREAMS = {_STDOUT: "stdout", _STDERR: "stderr"}
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 OF_A_PATH = (  # what a path that was given may do, wherever it is looked at first
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -54,11 +55,16 @@ def main() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Give standard streams that were closed (`2>&-`) to /dev/null, so that no file of a run gets their numbers."""
+    """Make a standard stream that was closed (`2>&-`) the other one, so that a refusal arrives, or /dev/null if both
+    are closed. So no file of a run gets its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    closed = {number: name for number, name in STREAMS.items() if getattr(sys, name) is None}
+    for number, name in closed.items():
+        if len(closed) == 1:
+            os.dup2(_STDOUT + _STDERR - number, number)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, errors=ESCAPE, closefd=False))
 
 
 def run_command(arguments: Sequence[str]) -> int:
