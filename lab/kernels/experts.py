@@ -26,7 +26,7 @@ from octetrl.kernels.rows.combine_experts_backward import (
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.layers.stacked import Float8StackedLinear, RowGroups, StackedLinear, group_rows
 from octetrl.models.blocks.moe.experts import run_experts
-from octetrl.models.blocks.moe.rows import gather
+from octetrl.models.blocks.moe.module import gather
 
 Linears = tuple[StackedLinear | Float8StackedLinear, StackedLinear | Float8StackedLinear]
 FORMS = ("fused", "separate")

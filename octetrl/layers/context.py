@@ -3,19 +3,67 @@
 `PackedContext` is for the trainer: whole sequences end to end, keys in the same tensor as their queries.
 `PagedContext` is for the engine: queries are new tokens (one for decode, a chunk for prefill), and keys are in pages.
 
+**Router record.** What the routers of a model do in one micro-batch, and the losses that a router is trained with
+beside the objective:
+
+    balance   X sum_e f_e P_e       f_e share of the rows that expert e has, P_e mean of its normalised scores
+    z         mean of logsumexp(logits)^2
+
+The balance loss is 1 if all experts have the same load (arXiv:2101.03961); the z loss keeps logits small
+(arXiv:2202.08906). Both are means over the tokens of a micro-batch and over the micro-batches of an optimizer step,
+summed over layers. They add to the gradient only, through the routing weights: the objective's loss and its metrics do
+not contain them. f_e has no gradient.
+
 Legend: B sequences, P pages of the longest block table, T tokens of this forward, L layers, S calibrated scales of a
-layer (`ModelSpec.num_cache_scales`).
+layer (`ModelSpec.num_cache_scales`), X experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from octetrl.layers.router_record import RouterRecord
 from octetrl.shapes.blocks import KVMode
+
+
+@dataclass(slots=True)
+class RouterRecord:
+    """Filled by the forward of one micro-batch, by layer. A layer that runs again writes the same values again."""
+
+    balance_loss: float = 0.0  # coefficients
+    z_loss: float = 0.0
+    share: float = 1.0  # of the optimizer step: 1 / its number of micro-batches
+    loads: dict[int, Tensor] = field(default_factory=dict)  # [X], rows of each expert
+    entropies: dict[int, Tensor] = field(default_factory=dict)  # float32 [T], of the normalised scores
+
+    def observe(self, layer: int, logits_TX: Tensor, score_TX: Tensor, load_X: Tensor, weight_TS: Tensor) -> Tensor:
+        """`weight_TS`, to which the losses' gradients are attached."""
+        share_TX = score_TX / score_TX.sum(1, keepdim=True)
+        self.loads[layer] = load_X
+        self.entropies[layer] = -torch.special.xlogy(share_TX, share_TX).sum(1).detach()
+        loss = torch.zeros((), device=logits_TX.device)
+        if self.balance_loss:
+            wanted_X = load_X.float() / weight_TS.numel() * load_X.numel()
+            loss = loss + self.balance_loss * self.share * (share_TX.mean(0) * wanted_X).sum()
+        if self.z_loss:
+            loss = loss + self.z_loss * self.share * logits_TX.logsumexp(1).square().mean()
+        attached_TS: Tensor = _Attach.apply(weight_TS, loss) if loss.requires_grad else weight_TS
+        return attached_TS
+
+
+class _Attach(torch.autograd.Function):
+    """The first argument; in the backward the second has gradient 1, as if it were added to the objective."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], torch.ones((), device=grads[0].device)
 
 
 class CacheTreatment(NamedTuple):

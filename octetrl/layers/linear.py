@@ -53,8 +53,8 @@ from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_w
 from octetrl.kernels.quantize.quantize_weights import QuantizedWeight
 from octetrl.kernels.quantize.transpose_codes import transpose_codes
 from octetrl.layers.lora import LoraAdapter
-from octetrl.layers.own_rows import OwnRows, weight_without_memory
 from octetrl.layers.unquantized_linear import Linear, initial_weight
+from octetrl.layers.weight_memory import OwnRows, weight_without_memory
 
 CODES_ARE_FREED = "the codes are freed during an update; call requantize() to restore them"
 ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {

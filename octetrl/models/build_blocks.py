@@ -1,11 +1,14 @@
 """Builds the blocks of a layer and their linears: each linear in its format on this side, with its adapter.
 
-build_block (forms.py) -> the block's module -> `BlockBuilder.linear(name)` -> Linear, Float8Linear, or a stack of them
+build_block -> the block's module -> `BlockBuilder.linear(name)` -> Linear, Float8Linear, or a stack of them
+
+A kind's `module.py` has the definition of a block. Its `rollout.py` and `training.py`, the fused forms for a GPU, are
+functions of the module. They are joined here, and `KINDS` says which class each layout builds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,11 +27,60 @@ from octetrl.layers.stacked import Float8StackedLinear, StackedLinear
 from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.layers.tensor_group import TensorGroup
 from octetrl.layers.unquantized_linear import Linear
+from octetrl.models.blocks.attention import rollout as attention_rollout
+from octetrl.models.blocks.attention import training as attention_training
+from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.models.blocks.attention.module import Attention
 from octetrl.models.blocks.block import Block, BlockBuilder
-from octetrl.models.forms import build_block
+from octetrl.models.blocks.mla import rollout as latent_rollout
+from octetrl.models.blocks.mla import training as latent_training
+from octetrl.models.blocks.mla.layout import LatentAttentionLayout
+from octetrl.models.blocks.mla.module import LatentAttention
+from octetrl.models.blocks.mlp import rollout as mlp_rollout
+from octetrl.models.blocks.mlp import training as mlp_training
+from octetrl.models.blocks.mlp.layout import MLPLayout
+from octetrl.models.blocks.mlp.module import MLP
+from octetrl.models.blocks.moe import rollout as mixture_rollout
+from octetrl.models.blocks.moe import training as mixture_training
+from octetrl.models.blocks.moe.layout import MixtureLayout
+from octetrl.models.blocks.moe.module import MixtureOfExperts
 from octetrl.shapes.blocks import PLACES, BlockLayout, LinearLayout, StackedLinearLayout
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
+
+
+class FusedAttention(Attention):
+    rollout = attention_rollout.rollout
+    begin, finish, backward = attention_training.begin, attention_training.finish, attention_training.backward
+
+
+class FusedLatentAttention(LatentAttention):
+    rollout = latent_rollout.rollout
+    begin, finish, backward = latent_training.begin, latent_training.finish, latent_training.backward
+
+
+class FusedMLP(MLP):
+    rollout = mlp_rollout.rollout
+    begin, finish, backward = mlp_training.begin, mlp_training.finish, mlp_training.backward
+
+
+class FusedMixture(MixtureOfExperts):
+    rollout = mixture_rollout.rollout
+    begin, finish, backward = mixture_training.begin, mixture_training.finish, mixture_training.backward
+
+
+KINDS: dict[type[BlockLayout], Callable[[BlockBuilder, Any], Block]] = {
+    AttentionLayout: lambda builder, layout: FusedAttention(builder, layout.window),
+    LatentAttentionLayout: FusedLatentAttention,
+    MLPLayout: lambda builder, layout: FusedMLP(builder),
+    MixtureLayout: lambda builder, layout: FusedMixture(builder, layout, FusedMLP),
+}
+
+
+def build_block(builder: BlockBuilder, layout: BlockLayout) -> Block:
+    """The module of a layout. A subclass of a layout builds what its base does."""
+    kind = next(kind for kind in type(layout).__mro__ if kind in KINDS)
+    return KINDS[kind](builder, layout)
 
 
 @dataclass(frozen=True, slots=True)

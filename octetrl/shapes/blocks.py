@@ -22,7 +22,7 @@ The layout is a subclass of `BlockLayout`. `ModelSpec.blocks` holds the layouts 
     trainer/forward.py          the largest magnitudes that training observes
     config/memory.py            the cache's bytes per token
 
-`models/forms.py` says which module a layout builds.
+`models/build_blocks.py` says which module a layout builds.
 """
 
 from __future__ import annotations

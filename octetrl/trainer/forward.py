@@ -17,8 +17,7 @@ from torch import Tensor
 
 from octetrl.config.schema import TrainerConfig
 from octetrl.kernels.quantize.count_poisoned import count_poisoned
-from octetrl.layers.context import PackedContext
-from octetrl.layers.router_record import RouterRecord
+from octetrl.layers.context import PackedContext, RouterRecord
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch
 from octetrl.shapes.blocks import KVMode

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octetrl.config.schema import RouterConfig
-from octetrl.layers.router_record import RouterRecord
+from octetrl.layers.context import RouterRecord
 from octetrl.models.blocks.moe.module import MixtureOfExperts
 from octetrl.models.decoder import Decoder
 from octetrl.trainer.peers import ALONE, Peers

@@ -46,7 +46,7 @@ from octetrl.layers.stacked import Float8StackedLinear, StackedLinear, group_row
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.moe.experts import run_experts
 from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
-from octetrl.models.blocks.moe.rows import gather
+from octetrl.models.blocks.moe.module import gather
 from octetrl.models.families import DENSE
 from octetrl.shapes.blocks import LayerBlocks
 from octetrl.shapes.spec import ModelSpec

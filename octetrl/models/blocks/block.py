@@ -4,7 +4,7 @@
     rollout                       for the engine: no gradients, no host reads, captured as part of a graph
     begin, finish, backward       for the trainer: models/training_forward.py makes a layer one autograd node
 
-A kind's fused forms are functions of its module; `models/forms.py` joins them with it.
+A kind's fused forms are functions of its module; `models/build_blocks.py` joins them with it.
 
 A block reads its norm's result and returns an addend of the residual stream. One kernel computes sum and norm, so both
 belong to the layer. `reader` is the only linear that reads the norm's result; if it is FP8, the norm's kernel

@@ -26,7 +26,7 @@ from octetrl.layers.context import Context, LayerCache, PackedContext, PagedCont
 from octetrl.layers.linear import Projection
 from octetrl.layers.rotary import Rotary
 from octetrl.models.blocks.block import Block, BlockBuilder
-from octetrl.models.forms import KINDS
+from octetrl.models.build_blocks import KINDS
 from octetrl.shapes.blocks import (
     BlockLayout,
     BlockMemory,

@@ -28,7 +28,7 @@ from octetrl.models.blocks.products import (
     wgrad_input,
 )
 from octetrl.models.blocks.saved import Gradients, Saved
-from octetrl.models.forms import KINDS
+from octetrl.models.build_blocks import KINDS
 from octetrl.shapes.blocks import BlockLayout, BlockMemory, LinearLayout, Part, Peak, TrainedAs
 from octetrl.shapes.sizes import ModelSizes
 

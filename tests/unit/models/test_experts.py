@@ -11,7 +11,7 @@ from torch import Tensor
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.layers.stacked import Float8StackedLinear, StackedLinear, group_rows
 from octetrl.models.blocks.moe.experts import run_experts
-from octetrl.models.blocks.moe.rows import gather
+from octetrl.models.blocks.moe.module import gather
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 6, 2, 256, 128
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -20,17 +20,15 @@ from octetrl.fp8.quantize import quantize_activation_reference, quantize_weight_
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.rows.combine_experts import ExpertSum, combine_experts
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
-from octetrl.layers.context import PackedContext
+from octetrl.layers.context import PackedContext, RouterRecord
 from octetrl.layers.rotary import RotaryTable
-from octetrl.layers.router_record import RouterRecord
 from octetrl.layers.stacked import Float8StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.block import RolloutInputs, TrainingInputs
 from octetrl.models.blocks.mlp import training as mlp_training
 from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
-from octetrl.models.blocks.moe.module import MixtureOfExperts
+from octetrl.models.blocks.moe.module import MixtureOfExperts, combine
 from octetrl.models.blocks.moe.routing import route
-from octetrl.models.blocks.moe.rows import combine
 from octetrl.models.blocks.normed import BothForms, add_norm, values_of
 from octetrl.models.blocks.products import Input
 from octetrl.models.decoder import Decoder

@@ -60,7 +60,7 @@ class MixtureLayout(BlockLayout):
     )
 
     shared_name: ClassVar[str] = "shared_experts"  # in a checkpoint
-    shared_gate: ClassVar[bool] = False  # the shared expert's output is multiplied by a sigmoid (shared_gate.py)
+    shared_gate: ClassVar[bool] = False  # the shared expert's output is multiplied by a sigmoid
     gate_up_names: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")  # of an expert's matrices in a checkpoint
     down_name: ClassVar[str] = "down_proj"
 

@@ -3,10 +3,18 @@
     logits = x Wgate^T                                        float32 (routing.py: experts and weights)
     y_e    = down_e(SiLU(gate_e(x)) * up_e(x))                for each chosen expert, rounded to the model's dtype
     out    = round(sum over the token's experts, ascending, of weight_e y_e, + shared(x))        float32, one rounding
-    shared(x) may have a gate (shared_gate.py)
+    shared(x) may have a gate of one number a token, as Qwen2-MoE has it: round(sigmoid(x . w) * shared(x))
 
 Both sides and all batches use one code path. Trainer and engine therefore choose the same experts, and no choice is
 replayed (docs/fp8.md §11). The experts are stacked linears (layers/stacked.py). The shared expert is an ordinary MLP.
+
+**Rows.** Tokens go to the rows of their experts and the outputs back to a token, with gradients: gather is a copy,
+whose backward adds a token's rows in the order of its experts; combine is kernels/rows/combine_experts.py.
+
+**Gate of the shared expert.** Product and sigmoid are float32 with one rounding. The product adds along K in one order
+at any number of tokens, like the router's. Everything after it is done element by element, so a token's bits do not
+depend on the other tokens. On a CPU the sigmoid is that of float64, because torch computes the elements at a tensor's
+end by another formula than the rest.
 
 T tokens, S experts a token, P = T S rows sorted by expert, E hidden size, F an expert's intermediate size.
 """
@@ -16,26 +24,107 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_straight
+from octetrl.kernels.rows.combine_experts import combine_experts
+from octetrl.kernels.rows.combine_experts_backward import combine_experts_backward
 from octetrl.kernels.rows.route_tokens import Routed
 from octetrl.kernels.rows.silu_mul import silu_mul
-from octetrl.layers.context import Context, PackedContext
+from octetrl.layers.context import Context, PackedContext, RouterRecord
 from octetrl.layers.linear import Projection
 from octetrl.layers.rotary import Rotary
-from octetrl.layers.router_record import RouterRecord
 from octetrl.layers.stacked import RowGroups, group_codes, group_rows
 from octetrl.models.blocks.block import Block, BlockBuilder
 from octetrl.models.blocks.mlp.module import MLP
 from octetrl.models.blocks.moe.experts import can_fuse_experts, run_experts
 from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.blocks.moe.routing import Router
-from octetrl.models.blocks.moe.rows import combine, gather
-from octetrl.models.blocks.moe.shared_gate import SharedGate
 from octetrl.models.blocks.products import wants_codes
+
+
+class SharedGate(nn.Module):
+    """Its weight [1, E] is in the model's dtype and never FP8."""
+
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        weight = torch.empty(1, hidden_size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight.normal_(std=hidden_size**-0.5))
+
+    def forward(self, x_TE: Tensor, shared_TE: Tensor) -> Tensor:
+        """The gated output [T, E], in the dtype of `shared_TE`. Differentiable."""
+        gated_TE: Tensor = _SharedGate.apply(x_TE, shared_TE, self.weight)
+        return gated_TE
+
+
+class _SharedGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, shared_TE: Tensor, weight_1E: Tensor) -> Tensor:
+        gate_T1 = _sigmoid(bf16_gemm_straight(x_TE.contiguous(), weight_1E, torch.float32))
+        ctx.save_for_backward(x_TE, shared_TE, weight_1E, gate_T1)
+        return (shared_TE.float() * gate_T1).to(shared_TE.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TE, shared_TE, weight_1E, gate_T1 = ctx.saved_tensors
+        need_x, need_shared, need_weight = ctx.needs_input_grad
+        dgated_TE = grads[0].float()
+        dlogit_T1 = (dgated_TE * shared_TE.float()).sum(1, keepdim=True) * gate_T1 * (1.0 - gate_T1)
+        return (
+            (dlogit_T1 * weight_1E.float()).to(x_TE.dtype) if need_x else None,
+            (dgated_TE * gate_T1).to(shared_TE.dtype) if need_shared else None,
+            (dlogit_T1.t() @ x_TE.float()).to(weight_1E.dtype) if need_weight else None,
+        )
+
+
+def _sigmoid(logit_T1: Tensor) -> Tensor:
+    return logit_T1.sigmoid() if logit_T1.is_cuda else logit_T1.double().sigmoid().float()
+
+
+def gather(x_TE: Tensor, groups: RowGroups) -> Tensor:
+    """x [P, E] of x [T, E], differentiable."""
+    x_PE: Tensor = _Gather.apply(x_TE, groups)
+    return x_PE
+
+
+def combine(y_PE: Tensor, weight_TS: Tensor, shared_TE: Tensor | None, groups: RowGroups) -> Tensor:
+    """The sum [T, E] of a token's experts, in y's dtype, differentiable. `shared`: the shared expert's output."""
+    sum_TE: Tensor = _Combine.apply(y_PE, weight_TS, shared_TE, groups)
+    return sum_TE
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, groups: RowGroups) -> Tensor:
+        ctx.groups = groups
+        return x_TE.index_select(0, groups.token_P)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        columns = ctx.groups.row_TS.t()
+        dx_TE = grads[0][columns[0]].float()
+        for row_T in columns[1:]:
+            dx_TE += grads[0][row_T]
+        return dx_TE.to(grads[0].dtype), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_PE: Tensor, weight_TS: Tensor, shared_TE: Tensor | None, groups: RowGroups) -> Tensor:
+        ctx.save_for_backward(y_PE, weight_TS)
+        ctx.groups = groups
+        return combine_experts(y_PE, weight_TS.contiguous(), groups.row_TS, shared_TE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y_PE, weight_TS = ctx.saved_tensors
+        row_TS = ctx.groups.row_TS.contiguous()
+        dy_PE, dweight_TS = combine_experts_backward(grads[0].contiguous(), y_PE, weight_TS.contiguous(), row_TS)
+        return dy_PE, dweight_TS, grads[0] if ctx.needs_input_grad[2] else None, None
 
 
 class Experts(nn.Module):
