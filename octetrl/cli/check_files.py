@@ -26,7 +26,7 @@ from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.process.sandbox import sandbox_for
 from octetrl.run.environment import build_environment
-from octetrl.run.folder.layout import RECIPE_FILE, refuse_records, refuse_unwritable
+from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_records, refuse_unwritable
 from octetrl.run.recipe_files import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.spec import ModelSpec
@@ -128,7 +128,7 @@ def _look_at_output(recipe: Recipe) -> None:
     if not given.exists():
         refuse_unmakeable("output_dir", given)
     if not (given / RECIPE_FILE).exists():
-        refuse_records(given)
+        refuse_records(given, was_taken=process_of(given) is not None)
 
 
 def _read_adapter(recipe: Recipe, spec: ModelSpec | None) -> None:

@@ -14,7 +14,7 @@ from octetrl.config.rules_environment import FILES
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.config.shipped import way_to_make
-from octetrl.run.folder.layout import RECIPE_FILE, refuse_unwritable, refuse_used
+from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_unwritable, refuse_used
 from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
 from octetrl.system.errors import UserError, nearest, nearest_file
 from octetrl.system.names import hub_dataset
@@ -62,7 +62,7 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
         if resume:
             _refuse_no_run(folder)
         else:
-            refuse_used(folder)
+            refuse_used(folder, was_taken=process_of(folder) is not None)
         refuse_unwritable(folder)
     except OSError as error:  # a name that is too long, links in a circle
         raise UserError(f"output_dir: '{folder}' can't be a folder ({error.strerror}); choose another") from None

@@ -4,11 +4,11 @@
     report.html  events.out.tfevents.*  lock  workers.json  logs/
 
 A folder with a `config.yaml` holds a run. In any other folder a new run starts only if it neither overwrites nor
-continues what it did not write: none of these names may be there. `lock` is an exception, and so is what a run writes
-before its `config.yaml` (`EARLY`): a run that was killed at its start left them, and they are replaced.
+continues what it did not write: none of these names may be there. Where a run was killed at its start, its `lock` is
+there, and what a run writes before its `config.yaml` (`EARLY`) is replaced.
 
-One live run holds a folder: it locks `lock`, which names its process. The lock ends with the process, and other
-machines see it on NFS.
+One live run holds a folder. The folder itself is locked, so no deleted file frees it. On NFS other machines do not see
+that lock, so `lock`, the file that names the run's process, is locked as well. Both locks end with the process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from octetrl.system.errors import UserError
+from octetrl.system.files import folder_lock
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, RUN_FILE, WARNINGS
 from octetrl.workers.many.status import STATUS_FILE
@@ -48,10 +50,10 @@ _ATTEMPTS = 1000  # to take a folder that refused runs remove at the same time
 
 class FolderLock:
     """Holds the folder at `path`, and creates it if needed. Raises UserError if a live run holds it, and OSError if it
-    can't be created or written in."""
+    can't be created or written in. `was_taken`: whether an earlier run has left its `lock` there."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._made, self._file = path, set[Path](), -1
+        self._path, self._made, self._locks, self.was_taken = path, set[Path](), ExitStack(), False
         try:
             for attempt in range(_ATTEMPTS):
                 if self._take(is_last=attempt > 0):
@@ -69,19 +71,23 @@ class FolderLock:
         self.release()
 
     def release(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        self._locks.close()
 
     def _take(self, *, is_last: bool) -> bool:
         """False: a refused run removed the folder or its lock in between, or somebody only asks who holds it."""
         lock = self._path / LOCK
-        self._made |= {path.absolute() for path in (lock, self._path, *self._path.parents) if not path.exists()}
+        self._made |= {path.absolute() for path in (lock, self._path, *self._path.parents) if not os.path.lexists(path)}
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._file), os.stat(lock)):
+            if not self._locks.enter_context(folder_lock(self._path)):
+                raise BlockingIOError
+            self.was_taken = process_of(self._path) is not None
+            if not self.was_taken and os.path.lexists(lock):
+                raise _foreign(self._path, [LOCK])
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            file = self._locks.enter_context(os.fdopen(descriptor, "r+"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 raise FileNotFoundError
         except (FileNotFoundError, FileExistsError):
             self.release()
@@ -95,8 +101,9 @@ class FolderLock:
                 raise live_run(self._path) from None
             time.sleep(PROBED)
             return False
-        os.truncate(self._file, 0)
-        os.write(self._file, str(os.getpid()).encode())
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         return True
 
 
@@ -110,7 +117,10 @@ def process_of(folder: Path) -> str | None:
 
 def is_held(folder: Path) -> bool:
     """Whether a live process holds the folder. The id in `lock` alone is no proof: a notebook lives on."""
-    with suppress(OSError), _opened(folder) as lock:
+    with suppress(OSError), folder_lock(folder, shared=True) as is_free:
+        if not is_free:
+            return True
+    with suppress(OSError), _opened(folder) as lock:  # also of another machine
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -133,8 +143,11 @@ def live_run(folder: Path) -> UserError:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
+    """The `lock` of a folder, if it is a regular file. Waits for nobody who would write a pipe."""
     descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -143,24 +156,30 @@ def _opened(folder: Path) -> Iterator[int]:
 # ---------------------------------------------------------------- whether a run may start
 
 
-def refuse_used(folder: Path) -> None:
-    """Refuse a new run in the folder of another one, or among files that it would overwrite."""
+def refuse_used(folder: Path, *, was_taken: bool) -> None:
+    """Refuse a new run in the folder of another one, or among files that it would overwrite. was_taken: an earlier run
+    has left its `lock` there."""
     if os.path.lexists(folder / RECIPE_FILE):
         raise UserError(
             f"output_dir: '{folder}' already holds a run; continue it with --resume,"
             f" or give another folder: output_dir=..."
         )
-    refuse_records(folder)
+    refuse_records(folder, was_taken=was_taken)
 
 
-def refuse_records(folder: Path) -> None:
+def refuse_records(folder: Path, *, was_taken: bool) -> None:
     """Refuse a run in a folder without a recipe, but with files that it would overwrite or continue. Empty folders do
     not count, links do."""
-    if used := sorted(path.name for path in _written(folder, RECORDS) if not _is_empty_folder(path)):
-        raise UserError(
-            f"output_dir: '{folder}' holds {', '.join(used)}, which this run did not write; choose another folder:"
-            " output_dir=..."
-        )
+    names = RECORDS if was_taken else (*RECORDS, *EARLY)
+    if used := sorted(path.name for path in _written(folder, names) if not _is_empty_folder(path)):
+        raise _foreign(folder, used)
+
+
+def _foreign(folder: Path, names: Collection[str]) -> UserError:
+    return UserError(
+        f"output_dir: '{folder}' holds {', '.join(names)}, which this run did not write; choose another folder:"
+        " output_dir=..."
+    )
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -112,12 +112,12 @@ class OutputFolder:
             ) from error
 
     def _new_run(self) -> str:
-        refuse_used(self.path)
+        refuse_used(self.path, was_taken=self._lock.was_taken)
         return new_run_id()
 
     def _resumed_run(self) -> str | None:
         if not (self.path / RECIPE_FILE).exists():
-            refuse_records(self.path)
+            refuse_records(self.path, was_taken=self._lock.was_taken)
             raise UserError(
                 f"--resume: '{self.path}' holds no run (no {RECIPE_FILE}); leave --resume out to start one there"
             )

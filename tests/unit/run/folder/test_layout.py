@@ -41,8 +41,8 @@ def begin(given: Recipe, *, resume: bool = False) -> None:
     ("name", "content"),
     [
         *(("run.json", content) for content in ("", '{"speed": 3}', '{"run": "0123456789ab"}')),
-        ("run.json.partial", "mine"),
-        ("rollouts", "mine"),
+        *((name, "mine") for name in (*EARLY, "run.json.partial", "rollouts")),
+        *(("lock", content) for content in ("package-lock", "12 13")),
     ],
 )
 def test_a_file_that_no_run_wrote_stays(name: str, content: str) -> None:
@@ -54,7 +54,7 @@ def test_a_file_that_no_run_wrote_stays(name: str, content: str) -> None:
         assert [(path.name, path.read_text()) for path in Path("runs/one").iterdir()] == [(name, content)]
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "rollouts"])
+@pytest.mark.parametrize("name", ["lock", "config.yaml", "rollouts"])
 @pytest.mark.parametrize("kind", ["a link", "a dangling link", "a pipe", "a folder"])
 def test_what_is_no_file_is_neither_followed_nor_waited_for(name: str, kind: str, here: Path) -> None:
     Path("runs/one").mkdir(parents=True)

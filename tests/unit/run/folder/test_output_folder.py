@@ -18,6 +18,7 @@ import yaml
 from octetrl.config.load import load_recipe, recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.run.folder import layout
+from octetrl.run.folder.layout import is_held
 from octetrl.run.folder.output_folder import OutputFolder, read_run_id
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
@@ -132,6 +133,10 @@ def test_two_live_runs_are_kept_apart_and_a_dead_ones_lock_is_free() -> None:
         folder.keep()
         with pytest.raises(UserError, match=rf"in use by a live run \(process {os.getpid()}\)"):
             OutputFolder(recipe(), resume=True)
+        Path("runs/one/lock").unlink()  # by somebody who takes it for a leftover
+        with pytest.raises(UserError, match="in use by a live run"):
+            OutputFolder(recipe(), resume=True)
+        assert is_held(Path("runs/one"))
     begin(recipe(), resume=True)
 
 
@@ -160,9 +165,10 @@ def test_a_refused_run_leaves_what_others_made_meanwhile(here: Path) -> None:
     assert [path.name for path in Path("sweep/a").iterdir()] == ["thesis.txt"]
 
 
-def test_a_run_starts_although_status_looks_at_its_lock() -> None:
+@pytest.mark.parametrize("looked_at", ["runs/one/lock", "runs/one"])
+def test_a_run_starts_although_status_looks_at_its_lock(looked_at: str) -> None:
     begin(recipe())
-    probe = os.open("runs/one/lock", os.O_RDONLY)
+    probe = os.open(looked_at, os.O_RDONLY)
     fcntl.flock(probe, fcntl.LOCK_SH)  # as `octetrl status`, which holds it for an instant
     looked = threading.Timer(layout.PROBED / 5, fcntl.flock, (probe, fcntl.LOCK_UN))
     looked.start()
