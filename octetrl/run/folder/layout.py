@@ -83,7 +83,7 @@ class FolderLock:
                 raise BlockingIOError
             self.was_taken = process_of(self._path) is not None
             if not self.was_taken and os.path.lexists(lock):
-                raise _foreign(self._path, [LOCK])
+                raise foreign(self._path, [LOCK])
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             file = self._locks.enter_context(os.fdopen(descriptor, "r+"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,10 +172,10 @@ def refuse_records(folder: Path, *, was_taken: bool) -> None:
     not count, links do."""
     names = RECORDS if was_taken else (*RECORDS, *EARLY)
     if used := sorted(path.name for path in _written(folder, names) if not _is_empty_folder(path)):
-        raise _foreign(folder, used)
+        raise foreign(folder, used)
 
 
-def _foreign(folder: Path, names: Collection[str]) -> UserError:
+def foreign(folder: Path, names: Collection[str]) -> UserError:
     return UserError(
         f"output_dir: '{folder}' holds {', '.join(names)}, which this run did not write; choose another folder:"
         " output_dir=..."

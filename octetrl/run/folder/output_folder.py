@@ -33,6 +33,7 @@ from octetrl.run.folder.layout import (
     CHECKPOINTS,
     RECIPE_FILE,
     FolderLock,
+    foreign,
     refuse_records,
     refuse_used,
     remove_run,
@@ -41,6 +42,7 @@ from octetrl.system.errors import UserError
 from octetrl.system.files import replaced_file
 from octetrl.telemetry.ending import LIVE
 from octetrl.telemetry.provenance import where_it_runs
+from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, last_step
 from octetrl.trainer import checkpoint
 
@@ -124,6 +126,9 @@ class OutputFolder:
         before = load_recipe(str(self.path / RECIPE_FILE))
         self._changes = changes_between(before.model_dump(), self._recipe.model_dump())
         refuse_changes(self.path, self._changes, self._allowed, before)
+        places = [self.path / name for name in (ROLLOUTS, EVALUATIONS, CHECKPOINTS)]
+        if files := [place.name for place in places if place.exists() and not place.is_dir()]:
+            raise foreign(self.path, files)
         run_id = read_run_id(self.path)
         if run_id is None and checkpoint.latest(self.path / CHECKPOINTS) is None:
             run_id = new_run_id()  # it was killed before it wrote its own
