@@ -39,7 +39,7 @@ Legend: M tokens, N out_features, K in_features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,23 @@ from octetrl.kernels.quantize.quantize_weights import QuantizedWeight
 from octetrl.kernels.quantize.transpose_codes import transpose_codes
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.unquantized_linear import Linear, initial_weight
-from octetrl.layers.weight_memory import OwnRows, weight_without_memory
+
+
+class OwnRows(NamedTuple):
+    """Rows of a weight from row `first` on, in memory of their own."""
+
+    first: int
+    rows_RK: Tensor
+
+
+def weight_without_memory(
+    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str | None
+) -> Tensor:
+    """A tensor [N, K] that has a shape and no memory."""
+    weight_NK = torch.empty(out_features, in_features, dtype=dtype, device=device)
+    weight_NK.untyped_storage().resize_(0)
+    return weight_NK
+
 
 CODES_ARE_FREED = "the codes are freed during an update; call requantize() to restore them"
 ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {

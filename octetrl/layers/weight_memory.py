@@ -19,31 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
-from octetrl.layers.linear import Float8Linear
+from octetrl.layers.linear import Float8Linear, OwnRows
 from octetrl.layers.stacked import Float8StackedLinear
-
-
-class OwnRows(NamedTuple):
-    """Rows of a weight from row `first` on, in memory of their own."""
-
-    first: int
-    rows_RK: Tensor
-
-
-def weight_without_memory(
-    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str | None
-) -> Tensor:
-    """A tensor [N, K] that has a shape and no memory."""
-    weight_NK = torch.empty(out_features, in_features, dtype=dtype, device=device)
-    weight_NK.untyped_storage().resize_(0)
-    return weight_NK
 
 
 @dataclass(slots=True)
