@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -166,15 +165,20 @@ def test_a_refused_run_leaves_what_others_made_meanwhile(here: Path) -> None:
 
 
 @pytest.mark.parametrize("looked_at", ["runs/one/lock", "runs/one"])
-def test_a_run_starts_although_status_looks_at_its_lock(looked_at: str) -> None:
+def test_a_run_starts_although_status_looks_at_its_lock(looked_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(recipe())
     probe = os.open(looked_at, os.O_RDONLY)
     fcntl.flock(probe, fcntl.LOCK_SH)  # as `octetrl status`, which holds it for an instant
-    looked = threading.Timer(layout.PROBED / 5, fcntl.flock, (probe, fcntl.LOCK_UN))
-    looked.start()
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        fcntl.flock(probe, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(layout.time, "sleep", sleep)
     begin(recipe(), resume=True)
-    looked.join()
     os.close(probe)
+    assert waited == [layout.PROBED]
 
 
 def _open_and_refuse(folder: str, until: float) -> None:
