@@ -62,7 +62,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ConversationLimits:
-    """ConversationLimits of one rollout, from the recipe's `environment` section."""
+    """Limits of one rollout, from the recipe's `environment` section."""
 
     max_turns: int = 16
     reply_seconds: float = 60.0

@@ -105,8 +105,11 @@ def load_object(field: str, path: str, seconds: float = LOAD_SECONDS) -> Any:
     _search_working_directory()
     if module_name not in sys.modules:
         _try_import(field, path, seconds)
-    with unchanged_process():
-        return import_object(field, path)
+    try:
+        with unchanged_process():
+            return import_object(field, path)
+    except SystemExit as error:  # it did not do so in the other process; the run would seem to have finished
+        raise UserError(f"{field}: module '{module_name}' fails when imported ({error_line(error)})") from error
 
 
 def import_object(field: str, path: str) -> Any:

@@ -124,8 +124,10 @@ class EntryTasks:
 
     def __call__(self, indices: Sequence[int]) -> list[Task]:
         entries: list[dict[str, Any]] = []
+        at_once = _AT_ONCE
         while len(entries) < len(indices):
-            entries += self._entries(indices[len(entries) :])
+            made, at_once = self._entries(indices[len(entries) :], at_once)
+            entries += made
         return [
             Task(
                 id=f"{self._generator.dataset}/{index}",
@@ -136,16 +138,17 @@ class EntryTasks:
             for index, entry in zip(indices, entries, strict=True)
         ]
 
-    def _entries(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """The entries of the first indices. After a failure only of the first one, so that an error names its task."""
+    def _entries(self, indices: Sequence[int], at_once: int) -> tuple[list[dict[str, Any]], int]:
+        """The entries of the first indices, and how many to ask for next. After a failure one by one, so that an error
+        names its task, and the others do not fail with it again."""
         what = f"environment.dataset: reasoning_gym's '{self._generator.dataset}'"
         index, reason = indices[0], ""
-        for wanted in (indices[:_AT_ONCE], *[indices[:1]] * (_ATTEMPTS - 1)):
+        for wanted in (indices[:at_once], *[indices[:1]] * (_ATTEMPTS - 1)):
             if self._process is None:
                 self._process = CallableProcess(self._generator)
             try:
                 entries: list[dict[str, Any]] = self._process.call(wanted, seconds=self._seconds)
-                return entries
+                return entries, at_once
             except CallFailed as error:
                 if len(wanted) == 1:
                     remedy = "change environment.parameters"
@@ -156,6 +159,7 @@ class EntryTasks:
                 self._process.kill()
                 self._process = None
                 self.restarts += 1
+            at_once = 1
         raise UserError(
             f"{what} made no task {index} in {_ATTEMPTS} processes ({reason});"
             " raise environment.task_timeout_seconds, or change environment.parameters"

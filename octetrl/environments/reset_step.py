@@ -133,8 +133,8 @@ def gymnasium_environment(
     `parameters`: instructions, actions, and arguments of that function. Raises UserError if it creates none."""
     given = dict(parameters)
     ours = {key: given.pop(key) for key in ("instructions", "actions") if key in given}
-    environment = ResetStep(_maker(name, given, load_seconds), size, seed, action_marker=action_marker, **ours)
     try:
+        environment = ResetStep(_maker(name, given, load_seconds), size, seed, action_marker=action_marker, **ours)
         _ = environment.tasks[0]
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, SystemExit) as error:
         raise UserError(

@@ -89,7 +89,7 @@ class Environment(Protocol):
     def score(self, task: Task, completion_text: str, /) -> float:
         """The reward of one completion: a number within ±LARGEST_REWARD; bool counts as 0 or 1.
 
-        Runs in a reward worker (`environments/scoring.py`), so it must be picklable: define it in a module. Raise an
+        Runs in a reward worker (reward_workers.py), so it must be picklable: define it in a module. Raise an
         exception if there is no reward: the rollout is then counted and left out; it is not scored as 0.
 
         An environment may also have `answered(task, completion_text) -> str | None`: the completion's answer as a text;

@@ -150,12 +150,12 @@ class CallableProcess:
         """Wait for the result of `take`. Raises ProcessDied, or NoAnswer after `seconds`; the call then still
         runs."""
         deadline = time.monotonic() + seconds
-        poll = select.poll()  # select() accepts only descriptors below 1024
-        poll.register(self, select.POLLIN)
         while (answer := self.take()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise NoAnswer(f"no answer in {seconds:g} s")
+            poll = select.poll()  # select() accepts only descriptors below 1024
+            poll.register(self, select.POLLIN)
             poll.poll(left * 1000)
         return answer
 

@@ -88,7 +88,8 @@ def buffer_bytes(pids: list[int], max_descriptors: int) -> int:
 def _open_files(pid: int) -> Iterator[os.stat_result]:
     """What a process has open. Each of its threads may have a table of its own."""
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with os.scandir(f"/proc/{pid}/task/{thread}/fd") as entries:
+        table = f"/proc/{pid}/task/{thread}/fd"  # of one that has ended meanwhile there is none; the others still count
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), os.scandir(table) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                     yield os.stat(entry.path)

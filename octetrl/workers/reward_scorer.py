@@ -4,7 +4,7 @@
                           -> packed like a training batch, one forward, the scalar at each sequence's last token that
                           is not padding, as transformers takes it
 
-A worker has it, not a reward process (environments/scoring.py), because a reward model is a decoder: a worker scores
+A worker has it, not a reward process (environments/reward_workers.py): a reward model is a decoder, a worker scores
 a whole step's completions in a few packed forwards on the run's device, with FP8 linears where the rollout's are, and
 needs no second CUDA context. A reward process takes completions one by one and times each, because it runs the user's
 code; nothing here does.

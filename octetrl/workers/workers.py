@@ -131,15 +131,16 @@ class Workers:
     def _update(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> PolicyUpdate:
         """One update by a verb that all workers call together."""
         self.weights_are_whole = False
-        with self._console.phase("train"), self._clock("train") as took:
-            try:
+        try:
+            with self._console.phase("train"), self._clock("train") as took:
                 updates: list[PolicyUpdate] = self._team.ask_each("train", verb, arguments)
-            except BaseException as error:
-                # not finite: before any worker's step; or after it, by a weight or the next minibatch
-                if self.in_process or isinstance(error, NonFiniteError):
-                    states: list[WorkerState] = self._team.ask("state", "state")
-                    self.weights_are_whole = all(state.weights_are_whole for state in states)
-                raise
+        except BaseException as error:
+            # not finite: before any worker's step; or after it, by a weight or the next minibatch
+            if self.in_process or isinstance(error, NonFiniteError):
+                states: list[WorkerState] = self._team.ask("state", "state")
+                self.weights_are_whole = all(state.weights_are_whole for state in states)
+                self.policy_version = states[0].policy_version  # the error may come after a whole update
+            raise
         self.weights_are_whole, self.policy_version = True, updates[0].policy_version
         if self.in_process:
             return updates[0]

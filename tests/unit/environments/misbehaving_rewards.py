@@ -105,10 +105,11 @@ class Loading:
 
 @dataclass(frozen=True)
 class Entries:
-    """A generator of entries as reasoning_gym's are; `hangs` from this one on."""
+    """A generator of entries as reasoning_gym's are; `hangs` from this one on; `ends` its process at this one."""
 
     hangs: int = 1000
     dataset: str = "entries"
+    ends: int = 1000
 
     def __call__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         return [self.entry(index) for index in indices[:9]]
@@ -116,6 +117,8 @@ class Entries:
     def entry(self, index: int) -> dict[str, Any]:
         if index == 13:
             raise ValueError("unlucky")
+        if index == self.ends:
+            os._exit(3)
         if index >= self.hangs:
             time.sleep(60)
         return {"question": f"{index}?", "answer": str(index), "metadata": {"pid": os.getpid(), 2: (index, {index})}}

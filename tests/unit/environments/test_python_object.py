@@ -78,6 +78,12 @@ def test_modules_are_found_in_the_working_directory(tmp_path: Path, monkeypatch:
             "ends its process when imported (the process exited",
             "exited with code",
         ),
+        (
+            "ending:E",
+            "from pathlib import Path\nif (first := Path(__file__ + '.seen')).exists(): exit(0)\nfirst.touch()\nE = 1",
+            "fails when imported (SystemExit: 0",
+            "",
+        ),
         ("ending:E", "raise KeyboardInterrupt", "fails when imported (KeyboardInterrupt", "(KeyboardInterrupt"),
         ("ending:E", "import time\ntime.sleep(60)", "was not imported in 2 s", "it did not load in 2 s"),
         ("ending:E", "import sys\nclass E:\n    def __init__(self): sys.exit(0)", "(SystemExit: 0", ""),

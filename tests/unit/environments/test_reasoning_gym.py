@@ -84,6 +84,13 @@ def test_a_task_that_can_not_be_made_is_one_line_and_is_named_among_others() -> 
     assert make([3])[0].answer == "3"
 
 
+def test_a_task_that_ends_its_process_ends_few() -> None:
+    make = EntryTasks(misbehaving_rewards.Entries(ends=27), "{prompt}")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"made no task 27 in 3 processes"):
+        make(range(20, 29))
+    assert make.restarts == 4  # of all nine together, then of task 27 alone
+
+
 @pytest.mark.parametrize("dataset", ["graph_color", "knights_knaves", "advanced_geometry", "rotate_matrix"])
 def test_entries_arrive_as_they_were_made(dataset: str) -> None:
     """Dictionaries with numbers for keys, tuples: the dataset's own scorer wants them back as they were."""

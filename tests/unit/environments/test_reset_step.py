@@ -102,6 +102,7 @@ def test_gymnasiums_own_are_made_by_id() -> None:
     [
         ("FrozenLke-v1", {}, "gymnasium has no environment 'FrozenLke-v1'; did you mean 'FrozenLake"),
         ("FrozenLake-v1", {"size": 3}, "gives no environment with reset(seed=...)"),
+        ("tests.unit.environments.walks:MADE", {}, "(TypeError: the first argument must be callable"),
         ("tests.unit.environments.walks:no_reset", {}, "gives no environment with reset(seed=...)"),
         ("tests.unit.environments.walks:Coridor", {}, "did you mean 'Corridor'?"),
     ],

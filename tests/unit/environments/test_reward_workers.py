@@ -49,6 +49,13 @@ def has_ended(pid: int, patience: int = 1500) -> bool:
     return False
 
 
+def test_a_process_that_was_ended_before_it_was_ready_is_dead() -> None:
+    process = callable_process.CallableProcess(misbehaving_rewards.by_name)
+    process.kill()
+    with pytest.raises(callable_process.ProcessDied):
+        process.call(TASK, "", seconds=60.0)
+
+
 def test_rewards_come_back_in_order(workers: RewardWorkers) -> None:
     texts = [*("x" * length for length in range(60)), "bool"]
     scores = scores_of(workers, *texts)

@@ -68,3 +68,6 @@ class Words:
 
 def no_reset() -> object:
     return object()
+
+
+MADE = Words()  # an environment, and not what makes one

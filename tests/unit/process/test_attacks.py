@@ -7,6 +7,7 @@ scored 0. Each runs at each level; `test_another_user.py` runs all of this again
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import resource
@@ -275,6 +276,21 @@ def test_files_that_vanish_while_they_are_counted(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "scandir", Racing)
     size, files = usage.folder_use(str(tmp_path), 10)
     assert files == 3 and size >= 2 << 16
+
+
+def test_a_thread_that_ends_while_its_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that starts and ends threads all the time is looked at like any other."""
+    path = tmp_path / "mapped"
+    with path.open("w+b") as file:
+        file.truncate(1 << 16)
+        mapped = mmap.mmap(file.fileno(), 0)
+    path.unlink()
+    listdir = os.listdir
+    gone = lambda folder: [*listdir(folder), *(["0"] if str(folder).endswith("/task") else [])]  # noqa: E731
+    monkeypatch.setattr(os, "listdir", gone)
+    monkeypatch.setattr(usage, "sees_descriptors_of_others", lambda: True)
+    assert usage.deleted_use([os.getpid()], str(tmp_path), 10)[0] >= 1 << 16
+    mapped.close()
 
 
 def test_links_swapped_for_folders(sandbox: Box, tmp_path: Path) -> None:

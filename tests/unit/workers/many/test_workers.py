@@ -134,6 +134,21 @@ def test_weights_are_not_whole_if_their_codes_could_not_be_renewed(
         assert not run.workers.weights_are_whole
 
 
+def test_weights_that_an_error_leaves_updated_have_their_version(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are whole, and those of the next step: they must not be saved as those of the step before."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with run_on(0, model, tmp_path, precision="bf16") as run:
+        monkeypatch.setattr("octetrl.workers.worker.mismatch_of", stop)
+        with pytest.raises(KeyboardInterrupt):
+            one_step(run, 1)
+        assert run.workers.weights_are_whole and run.workers.policy_version == 1
+
+
 def test_evaluation_and_scores_are_those_of_one_worker(model: Path, tmp_path: Path) -> None:
     changes = {"precision": "bf16", "evaluation.samples": 3, "evaluation.temperature": 1.0}
     with run_on(0, model, tmp_path, **changes) as one, run_on(3, model, tmp_path, **changes) as three:
