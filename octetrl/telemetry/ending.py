@@ -61,9 +61,11 @@ def ending_of(error: BaseException | None) -> Ending:
 def _is_of_closed_pipe(error: BaseException) -> bool:
     """Whether it was raised while a BrokenPipeError was handled, as rich does when it prints."""
     before: BaseException | None = error
-    while before is not None and not isinstance(before, BrokenPipeError):
+    seen: set[int] = set()  # a chain may be a circle: of `raise first from second` while `second` is handled
+    while before is not None and id(before) not in seen and not isinstance(before, BrokenPipeError):
+        seen.add(id(before))
         before = before.__cause__ or before.__context__
-    return before is not None
+    return isinstance(before, BrokenPipeError)
 
 
 def _place_of(error: BaseException) -> str:

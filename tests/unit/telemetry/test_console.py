@@ -61,6 +61,13 @@ def test_terms_of_the_reward_and_metrics_of_users_have_a_line_below() -> None:
     assert out.getvalue().splitlines()[1:] == ["  own metrics  reward: polite 0.500  letters 12.000  leak/share 0.250"]
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_kl_of_a_run_with_a_reference_is_always_shown(width: int) -> None:
+    metrics = METRICS | {"kl": 0.0123, "rollout/failure_share": 0.5, "entropy": 1.0}
+    text = line(StepLine(10_000).parts(1, metrics, width=width))
+    assert "kl 0.0123" in text and len(text) <= width
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_a_line_fits_and_says_what_its_numbers_mean(width: int) -> None:
     lines = StepLine(10_000)

@@ -111,12 +111,18 @@ def test_an_error_without_words_is_named_by_its_place(monkeypatch: pytest.Monkey
         except BrokenPipeError:
             raise SystemExit(1) from None
 
+    def exits_within_a_circle() -> None:
+        first, second = ValueError(), ValueError()
+        first.__cause__, second.__cause__ = second, first
+        raise SystemExit(3) from first
+
     def raises() -> None:
         raise ValueError
 
     here = re.escape(__file__)
     assert re.fullmatch(rf"failed: sys\.exit\(3\) was called in {here}, line \d+", ending(lambda: sys.exit(3)))
     assert re.fullmatch(rf"failed: ValueError without a message in {here}, line \d+", ending(raises))
+    assert ending(exits_within_a_circle).startswith("failed: sys.exit(3) was called")
     assert ending(prints_to_a_closed_pipe) == "stopped: its output was closed, as by `| head`"
     assert ending_of(AssertionError()).text == "failed: AssertionError without a message"
 
