@@ -46,10 +46,13 @@ _LOOP_ANSWERS_WITHIN = 2.0  # seconds
 
 
 class ProcessState(NamedTuple):
-    """What the user's code may change for the whole process. dtype: torch's default, None before its import."""
+    """What the user's code may change for the whole process. dtype: torch's default, None before its import. stdout and
+    stderr may be replaced, but not by None."""
 
     folder: str
     dtype: Any
+    stdout: Any
+    stderr: Any
 
     @classmethod
     def now(cls) -> ProcessState:
@@ -58,7 +61,7 @@ class ProcessState(NamedTuple):
             folder = os.getcwd()
         except FileNotFoundError:  # somebody removed it
             folder = "."
-        return cls(folder, torch and torch.get_default_dtype())
+        return cls(folder, torch and torch.get_default_dtype(), sys.stdout, sys.stderr)
 
     def put_back(self) -> list[str]:
         """Put back what was changed, and return it in words."""
@@ -70,6 +73,10 @@ class ProcessState(NamedTuple):
         if torch is not None and now.dtype != (dtype := self.dtype or torch.float32):
             torch.set_default_dtype(dtype)
             changes.append(f"torch's default dtype is {now.dtype}, was {dtype}: give each tensor its dtype")
+        for name in ("stdout", "stderr"):
+            if getattr(now, name) is None is not getattr(self, name):
+                setattr(sys, name, getattr(self, name))
+                changes.append(f"sys.{name} is None: leave it as it was")
         return changes
 
 

@@ -150,9 +150,10 @@ def test_an_environment_that_no_run_can_use(
 
 
 HOSTILE = """
-import os, torch
+import os, sys, torch
 from octetrl.records import Task
 def act():
+    sys.stdout = sys.stderr = None
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     os.chdir("/")
@@ -184,6 +185,7 @@ def test_what_an_environment_changes_for_the_whole_process_is_put_back(
     with pytest.raises(UserError, match=r"'hostile_tasks:E': tasks\[\d\] fails \(ValueError: no such task"):
         taskset.next_batch(1)
     assert Path.cwd() == tmp_path and torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    assert sys.stdout is not None and sys.stderr is not None
 
 
 def test_a_working_directory_that_was_removed_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,8 @@ def test_a_hanging_call_does_not_keep_the_interpreter_from_ending() -> None:
     [
         (lambda: os.chdir("/"), "was '"),
         (lambda: torch.set_default_dtype(torch.float64), "float64"),
+        (lambda: setattr(sys, "stdout", None), r"sys\.stdout"),
+        (lambda: setattr(sys, "stderr", None), r"sys\.stderr"),
     ],
 )
 def test_what_the_whole_process_has_is_put_back_and_refused(
@@ -218,6 +220,7 @@ def test_what_the_whole_process_has_is_put_back_and_refused(
     with pytest.raises(UserError, match=said):
         calls.poll(60.0)
     assert (Path.cwd(), torch.get_default_dtype()) == (tmp_path, torch.float32)
+    assert sys.stdout is not None and sys.stderr is not None
     calls.start(int, (), seconds=60.0)
     assert [called.value for _, called in calls.poll(60.0)] == [0]
     calls.close()
