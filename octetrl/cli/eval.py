@@ -20,7 +20,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +41,7 @@ from octetrl.environments.python_object import search_beside
 from octetrl.run.folder.journal import check_failures
 from octetrl.run.model_source import recipe_of_run, refuse_no_model
 from octetrl.system.errors import UserError, nearest_file, refuse_empty, runs_in
+from octetrl.system.files import folder_lock
 from octetrl.telemetry.eval_report import EvalReport, differences
 from octetrl.telemetry.rollout_metrics import FailureShareError
 from octetrl.telemetry.rollouts import ROLLOUTS, write_rollouts
@@ -111,8 +113,9 @@ def evaluate(
     _refuse_early(targets, recipe, resolved, all_tasks, out)
     for target in targets:
         refuse_no_model(target)
-    reports = _evaluated(targets, resolved, all_tasks)
-    _show(reports, recipe, resolved, out)
+    with nullcontext() if out is None or is_json(out) else reserved(out):
+        reports = _evaluated(targets, resolved, all_tasks)
+        _show(reports, recipe, resolved, out)
     try:
         for target, report in reports.items():
             check_failures(resolved, report.groups, target)
@@ -302,10 +305,30 @@ def refuse_folder(out: str) -> None:
     refuse_unmakeable("--out", path)
 
 
+@contextmanager
+def reserved(out: str) -> Iterator[None]:
+    """Hold the folder, so that another evaluation is refused before its work. If it stays empty, it is removed again.
+
+    Raises UserError."""
+    folder = Path(out)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with writes("--out", folder, "folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+        with folder_lock(folder) as is_free:
+            if not is_free:
+                raise UserError(f"--out: another evaluation is writing '{out}'; give a new folder")
+            yield
+    finally:
+        with suppress(OSError):  # it has files
+            for path in made:
+                path.rmdir()
+
+
 def write_folder(out: str, recipe: Recipe, reports: Mapping[str, EvalReport], results: str) -> None:
     """Write an evaluation. `results`: the JSON of all. If that fails, as on a full disk, nothing of it stays.
 
-    Raises UserError if another evaluation has written the folder meanwhile."""
+    Raises UserError if somebody has written in the folder meanwhile."""
     refuse_folder(out)
     folder = Path(out)
     aside = folder / f".{os.getpid()}.partial"

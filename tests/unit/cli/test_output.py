@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octetrl.cli.eval import report_table, write_folder
+from octetrl.cli.eval import report_table, reserved, write_folder
 from octetrl.cli.generate import completions_text
 from octetrl.cli.main import run_command
 from octetrl.cli.output import whole_file
@@ -217,3 +217,15 @@ def test_a_full_disk_is_one_line_and_leaves_no_part_of_an_evaluation(
     with pytest.raises(UserError, match="holds files already"):
         write_folder(str(out), recipe, reports, "another")
     assert (out / "eval.json").read_text() == "{}"
+
+
+def test_a_folder_is_one_evaluations_and_leaves_nothing_without_files(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    with reserved(str(out)):
+        with pytest.raises(UserError, match=r"another evaluation is writing '.*out'; give"), reserved(str(out)):
+            raise AssertionError("it has two")
+        assert out.is_dir()
+    assert not (tmp_path / "new").exists()
+    with reserved(str(out)):
+        (out / "eval.json").write_text("{}")
+    assert [path.name for path in out.iterdir()] == ["eval.json"]
