@@ -12,6 +12,7 @@ from octetrl.cli.output import refuse_file, terminal_columns, whole_file
 from octetrl.run.folder.layout import REPORT
 from octetrl.system.errors import UserError, refuse_empty
 from octetrl.system.text import ESCAPE
+from octetrl.telemetry.ending import as_written
 from octetrl.telemetry.report import WIDTH, report_page, terminal_report
 from octetrl.telemetry.report_data import read_run
 
@@ -29,15 +30,18 @@ def report(
         raise UserError("--terminal and --out exclude each other; give one of them")
     for run in runs:
         refuse_empty(run, "run", "the folder of a run")
-    records = [read_run(Path(run)) for run in runs]
+    with as_written("' or '".join(runs)):
+        records = [read_run(Path(run)) for run in runs]
+        lines = [*terminal_report(records, min(WIDTH, terminal_columns() or WIDTH))] if terminal else []
     if terminal:
-        for line in terminal_report(records, min(WIDTH, terminal_columns() or WIDTH)):
+        for line in lines:
             typer.echo(line)
         return
     path = Path(runs[0]) / REPORT if out is None else out
     refuse_file("--out", path, REPORT)
     refuse_no_page(path)
-    page = report_page(records)
+    with as_written("' or '".join(runs)):
+        page = report_page(records)
     with whole_file("--out", path) as file:
         file.write_text(page, encoding="utf-8", errors=ESCAPE)
     typer.echo(f"wrote {path}")

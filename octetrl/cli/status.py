@@ -15,7 +15,7 @@ from octetrl.cli.output import terminal_columns, wrapped
 from octetrl.run.folder.layout import LOCK, is_held, process_of
 from octetrl.system.errors import refuse_empty
 from octetrl.system.text import counted
-from octetrl.telemetry.ending import FINISHED, read_ending, read_where
+from octetrl.telemetry.ending import FINISHED, as_written, read_ending, read_where
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import WIDTH, StepLine, duration, line
 from octetrl.workers.many.status import STATUS_FILE, status_lines
@@ -24,7 +24,9 @@ from octetrl.workers.many.status import STATUS_FILE, status_lines
 def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]) -> None:
     """Show what a run does: each of its workers and its memory, and the last step."""
     refuse_empty(run, "run", "the folder of a run")
-    for text in _lines(Path(run)):
+    with as_written(run):
+        lines = list(_lines(Path(run)))
+    for text in lines:
         for row in wrapped(text, terminal_columns()):
             typer.echo(row)
 

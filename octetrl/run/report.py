@@ -22,7 +22,6 @@ from octetrl.run.device import runs_on_gpu
 from octetrl.run.folder.layout import CHECKPOINTS, REPORT
 from octetrl.run.folder.output_folder import read_run_id
 from octetrl.run.model_source import BEST
-from octetrl.system.errors import UserError
 from octetrl.system.text import ESCAPE, counted
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.report import report_page
@@ -48,7 +47,7 @@ def leave_report(folder: Path, console: Console) -> None:
     try:
         aside.write_text(report_page([read_run(folder)]), encoding="utf-8", errors=ESCAPE)
         aside.replace(folder / REPORT)
-    except (OSError, UserError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # whatever a metric of the user's may have caused
         console.warn(f"no {REPORT} was written ({error}); `octetrl report {folder}` tries again")
     finally:
         with suppress(OSError):

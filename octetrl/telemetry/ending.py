@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octetrl.system.errors import RunFailed, UserError
+from octetrl.system.errors import RunFailed, UserError, error_line
 from octetrl.system.files import replaced_file
 from octetrl.system.process import ending_signal
 from octetrl.system.text import ESCAPE, printable
-from octetrl.telemetry.sinks import RUN_FILE, read_objects
+from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, read_objects
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 MOST = 2_000  # characters of a reason
@@ -102,3 +103,17 @@ def read_ending(where: Mapping[str, Any]) -> Ending | None:
     has finished: they are written before the checkpoint."""
     ended = where.get("ended")
     return Ending(ended["how"], printable(" ".join(ended["why"].split()))) if ended else None
+
+
+@contextmanager
+def as_written(runs: str) -> Iterator[None]:
+    """Within, files of `runs` that are not as a run wrote them are an error of one line, and no traceback."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"'{runs}': {METRICS_FILE}, config.yaml or another file of the run was changed after it was written"
+            f" ({error_line(error)}); restore it"
+        ) from error

@@ -27,6 +27,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", "[1]\n"),
+        ("run.json", '{"run": "ab", "ended": "x"}'),
+        ("metrics.jsonl", '{"step": 1, "time/step": 1.0, "reward/mean": "x"}\n'),
+    ],
+)
+def test_a_file_that_no_run_wrote_is_one_line(name: str, content: str, run: Path, capsys: Capture) -> None:
+    (run / name).write_text(content)
+    for words in (["report", "run"], ["report", "run", "--terminal"], ["status", "run"]):
+        assert run_command(words) == 2
+        error = capsys.readouterr().err
+        assert "'run': metrics.jsonl, config.yaml or another file" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step_000003/manifest.json", "lock", "page.html"])
 def test_a_page_replaces_only_a_page(name: str, run: Path, capsys: Capture) -> None:
     path = run / name
