@@ -29,7 +29,9 @@ import inspect
 import os
 import pickle
 import re
+import signal
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -220,14 +222,24 @@ _TRIED = 16  # of a sequence that is not a list
 
 def result_of(action: Callable[[], T], what: str) -> T:
     """Call `action`, which runs the user's code, and return its result. Raises UserError for its exceptions, also for
-    SystemExit. Ctrl-C and signals that end the run pass."""
+    SystemExit and a KeyboardInterrupt of the code's own. Ctrl-C and signals that end the run pass."""
     try:
         with unchanged_process():
             return action()
     except (UserError, Terminated):
         raise
+    except KeyboardInterrupt as error:
+        if _may_be_ctrl_c(error):
+            raise
+        raise UserError(f"environment.dataset: {what} raises KeyboardInterrupt; fix the environment") from None
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UserError(f"environment.dataset: {what} fails ({error_line(error)}); fix the environment") from error
+
+
+def _may_be_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """False only if a Python handler is installed, because the handler would then have raised it."""
+    code = getattr(signal.getsignal(signal.SIGINT), "__code__", None)
+    return code is None or any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class ForeignTasks(Sequence[Task]):

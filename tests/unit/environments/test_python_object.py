@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,20 @@ def test_a_signal_that_ends_the_run_is_not_a_fault_of_the_environment(error: typ
 
     with pytest.raises(error):
         result_of(stop, "making it")
+
+
+def test_an_environments_own_keyboard_interrupt_is_not_ctrl_c() -> None:
+    def make() -> None:
+        raise KeyboardInterrupt
+
+    def on_signal(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        with pytest.raises(UserError, match="making it raises KeyboardInterrupt"):
+            result_of(make, "making it")
+        with pytest.raises(KeyboardInterrupt):
+            result_of(lambda: signal.raise_signal(signal.SIGINT), "making it")
+    finally:
+        signal.signal(signal.SIGINT, before)
