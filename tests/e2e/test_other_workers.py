@@ -45,7 +45,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[States]:
     found = States()
     write_state, load = Worker.write_state, Worker.load
 
-    def written(worker: Worker, folder: Path, *, copied: bool) -> list[WrittenFile]:
+    def written(worker: Worker, folder: Path, copied: bool) -> list[WrittenFile]:
         assert not copied, "nothing runs beside the last step's"
         found.saved[worker.peers.share.rank] = owned(worker)
         return write_state(worker, folder, copied=copied)
