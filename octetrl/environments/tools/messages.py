@@ -210,7 +210,7 @@ def _read_json(text: str, start: int) -> tuple[Any, int, str | None]:
     """(value, its end, None) of the JSON at `start`, blanks before it skipped; or (None, start, what is wrong)."""
     begin = _skip_blanks(text, start)
     if begin == len(text):
-        return None, start, "there is nothing in it"
+        return None, start, "it is empty"
     try:
         value, end = _DECODER.raw_decode(text, begin)
         json.dumps(value, ensure_ascii=False).encode()

@@ -46,6 +46,8 @@ def build_workers(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console
     team = start_team(recipe, Path(recipe.output_dir) if trains else None, deadlines, build=build)
     console.workers = team.lines
     try:
+        if recipe.algorithm.name == "reward_model":
+            return Workers(team, console, costs=Costs.of(spec), trains=trains)
         admission = admission_of(spec, tokenizer, recipe.model.context_length)
         return workers_on(team, recipe, Costs.of(spec), deadlines, console, admission, trains=trains)
     except BaseException:
@@ -64,10 +66,8 @@ def workers_on(
     *,
     trains: bool,
 ) -> Workers:
-    """The workers in the processes of `team`, as the recipe divides their work."""
+    """The policy's workers in the processes of `team`, as the recipe divides their work."""
     cluster = recipe.cluster
-    if recipe.algorithm.name == "reward_model":
-        return Workers(team, console, costs=costs, trains=trains)
     if trains and cluster.roles is not None:
 
         def sampler(engines: ProcessTeam) -> ManySampler:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from octetrl.config.in_words import TAIL_SHARE
@@ -187,12 +188,12 @@ class TailWorkers(Workers):
 
     def __init__(self, team: ProcessTeam, console: Console, sampler: TailSampler, *, costs: Costs) -> None:
         super().__init__(team, console, sampler, costs=costs)
-        self._process_team, self._tail, self._costs_of_parts = team, sampler, costs
+        self._tail, self._new_queue = sampler, partial(PartQueue, team, costs)
 
     def begin_step(self, divisor: float, step: int | None = None) -> None:
         """`divisor` of the loss until its denominator is known (trainer/streamed.py). `step`: the batch's."""
         self._team.ask("submit", "begin_update", divisor)
-        self._tail.begin_step(PartQueue(self._process_team, self._costs_of_parts, step))
+        self._tail.begin_step(self._new_queue(step))
 
     def offer(self, batch: PackedBatch) -> None:
         """A part of the step's batch, whose groups are complete."""
