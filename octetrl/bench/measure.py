@@ -20,7 +20,7 @@ from octetrl.bench.run import GenerateOnly, bench_run, completions_of, published
 from octetrl.rollout.backend import GenerationMetrics
 from octetrl.run.loop import one_step
 from octetrl.system.errors import RunFailed
-from octetrl.workers.many.roles import SeparateWorkers
+from octetrl.workers.roles import SeparateWorkers
 
 
 @dataclass(frozen=True, slots=True)

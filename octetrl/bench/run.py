@@ -45,11 +45,10 @@ from octetrl.shapes.spec import ModelSpec
 from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.telemetry.console import Console
 from octetrl.trainer.peers import ALONE, Peers
+from octetrl.workers.assignment import Costs
 from octetrl.workers.build import BuiltWorker, Role, fill_weights, keep_codes, resolve_device
-from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.build import admission_of, start_team, workers_on
-from octetrl.workers.many.team import Deadlines
-from octetrl.workers.team import LocalTeam
+from octetrl.workers.build_workers import admission_of, start_team, workers_on
+from octetrl.workers.team import Deadlines, LocalTeam
 from octetrl.workers.worker import Worker
 from octetrl.workers.workers import Workers
 
@@ -322,7 +321,7 @@ def _run_of(arm: Arm, workers: Workers) -> Run:
         tokenizer=tokenizer_of(recipe),
         taskset=WorkloadTasks(arm, arm.untimed - (recipe.cluster.max_staleness if arm.verb == "step" else 0)),
         conversations=None,
-        rewards=cast(Any, RandomRewards(recipe.seed)),
+        rewards=cast("Any", RandomRewards(recipe.seed)),
         algorithm=build_algorithm(recipe.algorithm),
         workers=workers,
         method=_method_of(arm, workers),

@@ -18,7 +18,7 @@ from octetrl.system.text import counted
 from octetrl.telemetry.ending import FINISHED, as_written, read_ending, read_where
 from octetrl.telemetry.sinks import METRICS_FILE, last_step
 from octetrl.telemetry.step_line import WIDTH, StepLine, duration, line
-from octetrl.workers.many.status import STATUS_FILE, status_lines
+from octetrl.workers.status import STATUS_FILE, status_lines
 
 
 def status(run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]) -> None:

@@ -26,8 +26,8 @@ from octetrl.doctor.examine import End, Examination, ExaminedWorker
 from octetrl.doctor.passes import LOGPROB, DrawnSequences, Pass
 from octetrl.doctor.taps import Fingerprints, RowValues, Site, sites_of
 from octetrl.environments.python_object import search_beside
-from octetrl.workers.many.build import start_team
-from octetrl.workers.many.team import Deadlines, Team
+from octetrl.workers.build_workers import start_team
+from octetrl.workers.team import Deadlines, Team
 
 LOOKED_AT = 1 << 27  # most elements of a site that are compared
 

@@ -39,7 +39,7 @@ from octetrl.run.folder.journal import Journal
 from octetrl.run.state import BufferedBatch, DataPlace, Run, StepMethod, StepResult
 from octetrl.run.step import learn
 from octetrl.workers.clock import Clock
-from octetrl.workers.many.roles import SeparateWorkers
+from octetrl.workers.roles import SeparateWorkers
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from octetrl.rollout.samples import CreditAssignment, to_samples
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.workers.many.tail import TailWorkers
+from octetrl.workers.tail import TailWorkers
 
 EXPECTED_SHARE = (
     0.25  # of `rollout.max_new_tokens`: an answer's tokens, where the number of groups of a block is chosen

@@ -44,10 +44,10 @@ from octetrl.run.step import GenerateThenLearn, LearnFromData
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
-from octetrl.workers.many.build import build_workers
-from octetrl.workers.many.roles import SeparateWorkers
-from octetrl.workers.many.tail import TailWorkers
+from octetrl.workers.build_workers import build_workers
 from octetrl.workers.model_shape import model_spec, with_context_length
+from octetrl.workers.roles import SeparateWorkers
+from octetrl.workers.tail import TailWorkers
 from octetrl.workers.workers import Workers
 
 

@@ -30,7 +30,7 @@ from octetrl.run.state import BufferedBatch, Run
 from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint
 from octetrl.trainer.checkpoint import StagedCheckpoint
-from octetrl.workers.many.team import WorkerLost
+from octetrl.workers.team import WorkerLost
 
 
 class Checkpoints:

@@ -38,7 +38,7 @@ from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport, Scoring
 from octetrl.workers.clock import Clock
 from octetrl.workers.model_shape import model_spec
-from octetrl.workers.training_progress import most_tokens, rollout_shown
+from octetrl.workers.team import most_tokens, rollout_shown
 from octetrl.workers.workers import Workers
 
 
@@ -171,7 +171,7 @@ def build_server_run(recipe: Recipe) -> Run:
     server = recipe.engine.openai
     assert server is not None, "validated: engine.backend openai has its section"
     seed_everything(recipe.seed)
-    spec, tokenizer = None, cast(Tokenizer, CharacterTokenizer())
+    spec, tokenizer = None, cast("Tokenizer", CharacterTokenizer())
     if server.answers == "tokens":
         recipe = with_found_model(recipe, weights=False)
         spec = model_spec(recipe)
@@ -201,9 +201,9 @@ def build_server_run(recipe: Recipe) -> Run:
         tokenizer=tokenizer,
         taskset=taskset,
         conversations=None,
-        rewards=cast(Rewards, rewards),  # validated: no reward model scores, so there are some
+        rewards=cast("Rewards", rewards),  # validated: no reward model scores, so there are some
         algorithm=build_algorithm(recipe.algorithm),
-        workers=cast(Workers, workers),  # it generates, which is all that an evaluation asks
+        workers=cast("Workers", workers),  # it generates, which is all that an evaluation asks
         method=GenerateThenLearn(),
         console=console,
         collection=collection,

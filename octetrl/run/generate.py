@@ -30,9 +30,9 @@ from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong
 from octetrl.telemetry.console import Console
-from octetrl.workers.many.build import build_workers
-from octetrl.workers.many.team import WorkerLost
+from octetrl.workers.build_workers import build_workers
 from octetrl.workers.model_shape import model_spec
+from octetrl.workers.team import WorkerLost
 from octetrl.workers.workers import Workers
 
 Prompt = str | Sequence[Mapping[str, str]]  # a user's message, or a list of messages

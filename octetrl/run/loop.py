@@ -41,7 +41,7 @@ from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, sample_texts, steps_until
 from octetrl.trainer.checkpoint import check_complete, latest_of, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
-from octetrl.workers.many.team import WorkerLost
+from octetrl.workers.team import WorkerLost
 
 SHOWN_SAMPLES = 20  # steps whose rollouts TensorBoard shows
 

@@ -29,8 +29,7 @@ from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.model_shape import model_spec
 from octetrl.workers.reward_model_worker import RewardModelWorker
-from octetrl.workers.reward_scorer import RewardModelScorer
-from octetrl.workers.scalar_models import build_reward_model
+from octetrl.workers.scalar_models import RewardModelScorer, build_reward_model
 from octetrl.workers.worker import Worker
 
 Role = Literal["both", "trains", "generates"]  # of a worker in a run; other workers do the rest

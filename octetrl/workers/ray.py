@@ -1,7 +1,7 @@
 """The processes of a run's workers on Ray: placed, called with a deadline, watched, ended.
 
 Ray carries records and supervises; tensors go between the workers themselves. Each worker is one actor, a
-`HostedWorker` (many/hosted.py) with a GPU of its own or on the CPU.
+`HostedWorker` (hosted.py) with a GPU of its own or on the CPU.
 
 A thread asks every worker about once a second what it does. The answers are the run folder's status file and the proof
 that the process lives: a worker that dies is noticed at once, a stopped one after `cluster.deadlines.silent_seconds`,
@@ -33,11 +33,11 @@ with uncollected():  # a worker's process begins with this module
     from octetrl.system.errors import UserError
     from octetrl.trainer.peers import PeersLost
     from octetrl.workers.build import BuildWorker, build_worker
-    from octetrl.workers.many.hosted import HostedWorker, WorkerPlan
-    from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, write_status
-    from octetrl.workers.many.team import Call, Deadlines, WorkerLost
+    from octetrl.workers.hosted import HostedWorker, WorkerPlan
     from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes
     from octetrl.workers.ray_watcher import LOGS, remove_logs
+    from octetrl.workers.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, write_status
+    from octetrl.workers.team import Call, Deadlines, WorkerLost
 
 CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
@@ -56,7 +56,7 @@ class _RayWorker(HostedWorker):
 
 
 class RayTeam:
-    """The actors of a run; a `Team` (many/team.py). `folder`: the run's, for logs and status; None: it has none."""
+    """The actors of a run; a `ProcessTeam` (team.py). `folder`: the run's, for logs and status; None: it has none."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from octetrl.workers.many.team import WorkerLost
+from octetrl.workers.team import WorkerLost
 
 NAMES = ("raylet", "gcs_server")
 LOOK_SECONDS = 0.5

@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-STATUS_FILE = "workers.json"  # workers/many/status.py
+STATUS_FILE = "workers.json"  # workers/status.py
 LOGS = "logs/worker_[0-9]*.log"
 LOCK_FILE = "lock"  # run/folder/layout.py
 MARK = "OCTETRL_RAY_FOLDER"  # in the environment of Ray's processes

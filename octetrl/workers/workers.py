@@ -7,12 +7,12 @@ The step, the loop, evaluation and checkpoints call these methods, and they are 
 Arguments and results are records and paths: no model, no tensor of one, no engine and no trainer crosses this border.
 State on disk is written and read by the workers themselves.
 
-    rollouts      any worker samples any sibling (many/sampler.py)
-    training      every worker runs its part of the micro-batches (many/balance.py); they meet inside `Worker.train`
+    rollouts      any worker samples any sibling (sampler.py)
+    training      every worker runs its part of the micro-batches (assignment.py); they meet inside `Worker.train`
     publishing    into every worker's engine; the digests of all are compared
     state         each worker writes the rows that it owns, and reads them
 
-Every verb is one call to each worker of a `Team`. many/roles.py has workers that only train or only generate.
+Every verb is one call to each worker of a `Team`. roles.py has workers that only train or only generate.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.peers import serve_store
+from octetrl.workers.assignment import Costs, deal
 from octetrl.workers.build import BuiltWorker, WorkerState
 from octetrl.workers.clock import Clock
-from octetrl.workers.many.balance import Costs, deal
-from octetrl.workers.many.status import size_in_words
 from octetrl.workers.reward_model_worker import RewardModelWorker
-from octetrl.workers.team import LocalTeam, Team
-from octetrl.workers.training_progress import most_tokens, rollout_shown
+from octetrl.workers.status import size_in_words
+from octetrl.workers.team import LocalTeam, Team, most_tokens, rollout_shown
 from octetrl.workers.worker import Worker
 
 TIMED = frozenset({"time/train", "time/calibrate", "time/publish", "time/gather"})  # on each worker
@@ -62,7 +61,7 @@ class WorkersDiffer(RunFailed):
 
 
 class Sampler(Protocol):
-    """What samples completions: a `Worker` itself, or many of them (many/sampler.py)."""
+    """What samples completions: a `Worker` itself, or many of them (sampler.py)."""
 
     def generate(
         self,

@@ -22,13 +22,13 @@ from octetrl.run.loop import train
 from octetrl.run.state import StepResult
 from octetrl.system.errors import RunFailed
 from octetrl.trainer import checkpoint
-from octetrl.workers.many import build
-from octetrl.workers.many.team import Call, WorkerLost
+from octetrl.workers import build_workers as build
+from octetrl.workers.team import Call, WorkerLost
 from tests.e2e.faults import measured
 from tests.e2e.killed_run import _processes
 from tests.e2e.test_evaluation import DRAWING
 from tests.e2e.tiny_run import make_model, recipe_tree
-from tests.unit.workers.many.thread_team import RunTeam
+from tests.unit.workers.thread_team import RunTeam
 
 pytestmark = pytest.mark.slow
 STEPS = 5

@@ -20,7 +20,7 @@ from octetrl.telemetry.glossary import explained
 from octetrl.trainer import checkpoint
 from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import RECIPE, read_lines, recipe_tree, run, timeless, tiny_recipe
-from tests.unit.workers.many.thread_team import assert_same_measures, run_on, steps_of
+from tests.unit.workers.thread_team import assert_same_measures, run_on, steps_of
 
 SUMS = {"kind": "jsonl", "dataset": RECIPE["environment"]["dataset"]}
 TWO: dict[str, Any] = {

@@ -29,7 +29,7 @@ from tests.e2e.faults import (
 )
 from tests.e2e.tiny_run import tiny_recipe
 from tests.house.tree import REPO
-from tests.unit.workers.many.thread_team import RunTeam
+from tests.unit.workers.thread_team import RunTeam
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ def test_a_run_whose_processes_are_killed_is_the_run_that_nobody_killed(
     """With one version ahead and the batches in the checkpoint, byte for byte."""
     whole = tmp_path / "whole"
     with monkeypatch.context() as patch:
-        patch.setattr("octetrl.workers.many.build.start_team", RunTeam)
+        patch.setattr("octetrl.workers.build_workers.start_team", RunTeam)
         train(tiny_recipe(model, whole, CHANGES | AHEAD))
     strikes = [
         Moment("driver", signal.SIGKILL, 0, 0.1),

@@ -28,7 +28,7 @@ from octetrl.system.errors import RunFailed
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.mismatch import MismatchError
 from octetrl.trainer import checkpoint
-from octetrl.workers.many.team import WorkerLost
+from octetrl.workers.team import WorkerLost
 from tests.e2e.tiny_run import make_model, read_lines, run, timeless, tiny_recipe
 
 PRECISIONS = ("bf16", "fp8_rollout", "fp8", "fp8_full")

@@ -16,8 +16,8 @@ from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.workers.worker import Worker
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
-from tests.unit.workers.many.thread_team import ThreadTeam
 from tests.unit.workers.test_checkpoint_state import owned, same, whole_of
+from tests.unit.workers.thread_team import ThreadTeam
 
 CHANGES: dict[str, Any] = {
     "checkpoint.every": 1,
@@ -59,7 +59,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[States]:
 
     monkeypatch.setattr(Worker, "write_state", written)
     monkeypatch.setattr(Worker, "load", filled)
-    monkeypatch.setattr("octetrl.workers.many.build.start_team", start)
+    monkeypatch.setattr("octetrl.workers.build_workers.start_team", start)
     yield found
 
 

@@ -12,7 +12,7 @@ from octetrl.cli.main import run_command
 from octetrl.run.loop import train
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 from tests.house.tree import REPO
-from tests.unit.workers.many.thread_team import run_on, steps_of
+from tests.unit.workers.thread_team import run_on, steps_of
 
 MANY_UPDATES = {"trainer.minibatches": 2, "trainer.epochs": 2, "trainer.optimizer.lr": 0.01, "precision": "bf16"}
 SHIPPED = {**MANY_UPDATES, "algorithm": {"name": "dual_clip", "dual_clip": 1.1, "clip_high": 0.3}}

@@ -32,16 +32,16 @@ from octetrl.run.folder.journal import Journal
 from octetrl.run.loop import one_step, train
 from octetrl.run.state import Run, StepResult
 from octetrl.system.errors import UserError
-from octetrl.workers.many.status import STATUS_FILE
-from octetrl.workers.many.team import Deadlines, WorkerLost
 from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
 from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes
+from octetrl.workers.status import STATUS_FILE
+from octetrl.workers.team import Deadlines, WorkerLost
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.grid import WIDE
 from tests.unit.backends.vllm_workers import build_worker_with_double
-from tests.unit.workers.many.paused_worker import build_paused_worker, pause_file
-from tests.unit.workers.many.test_tail import CHANGES as OF_A_TAIL
-from tests.unit.workers.many.thread_team import run_on, steps_of, unspread
+from tests.unit.workers.paused_worker import build_paused_worker, pause_file
+from tests.unit.workers.test_tail import CHANGES as OF_A_TAIL
+from tests.unit.workers.thread_team import run_on, steps_of, unspread
 
 TWO: dict[str, Any] = {"cluster.device": "auto", "cluster.cpus": 2, "cluster.cpu_threads": 1}
 JOINED = TWO | {"cluster.address": "auto"}
@@ -212,9 +212,9 @@ def test_a_run_learns_beside_its_tail(
 
     changes = OF_A_TAIL | {"steps": 1}
     train(tiny_recipe(model, tmp_path / "waits", changes))
-    monkeypatch.setattr("octetrl.workers.many.build.build_worker", build_paused_worker)
-    monkeypatch.setattr("octetrl.workers.many.tail.TAIL_SHARE", 1.5)
-    monkeypatch.setattr("octetrl.workers.many.sampler.LINGER_SECONDS", 0.0)
+    monkeypatch.setattr("octetrl.workers.build_workers.build_worker", build_paused_worker)
+    monkeypatch.setattr("octetrl.workers.tail.TAIL_SHARE", 1.5)
+    monkeypatch.setattr("octetrl.workers.sampler.LINGER_SECONDS", 0.0)
     monkeypatch.setattr(RewardRound, "advance", advance_while_workers_pause)
     train(tiny_recipe(model, folder, changes | JOINED | {"rollout.learn_beside_tail": True, "steps": 2}))
     lines = read_lines(folder / "metrics.jsonl")
@@ -227,7 +227,7 @@ def test_a_run_learns_beside_its_tail(
 @pytest.mark.parametrize("size", [1, 2], ids=["each", "together"])
 def test_two_workers_with_vllm(size: int, running: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM is a double, which the workers' processes import: one each, or one that shares the model between them."""
-    monkeypatch.setattr("octetrl.workers.many.build.build_worker", build_worker_with_double)
+    monkeypatch.setattr("octetrl.workers.build_workers.build_worker", build_worker_with_double)
     monkeypatch.setattr("octetrl.config.rules_shape.BLOCK", 1)  # the tiny model has fewer rows
     model = make_model(tmp_path / "model", tie_word_embeddings=False, **(WIDE if size > 1 else {}))
     changes = JOINED | {"engine.max_batch": 4, "cluster.tensor_parallel": size}

@@ -30,8 +30,7 @@ from octetrl.run.loop import one_step, train
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
 from octetrl.workers.reward_model_worker import RewardModelWorker
-from octetrl.workers.reward_scorer import RewardModelScorer
-from octetrl.workers.scalar_models import build_critic_model, build_reward_model
+from octetrl.workers.scalar_models import RewardModelScorer, build_critic_model, build_reward_model
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 from tests.house.tree import REPO
 

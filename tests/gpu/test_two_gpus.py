@@ -28,15 +28,15 @@ from octetrl.run.build import build_run
 from octetrl.run.loop import train
 from octetrl.trainer.peers import Peers, ProcessGroupPeers, join_store, serve_store
 from octetrl.trainer.shards import Cut, Share, cut_rows
-from octetrl.workers.many import transfer
-from octetrl.workers.many.roles import SeparateWorkers
-from octetrl.workers.many.status import STATUS_FILE
+from octetrl.workers import transfer
+from octetrl.workers.roles import SeparateWorkers
+from octetrl.workers.status import STATUS_FILE
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.gpu.test_doctor import WIDE
 from tests.grid import WIDE as WIDE_ENOUGH_TO_CUT
 from tests.required import missing
 from tests.team import run_team
-from tests.unit.workers.many.thread_team import steps_of, unspread
+from tests.unit.workers.thread_team import steps_of, unspread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("two GPUs")]
 SHAPES = ((300, 64), (5,), (1100, 3), (128, 2), (512, 16), (1024, 8))  # the last two are even

@@ -21,11 +21,11 @@ from typing import Any
 from octetrl.records import GenerationRequest, SamplingParams
 from octetrl.run.build import build_run
 from octetrl.run.state import Run
-from octetrl.workers.many.status import last_lines
 from octetrl.workers.ray import RayTeam
+from octetrl.workers.status import last_lines
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.gpu.vllm_smoke import LARGEST, Clock
-from tests.unit.workers.many.thread_team import steps_of
+from tests.unit.workers.thread_team import steps_of
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
 SHAPE |= {"head_dim": 128, "vocab_size": 8200}  # three chunks of the vocabulary, so that the shares differ

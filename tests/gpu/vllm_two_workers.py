@@ -16,7 +16,7 @@ from typing import Any
 from octetrl.run.build import build_run
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.gpu.vllm_smoke import LARGEST, Clock
-from tests.unit.workers.many.thread_team import steps_of
+from tests.unit.workers.thread_team import steps_of
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
 CLUSTERS: dict[str, dict[str, int]] = {"both": {"gpus": 1}, "roles": {"trainer_gpus": 1, "engine_gpus": 1}}

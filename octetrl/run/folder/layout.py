@@ -28,7 +28,7 @@ from octetrl.system.errors import UserError
 from octetrl.system.files import folder_lock
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, RUN_FILE, WARNINGS
-from octetrl.workers.many.status import STATUS_FILE
+from octetrl.workers.status import STATUS_FILE
 
 RECIPE_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"

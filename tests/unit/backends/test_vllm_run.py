@@ -28,7 +28,7 @@ from tests.gpu import vllm_smoke
 from tests.grid import WIDE
 from tests.parity.short_run import worker_of
 from tests.unit.backends.vllm_workers import CountingDouble, build_double
-from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
+from tests.unit.workers.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
 
 CASES: dict[str, dict[str, Any]] = {"answers": {}, "turns": TALK, "fp8 rollout": {"precision": "fp8_rollout"}}
 SPREAD = {"trainer.tokens_per_micro_batch": 64, "rollout.prompts_per_step": 4, "engine.max_batch": 4}

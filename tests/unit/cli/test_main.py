@@ -20,7 +20,7 @@ from octetrl.cli.main import run_command
 from octetrl.cli.verbs import VERBS, command_line
 from octetrl.config.schema import Recipe
 from octetrl.system.errors import RunFailed, UserError
-from octetrl.workers.many.status import StatusReport, WorkerStatus, write_status
+from octetrl.workers.status import StatusReport, WorkerStatus, write_status
 
 RECIPE = "model: {path: m}\nenvironment: {dataset: chain_sum}\noutput_dir: run\n"
 

@@ -11,7 +11,7 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.telemetry.ending import Ending, reopen, write_ending
-from octetrl.workers.many.status import StatusReport, WorkerStatus, write_status
+from octetrl.workers.status import StatusReport, WorkerStatus, write_status
 from tests.unit.telemetry.test_report import make_run
 
 Capture = pytest.CaptureFixture[str]

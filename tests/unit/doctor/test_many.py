@@ -15,7 +15,7 @@ from octetrl.config.schema import Recipe
 from octetrl.doctor import findings as many
 from octetrl.doctor.findings import Findings, compared
 from tests.e2e.tiny_run import make_model, tiny_recipe
-from tests.unit.workers.many.thread_team import ThreadTeam
+from tests.unit.workers.thread_team import ThreadTeam
 
 SMALL = ["--prompts", "1", "--sequences", "1", "--answer-tokens", "3"]
 

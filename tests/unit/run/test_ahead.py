@@ -39,12 +39,12 @@ from octetrl.telemetry.eval_report import EvalReport
 from octetrl.telemetry.glossary import explained
 from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.sinks import Sinks
-from octetrl.workers.many.hosted_session import _Adopt
-from octetrl.workers.many.transfer import _beside, weight_tensors
+from octetrl.workers.hosted_session import _Adopt
+from octetrl.workers.transfer import _beside, weight_tensors
 from tests.e2e.test_evaluation import DRAWING
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import run_on, steps_of, team_of
+from tests.unit.workers.thread_team import run_on, steps_of, team_of
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_a_second_buffer_is_allocated_before_the_cache_if_all_have_room(
         yield {}
         stops.append("ends")
 
-    monkeypatch.setattr("octetrl.workers.many.transfer.available_host_bytes", lambda: next(rooms))
+    monkeypatch.setattr("octetrl.workers.transfer.available_host_bytes", lambda: next(rooms))
     with run_on(1, model, tmp_path, engines=len(free), ahead=ahead, precision="fp8") as run:
         for worker in team_of(run).workers[1:]:
             waiting = worker._receiver._waiting

@@ -23,7 +23,7 @@ from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint, state_writer
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.state_writer import StateWriter
-from octetrl.workers.many.team import WorkerLost
+from octetrl.workers.team import WorkerLost
 
 
 class OneTensor:

@@ -42,7 +42,7 @@ from tests.e2e.tiny_run import make_model
 from tests.parity.shapes import TINY
 from tests.parity.short_run import rewarded, worker_of
 from tests.parity.sides import PRECISIONS, NoText, samples_of
-from tests.unit.workers.many.thread_team import run_on, steps_of
+from tests.unit.workers.thread_team import run_on, steps_of
 
 SPEC = TINY["qwen3"]
 RECIPE = Recipe(
@@ -231,7 +231,7 @@ def test_an_open_session_takes_weights() -> None:
 def test_the_library_and_a_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = octetrl.SamplingParams(n=2, max_tokens=6, seed=1)
     expected = octetrl.LLM(model, precision="fp8_full", device="cpu").generate(["3 + 1 ="], sampling)
-    monkeypatch.setattr("octetrl.workers.many.build.build_worker", built_elsewhere)
+    monkeypatch.setattr("octetrl.workers.build_workers.build_worker", built_elsewhere)
     llm = octetrl.LLM(model, precision="fp8_full", device="cpu")
     assert llm.generate(["3 + 1 ="], sampling) == expected and "generate" in BUILT[-1].called
     body = {"model": "tiny", "prompt": "3 + 1 =", "n": 2, "max_tokens": 4, "seed": 5}

@@ -15,9 +15,9 @@ from ray.exceptions import RayActorError
 
 from octetrl.config.cluster import ClusterConfig
 from octetrl.system.errors import RunFailed
-from octetrl.workers.many.status import WorkerStatus
 from octetrl.workers.ray import RayTeam, _why, lacking_module
 from octetrl.workers.ray_cluster import _kept_stderr, connect, other_versions, variables_of_ray
+from octetrl.workers.status import WorkerStatus
 
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: _RayWorker

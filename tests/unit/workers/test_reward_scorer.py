@@ -21,7 +21,7 @@ from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import RolloutStatus, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.system.errors import UserError
-from octetrl.workers.reward_scorer import RewardModelScorer
+from octetrl.workers.scalar_models import RewardModelScorer
 from tests.e2e.tiny_run import make_model, tiny_recipe
 
 CPU = torch.device("cpu")

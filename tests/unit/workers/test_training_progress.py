@@ -8,8 +8,8 @@ import pytest
 
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
-from octetrl.workers.many.status import StatusReport, WorkerStatus
-from octetrl.workers.training_progress import counted, num_micro_batches
+from octetrl.workers.status import StatusReport, WorkerStatus
+from octetrl.workers.team import counted, num_micro_batches
 from tests.unit.trainer.tiny_trainer import random_samples, tiny_trainer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octetrl.config.cluster import DeadlineConfig
-from octetrl.workers.many.team import Deadlines
+from octetrl.workers.team import Deadlines
 
 
 def test_the_limit_follows_from_the_longest_so_far() -> None:

@@ -20,11 +20,11 @@ from octetrl.rollout.samples import to_samples
 from octetrl.run.loop import _calibrate_first
 from octetrl.run.state import Run
 from octetrl.run.step import produce
-from octetrl.workers.many import sampler, tail
-from octetrl.workers.many.hosted import StreamedUpdate
+from octetrl.workers import sampler, tail
+from octetrl.workers.hosted import StreamedUpdate
 from tests.e2e.test_ahead_faults import run_with, struck
 from tests.e2e.tiny_run import make_model, read_lines, recipe_tree
-from tests.unit.workers.many.thread_team import RunTeam, assert_same_measures, run_on, steps_of, team_of
+from tests.unit.workers.thread_team import RunTeam, assert_same_measures, run_on, steps_of, team_of
 
 CHANGES: dict[str, Any] = {
     "rollout.prompts_per_step": 5,

@@ -24,7 +24,7 @@ from octetrl.records import GenerationProgress, GenerationRequest, Published, Se
 from octetrl.rollout.backend import BackendSession, GenerationMetrics, KnowsLengths, SessionRecord, TellsAnswers
 from octetrl.system.errors import UserError
 from octetrl.trainer.tensor_peers import TensorPeers
-from octetrl.workers.many.assignment import Said
+from octetrl.workers.assignment import Said
 
 WAIT_SECONDS = 0.005  # for events of an engine that computes elsewhere; a command waits as long at most
 

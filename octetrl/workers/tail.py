@@ -26,12 +26,10 @@ from octetrl.config.in_words import TAIL_SHARE
 from octetrl.records import MicroBatch, OnProgress, PackedBatch, PolicyUpdate, SessionEvent, joined
 from octetrl.rollout.backend import SessionRecord
 from octetrl.telemetry.console import Console
-from octetrl.workers.many.assignment import Room
-from octetrl.workers.many.balance import Costs, shared_out
-from octetrl.workers.many.hosted_session import SessionNews, Withdrawn
-from octetrl.workers.many.sampler import ManySampler
-from octetrl.workers.many.session import ManySession
-from octetrl.workers.many.team import Call, ProcessTeam
+from octetrl.workers.assignment import Costs, Room, shared_out
+from octetrl.workers.hosted_session import SessionNews, Withdrawn
+from octetrl.workers.sampler import ManySampler, ManySession
+from octetrl.workers.team import Call, ProcessTeam
 from octetrl.workers.workers import Workers
 
 CALLS_AHEAD = 2  # micro-batches that a worker has been sent, so that it never waits for the driver

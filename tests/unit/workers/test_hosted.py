@@ -19,13 +19,13 @@ from octetrl.records import GenerationProgress, GenerationRequest, Sample, Sampl
 from octetrl.rollout.backend import OnSession, SessionRecord
 from octetrl.telemetry.console import Console
 from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers.assignment import Costs
 from octetrl.workers.build import WorkerState
-from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.hosted import HostedWorker, WorkerPlan
-from octetrl.workers.many.hosted_session import HostedSession
-from octetrl.workers.many.tail import TailSampler, TailWorkers
-from octetrl.workers.many.team import Call, Deadlines
-from tests.unit.workers.many.thread_team import ThreadTeam
+from octetrl.workers.hosted import HostedWorker, WorkerPlan
+from octetrl.workers.hosted_session import HostedSession
+from octetrl.workers.tail import TailSampler, TailWorkers
+from octetrl.workers.team import Call, Deadlines
+from tests.unit.workers.thread_team import ThreadTeam
 
 LAYOUT = PackingLayout(tokens_per_micro_batch=64)
 

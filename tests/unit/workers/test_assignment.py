@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from octetrl.records import GenerationRequest, SamplingParams
-from octetrl.workers.many.assignment import Assignment, RequestPiece, Room
+from octetrl.workers.assignment import Assignment, RequestPiece, Room
 
 LARGE = Room(sequences=256, tokens=1 << 20)
 

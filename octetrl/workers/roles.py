@@ -20,8 +20,8 @@ from octetrl.records import Published, joined
 from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.peers import serve_store
-from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.team import Call, PartOfTeam, ProcessTeam
+from octetrl.workers.assignment import Costs
+from octetrl.workers.team import Call, PartOfTeam, ProcessTeam
 from octetrl.workers.workers import Sampler, Workers, WorkersDiffer
 
 

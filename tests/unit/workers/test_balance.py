@@ -9,7 +9,7 @@ from octetrl.models.families import spec_from_config
 from octetrl.records import Sample
 from octetrl.shapes.presets import preset_config
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.workers.many.balance import Costs, deal, shared_out
+from octetrl.workers.assignment import Costs, deal, shared_out
 
 COSTS = Costs.of(spec_from_config(preset_config("qwen3-8b")))
 

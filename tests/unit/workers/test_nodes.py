@@ -13,7 +13,7 @@ from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.schema import ModelConfig, Recipe
 from octetrl.system.errors import UserError
 from octetrl.telemetry.provenance import source_digest
-from octetrl.workers.many.nodes import NodeInfo, check_nodes, look
+from octetrl.workers.nodes import NodeInfo, check_nodes, look
 
 
 class Machines:

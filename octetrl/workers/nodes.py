@@ -19,7 +19,7 @@ from octetrl.config.schema import Recipe
 from octetrl.system.errors import UserError
 from octetrl.telemetry.provenance import source_digest
 from octetrl.version import __version__
-from octetrl.workers.many.team import Team
+from octetrl.workers.team import Team
 
 
 @dataclass(frozen=True, slots=True)

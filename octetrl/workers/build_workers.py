@@ -17,13 +17,13 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
+from octetrl.workers.assignment import Costs
 from octetrl.workers.build import BuildWorker, build_worker, resolve_device
-from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.nodes import check_nodes
-from octetrl.workers.many.roles import SeparateWorkers
-from octetrl.workers.many.sampler import ManySampler
-from octetrl.workers.many.tail import TailSampler, TailWorkers
-from octetrl.workers.many.team import Deadlines, ProcessTeam
+from octetrl.workers.nodes import check_nodes
+from octetrl.workers.roles import SeparateWorkers
+from octetrl.workers.sampler import ManySampler
+from octetrl.workers.tail import TailSampler, TailWorkers
+from octetrl.workers.team import Deadlines, ProcessTeam
 from octetrl.workers.workers import Workers, local_workers
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from octetrl.run import device
 from octetrl.run.build import build_run
 from octetrl.run.loop import train
 from octetrl.system.errors import UserError
-from octetrl.workers.many import build
+from octetrl.workers import build_workers as build
 from tests.e2e.tiny_rewards import by_text
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
-from tests.unit.workers.many.thread_team import ThreadTeam, unspread
+from tests.unit.workers.thread_team import ThreadTeam, unspread
 
 GIVEN = {"given:reward": lambda task, text: by_text(task, text)}  # in this process, which starts no other one
 ROWS = {
@@ -132,7 +132,7 @@ def test_a_run_on_one_of_eight_gpus_names_the_line_to_add(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(device.torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr("octetrl.workers.many.build.resolve_device", lambda _: device.torch.device("cpu"))
+    monkeypatch.setattr("octetrl.workers.build_workers.resolve_device", lambda _: device.torch.device("cpu"))
     recipe = tiny_recipe(model, tmp_path / "run", {"cluster.device": "auto", "logging.console": "plain"})
     build_run(recipe).close()
     assert "this run uses one of 8 GPUs; to use all, add to the recipe: cluster: {gpus: 8}" in capsys.readouterr().out

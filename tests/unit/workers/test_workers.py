@@ -17,12 +17,12 @@ from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
 from octetrl.system.errors import UserError
 from octetrl.trainer.shared_weights import SharedWeights
-from octetrl.workers.many.sampler import BACKLOG_SECONDS, SCORING_SECONDS, ManySampler
-from octetrl.workers.many.team import WorkerLost
+from octetrl.workers.sampler import BACKLOG_SECONDS, SCORING_SECONDS, ManySampler
+from octetrl.workers.team import WorkerLost
 from octetrl.workers.workers import WorkersDiffer
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import assert_same_measures, run_on, steps_of, team_of
+from tests.unit.workers.thread_team import assert_same_measures, run_on, steps_of, team_of
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 
 from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
 from octetrl.system.errors import UserError
-from octetrl.workers.many.hosted import WorkerPlan
-from octetrl.workers.many.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, status_lines, write_status
+from octetrl.workers.hosted import WorkerPlan
+from octetrl.workers.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, status_lines, write_status
 
 GPU = WorkerStatus(0, "gpu1", "3", 77, "train", 12.0, True, 61.24, done=3, total=8, read_gb=4.1, quantized_gb=8.2)
 CPU = WorkerStatus(1, "here", "", 78, "publish", 2.0, False, 0.5, last_lines=("words",))

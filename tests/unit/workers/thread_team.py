@@ -23,13 +23,13 @@ from octetrl.run.loop import one_step
 from octetrl.run.state import Run
 from octetrl.shapes.spec import ModelSpec
 from octetrl.telemetry.console import Console
+from octetrl.workers.assignment import Costs
 from octetrl.workers.build import BuildWorker, build_worker
-from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.build import admission_of, workers_on
-from octetrl.workers.many.hosted import HostedWorker, WorkerPlan
-from octetrl.workers.many.status import StatusReport
-from octetrl.workers.many.team import Call, Deadlines, PartOfTeam, WorkerLost
+from octetrl.workers.build_workers import admission_of, workers_on
+from octetrl.workers.hosted import HostedWorker, WorkerPlan
 from octetrl.workers.model_shape import model_spec
+from octetrl.workers.status import StatusReport
+from octetrl.workers.team import Call, Deadlines, PartOfTeam, WorkerLost
 from octetrl.workers.workers import Workers, WorkersDiffer
 from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import timeless, tiny_recipe
@@ -100,7 +100,7 @@ def team_of(run: Run) -> Any:
 
 
 class RunTeam(ThreadTeam):
-    """In place of `octetrl.workers.many.build.start_team`, or of a `RayTeam`: the workers of a run are threads."""
+    """In place of `octetrl.workers.build_workers.start_team`, or of a `RayTeam`: the workers of a run are threads."""
 
     def __init__(self, recipe: Recipe, *_: Any, **__: Any) -> None:
         super().__init__(recipe, recipe.cluster.num_workers)

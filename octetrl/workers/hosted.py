@@ -40,14 +40,14 @@ from octetrl.trainer.peers import ALONE, Peers, join_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.streamed import StreamedCall
 from octetrl.trainer.tensor_peers import GridPeers, connect_grid
+from octetrl.workers.assignment import Room
 from octetrl.workers.build import BuildWorker, BuiltWorker, Role, WorkerState, build_worker
-from octetrl.workers.many.assignment import Room
-from octetrl.workers.many.hosted_session import HostedSession, SessionNews, Withdrawn, with_pause
-from octetrl.workers.many.nodes import NodeInfo, look
-from octetrl.workers.many.status import WorkerStatus, last_lines, print_into
-from octetrl.workers.many.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
+from octetrl.workers.hosted_session import HostedSession, SessionNews, Withdrawn, with_pause
+from octetrl.workers.nodes import NodeInfo, look
 from octetrl.workers.reward_model_worker import RewardModelWorker
-from octetrl.workers.training_progress import counted
+from octetrl.workers.status import WorkerStatus, last_lines, print_into
+from octetrl.workers.team import counted
+from octetrl.workers.transfer import Transfer, WeightReceiver, WeightSender, keep_scales
 from octetrl.workers.worker import Worker
 
 Result = TypeVar("Result")
@@ -67,11 +67,11 @@ class WorkerPlan:
     modules: tuple[str, ...] = ()  # folders in which modules of the recipe are found, such as the recipe's own
 
     @property
-    def role(self) -> str:
-        """trains or generates; empty: it does both, as all do outside training."""
+    def role(self) -> Role:
+        """Outside training all workers do both."""
         roles = self.recipe.cluster.roles
         if roles is None or not self.trains:
-            return ""
+            return "both"
         return "trains" if self.rank < roles[0] else "generates"
 
 
@@ -117,7 +117,7 @@ class HostedWorker:
             total=self._micro_batches[1],
             read_gb=self._loaded.read_bytes / 1e9,
             quantized_gb=self._loaded.quantized_bytes / 1e9,
-            role=self._plan.role,
+            role="" if self._plan.role == "both" else self._plan.role,
         )
 
     @property
@@ -151,7 +151,7 @@ class HostedWorker:
     def _build(self, store: str | None) -> WorkerState:
         plan, device = self._plan, self._device()
         met = ALONE if store is None else self._meet(store, device)
-        role = self._role
+        role = plan.role
         only_loads = (role == "generates" or not plan.trains) and met.group.size == 1
         if not only_loads:
             self._link_gb_per_second = met.link_speed()
@@ -160,16 +160,6 @@ class HostedWorker:
         if only_loads:
             met.close()
         return self.state()
-
-    @property
-    def _role(self) -> Role:
-        if not self._plan.trains or self._plan.recipe.cluster.roles is None:
-            return "both"
-        return "trains" if self._is_trainer else "generates"
-
-    @property
-    def _is_trainer(self) -> bool:
-        return self._plan.rank < self._plan.recipe.cluster.num_trainers
 
     def _device(self) -> torch.device:
         """The worker's device. It uses its share of the machine's cores."""
@@ -180,8 +170,9 @@ class HostedWorker:
 
     def _meet(self, store: str, device: torch.device) -> Peers:
         cluster, share = self._plan.recipe.cluster, Share(self._plan.rank, self._plan.count)
-        if self._role != "both":
-            first, last = (0, cluster.num_trainers) if self._is_trainer else (cluster.num_trainers, self._plan.count)
+        if self._plan.role != "both":
+            trainers = cluster.num_trainers
+            first, last = (0, trainers) if self._plan.role == "trains" else (trainers, self._plan.count)
             share = Share(self._plan.rank - first, last - first)
         return connect_grid(
             join_store(store),
@@ -228,7 +219,7 @@ class HostedWorker:
         return self._compute("train", lambda: update.finish(whole))
 
     def publish(self, policy_version: int) -> Published:
-        if self._is_trainer and isinstance(self._worker, Worker):
+        if self._plan.role != "generates" and isinstance(self._worker, Worker):
             keep_scales(self._worker, policy_version)
         return self._compute("publish", lambda: self._worker.publish(policy_version))
 
@@ -239,14 +230,15 @@ class HostedWorker:
         buffer. `store`: the address at which they meet."""
         cluster = self._plan.recipe.cluster
         assert cluster.roles is not None, "every worker has the weights that it trains"
+        is_trainer = self._plan.role == "trains"
         transfer = Transfer(
             join_store(store),
-            Share(0 if self._is_trainer else 1 + self._plan.rank - cluster.num_trainers, 1 + cluster.roles[1]),
+            Share(0 if is_trainer else 1 + self._plan.rank - cluster.num_trainers, 1 + cluster.roles[1]),
             self._exchanges_on(self._device()),
             deadline_seconds=cluster.deadlines.first_seconds,
             name="weights",
         )
-        if self._is_trainer:
+        if is_trainer:
             self._sender = WeightSender(self._policy, transfer)
             return None
         self._receiver = WeightReceiver(self._policy, transfer)

@@ -25,13 +25,13 @@ from octetrl.records import (
 from octetrl.rollout.backend import SessionRecord
 from octetrl.telemetry.console import Console
 from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers import sampler as sampling
+from octetrl.workers import tail
+from octetrl.workers.assignment import Costs, Room
 from octetrl.workers.build import WorkerState
-from octetrl.workers.many import session, tail
-from octetrl.workers.many.assignment import Room
-from octetrl.workers.many.balance import Costs
-from octetrl.workers.many.hosted_session import SessionNews, Withdrawn
-from octetrl.workers.many.tail import PartQueue, TailSampler, TailSession, TailWorkers
-from octetrl.workers.many.team import Call, Deadlines
+from octetrl.workers.hosted_session import SessionNews, Withdrawn
+from octetrl.workers.tail import PartQueue, TailSampler, TailSession, TailWorkers
+from octetrl.workers.team import Call, Deadlines
 
 TOKEN, MICRO_BATCH, GROUPS, SHORT, LONG = 0.01, 1.0, 8, 100, 1500  # seconds, seconds, groups of 2, tokens
 LAYOUT = PackingLayout(tokens_per_micro_batch=1 << 20)
@@ -172,7 +172,7 @@ def seconds_of_step(
     lengths = {(f"g{group}", sibling): SHORT for group in range(GROUPS) for sibling in range(2)}
     lengths |= {(group, 1): LONG for group in long}
     team = SimulatedTeam(2, lengths)
-    for module in (session, tail):
+    for module in (sampling, tail):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: team.now))
     admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
     sampler = TailSampler(team, admission, Deadlines(DeadlineConfig()))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from octetrl.models.weight_files import SINGLE
 from octetrl.records import Published
-from octetrl.workers.many import transfer
-from octetrl.workers.many.hosted import HostedWorker
+from octetrl.workers import transfer
+from octetrl.workers.hosted import HostedWorker
 from tests.e2e.tiny_run import make_model
-from tests.unit.workers.many.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
+from tests.unit.workers.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
 
 SENT = "publish/sent_gb"  # what only such a run has, beside its times
 
