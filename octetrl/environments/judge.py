@@ -42,7 +42,6 @@ class Judge:
         self._config = config
         self._endpoint = Endpoint(config)
         self._known: OrderedDict[str, float] = OrderedDict()  # request -> reward
-        self.times = RewardTimes()
 
     def __call__(self, task: Task, completion_text: str) -> float:
         """The completion's reward. Raises EndpointError, or ValueError for a reply without a score."""
@@ -146,7 +145,7 @@ class JudgeRound(ScoringRound):
     def finish(self) -> dict[Key, Score]:
         began = time.monotonic()
         scores = {key: score.result() for key, score in self._scores.items()}
-        self._judge.times.waited += time.monotonic() - began
+        self.times = RewardTimes(waited=time.monotonic() - began)
         return scores
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +30,6 @@ from octetrl.environments.scoring import (
     RewardTimes,
     Score,
     ScoringRound,
-    TimedScorer,
     begin_round,
     score_all,
 )
@@ -106,28 +105,11 @@ class MixedTaskset(Taskset):
 _POLL_SECONDS = 0.002
 
 
-@dataclass(slots=True)
-class MixedTimes(RewardTimes):
-    """The slowest call of all scorers, and the seconds that a step waited for them together."""
-
-    members: Mapping[str, RewardTimes] = field(default_factory=dict)  # by environment
-
-    def take(self) -> RewardTimes:
-        for name, member in self.members.items():
-            taken = member.take()
-            if taken.slowest_task:
-                self.called(f"{name}/{taken.slowest_task}", taken.slowest)
-        return RewardTimes.take(self)
-
-
 class MixedScorer:
     """`scorers` by environment. A completion of an environment without a scorer gets no score."""
 
     def __init__(self, scorers: Mapping[str, OpenScorer]) -> None:
         self._scorers = dict(scorers)
-        self.times = MixedTimes(
-            members={name: each.times for name, each in scorers.items() if isinstance(each, TimedScorer)}
-        )
 
     @property
     def restarts(self) -> int:
@@ -140,7 +122,7 @@ class MixedScorer:
 
     def begin(self) -> MixedRound:
         """Completions that are scored as they end (scoring.py). One round at a time."""
-        return MixedRound(self._scorers, self.times)
+        return MixedRound(self._scorers)
 
     def close(self) -> None:
         for scorer in self._scorers.values():
@@ -148,10 +130,11 @@ class MixedScorer:
 
 
 class MixedRound(ScoringRound):
-    """One round of each scorer. All work at the same time."""
+    """One round of each scorer. All work at the same time. `times`: the seconds that they were waited for together, and
+    the slowest call of all."""
 
-    def __init__(self, scorers: Mapping[str, OpenScorer], times: RewardTimes) -> None:
-        self._scorers, self._times = scorers, times
+    def __init__(self, scorers: Mapping[str, OpenScorer]) -> None:
+        self._scorers = scorers
         self._rounds: dict[str, ScoringRound] = {}
         self._opened = ExitStack()
 
@@ -188,7 +171,12 @@ class MixedRound(ScoringRound):
             self.advance()
             time.sleep(_POLL_SECONDS)
         scores = self._named({name: each.finish() for name, each in self._rounds.items()})  # at most one waits
-        self._times.waited += time.monotonic() - began
+        times = RewardTimes(waited=time.monotonic() - began)
+        for name, each in self._rounds.items():
+            if each.times is not None and each.times.slowest_task:
+                own = replace(each.times, waited=0.0, slowest_task=f"{name}/{each.times.slowest_task}")
+                times = times.followed_by(own)
+        self.times = times
         return scores
 
     def _named(self, scores: Mapping[str, Mapping[Key, Score]]) -> dict[Key, Score]:

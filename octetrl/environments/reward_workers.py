@@ -38,6 +38,7 @@ from octetrl.environments.scoring import (
     CheckedScorer,
     Key,
     RewardTimes,
+    RoundAtTheEnd,
     Score,
     Scorer,
     ScoringRound,
@@ -89,6 +90,7 @@ class _Call:
     text: str
     deadline: float = math.inf
     may_repeat: bool = True  # if its process is killed or stopped from outside
+    seconds: float = 0.0  # that it took
 
 
 Running = dict[CallableProcess, _Call]
@@ -115,7 +117,7 @@ class RewardWorkers:
         gives_up: bool = True,
     ) -> None:
         self._scorer = CheckedScorer(scorer)
-        self._growth, self._gives_up, self.times = Growth(processes), gives_up, RewardTimes()
+        self._growth, self._gives_up = Growth(processes), gives_up
         self._timeout, self._load_seconds = timeout_seconds, load_seconds
         self._memory_mib = memory_mib
         self._failed_loads = 0  # in a row
@@ -192,7 +194,7 @@ class RewardWorkers:
 
         def end(worker: CallableProcess, score: Score, is_from_outside: bool) -> None:
             call = running.pop(worker)
-            self.times.called(call.task.id, time.monotonic() - call.deadline + self._timeout)
+            call.seconds = max(call.seconds, time.monotonic() - call.deadline + self._timeout)
             if is_from_outside and call.may_repeat:
                 call.may_repeat = False
                 queue.appendleft(call)
@@ -293,6 +295,7 @@ class RewardRound(ScoringRound):
 
     def __init__(self, workers: RewardWorkers) -> None:
         self._workers = workers
+        self._calls: list[_Call] = []
         self._queue: deque[_Call] = deque()
         self._running: Running = {}
         self._scores: dict[Key, Score] = {}
@@ -302,7 +305,8 @@ class RewardRound(ScoringRound):
         self._workers.end(self._running)
 
     def submit(self, key: Key, task: Task, completion_text: str) -> None:
-        self._queue.append(_Call(key, task, completion_text))
+        self._calls.append(_Call(key, task, completion_text))
+        self._queue.append(self._calls[-1])
 
     def advance(self) -> None:
         """Read scores and start further calls. Does not wait. Raises UserError for a task that can't be sent."""
@@ -320,7 +324,9 @@ class RewardRound(ScoringRound):
         began = time.monotonic()
         while not self.is_done:
             self._advance(waits=True)
-        self._workers.times.waited += time.monotonic() - began
+        self.times = RewardTimes(waited=time.monotonic() - began)
+        for call in self._calls:
+            self.times = self.times.followed_by(RewardTimes(slowest=call.seconds, slowest_task=call.task.id))
         return self.so_far()
 
     def _advance(self, *, waits: bool) -> None:
@@ -342,15 +348,17 @@ class FunctionRewards:
     def __init__(self, scorer: Scorer, *, timeout_seconds: float, at_once: int = 1, gives_up: bool = True) -> None:
         self._scorer = CheckedScorer(scorer)
         self._timeout, self._at_once, self._gives_up = timeout_seconds, at_once, gives_up
-        self.times = RewardTimes()
         self._calls = Calls()
+
+    def begin(self) -> RoundAtTheEnd:
+        return RoundAtTheEnd(self, times=True)
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         """The score of each (task, completion text), in their order."""
         scores: dict[int, Score] = {}
         queue = deque(enumerate(completions))
         places: dict[int, int] = {}  # by ticket
-        budget, began = TimeoutBudget(self._at_once), time.monotonic()
+        budget = TimeoutBudget(self._at_once)
         try:
             while queue or places:
                 while queue and len(places) < self._at_once:
@@ -364,7 +372,6 @@ class FunctionRewards:
                     queue.clear()
         finally:
             self._calls.forget()  # interrupted: the answers are no longer needed
-            self.times.waited += time.monotonic() - began
         return [scores[place] for place in range(len(completions))]
 
     def close(self) -> None:

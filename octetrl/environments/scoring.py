@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -127,30 +128,21 @@ def place_of(score: Any) -> str:
     return name if code is None else f"{name}, {Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RewardTimes:
-    """Seconds since the last `take`."""
+    """How long the rewards of a round took, or those of all rounds of a step, in seconds."""
 
     waited: float = 0.0  # after sampling had ended
     slowest: float = 0.0  # call
     slowest_task: str = ""
-    last: RewardTimes | None = None  # what the last `take` returned
 
-    def called(self, task_id: str, seconds: float) -> None:
-        if seconds > self.slowest:
-            self.slowest, self.slowest_task = seconds, task_id
+    def followed_by(self, later: RewardTimes) -> RewardTimes:
+        slower = later if later.slowest > self.slowest else self
+        return RewardTimes(self.waited + later.waited, slower.slowest, slower.slowest_task)
 
-    def take(self) -> RewardTimes:
-        """What was measured since the last call."""
-        self.last = RewardTimes(self.waited, self.slowest, self.slowest_task)
-        self.waited, self.slowest, self.slowest_task = 0.0, 0.0, ""
-        return self.last
-
-    def forget(self) -> None:
-        """Drop what was measured since the last `take`; `last` stays. An evaluation is not part of a step."""
-        last = self.last
-        self.take()
-        self.last = last
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"time/reward": self.waited} | ({"time/reward_slowest": self.slowest} if self.slowest else {})
 
 
 LEAST_TRIED = 4  # time-outs in a row, from the first call of a step on, before the others are given up
@@ -183,7 +175,11 @@ Key = tuple[int, int]  # of a completion: place of its task in the step, sibling
 
 
 class ScoringRound(Protocol):
-    """Completions that are being scored. Leaving the context abandons those that have no score yet."""
+    """Completions that are being scored. Leaving the context abandons those that have no score yet.
+
+    times: how long the rewards took, after `finish`; None for a scorer that uses the engine's device."""
+
+    times: RewardTimes | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -232,14 +228,6 @@ class ConcurrentScorer(Protocol):
 
 
 @runtime_checkable
-class TimedScorer(Protocol):
-    """A scorer that measures how long rewards take."""
-
-    @property
-    def times(self) -> RewardTimes: ...
-
-
-@runtime_checkable
 class RestartingScorer(Protocol):
     """A scorer with processes of its own that are replaced after a crash or a time-out."""
 
@@ -250,7 +238,7 @@ class RestartingScorer(Protocol):
 
 def begin_round(scorer: BatchScorer) -> ScoringRound:
     """A round of `scorer`. One at a time."""
-    return scorer.begin() if isinstance(scorer, ConcurrentScorer) else _RoundAtTheEnd(scorer)
+    return scorer.begin() if isinstance(scorer, ConcurrentScorer) else RoundAtTheEnd(scorer)
 
 
 def score_all(opened: ScoringRound, completions: Sequence[tuple[Task, str]]) -> list[Score]:
@@ -262,11 +250,14 @@ def score_all(opened: ScoringRound, completions: Sequence[tuple[Task, str]]) -> 
     return [scores[number, 0] for number in range(len(completions))]
 
 
-class _RoundAtTheEnd(ScoringRound):
+class RoundAtTheEnd(ScoringRound):
+    """Scores all completions in one call. `times`: measures it."""
+
     is_done = True
 
-    def __init__(self, scorer: BatchScorer) -> None:
+    def __init__(self, scorer: BatchScorer, *, times: bool = False) -> None:
         self._scorer = scorer
+        self.times = RewardTimes() if times else None
         self._completions: dict[Key, tuple[Task, str]] = {}
 
     def submit(self, key: Key, task: Task, completion_text: str) -> None:
@@ -276,5 +267,8 @@ class _RoundAtTheEnd(ScoringRound):
         return {}
 
     def finish(self) -> dict[Key, Score]:
-        keys = sorted(self._completions)
-        return dict(zip(keys, self._scorer.score([self._completions[key] for key in keys]), strict=True))
+        keys, began = sorted(self._completions), time.monotonic()
+        scores = self._scorer.score([self._completions[key] for key in keys])
+        if self.times is not None:
+            self.times = RewardTimes(waited=time.monotonic() - began)
+        return dict(zip(keys, scores, strict=True))

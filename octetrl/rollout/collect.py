@@ -41,7 +41,6 @@ from octetrl.environments.scoring import (
     RewardTimes,
     Score,
     ScoringRound,
-    TimedScorer,
     begin_round,
 )
 from octetrl.records import (
@@ -185,6 +184,11 @@ class Collecting:
     first_place: int = 0  # in the step, of the next task: seeds follow from it
     occupancy: Occupancy | None = None  # of the engine, where an environment has several turns
     session: SessionRecord | None = None  # of all sessions so far, as one
+    reward_times: RewardTimes | None = None  # of all rounds of scoring so far
+
+    def end_round(self, scoring: ScoringRound) -> None:
+        if scoring.times is not None:
+            self.reward_times = (self.reward_times or RewardTimes()).followed_by(scoring.times)
 
     def end_session(self, record: SessionRecord) -> None:
         self.session = record if self.session is None else self.session.followed_by(record)
@@ -199,6 +203,7 @@ class CollectedBatch:
     counts: Mapping[str, float]  # metrics of the groups
     measured: Mapping[str, float]  # metrics of the engines and the clock
     session: SessionRecord | None  # None: nothing could be sampled
+    reward_times: RewardTimes | None  # None: the scorer uses the engine's device, or there is none
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -239,23 +244,8 @@ def collect_batch(
         **tasks.metrics,
     }
     sampled = {} if state.session is None else state.session.named()
-    return CollectedBatch(groups, kept, counts, {**sampled, **reward_times(environment)}, state.session)
-
-
-def reward_times(environment: BatchScorer | Dialogues) -> dict[str, float]:
-    """`time/reward`: seconds that the collection waited for rewards after sampling. `time/reward_slowest`: one call.
-    Empty for scorers that use the engine's device. A collection calls it once, at its end."""
-    times = times_of(environment)
-    if times is None:
-        return {}
-    taken = times.take()
-    return {"time/reward": taken.waited} | ({"time/reward_slowest": taken.slowest} if taken.slowest else {})
-
-
-def times_of(environment: BatchScorer | Dialogues) -> RewardTimes | None:
-    """None: its scorer does not measure them."""
-    scorer = environment.scorer if isinstance(environment, Dialogues) else environment
-    return scorer.times if isinstance(scorer, TimedScorer) else None
+    times = {} if state.reward_times is None else state.reward_times.metrics
+    return CollectedBatch(groups, kept, counts, {**sampled, **times}, state.session, state.reward_times)
 
 
 def _reward_restarts(environment: BatchScorer | Dialogues) -> int:
@@ -343,6 +333,7 @@ def _collect_answers(
 
         generated = workers.generate([request for _, _, request in requests], score, state.end_session)
         scores = scoring.finish()
+        state.end_round(scoring)
     for (_, task, request), completions in zip(requests, generated, strict=True):
         mean = sum(len(one.token_ids) for one in completions) // len(completions)
         state.lengths.record(task, len(request.prompt_token_ids), mean)
@@ -414,6 +405,8 @@ def _collect_conversations(
             drive = Drive(dialogue, session, settings, state.occupancy, scoring, state.check)
             drive.run(requests, run_seed=collection.seed, step=collection.step)
         scores = {} if scoring is None else scoring.finish()
+        if scoring is not None:
+            state.end_round(scoring)
     finished = drive.finished
     _record_lengths(finished, state.lengths)
     for key, score in scores.items():

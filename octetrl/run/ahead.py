@@ -102,7 +102,7 @@ class Ahead(StepMethod):
         left_out = {"time/publish_pause"} & metrics.keys()
         of_batch = {name: value for name, value in drawn.metrics.items() if name not in left_out}
         own = joined(recorded, drawn.counts, of_batch, stale, too_old, waited)
-        return StepResult(joined(metrics, own), drawn.groups)
+        return StepResult(joined(metrics, own), drawn.groups, reward_times=drawn.reward_times)
 
     def _take(self, step: int) -> BufferedBatch:
         with self._changed:
@@ -230,7 +230,8 @@ class Ahead(StepMethod):
         )
         metrics = {**collected.measured, "time/wait_for_weights": waited, **pause}
         place = DataPlace.of(run.taskset, run.lengths)
-        return BufferedBatch(tuple(collected.groups), tuple(collected.kept), collected.counts, metrics, place)
+        groups, kept = tuple(collected.groups), tuple(collected.kept)
+        return BufferedBatch(groups, kept, collected.counts, metrics, place, collected.reward_times)
 
     def _hand_over(self, finished: tuple[int, BufferedBatch] | None) -> None:
         if finished is not None:

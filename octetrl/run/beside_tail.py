@@ -103,7 +103,7 @@ class BesideTail(StepMethod):
         update = workers.finish_step()
         published = workers.publish(update.policy_version)
         metrics = joined(recorded, collected.metrics, blocks.metrics, update.metrics, published.metrics)
-        return StepResult(metrics, collected.groups)
+        return StepResult(metrics, collected.groups, reward_times=collected.reward_times)
 
 
 def groups_per_block(recipe: Recipe) -> int:

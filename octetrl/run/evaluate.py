@@ -25,7 +25,7 @@ from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from octetrl.environments.python_object import Given
 from octetrl.records import Completion, GenerationRequest, OnCompletions, RolloutGroup, Task
 from octetrl.rollout.backend import OnSession, SessionRecord, not_asked
-from octetrl.rollout.collect import Collecting, ExpectedLengths, collect_groups, times_of
+from octetrl.rollout.collect import Collecting, ExpectedLengths, collect_groups
 from octetrl.run.build import build_collection, build_run
 from octetrl.run.device import generators_put_back, seed_everything
 from octetrl.run.environment import NOTHING_GIVEN, Rewards, build_chats, build_environments, build_scorers, build_tasks
@@ -60,9 +60,6 @@ def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
     with run.console.phase("evaluate"), generators_put_back():
         groups = collect_groups(tasks, run.rewards, run.workers, collection, state)
         run.workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
-    times = times_of(run.rewards)
-    if times is not None:
-        times.forget()
     scoring = Scoring(config.evaluation.k, config.evaluation.right_from, config.seed)
     sampled = {} if state.session is None else state.session.named()
     return EvalReport(groups, scoring, sampled.get("rollout/tokens_per_second", 0.0))

@@ -26,9 +26,8 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
 from octetrl.environments.dialogue import Dialogues
-from octetrl.environments.mixed import MixedTimes
-from octetrl.environments.scoring import BatchScorer
-from octetrl.rollout.collect import times_of
+from octetrl.environments.mixed import MixedScorer
+from octetrl.environments.scoring import BatchScorer, RewardTimes
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.system.errors import RunFailed
 from octetrl.telemetry.collapse import Collapse, CollapseError, CollapseGate
@@ -177,32 +176,30 @@ class SlowRewards:
     """Warns once a run, if a step waits for rewards for more than half of its time."""
 
     def __init__(self, rewards: BatchScorer | Dialogues) -> None:
-        self._times = times_of(rewards)
-        self._has_warned = False
+        scorer = rewards.scorer if isinstance(rewards, Dialogues) else rewards
+        self._are_mixed, self._has_warned = isinstance(scorer, MixedScorer), False
 
-    def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """metrics: of the step, with `time/reward`."""
+    def warning(self, step: int, metrics: Mapping[str, float], times: RewardTimes | None) -> str | None:
+        """metrics: of the step, with `time/reward`. times: None where they were not measured."""
         waited, whole = metrics.get("time/reward", 0.0), metrics.get("time/step", 0.0)
         waited = min(waited, metrics.get("time/wait_for_batch", waited))  # a batch ahead: the step learnt meanwhile
         if self._has_warned or waited < SECONDS or waited < SHARE * whole:
             return None
         self._has_warned = True
         said = f"step {step}: {waited:.1f} of {whole:.1f} s were spent waiting for rewards"
-        last = None if self._times is None else self._times.last
-        slowest = 0.0 if last is None else last.slowest
+        times = times or RewardTimes()
         crashed, replaced = metrics.get("rollout/reward_crash", 0.0), metrics.get("rollout/reward_restarts", 0.0)
-        if crashed and slowest < SHARE * waited:
+        if crashed and times.slowest < SHARE * waited:
             restarts = f", in which {replaced:.0f} reward processes were replaced" if replaced else ""
             return (
                 f"{said}{restarts} ({crashed:.0f} reward_crash: the score ended its process);"
                 f" rollouts/step_{step:06d}.jsonl says why"
             )
         section = "environment"
-        if last is not None and last.slowest_task:
-            said += f" (the slowest call, {slowest:.1f} s, was task '{last.slowest_task}')"
-        if isinstance(self._times, MixedTimes):
-            name = last.slowest_task.partition("/")[0] if last is not None else ""
-            section = section_name(name or "NAME")
+        if times.slowest_task:
+            said += f" (the slowest call, {times.slowest:.1f} s, was task '{times.slowest_task}')"
+        if self._are_mixed:
+            section = section_name(times.slowest_task.partition("/")[0] or "NAME")
         return f"{said}; make the score faster, or raise {section}.reward_workers"
 
 

@@ -180,7 +180,7 @@ def _run_steps(
                 gate.check(step, metrics),
                 kv_saturation_warning(metrics, recipe.fp8),
                 empty.warning(step, metrics),
-                slow.warning(step, metrics),
+                slow.warning(step, metrics, result.reward_times),
                 fallbacks.warning(metrics),
             )
             for warning in health:

@@ -12,6 +12,7 @@ from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
 from octetrl.data.mixture import Mixture
 from octetrl.data.tokenizer import Tokenizer
+from octetrl.environments.scoring import RewardTimes
 from octetrl.environments.tasks import Taskset
 from octetrl.records import RolloutGroup
 from octetrl.rollout.collect import CollectionSettings, ExpectedLengths
@@ -29,6 +30,7 @@ class StepResult:
     metrics: Mapping[str, float]
     groups: Sequence[RolloutGroup] = ()
     evaluated: Sequence[RolloutGroup] = ()  # of held-out tasks, where an evaluation was due after the step
+    reward_times: RewardTimes | None = None  # None: nothing measured them
 
     def check_failures(self, recipe: Recipe, step: int) -> None:
         """Raises RunFailed if more rollouts of the step, or of its evaluation, failed than the recipe allows."""
@@ -65,6 +67,7 @@ class BufferedBatch:
     counts: Mapping[str, float]  # metrics of the groups
     metrics: Mapping[str, float]  # of the engines and the clock
     place: DataPlace  # after it
+    reward_times: RewardTimes | None = None  # a checkpoint has only their metrics
 
     @property
     def oldest_version(self) -> int | None:

@@ -24,7 +24,8 @@ class GenerateThenLearn(StepMethod):
         collected = produce(run, number)
         recorded = journal.record(number, collected.groups)
         learnt = learn(run, to_samples(collected.kept, run.algorithm), number)
-        return StepResult(joined(recorded, collected.metrics, learnt), collected.groups)
+        metrics = joined(recorded, collected.metrics, learnt)
+        return StepResult(metrics, collected.groups, reward_times=collected.reward_times)
 
 
 class LearnFromData(StepMethod):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from octetrl.environments.dialogue import ConversationLimits, Dialogue
 from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
 from octetrl.environments.reward_workers import RewardWorkers
-from octetrl.environments.scoring import RewardTimes, Score
+from octetrl.environments.scoring import Score
 from octetrl.environments.tasks import Taskset, furthest_behind, named, own_task, shares_of
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
@@ -144,7 +144,7 @@ class Recorded:
 
     def __init__(self, reward: float) -> None:
         self.asked: list[tuple[Task, str]] = []
-        self.reward, self.times, self.is_closed = reward, RewardTimes(), False
+        self.reward, self.is_closed = reward, False
 
     def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
         self.asked += completions
@@ -208,14 +208,16 @@ def test_one_environments_time_outs_do_not_touch_another_and_name_their_section(
     try:
         task = Task("1", "?")
         completions = [(named(task, name), f"{n}") for n in range(2) for name in ("hangs", "quick", "recorded")]
-        scores = scorer.score(completions)
+        with scorer.begin() as scoring:
+            for place, (task, text) in enumerate(completions):
+                scoring.submit((place, 0), task, text)
+            scores = list(scoring.finish().values())
         assert [score.status.value for score in scores] == ["reward_timeout", "scored", "scored"] * 2
         assert [score.reward for score in scores[1::3]] == [by_text(task, "0"), by_text(task, "1")]
         assert scores[0].detail is not None and "environments.hangs.reward_timeout_seconds" in scores[0].detail
         assert scorer.restarts == 2
-        taken = scorer.times.take()
-        assert taken.slowest_task == "hangs/1" and taken.slowest >= 0.3 and taken.waited >= 0.3
-        assert scorer.times.take().slowest == 0.0
+        times = scoring.times
+        assert times is not None and times.slowest_task == "hangs/1" and times.slowest >= 0.3 and times.waited >= 0.3
     finally:
         scorer.close()
 

@@ -9,11 +9,10 @@ import pytest
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.several_environments import never_drawn
-from octetrl.environments.mixed import MixedTimes
-from octetrl.environments.reward_workers import GROW_SECONDS, Growth
+from octetrl.environments.mixed import MixedScorer
+from octetrl.environments.reward_workers import GROW_SECONDS, FunctionRewards, Growth
 from octetrl.environments.scoring import LEAST_TRIED, RewardTimes, TimeoutBudget
 from octetrl.environments.tasks import furthest_behind, shares_of
-from octetrl.rollout.collect import reward_times
 from octetrl.run.health import EmptySteps, SlowRewards
 from octetrl.system.errors import RunFailed
 
@@ -178,28 +177,21 @@ def test_a_weight_that_gives_no_task_is_told(
 
 
 def test_slow_rewards_of_several_environments_name_the_section_and_crashes() -> None:
-    class Scorer:
-        times = MixedTimes(members={"a": RewardTimes(), "b": RewardTimes()})
+    seconds, slow_call = {"time/reward": 3.0, "time/step": 4.0}, RewardTimes(3.0, 2.5, "b/x/7")
 
-    seconds = {"time/reward": 3.0, "time/step": 4.0}
-    scorer = Scorer()
-    scorer.times.members["b"].called("x/7", 2.5)
-    reward_times(scorer)
-    scorer.times.members["a"].called("of an evaluation after it", 9.0)
-    scorer.times.forget()
-    warning = SlowRewards(scorer).warning(2, seconds)
+    def warning_of(step: int, metrics: dict[str, float], times: RewardTimes) -> str | None:
+        return SlowRewards(MixedScorer({})).warning(step, metrics, times)
+
+    warning = warning_of(2, seconds, slow_call)
     assert warning is not None and "was task 'b/x/7'" in warning
     assert warning.endswith("or raise environments.b.reward_workers")
-    reward_times(scorer)
-    assert (SlowRewards(scorer).warning(3, seconds) or "").endswith("or raise environments.NAME.reward_workers")
+    assert (warning_of(3, seconds, RewardTimes(3.0)) or "").endswith("or raise environments.NAME.reward_workers")
     crashes = seconds | {"rollout/reward_crash": 6.0, "rollout/reward_restarts": 6.0}
-    crashed = SlowRewards(scorer).warning(3, crashes)
+    crashed = warning_of(3, crashes, RewardTimes(3.0))
     assert crashed is not None and "6 reward processes were replaced (6 reward_crash" in crashed
     assert "faster" not in crashed and crashed.endswith("rollouts/step_000003.jsonl says why")
-    scorer.times.members["b"].called("x/8", 2.0)
-    reward_times(scorer)
-    slow_too = SlowRewards(scorer).warning(4, crashes)
-    assert slow_too is not None and "was task 'b/x/8'" in slow_too, "the slow call has most of the time"
+    slow_too = warning_of(4, crashes, slow_call)
+    assert slow_too is not None and "was task 'b/x/7'" in slow_too, "the slow call has most of the time"
 
 
 def test_zero_never_ends_it() -> None:
@@ -246,22 +238,15 @@ def test_processes_double_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_step_that_waits_for_rewards_names_the_slowest_task() -> None:
-    class Scorer:
-        times = RewardTimes()
-
-    scorer = Scorer()
-    slow = SlowRewards(scorer)
-    scorer.times.waited = 6.0
-    scorer.times.called("quick", 0.5)
-    scorer.times.called("slow", 4.0)
-    metrics = reward_times(scorer) | {"time/step": 8.0}
+    slow, scorer = SlowRewards(FunctionRewards(lambda task, text: 1.0, timeout_seconds=1.0)), MixedScorer({})
+    rounds = RewardTimes(2.0, 0.5, "quick"), RewardTimes(3.0, 4.0, "slow"), RewardTimes(1.0)
+    times = rounds[0].followed_by(rounds[1]).followed_by(rounds[2])
+    metrics = times.metrics | {"time/step": 8.0}
     assert metrics == {"time/reward": 6.0, "time/reward_slowest": 4.0, "time/step": 8.0}
-    scorer.times.called("of an evaluation after it", 30.0)
-    scorer.times.forget()
-    warning = slow.warning(2, metrics)
+    warning = slow.warning(2, metrics, times)
     assert warning is not None
     assert "step 2: 6.0 of 8.0 s were spent waiting for rewards (the slowest call, 4.0 s, was task 'slow')" in warning
-    assert slow.warning(3, metrics) is None, "once a run"
-    assert reward_times(scorer) == {"time/reward": 0.0}
-    assert SlowRewards(scorer).warning(1, {"time/reward": 3.0, "time/step": 8.0}) is None
-    assert SlowRewards(scorer).warning(1, {"time/reward": 0.9, "time/step": 1.0}) is None, "too little to matter"
+    assert slow.warning(3, metrics, times) is None, "once a run"
+    assert RewardTimes().metrics == {"time/reward": 0.0}
+    assert SlowRewards(scorer).warning(1, {"time/reward": 3.0, "time/step": 8.0}, None) is None
+    assert SlowRewards(scorer).warning(1, {"time/reward": 0.9, "time/step": 1.0}, None) is None, "too little to matter"
