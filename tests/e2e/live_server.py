@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from tests.e2e.official_client import openai, uvicorn  # first: it skips a module that lacks the server's packages
+
+# isort: split
 from octetrl.server.intake import Intake
 from octetrl.server.serve import ServeOptions, build_app
-from tests.e2e.official_client import openai, uvicorn
 
 CONTEXT_LENGTH = 512
 
