@@ -88,6 +88,7 @@ NINE = (
     *("bf16", "fp8_rollout", "fp8_rollout_tis", "fp8", "fp8_full", "fp8_full_dynamic", "fp8_full_int8"),
     *("bf16_kv_calibrated", "all_rollout_tis"),
 )
+HEADLINE = ("bf16", "fp8_full", "fp8_full_int8", "all_rollout_tis")
 FOUR = ("bf16", "fp8_rollout_tis", "fp8", "fp8_full")
 
 WIDE = {  # Qwen3-0.6B's width in 8 layers: 126 million parameters besides the embedding
@@ -109,7 +110,8 @@ class StudyTable:
 
     start: the cold start's recipe, made once for each seed and shared by all arms; None: the model is pretrained, its
     folder is `--model`, and all seeds share it. answers: a task's bare and worked answer in the cold start's examples;
-    None: those of sums. job_seconds: a first guess, until a job has ended.
+    None: those of sums. experts: the cold start becomes a mixture, its experts copies of its MLPs. job_seconds: a first
+    guess, until a job has ended.
     """
 
     kind: Kind
@@ -123,6 +125,7 @@ class StudyTable:
     job_seconds: float = 60.0
     shape: Mapping[str, int] = field(default_factory=dict)  # changes of the preset `tiny`
     answers: Answers | None = None
+    experts: bool = False
 
 
 TWO_TERMS = "environment.parameters={min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 2}"
@@ -163,6 +166,7 @@ TABLES: Mapping[str, StudyTable] = {
         NINE,
         answers=(remainders.bare_answer, remainders.worked_answer),
     ),
+    "moe-sums": StudyTable("tiny", 4, "demo_moe", SMALL_COMMON, "demo_sft", (), 45, HEADLINE, 90.0, experts=True),
     "wide-sums": StudyTable(
         "wide",
         8,
@@ -193,7 +197,7 @@ TABLES: Mapping[str, StudyTable] = {
         None,
         (),
         150,
-        ("bf16", "fp8_full", "fp8_full_int8", "all_rollout_tis"),
+        HEADLINE,
         job_seconds=600.0,
     ),
 }

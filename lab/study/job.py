@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.upcycle import upcycle
 from lab.jobs import UNFINISHED
 from lab.record import run_command
 from lab.study.arms import ARMS, TABLES
@@ -121,8 +122,12 @@ def make_start(state: Path, name: str, seed: int, changes: Sequence[str]) -> Non
     target = start_folder(state, name, seed)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    export_run(recipe.output_dir, str(part))
+    dense = folder / "dense" if table.experts else part
+    for left in (part, dense):
+        shutil.rmtree(left, ignore_errors=True)
+    export_run(recipe.output_dir, str(dense))
+    if table.experts:
+        upcycle(dense, part)
     shutil.copy(folder / MADE_WITH, part)
     part.rename(target)
     shutil.rmtree(folder)
