@@ -1,7 +1,7 @@
 """Kernels in Gluon: where they can run, and what happens where they do not compile.
 
 Gluon is an experimental part of Triton, and its kernels here are written for Hopper. Each has a kernel in plain Triton
-beside it, slower and with the same bits, which runs everywhere else; latent decode has another one in Gluon between.
+beside it, slower and with the same bits, which runs everywhere else.
 """
 
 from __future__ import annotations

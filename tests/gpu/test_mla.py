@@ -19,7 +19,7 @@ from octetrl.kernels.attention.latent_backward import (
     latent_backward_reference,
     latent_backward_triton,
 )
-from octetrl.kernels.attention.latent_decode import PIPELINE, latent_decode
+from octetrl.kernels.attention.latent_decode import latent_decode
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.attention.latent_paged import latent_paged
 from octetrl.kernels.attention.latent_prepare import latent_prepare_reference, latent_prepare_triton
@@ -144,19 +144,16 @@ def decode_tables(
 @DTYPES
 @pytest.mark.parametrize(
     ("count", "heads", "page_size"),
-    [(1, 16, 128), (15, 5, 32), (17, 20, 64), (131, 16, 128), (512, 16, 128)],
+    [(1, 16, 128), (15, 5, 32), (17, 20, 64), (131, 16, 128), (700, 16, 128)],
 )
-def test_every_way_to_decode_has_the_same_bits(
-    count: int, heads: int, page_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_to_decode_has_the_same_bits(count: int, heads: int, page_size: int, dtype: torch.dtype) -> None:
+    """With 700 sequences of up to four chunks, a program of the Gluon kernel takes several chunks."""
     contexts = [BORDERS[(7 * i + 8) % len(BORDERS)] for i in range(count)]
     tables = decode_tables(contexts, heads, page_size, dtype)
     want = latent_decode(*tables, split=True, gluon=False)
-    ways = ((False, False), (False, True), (True, True), ("chosen", True))
+    ways = ((False, False), (True, True), ("chosen", True))
     found = {way: latent_decode(*tables, way[0], gluon=way[1]) for way in ways}  # type: ignore[arg-type]
     assert not fallbacks and want.isfinite().all()
-    monkeypatch.setitem(fallbacks, PIPELINE, "left out here")
-    found[True, "two warpgroups"] = latent_decode(*tables, True)
     assert [how for how, out in found.items() if not torch.equal(out, want)] == []
     for b in range(0, count, 37):
         latent_BHC, rotary_BHR, latents, keys, scale, table_BP = tables[:6]

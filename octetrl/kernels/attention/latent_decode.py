@@ -9,10 +9,9 @@ reads a sequence's latents once for these heads, and each latent is key and valu
 context return at once, so a captured grid needs no lengths. A second kernel merges the chunks in ascending order. Both
 ways have the same bits, because the order is defined by chunks.
 
-Pages of E4M3 latents of 512 elements run in Gluon on Hopper, mostly by chunks (latent_decode_chunks_gluon.py), else
-latent_decode_gluon.py, with the same bits. On one H200, decode of 256 sequences of 640 tokens took 62 microseconds
-instead of 141, of 64 sequences of up to 4,096 tokens 70 instead of 386. BF16 pages need 4 warps: 68 and 163
-microseconds instead of 85 and 221.
+Pages of E4M3 latents of 512 elements run in Gluon on Hopper, by chunks (latent_decode_gluon.py), with the same bits. On
+one H200, decode of 256 sequences of 640 tokens took 62 microseconds instead of 141, of 64 sequences of up to 4,096
+tokens 70 instead of 386. BF16 pages need 4 warps: 68 and 163 microseconds instead of 85 and 221.
 
 B sequences, P pages of the longest block table, H heads, C query columns, N keys of a tile, L latent elements, S
 chunks.
@@ -47,8 +46,8 @@ from octetrl.kernels.attention.latent_rows import GLUON_SIZES, SMALLEST_BLOCK
 from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 
 COLUMNS = 16  # heads of one program
-PIPELINE = "latent_chunks_gluon"
-Operands = tuple[Tensor, Tensor, Tensor, Tensor, Any, Tensor, Tensor, float]  # of both Gluon kernels
+GLUON_SPLIT_BYTES = 1 << 28  # the largest size of the chunks' outputs where Gluon computes them
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Any, Tensor, Tensor, float]  # of the Gluon kernel
 
 
 @triton.jit
@@ -154,7 +153,7 @@ def latent_decode(
     gluon: bool = True,
 ) -> Tensor:
     """One query per sequence; out [B, H, C]. `split`: whether chunks are computed apart. `gluon`: whether Gluon may
-    run. No bit depends on either."""
+    compute them. No bit depends on either."""
     (sequences, heads, latent), rotary = q_latent_BHC.shape, q_rotary_BHR.shape[2]
     page_size = latent_pages.shape[1]
     assert sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
@@ -170,9 +169,9 @@ def latent_decode(
         and can_run("latent_decode_gluon", latent_pages, key_pages)
     )  # fmt: skip
     if split == "chosen":
-        few = sequences * blocks < MULTIPROCESSORS
-        gains = max_chunks > 1 or not few if gluon else max_chunks > 1 and few
-        split = gains and 4 * sequences * max_chunks * heads * latent <= SPLIT_BYTES
+        few_and_long = max_chunks > 1 and sequences * blocks < MULTIPROCESSORS
+        size = 4 * sequences * max_chunks * heads * latent
+        split = size <= GLUON_SPLIT_BYTES if gluon else few_and_long and size <= SPLIT_BYTES
     out_BHC = torch.empty(sequences, heads, latent, dtype=q_latent_BHC.dtype, device=latent_pages.device)
     m_BSH = l_BSH = o_BSHC = None
     if split:
@@ -186,7 +185,7 @@ def latent_decode(
     operands = q_latent_BHC, q_rotary_BHR, latent_pages, key_pages, token_scale
     chunks = None if m_BSH is None or l_BSH is None or o_BSHC is None else (m_BSH, l_BSH, o_BSHC)
     tables = *operands, block_table_BP, context_lens_B, softmax_scale
-    if not (gluon and _run_gluon(tables, out_BHC, chunks)):
+    if not (gluon and chunks is not None and _run_gluon(tables, chunks)):
         _latent_decode_kernel[(blocks, sequences, max_chunks if split else 1)](
             *operands, out_BHC, block_table_BP, context_lens_B, m_BSH, l_BSH, o_BSHC,
             *q_latent_BHC.stride()[:2], *q_rotary_BHR.stride()[:2], block_table_BP.stride(0),
@@ -201,20 +200,12 @@ def latent_decode(
     return out_BHC
 
 
-def _run_gluon(operands: Operands, out_BHC: Tensor, chunks: tuple[Tensor, Tensor, Tensor] | None) -> bool:
-    """Whether it ran: into `out_BHC`, or each chunk into `chunks`."""
-    if chunks is not None and can_run(PIPELINE, *operands[2:4]):
-        try:
-            from octetrl.kernels.attention.latent_decode_chunks_gluon import latent_chunks_gluon
-
-            latent_chunks_gluon(*operands, chunks)
-            return True
-        except COMPILER_ERRORS as error:
-            give_up(PIPELINE, error)
+def _run_gluon(operands: Operands, chunks: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Whether it ran: m, l and o of each chunk are in `chunks`."""
     try:
         from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
 
-        latent_decode_gluon(*operands, out_BHC, chunks)
+        latent_decode_gluon(*operands, chunks)
     except COMPILER_ERRORS as error:
         give_up("latent_decode_gluon", error)
         return False

@@ -80,7 +80,6 @@ def attention() -> None:
 
 def latent_attention() -> None:
     from octetrl.kernels.attention import latent_backward
-    from octetrl.kernels.attention.latent_decode_chunks_gluon import latent_chunks_gluon
     from octetrl.kernels.attention.latent_decode_gluon import latent_decode_gluon
     from octetrl.kernels.attention.latent_rows_gluon import latent_rows_gluon
 
@@ -92,9 +91,8 @@ def latent_attention() -> None:
     pages = zeros(8, 128, 512, dtype=E4M3), zeros(8, 128, 64), zeros(8, 1, 128, dtype=FLOAT)
     table, contexts = zeros(4, 4, dtype=torch.int32), zeros(4, dtype=torch.int32)
     decode = q_latent_THC[:4], q_rotary_THR[:4], *pages, table, contexts, 0.1
-    latent_decode_gluon(*decode, zeros(4, HEADS, 512), chunks=None)
     sums = zeros(4, 1, HEADS, dtype=FLOAT)
-    latent_chunks_gluon(*decode, (sums, sums, zeros(4, 1, HEADS, 512, dtype=FLOAT)))
+    latent_decode_gluon(*decode, (sums, sums, zeros(4, 1, HEADS, 512, dtype=FLOAT)))
     latent_backward.gluon_can_run = lambda *_: True
     kv_THX = zeros(TOKENS, HEADS, 256)
     latent_backward.latent_backward_triton(
