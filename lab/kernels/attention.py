@@ -35,6 +35,7 @@ from octetrl.kernels.attention.attention_packed_backward import attention_packed
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.decode_layout import DecodeTile
 from octetrl.kernels.attention.kv_store import kv_replay, v_pages_shape
+from octetrl.kernels.attention.records import CachedPages, Replay
 from octetrl.shapes.blocks import KVMode, KVTensors
 
 DEVICE = "cuda"
@@ -82,12 +83,10 @@ LIBRARY = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLA
 class Pages:
     """A cache for sequences with these contexts, their pages in random order."""
 
-    k: Tensor
-    v: Tensor
+    k: CachedPages
+    v: CachedPages
     table: Tensor
     contexts: Tensor
-    k_scale: Tensor | None  # by head or by token, as the cache's mode has it
-    v_scale: Tensor | None
 
     @classmethod
     def random(cls, precision: str, contexts: list[int]) -> Pages:
@@ -103,35 +102,28 @@ class Pages:
         def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).to(dtype)
 
-        def scale_of(dtype: torch.dtype) -> Tensor | None:
-            return torch.ones(rows[1] if kv_mode == "calibrated" else rows, device=DEVICE) if is_code(dtype) else None
+        def cached(shape: tuple[int, ...], dtype: torch.dtype) -> CachedPages:
+            if not is_code(dtype):
+                return CachedPages(values(shape, dtype))
+            if kv_mode == "calibrated":
+                return CachedPages(values(shape, dtype), torch.ones(KV_HEADS, device=DEVICE))
+            return CachedPages(values(shape, dtype), token_scale=torch.ones(rows, device=DEVICE))
 
         return cls(
-            k=values((*rows, HEAD_SIZE), k_dtype),
-            v=values(v_pages_shape(*rows, HEAD_SIZE, v_dtype), v_dtype),
+            k=cached((*rows, HEAD_SIZE), k_dtype),
+            v=cached(v_pages_shape(*rows, HEAD_SIZE, v_dtype), v_dtype),
             table=table.to(DEVICE),
             contexts=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-            k_scale=scale_of(k_dtype),
-            v_scale=scale_of(v_dtype),
         )
 
     @property
-    def scales(self) -> dict[str, Tensor | None]:
-        """As `kv_store` and `attention_paged` take them."""
-        by_head = [None if scale is None or scale.dim() == 3 else scale for scale in (self.k_scale, self.v_scale)]
-        by_token = [None if scale is None or scale.dim() == 1 else scale for scale in (self.k_scale, self.v_scale)]
-        names = ("k_scale_K", "v_scale_K", "k_token_scale", "v_token_scale")
-        return dict(zip(names, by_head + by_token, strict=True))
-
-    @property
     def bytes_read(self) -> int:
-        row_bytes = (self.k.element_size() + self.v.element_size()) * HEAD_SIZE
-        row_bytes += 4 * sum(scale is not None and scale.dim() == 3 for scale in (self.k_scale, self.v_scale))
+        row_bytes = sum(x.pages.element_size() * HEAD_SIZE + 4 * (x.token_scale is not None) for x in (self.k, self.v))
         return int(self.contexts.sum()) * KV_HEADS * row_bytes
 
     def decode(self, q_BHD: Tensor, tile: DecodeTile | None, quantize: bool = False) -> Tensor | Quantized:
         tables = (self.k, self.v, self.table, self.contexts)
-        return attention_decode_triton(q_BHD, *tables, SCALE, self.k_scale, self.v_scale, quantize, tile=tile)
+        return attention_decode_triton(q_BHD, *tables, SCALE, quantize, tile=tile)
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
@@ -174,13 +166,7 @@ def _prefill(precision: str) -> Iterator[Row]:
         q = torch.randn(tokens, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=DEVICE)
         cu_seqlens = torch.arange(0, tokens + 1, chunk, dtype=torch.int32, device=DEVICE)
         tables = (q, pages.k, pages.v, pages.table, cu_seqlens, pages.contexts, SCALE)
-        scales = pages.scales
-        us = median_us(
-            partial(
-                attention_paged, *tables, scales["k_scale_K"], scales["v_scale_K"], scales["k_token_scale"],
-                scales["v_token_scale"], chunk,
-            )
-        )  # fmt: skip
+        us = median_us(partial(attention_paged, *tables, chunk))
         tflops = causal_flops(sequences, before, chunk) / us / 1e6
         workload = f"{sequences}x{before}+{chunk}"
         yield {"precision": precision, "op": "prefill", "workload": workload, "us": us, "tflop_per_s": tflops}
@@ -195,11 +181,11 @@ def _trainer(precision: str) -> Iterator[Row]:
         q, k, v = fused.split(heads, dim=1)
         k_scale, v_scale = (x.float().abs().amax((0, 2)) / 448 for x in (k, v))
         cu_seqlens = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=DEVICE)
-        replay = (k_scale, v_scale, kv_mode, quantized)
-        out, lse2 = attention_packed_forward(q, k, v, cu_seqlens, length, SCALE, *replay)
-        kv = kv_replay(k, v, kv_mode, k_scale, v_scale, quantized)
+        replay = Replay(kv_mode, k_scale, v_scale, quantized)
+        out, lse2 = attention_packed_forward(q, k, v, cu_seqlens, length, SCALE, replay)
+        kv = kv_replay(k, v, replay)
         calls: dict[str, Callable[[], Any]] = {
-            "packed forward": partial(attention_packed_forward, q, k, v, cu_seqlens, length, SCALE, *replay),
+            "packed forward": partial(attention_packed_forward, q, k, v, cu_seqlens, length, SCALE, replay),
             "packed backward": partial(
                 attention_packed_backward_triton, out, q, kv, out, lse2, cu_seqlens, length, SCALE
             ),

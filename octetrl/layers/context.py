@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octetrl.kernels.attention.records import CachedPages
 from octetrl.shapes.blocks import KVMode
 
 
@@ -87,15 +88,6 @@ class PackedContext:
     kv_scale_LS: Tensor | None = None  # float32; only for "calibrated"
     kv_amax_LS: Tensor | None = None  # float32, updated in place; None: not collected
     routers: RouterRecord | None = None  # filled in by mixtures of experts; None: not collected
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPages:
-    """The pages of one cached tensor in one layer. Shapes: `CachedTensor` in shapes/blocks.py."""
-
-    pages: Tensor  # [num_pages, ...] in BF16, float32, E4M3 or int8
-    scale: Tensor | None = None  # E4M3, "calibrated": float32, of the layer
-    token_scale: Tensor | None = None  # "dynamic", "int8": float32 [num_pages, ..., page_size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@ For the tests of bits, and for `lab.kernels.rows`, which times them. Every eleve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.kv_store import kv_store, v_pages_shape
 from octetrl.kernels.attention.qkv_store import qkv_store
+from octetrl.kernels.attention.records import CachedPages, Rotation
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.rows.add_rms_norm import add_rms_norm
 from octetrl.kernels.rows.rms_norm import rms_norm
@@ -113,21 +115,33 @@ def slots_of(tokens: int) -> Tensor:
     return torch.where(token % PADDING[0] == PADDING[1], -1, slot)
 
 
-def pages(shape: Shape, tokens: int, precision: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
-    """Caches, and their scales with the counter. A few values are past the per-head scales."""
-    k_dtype, v_dtype, by_token = CACHES[precision]
-    size = (2 * (tokens // 200 + 1), shape.kv_heads, PAGE_SIZE, shape.head_size)
-    caches = (
-        torch.zeros(size, device="cuda").to(k_dtype),
-        torch.zeros(v_pages_shape(*size, v_dtype)).cuda().to(v_dtype),
-    )
-    scales: list[Tensor | None] = [None, None, None, None]
-    for which, cache in enumerate(caches):
-        if cache.dtype == E4M3 and by_token:
-            scales[2 + which] = torch.ones(size[:3], device="cuda")
-        elif cache.dtype == E4M3:
-            scales[which] = torch.linspace(0.004, 0.008, shape.kv_heads, device="cuda")
-    return caches, (*scales, torch.zeros(2, shape.kv_heads, dtype=torch.int64, device="cuda"))
+class Written(NamedTuple):
+    """What `kv_store` writes. A few values are past the per-head scales."""
+
+    k: CachedPages
+    v: CachedPages
+    slots: Tensor
+    saturated: Tensor
+
+    @classmethod
+    def empty(cls, shape: Shape, slots: Tensor, precision: str) -> Written:
+        *dtypes, by_token = CACHES[precision]
+        size = (2 * (len(slots) // 200 + 1), shape.kv_heads, PAGE_SIZE, shape.head_size)
+        cached = []
+        for dtype, own_size in zip(dtypes, (size, v_pages_shape(*size, dtypes[1])), strict=True):
+            zeros, scale, token_scale = torch.zeros(own_size, device="cuda").to(dtype), None, None
+            if dtype == E4M3 and by_token:
+                token_scale = torch.ones(size[:3], device="cuda")
+            elif dtype == E4M3:
+                scale = torch.linspace(0.004, 0.008, shape.kv_heads, device="cuda")
+            cached.append(CachedPages(zeros, scale, token_scale))
+        k, v = cached
+        return cls(k, v, slots, torch.zeros(2, shape.kv_heads, dtype=torch.int64, device="cuda"))
+
+    @property
+    def outputs(self) -> Outputs:
+        scales = [x.token_scale for x in (self.k, self.v) if x.token_scale is not None]
+        return [self.k.pages, self.v.pages, *scales, self.saturated]
 
 
 def qkv_case(shape: Shape, tokens: int, precision: str) -> Case:
@@ -137,15 +151,11 @@ def qkv_case(shape: Shape, tokens: int, precision: str) -> Case:
     table = rotary_table(shape.head_size)
     slots = slots_of(tokens)
     positions = torch.where(slots < 0, 0, torch.randint(POSITIONS, (tokens,), device="cuda"))
-    (caches, scales), (other_caches, other_scales) = (pages(shape, tokens, precision) for _ in range(2))
-    place = (EPS, table.cos_SR, table.sin_SR, positions)
-
-    def written(caches: Sequence[Tensor], scales: Sequence[Tensor | None]) -> Outputs:
-        return [*caches, *(scale for scale in scales if scale is not None)]
+    ours, theirs = (Written.empty(shape, slots, precision) for _ in range(2))
+    rotation = Rotation(q_norm, k_norm, EPS, table.cos_SR, table.sin_SR, positions)
 
     def fused() -> Outputs:
-        q = qkv_store(qkv, q_norm, k_norm, *place, *caches, slots, *scales)
-        return [q, *written(caches, scales)]
+        return [qkv_store(qkv, rotation, *ours), *ours.outputs]
 
     def chain() -> Outputs:
         q, k, v = qkv.view(tokens, -1, shape.head_size).split(split, dim=1)
@@ -153,10 +163,10 @@ def qkv_case(shape: Shape, tokens: int, precision: str) -> Case:
             q, k = rms_norm(q, q_norm, EPS), rms_norm(k, k_norm, EPS)
         rotary = table(positions)
         q, k = rope(q, *rotary), rope(k, *rotary)
-        kv_store(k, v, *other_caches, slots, *other_scales)
-        return [q, *written(other_caches, other_scales)]
+        kv_store(k, v, *theirs)
+        return [q, *theirs.outputs]
 
-    stored = shape.kv_heads * sum(cache.element_size() for cache in caches)
+    stored = shape.kv_heads * (ours.k.pages.element_size() + ours.v.pages.element_size())
     kept = tokens - len(range(PADDING[1], tokens, PADDING[0]))
     moved = shape.head_size * (tokens * 4 * shape.heads + kept * (4 * shape.kv_heads + stored))
     return Case("qkv_store", precision, fused, chain, moved)

@@ -16,27 +16,23 @@ from octetrl.kernels.attention.kv_store import (
     kv_replay_reference,
     kv_store,
     kv_store_reference,
-    scale_in_use,
 )
+from octetrl.kernels.attention.records import CachedPages, Replay
 from octetrl.kernels.gluon import gave_up
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
-from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, replay_of
 
 pytestmark = pytest.mark.gpu
 
 SCALE = 0.09
 
 
+def on_cpu(cached):
+    return CachedPages(*(None if x is None else x.cpu() for x in (cached.pages, cached.scale, cached.token_scale)))
+
+
 def relative_error(got, want):
     return ((got.float().cpu() - want.float().cpu()).norm() / want.float().cpu().norm()).item()
-
-
-def filled_cache(lengths, k, v, kv_mode, quantized, page_size):
-    kv_heads, head_size = k.shape[1:]
-    scales = scales_of(k, v, kv_mode)
-    cache = PagedCache(lengths, kv_heads, head_size, page_size, kv_mode, k.dtype, *scales, "cuda", quantized)
-    kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
-    return cache
 
 
 @pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
@@ -44,25 +40,25 @@ def filled_cache(lengths, k, v, kv_mode, quantized, page_size):
 def test_kv_store_writes_the_reference_bytes(kv_mode, quantized, head_size, page_size):
     lengths = [1, 63, 300]
     _, k, v = random_qkv(lengths, 4, 1, head_size, torch.bfloat16)
-    k_scale, v_scale = scales_of(k, v, kv_mode)
+    replay = replay_of(k, v, kv_mode, quantized)
     pages = (lengths, 4, head_size, page_size, kv_mode, torch.bfloat16)
-    want = PagedCache(*pages, k_scale, v_scale, quantized=quantized)
+    want = PagedCache(*pages, replay.k_scale_K, replay.v_scale_K, quantized=quantized)
     counter = torch.zeros(2, 4, dtype=torch.int64)
-    kv_store_reference(k, v, want.k, want.v, want.slots(lengths), *want.scales, counter)
+    kv_store_reference(k, v, want.k, want.v, want.slots(lengths), counter)
 
     k_gpu, v_gpu = k.cuda(), v.cuda()
-    scales = [None if scale is None else scale.cuda() for scale in (k_scale, v_scale)]
+    scales = [None if scale is None else scale.cuda() for scale in replay[1:3]]
     got = PagedCache(*pages, *scales, "cuda", quantized)
     counter_gpu = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
-    kv_store(k_gpu, v_gpu, got.k, got.v, got.slots(lengths), *got.scales, counter_gpu)
-    for g, w in ((got.k, want.k), (got.v, want.v)):
-        assert torch.equal(g.cpu().view(torch.uint8), w.view(torch.uint8))
-    for g, w in ((got.k_token_scale, want.k_token_scale), (got.v_token_scale, want.v_token_scale)):
+    kv_store(k_gpu, v_gpu, got.k, got.v, got.slots(lengths), counter_gpu)
+    for ours, theirs in ((got.k, want.k), (got.v, want.v)):
+        assert torch.equal(ours.pages.cpu().view(torch.uint8), theirs.pages.view(torch.uint8))
+        g, w = ours.token_scale, theirs.token_scale
         assert g is w is None or torch.equal(g.cpu(), w)
     assert torch.equal(counter_gpu.cpu(), counter)
     if kv_mode != "none":
-        replayed = kv_replay(k_gpu, v_gpu, kv_mode, got.k_scale, got.v_scale, quantized)
-        expected = kv_replay_reference(k, v, kv_mode, k_scale, v_scale, quantized)
+        replayed = kv_replay(k_gpu, v_gpu, Replay(kv_mode, *scales, quantized))
+        expected = kv_replay_reference(k, v, replay)
         assert torch.equal(replayed.k_TKD.cpu(), expected.k_TKD) and torch.equal(replayed.v_TKD.cpu(), expected.v_TKD)
 
 
@@ -71,14 +67,13 @@ def test_kv_store_writes_the_reference_bytes(kv_mode, quantized, head_size, page
 def test_close_to_the_reference(kv_mode, quantized, head_size, page_size, group):
     lengths = [1, 127, 128, 129, 300]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
-    cache = filled_cache(lengths, k, v, kv_mode, quantized, page_size)
+    cache = PagedCache.filled(lengths, k, v, kv_mode, quantized, page_size)
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     tables = (cache.k, cache.v, cache.block_table)
-    out = attention_paged(q, *tables, cu_seqlens, contexts, SCALE, *cache.scales, max_query_len=300)
-    on_cpu = [x.cpu() for x in (q, *tables, cu_seqlens, contexts)]
-    scales = [None if s is None else s.cpu() for s in cache.scales]
-    want = attention_paged_reference(*on_cpu, SCALE, *scales)
+    out = attention_paged(q, *tables, cu_seqlens, contexts, SCALE, max_query_len=300)
+    q, table, cu_seqlens, contexts = (x.cpu() for x in (q, cache.block_table, cu_seqlens, contexts))
+    want = attention_paged_reference(q, on_cpu(cache.k), on_cpu(cache.v), table, cu_seqlens, contexts, SCALE)
     assert relative_error(out, want) < 1e-2
 
 
@@ -90,15 +85,15 @@ def test_close_to_the_reference(kv_mode, quantized, head_size, page_size, group)
 def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantized, head_size, page_size, group):
     lengths = [1, 127, 128, KV_CHUNK + 1, 1000, 4096]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
-    k_scale, v_scale = scales_of(k, v, kv_mode)
+    replay = replay_of(k, v, kv_mode, quantized)
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
-    out = packed.attention_packed(q, k, v, cu_seqlens, 4096, SCALE, k_scale, v_scale, kv_mode, quantized)
-    cache = filled_cache(lengths, k, v, kv_mode, quantized, page_size)
+    out = packed.attention_packed(q, k, v, cu_seqlens, 4096, SCALE, replay)
+    cache = PagedCache.filled(lengths, k, v, kv_mode, quantized, page_size)
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     tables = (cache.k, cache.v, cache.block_table)
-    whole = attention_paged(q, *tables, cu_seqlens, contexts, SCALE, *cache.scales, max_query_len=4096)
+    whole = attention_paged(q, *tables, cu_seqlens, contexts, SCALE, max_query_len=4096)
     assert torch.equal(whole, out)
-    replayed = kv_replay(k, v, kv_mode, k_scale, v_scale, quantized)
+    replayed = kv_replay(k, v, replay)
     _, lse2 = packed.attention_packed_forward_triton(q.contiguous(), replayed, cu_seqlens, 4096, SCALE)
     ends = cu_seqlens.tolist()
     for start, end in (ends[1:3], ends[3:5], ends[5:]):  # one sequence alone: the log-sum-exp of its rows
@@ -110,7 +105,7 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantized, head_size
 
     for counts in ([1, 1, 100, 77, 333, 130], [1, 127, 1, 2, 999, 1025]):  # the last queries of each, as one chunk
         rows = torch.cat([torch.arange(e - n, e) for n, e in zip(counts, cu_seqlens.tolist()[1:], strict=True)]).cuda()
-        chunk = attention_paged(q[rows], *tables, cu_seqlens_of(counts, "cuda"), contexts, SCALE, *cache.scales)
+        chunk = attention_paged(q[rows], *tables, cu_seqlens_of(counts, "cuda"), contexts, SCALE)
         assert torch.equal(chunk, out[rows])
 
     generator = torch.Generator().manual_seed(3)
@@ -130,7 +125,6 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantized, head_size
                 torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
                 (position[part] + 1).to(torch.int32).cuda(),
                 SCALE,
-                *cache.scales,
                 max_query_len=1,
             )
             assert torch.equal(decoded, out[rows[part]])
@@ -142,7 +136,7 @@ def test_gluon_and_triton_have_equal_bits(kv_mode, quantized):
     lengths = [1, 127, 128, KV_CHUNK + 1, 130, 3 * KV_CHUNK]
     q, k, v = random_qkv(lengths, 2, 4, 128, torch.bfloat16, device="cuda")
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
-    replayed = kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantized)
+    replayed = kv_replay(k, v, replay_of(k, v, kv_mode, quantized))
     shape = (cu_seqlens, 3 * KV_CHUNK, SCALE, replayed.k_scale, replayed.v_scale)
     ways = [attention_rows(q, replayed.k_TKD, replayed.v_TKD, *shape, gluon=gluon) for gluon in (False, True)]
     assert torch.equal(ways[0][0], ways[1][0]) and torch.equal(ways[0][1], ways[1][1])
@@ -152,12 +146,12 @@ def test_gluon_and_triton_have_equal_bits(kv_mode, quantized):
     beside, _ = attention_rows(q, replayed.k_TKD, not_finite, *shape)
     assert torch.equal(beside[:last], ways[0][0][:last])
 
-    cache = filled_cache(lengths, k, v, kv_mode, quantized, 128)
+    cache = PagedCache.filled(lengths, k, v, kv_mode, quantized, 128)
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    scales = [scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
+    scales = [cache.k.scale_in_use, cache.v.scale_in_use]
     for counts in (lengths, [1, 127, 1, 2, 99, 1025]):  # the last queries of each
         rows = torch.cat([torch.arange(e - n, e) for n, e in zip(counts, cu_seqlens.tolist()[1:], strict=True)]).cuda()
-        pages = (cache.k, by_key(cache.v), cu_seqlens_of(counts, "cuda"), max(counts), SCALE, *scales)
+        pages = (cache.k.pages, by_key(cache.v.pages), cu_seqlens_of(counts, "cuda"), max(counts), SCALE, *scales)
         for gluon in (False, True):
             out, _ = attention_rows(q[rows], *pages, cache.block_table, contexts, gluon=gluon)
             assert torch.equal(out, ways[0][0][rows])
@@ -169,17 +163,15 @@ def test_gluon_and_triton_have_equal_bits(kv_mode, quantized):
 def test_a_quantised_output_has_the_quantisers_bytes(kv_mode, quantized, longest, page_size):
     lengths = [1, 127, 3 * KV_CHUNK - 7, 128]
     q, k, v = random_qkv(lengths, 2, 4, 128, torch.bfloat16, device="cuda")
-    cache = filled_cache(lengths, k, v, kv_mode, quantized, page_size)
+    cache = PagedCache.filled(lengths, k, v, kv_mode, quantized, page_size)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table[:1], -1)])  # and a padding sequence
     contexts = torch.tensor([*lengths, 0], dtype=torch.int32, device="cuda")
     counts = [1, longest, longest, 1, 1]
     arguments = (q[: sum(counts)], cache.k, cache.v, table, cu_seqlens_of(counts, "cuda"), contexts, SCALE)
-    out = attention_paged(*arguments, *cache.scales, max_query_len=longest)
+    out = attention_paged(*arguments, max_query_len=longest)
     for power_of_two in (False, True):
         want = quantize_activation(out.flatten(1), power_of_two)
-        got = attention_paged(
-            *arguments, *cache.scales, max_query_len=longest, quantize_out=True, power_of_two=power_of_two
-        )
+        got = attention_paged(*arguments, max_query_len=longest, quantize_out=True, power_of_two=power_of_two)
         assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
         assert torch.equal(got.scale, want.scale) and got.scale.stride(0) == 1
         assert got.codes[-1].view(torch.uint8).count_nonzero() == 0 and (got.scale[-1] == 1).all()
@@ -193,8 +185,8 @@ def test_gradients(kv_mode, quantized, head_size, group):
         x.contiguous().requires_grad_() for x in random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
     ]
     q, k, v = inputs
-    k_scale, v_scale = scales_of(k.detach(), v.detach(), kv_mode)
-    replayed = kv_replay(k.detach(), v.detach(), kv_mode, k_scale, v_scale, quantized)
+    replay = replay_of(k.detach(), v.detach(), kv_mode, quantized)
+    replayed = kv_replay(k.detach(), v.detach(), replay)
     values = []
     for x, codes, scale in ((k, replayed.k_TKD, replayed.k_scale), (v, replayed.v_TKD, replayed.v_scale)):
         seen = codes.float() if scale is None else codes.float() * scale[..., None]
@@ -204,8 +196,7 @@ def test_gradients(kv_mode, quantized, head_size, group):
         heads = [q_s.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_s, v_s))]
         wants.append(F.scaled_dot_product_attention(*heads, is_causal=True, scale=SCALE).transpose(0, 1))
     want = torch.cat(wants)
-    replay = (k_scale, v_scale, kv_mode, quantized)
-    out = packed.attention_packed(q, k, v, cu_seqlens_of(lengths, "cuda"), 500, SCALE, *replay)
+    out = packed.attention_packed(q, k, v, cu_seqlens_of(lengths, "cuda"), 500, SCALE, replay)
     assert relative_error(out.detach(), want.detach()) < 1e-2
     dout = torch.randn_like(out)
     expected = torch.autograd.grad(want, inputs, dout.float())
@@ -218,12 +209,10 @@ def test_gradients(kv_mode, quantized, head_size, group):
 
 def test_a_padding_sequence_gives_zeros():
     q, k, v = random_qkv([8], 2, 4, 128, torch.bfloat16, device="cuda")
-    cache = filled_cache([8], k, v, "calibrated", "both", 16)
+    cache = PagedCache.filled([8], k, v, "calibrated", page_size=16)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table, -1)])
     contexts = torch.tensor([8, 0], dtype=torch.int32, device="cuda")
     cu_seqlens = cu_seqlens_of([1, 1], "cuda")
     for longest in (1, 2):
-        out = attention_paged(
-            q[:2], cache.k, cache.v, table, cu_seqlens, contexts, SCALE, *cache.scales, max_query_len=longest
-        )
+        out = attention_paged(q[:2], cache.k, cache.v, table, cu_seqlens, contexts, SCALE, max_query_len=longest)
         assert out[0].isfinite().all() and out[0].any() and not out[1].any()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from octetrl.kernels.attention import attention_packed as packed
 from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.kv_store import kv_replay
-from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, replay_of
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ def relative_error(got, want):
 
 def saved_case(kv_mode="none", quantized="both", head_size=128, group=4, lengths=LENGTHS, rest=REST):
     q, k, v = random_qkv([*lengths, rest], 2, group, head_size, torch.bfloat16, device="cuda")
-    kv = kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantized)
+    kv = kv_replay(k, v, replay_of(k, v, kv_mode, quantized))
     shape = (cu_seqlens_of(lengths, "cuda"), max(lengths), SCALE)
     out, lse2 = packed.attention_packed_forward_triton(q, kv, *shape)
     return (torch.randn_like(out), q, kv, out, lse2, *shape)

@@ -8,8 +8,7 @@ import torch
 from octetrl.kernels.attention.attention_decode import attention_decode_triton
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout
-from octetrl.kernels.attention.kv_store import kv_store, scale_in_use
-from tests.unit.kernels.attention_cases import CACHES, DraftedRows, PagedCache, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import CACHES, DraftedRows, PagedCache, random_qkv
 
 pytestmark = pytest.mark.gpu
 
@@ -28,9 +27,7 @@ class Forward:
         both = (DraftedRows.of(x).lengths for x in (DRAFTED, OTHERS))  # so that one cache serves either
         self.lengths = [max(pair) for pair in zip(*both, strict=True)]
         q, k, v = random_qkv(self.lengths, KV_HEADS, group, head_size, torch.bfloat16, device="cuda")
-        pages = (self.lengths, KV_HEADS, head_size, page_size, kv_mode, torch.bfloat16, *scales_of(k, v, kv_mode))
-        self.cache = PagedCache(*pages, "cuda", quantized)
-        kv_store(k, v, self.cache.k, self.cache.v, self.cache.slots(self.lengths), *self.cache.scales)
+        self.cache = PagedCache.filled(self.lengths, k, v, kv_mode, quantized, page_size)
         self.q_NHD = q[torch.arange(len(self.rows.context_N), device="cuda") * 7 % len(q)].contiguous()
         self.table_NP = self.cache.block_table[self.rows.sequence_N]
         self.each_N1 = torch.arange(len(self.q_NHD) + 1, dtype=torch.int32, device="cuda")
@@ -39,21 +36,21 @@ class Forward:
         """The op, as a layer calls it."""
         cache, rows = self.cache, self.rows
         return attention_paged(
-            self.q_NHD, cache.k, cache.v, self.table_NP, self.each_N1, rows.context_N, SCALE, *cache.scales,
+            self.q_NHD, cache.k, cache.v, self.table_NP, self.each_N1, rows.context_N, SCALE,
             max_query_len=1, quantize_out=quantize, window=window, draft_offset_B=rows.offset_N if drafts else None,
         )  # fmt: skip
 
     def decode(self, tile, drafts):
         """The kernel with a tile of one's own."""
         cache, rows = self.cache, self.rows
-        scales = [scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
-        tables = (self.q_NHD, cache.k, cache.v, self.table_NP, rows.context_N, SCALE, *scales)
+        tables = (self.q_NHD, cache.k, cache.v, self.table_NP, rows.context_N, SCALE)
         if not drafts:
             return attention_decode_triton(*tables)
         return attention_decode_triton(*tables, tile=tile, draft_offset_B=rows.offset_N)
 
     def layout(self, tile=None):
-        return DraftLayout.chosen(self.q_NHD, self.cache.k, self.cache.v, self.table_NP.shape[1], tile)
+        pages = self.cache.k.pages, self.cache.v.pages
+        return DraftLayout.chosen(self.q_NHD, *pages, self.table_NP.shape[1], tile)
 
 
 def assert_equal_bytes(ours, theirs):

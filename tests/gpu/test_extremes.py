@@ -10,6 +10,7 @@ from octetrl.fp8.format import decode_e4m3
 from octetrl.kernels.attention.kv_store import kv_replay, kv_store
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_store import qkv_store
+from octetrl.kernels.attention.records import Replay, Rotation
 from tests.unit.kernels.attention_cases import PagedCache
 
 pytestmark = pytest.mark.gpu
@@ -33,20 +34,21 @@ def quantised(device: str) -> dict[str, Tensor]:
     qkv, scale_K = torch.cat([q, k, v], 1).to(device), scale_K.to(device)
     _, k, v = qkv.split((HEADS * heads, heads, heads), 1)
     cos, sin = torch.ones(TOKENS, SIZE // 2, device=device), torch.zeros(TOKENS, SIZE // 2, device=device)
-    at, place = torch.arange(TOKENS, device=device), (None, None, 1e-6, cos, sin)
+    rotation = Rotation(None, None, 1e-6, cos, sin)
     results: dict[str, Tensor] = {}
     for name in ("kv_store", "qkv_store"):
         cache = PagedCache([TOKENS], heads, SIZE, 64, "calibrated", torch.bfloat16, scale_K, scale_K, device)
         count = torch.zeros(2, heads, dtype=torch.int64, device=device)
-        pages = (cache.k, cache.v, cache.slots([TOKENS]), *cache.scales, count)
+        pages = (cache.k, cache.v, cache.slots([TOKENS]), count)
         if name == "kv_store":
             kv_store(k, v, *pages)
         else:
-            qkv_store(qkv.flatten(1), *place, at, *pages)
-        results |= {f"{name} K": cache.k, f"{name} V": cache.v, f"{name} saturated": count}
-    scales = {"k_scale_K": scale_K, "v_scale_K": scale_K}
-    _, rotated = qkv_rotate(qkv, *place, HEADS * heads, heads, kv_mode="calibrated", **scales)
-    for name, replayed in (("kv_replay", kv_replay(k, v, "calibrated", **scales)), ("qkv_rotate", rotated)):
+            at = torch.arange(TOKENS, device=device)
+            qkv_store(qkv.flatten(1), rotation._replace(positions_T=at), *pages)
+        results |= {f"{name} K": cache.k.pages, f"{name} V": cache.v.pages, f"{name} saturated": count}
+    replay = Replay("calibrated", scale_K, scale_K)
+    _, rotated = qkv_rotate(qkv, rotation, heads, replay)
+    for name, replayed in (("kv_replay", kv_replay(k, v, replay)), ("qkv_rotate", rotated)):
         results |= {f"{name} K": replayed.k_TKD, f"{name} V": replayed.v_TKD}
     return results
 

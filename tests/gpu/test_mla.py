@@ -25,6 +25,7 @@ from octetrl.kernels.attention.latent_paged import latent_paged
 from octetrl.kernels.attention.latent_prepare import latent_prepare_reference, latent_prepare_triton
 from octetrl.kernels.attention.latent_rows import latent_rows
 from octetrl.kernels.attention.latent_store import latent_replay, latent_replay_reference
+from octetrl.kernels.attention.records import CachedPages
 from octetrl.kernels.gemm.grouped_bf16_gemm import NARROW, Part, grouped_bf16_gemm
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME
 from octetrl.kernels.gemm.head_gemm import CODES_TILES, can_run, head_gemm, head_gemm_codes_triton, head_gemm_triton
@@ -44,7 +45,16 @@ from tests.parity.short_run import assert_equal_in_every_step, assert_same, shor
 from tests.parity.sides import Sides, random_requests, random_tokens
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 from tests.unit.kernels import latent_gradient_cases as gradients
-from tests.unit.kernels.latent_cases import SCALE, Latents, latents, paged, written_out
+from tests.unit.kernels.latent_cases import (
+    SCALE,
+    Latents,
+    bytes_of_pages,
+    empty_pages,
+    latents,
+    moved,
+    paged,
+    written_out,
+)
 
 pytestmark = pytest.mark.gpu
 HEADS, LATENT, ROTARY = 16, 512, 64
@@ -87,16 +97,12 @@ def test_one_kernel_before_attention_has_the_bytes_of_four(tokens: int, dtype: t
     pages = tokens // 64 + 2
     slot_T = torch.randperm(pages * 64, device="cuda", generator=generator)[:tokens]
     slot_T[tokens // 2] = -1
-    results = []
+    angles, results = (angle_TP.cos(), angle_TP.sin()), []
     for prepare in (latent_prepare_triton, latent_prepare_reference):
-        codes = torch.zeros(pages, 64, LATENT, dtype=torch.uint8 if dtype == E4M3 else dtype, device="cuda").view(dtype)
-        keys = torch.zeros(pages, 64, ROTARY, dtype=torch.bfloat16, device="cuda")
-        scale = torch.ones(pages, 1, 64, device="cuda") if dtype == E4M3 else None
-        angles = angle_TP.cos(), angle_TP.sin()
-        turned_THR = prepare(q_THR, kv_a_TX, weight_C, 1e-6, angles, True, codes, keys, slot_T, scale)
-        results.append((turned_THR, codes, keys, *(() if scale is None else (scale,))))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        cached = [moved(one) for one in empty_pages(pages, 64, LATENT, ROTARY, dtype)]
+        turned_THR = prepare(q_THR, kv_a_TX, weight_C, 1e-6, angles, True, *cached, slot_T)
+        results.append(bytes_of_pages([CachedPages(turned_THR), *cached]))
+    assert results[0] == results[1]
 
 
 @DTYPES
@@ -109,12 +115,12 @@ def test_decode_prefill_and_packed_forward_have_the_same_bits(heads: int, dtype:
     for counts in ((1,) * len(LENGTHS), (1, 20, 200, 77, 300)):
         for page_size in (16, 128):
             cache, token_Q = paged(case, counts, page_size, dtype)
-            moved = [x.cuda() if isinstance(x, Tensor) else x for x in cache]
-            found = latent_paged(*moved, max_query_len=max(counts))
+            on_device = cache.cuda()
+            found = latent_paged(*on_device, max_query_len=max(counts))
             assert torch.equal(found[:-1], packed_THC[token_Q.cuda()]), (counts, page_size)
             assert not found[-1].any(), "a padding sequence has zeros"
             if max(counts) == 1:
-                tables = *moved[:6], moved[7], SCALE
+                tables = *on_device[:5], on_device.context_lens_B, SCALE
                 assert all(torch.equal(latent_decode(*tables, split=split), found) for split in (False, True))
 
 
@@ -123,7 +129,7 @@ BORDERS = (0, 1, 2, 63, 64, 65, 127, 129, 640, 1_023, 1_024, 1_025, 2_047, 2_049
 
 def decode_tables(
     contexts: list[int], heads: int, page_size: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, float]:
+) -> tuple[Tensor, Tensor, CachedPages, CachedPages, Tensor, Tensor, float]:
     """Sequences read random pages, some of them the same; the table has -1 past each sequence's last page."""
     generator = torch.Generator("cuda").manual_seed(len(contexts) + heads)
     count, pages, columns = len(contexts), 300, -(-max(*contexts, 1) // page_size) + 1
@@ -137,8 +143,9 @@ def decode_tables(
     table_BP = torch.randint(pages, (count, columns), generator=generator, device="cuda", dtype=torch.int32)
     first_P = torch.arange(columns, device="cuda") * page_size
     table_BP = torch.where(first_P < context_B[:, None], table_BP, -1)
-    latents, keys = draw(pages, page_size, LATENT).to(dtype), draw(pages, page_size, ROTARY)
-    return q_latent_BHC, q_rotary_BHR, latents, keys, scale, table_BP, context_B, SCALE
+    latent = CachedPages(draw(pages, page_size, LATENT).to(dtype), token_scale=scale)
+    key = CachedPages(draw(pages, page_size, ROTARY))
+    return q_latent_BHC, q_rotary_BHR, latent, key, table_BP, context_B, SCALE
 
 
 @DTYPES
@@ -156,13 +163,13 @@ def test_every_way_to_decode_has_the_same_bits(count: int, heads: int, page_size
     assert not fallbacks and want.isfinite().all()
     assert [how for how, out in found.items() if not torch.equal(out, want)] == []
     for b in range(0, count, 37):
-        latent_BHC, rotary_BHR, latents, keys, scale, table_BP = tables[:6]
+        latent_BHC, rotary_BHR, latent, key, table_BP = tables[:5]
         at = torch.arange(contexts[b], device="cuda")
         page, slot = table_BP[b, at // page_size].long(), at % page_size
-        value_SC = latents.float()[page, slot].double() * (
-            1.0 if scale is None else scale[page, 0, slot, None].double()
-        )
-        scores_HS = latent_BHC[b].double() @ value_SC.T + rotary_BHR[b].double() @ keys[page, slot].double().T
+        value_SC = latent.pages.float()[page, slot].double()
+        if latent.token_scale is not None:
+            value_SC = value_SC * latent.token_scale[page, 0, slot, None].double()
+        scores_HS = latent_BHC[b].double() @ value_SC.T + rotary_BHR[b].double() @ key.pages[page, slot].double().T
         expected = (SCALE * scores_HS).softmax(1) @ value_SC
         assert not contexts[b] or relative_error(want[b], expected) < 1e-2, contexts[b]
 
@@ -174,7 +181,7 @@ def test_a_captured_decode_takes_other_lengths(dtype: torch.dtype) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = latent_decode(*tables)
-    tables[6].copy_(torch.tensor([BORDERS[i % len(BORDERS)] for i in range(140)], dtype=torch.int32))
+    tables[5].copy_(torch.tensor([BORDERS[i % len(BORDERS)] for i in range(140)], dtype=torch.int32))
     graph.replay()
     assert torch.equal(out, latent_decode(*tables, split=False, gluon=False))
 

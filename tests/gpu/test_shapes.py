@@ -10,14 +10,15 @@ import torch
 
 from octetrl.kernels.attention import attention_packed as packed
 from octetrl.kernels.attention.attention_paged import attention_paged
-from octetrl.kernels.attention.kv_store import kv_store
+from octetrl.kernels.attention.records import Replay
 from octetrl.kernels.gemm.linear_logprobs import LOGIT_ROWS, lm_head_logits
+from octetrl.shapes.blocks import KVMode
 from octetrl.shapes.rope import YarnScaling
 from octetrl.shapes.spec import ModelSpec
 from tests.parity.shapes import TINY
 from tests.parity.sides import Pages, Sides, random_chunks, random_sequences, random_tokens
 from tests.parity.test_shapes import layer
-from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, replay_of
 
 pytestmark = pytest.mark.gpu
 
@@ -57,34 +58,22 @@ def test_training_is_prefill_is_decode(shape: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("head_size", "window"), [(80, None), (96, 700), (192, 1500), (128, 1), (128, 1024), (64, 2000)]
 )
-def test_attention_has_equal_bits_and_right_gradients(head_size: int, window: int | None, kv_mode: str) -> None:
+def test_attention_has_equal_bits_and_right_gradients(head_size: int, window: int | None, kv_mode: KVMode) -> None:
     q, k, v = random_qkv(LENGTHS, 2, 4, head_size, torch.bfloat16, device="cuda")
-    scales, cu_seqlens = scales_of(k, v, kv_mode), cu_seqlens_of(LENGTHS, "cuda")
-    scale = head_size**-0.5
-    out, _ = packed.attention_packed_forward(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        2500,
-        scale,
-        *scales,
-        kv_mode,
-        window=window,  # type: ignore[arg-type]
-    )
-    cache = PagedCache(LENGTHS, 2, head_size, 128, kv_mode, torch.bfloat16, *scales, "cuda")
-    kv_store(k, v, cache.k, cache.v, cache.slots(LENGTHS), *cache.scales)
+    cu_seqlens, scale = cu_seqlens_of(LENGTHS, "cuda"), head_size**-0.5
+    out, _ = packed.attention_packed_forward(q, k, v, cu_seqlens, 2500, scale, replay_of(k, v, kv_mode), window)
+    cache = PagedCache.filled(LENGTHS, k, v, kv_mode)
     contexts = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
     pages = (cache.k, cache.v, cache.block_table)
-    prefilled = attention_paged(q, *pages, cu_seqlens, contexts, scale, *cache.scales, window=window)
+    prefilled = attention_paged(q, *pages, cu_seqlens, contexts, scale, window=window)
     assert isinstance(prefilled, torch.Tensor) and torch.equal(prefilled, out)
     last = (cu_seqlens[1:] - 1).long()
     decoded = attention_paged(
-        q[last], *pages, cu_seqlens_of([1] * 4, "cuda"), contexts, scale, *cache.scales, max_query_len=1, window=window
+        q[last], *pages, cu_seqlens_of([1] * 4, "cuda"), contexts, scale, max_query_len=1, window=window
     )
     assert isinstance(decoded, torch.Tensor) and torch.equal(decoded, out[last])
     short = cu_seqlens_of([300], "cuda")
-    kv = packed.kv_replay(q[:300, :2], v[:300], "none")
+    kv = packed.kv_replay(q[:300, :2], v[:300], Replay())
     saved_out, lse2 = packed.attention_packed_forward_triton(q[:300], kv, short, 300, scale, window)
     arguments = (torch.randn_like(saved_out), q[:300], kv, saved_out, lse2, short, 300, scale, window)
     on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]

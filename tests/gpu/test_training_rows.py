@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
+from octetrl.kernels.attention.records import Replay, Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.models.blocks.attention.module import observe_amax
@@ -31,7 +32,7 @@ def test_amax_keeps_nan_and_the_larger_value() -> None:
     ours[1, 0] = theirs[1, 0] = 1e6
     for rows in qkv.split(1250):
         cos, sin = angles[: len(rows)] + 1, angles[: len(rows)]
-        qkv_rotate(rows, None, None, 1e-6, cos, sin, 2, 4, kv_mode="none", amax_2K=ours)
+        qkv_rotate(rows, Rotation(None, None, 1e-6, cos, sin), 4, Replay(), ours)
         observe_amax(theirs, rows[:, 2:6], rows[:, 6:])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     assert ours[0, 1].isnan() and ours[1, 0] == 1e6 and ours[1, 3].isinf()

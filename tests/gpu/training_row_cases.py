@@ -16,11 +16,12 @@ from torch import Tensor
 from octetrl.kernels.attention.kv_store import kv_replay
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
+from octetrl.kernels.attention.records import Replay, Rotation
 from octetrl.kernels.optimizer.add_gradient import add_gradient
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward, rms_norm_backward_reference
 from octetrl.kernels.rows.rope import rope, rope_triton
-from octetrl.layers.rotary import Rotary, RotaryTable
+from octetrl.layers.rotary import RotaryTable
 from octetrl.models.blocks.attention.module import observe_amax
 from octetrl.shapes.blocks import KVMode, KVTensors
 
@@ -68,29 +69,24 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def rotary_of(shape: Shape, tokens: int) -> Rotary:
-    return RotaryTable(shape.head_size, 1e6, None, 8192, device="cuda")(torch.randint(8192, (tokens,), device="cuda"))
-
-
-def weights_of(shape: Shape) -> tuple[Tensor | None, Tensor | None]:
-    q_weight, k_weight = (1 + normal(shape.head_size) / 10 for _ in range(2))
-    return (q_weight, k_weight) if shape.qk_norm else (None, None)
+def rotation_of(shape: Shape, tokens: int) -> Rotation:
+    q_weight, k_weight = (1 + normal(shape.head_size) / 10 if shape.qk_norm else None for _ in range(2))
+    table = RotaryTable(shape.head_size, 1e6, None, 8192, device="cuda")
+    return Rotation(q_weight, k_weight, EPS, *table(torch.randint(8192, (tokens,), device="cuda")))
 
 
 def rotate_case(shape: Shape, tokens: int, precision: str, observe: bool = True) -> Case:
     """Per-head scales under which a few values saturate. Both sides raise an amax of their own."""
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    qkv, (q_weight, k_weight) = normal(tokens, sum(heads), shape.head_size), weights_of(shape)
-    cos, sin = rotary_of(shape, tokens)
+    qkv, rotation = normal(tokens, sum(heads), shape.head_size), rotation_of(shape, tokens)
+    q_weight, k_weight, _, cos, sin, _ = rotation
     v_scale = torch.linspace(0.004, 0.008, shape.kv_heads, device="cuda")
     mode, quantized = REPLAYS[precision]
+    replay = Replay(mode, 1.5 * v_scale, v_scale, quantized)
     ours, theirs = (torch.full((2, 3, shape.kv_heads), NEVER, device="cuda")[:, 1] for _ in range(2))
 
     def fused() -> Outputs:
-        q, kv = qkv_rotate(
-            qkv, q_weight, k_weight, EPS, cos, sin, *heads[:2], kv_mode=mode, quantized=quantized,
-            k_scale_K=1.5 * v_scale, v_scale_K=v_scale, amax_2K=ours if observe else None,
-        )  # fmt: skip
+        q, kv = qkv_rotate(qkv, rotation, shape.kv_heads, replay, ours if observe else None)
         return [q, *(x for x in kv if x is not None), ours]
 
     def chain() -> Outputs:
@@ -100,7 +96,7 @@ def rotate_case(shape: Shape, tokens: int, precision: str, observe: bool = True)
         q, k = rope(q, cos, sin), rope(k, cos, sin)
         if observe:
             observe_amax(theirs, k, v)
-        kv = kv_replay(k, v, mode, 1.5 * v_scale, v_scale, quantized)
+        kv = kv_replay(k, v, replay)
         return [q, *(x for x in kv if x is not None), theirs]
 
     read = sum(heads) if mode != "none" or observe else sum(heads[:2])
@@ -110,12 +106,12 @@ def rotate_case(shape: Shape, tokens: int, precision: str, observe: bool = True)
 
 def rotate_back_case(shape: Shape, tokens: int) -> Case:
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    qkv, (q_weight, k_weight) = 2 * normal(tokens, sum(heads), shape.head_size), weights_of(shape)
+    qkv, rotation = 2 * normal(tokens, sum(heads), shape.head_size), rotation_of(shape, tokens)
+    q_weight, k_weight, _, cos, sin, _ = rotation
     dq, dk, dv = (normal(tokens, count, shape.head_size) for count in heads)
-    cos, sin = rotary_of(shape, tokens)
 
     def fused() -> Outputs:
-        got = qkv_rotate_backward(dq, dk, dv, qkv, q_weight, k_weight, EPS, cos, sin)
+        got = qkv_rotate_backward(dq, dk, dv, qkv, rotation)
         return [x for x in got if x is not None]
 
     def chain() -> Outputs:

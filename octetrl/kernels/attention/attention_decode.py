@@ -75,6 +75,7 @@ from octetrl.kernels.attention.decode_chunks import (
 )
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout, KeySplit
 from octetrl.kernels.attention.kv_store import by_key
+from octetrl.kernels.attention.records import CachedPages
 from octetrl.kernels.early import lets_next_start
 from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
@@ -302,13 +303,11 @@ def _check(
 
 def attention_decode_triton(
     q_BHD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k: CachedPages,
+    v: CachedPages,
     block_table_BP: Tensor,
     context_lens_B: Tensor,
     softmax_scale: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     quantize: bool = False,
     power_of_two: bool = False,
     tile: DecodeTile | None = None,
@@ -316,10 +315,11 @@ def attention_decode_triton(
     window: int | None = None,
     draft_offset_B: Tensor | None = None,
 ) -> Tensor | Quantized:
-    """One query per sequence, or draft rows. Scales in any form of `mode_of`; `quantize` only at head size 128.
+    """One query per sequence, or draft rows. `quantize` only at head size 128.
     `tile` and `split` replace the chosen layout; no bit depends on them. `split=None`: one program per sequence.
     draft_offset_B: as in `attention_paged`; rows of one sequence share a program if there is a `DraftLayout`.
     """
+    k_cache, v_cache, k_scale, v_scale = k.pages, v.pages, k.scale_in_use, v.scale_in_use
     (num_sequences, num_heads, head_size), (num_kv_heads, page_size) = q_BHD.shape, k_cache.shape[1:3]
     group, num_pages, rows = num_heads // num_kv_heads, block_table_BP.shape[1], 1
     _check(q_BHD, k_cache, context_lens_B, draft_offset_B, quantize)

@@ -44,7 +44,9 @@ from octetrl.kernels.attention.attention_reference import (
 )
 from octetrl.kernels.attention.attention_rows import attention_rows
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
-from octetrl.shapes.blocks import KVMode, KVTensors
+from octetrl.kernels.attention.records import Replay
+
+NO_REPLAY = Replay()
 
 
 def attention_packed(
@@ -54,25 +56,19 @@ def attention_packed(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    kv_mode: KVMode = "none",
-    quantized: KVTensors = "both",
+    replay: Replay = NO_REPLAY,
     window: int | None = None,
 ) -> Tensor:
     """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds. Differentiable in q, k, v.
 
-    q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `kv_mode`: "calibrated" replays the cache with the float32 scales
-    [K], "dynamic" with a scale per token and head, "none" does not replay. `quantized`: which of K and V it
-    replays; the cache has the other one in BF16. `window`: a token reads so many keys, its own included; None: all
-    before it.
+    q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `replay`: as in `kv_replay`. `window`: a token reads so many keys,
+    its own included; None: all before it.
 
     Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` are zero.
     """
     out_THD: Tensor = _AttentionPacked.apply(
-        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, k_scale_K, v_scale_K, kv_mode, quantized,
-        window,
-    )  # fmt: skip
+        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, replay, window
+    )
     return out_THD
 
 
@@ -83,14 +79,11 @@ def attention_packed_forward(
     cu_seqlens_B1: Tensor,
     max_seqlen: int,
     softmax_scale: float,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    kv_mode: KVMode = "none",
-    quantized: KVTensors = "both",
+    replay: Replay = NO_REPLAY,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward only: out [T, H, D] and lse2 [T, H], the float32 log-sum-exp in base 2."""
-    kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
+    kv = kv_replay(k_TKD, v_TKD, replay)
     return _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, window)
 
 
@@ -127,13 +120,10 @@ class _AttentionPacked(torch.autograd.Function):
         cu_seqlens_B1: Tensor,
         max_seqlen: int,
         softmax_scale: float,
-        k_scale_K: Tensor | None,
-        v_scale_K: Tensor | None,
-        kv_mode: KVMode,
-        quantized: KVTensors,
+        replay: Replay,
         window: int | None,
     ) -> Tensor:
-        kv = kv_replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
+        kv = kv_replay(k_TKD, v_TKD, replay)
         out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, window)
         ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1)
         ctx.settings = (max_seqlen, softmax_scale, window)
@@ -144,7 +134,7 @@ class _AttentionPacked(torch.autograd.Function):
         q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1 = ctx.saved_tensors
         saved = (q_THD, ReplayedKV(*kv), out_THD, lse2_TH, cu_seqlens_B1)
         gradients = attention_packed_backward(dout_THD, *saved, *ctx.settings)
-        return (*gradients, *[None] * 8)
+        return (*gradients, *[None] * 5)
 
 
 # ---------------------------------------------------------------- Triton
@@ -201,16 +191,9 @@ def attention_packed_forward_reference(
     """The forward by the CPU form of `attention_order`."""
     cu_seqlens, lengths = _lengths(cu_seqlens_B1)
     assert max(lengths, default=0) <= max_seqlen, f"a sequence has {max(lengths)} tokens, max_seqlen is {max_seqlen}"
-    return attend_reference(
-        q_THD,
-        _tables(kv),
-        _packed_rows(cu_seqlens_B1, kv.k_TKD.shape[1]),
-        cu_seqlens,
-        lengths,
-        softmax_scale,
-        kv.k_TKD.shape[1],
-        window,
-    )
+    num_kv_heads = kv.k_TKD.shape[1]
+    rows_of = _packed_rows(cu_seqlens_B1, num_kv_heads)
+    return attend_reference(q_THD, _tables(kv), rows_of, cu_seqlens, lengths, softmax_scale, num_kv_heads, window)
 
 
 def attention_packed_backward_reference(

@@ -43,9 +43,9 @@ from torch import Tensor
 
 from octetrl.fp8.format import E4M3, E4M3_MAX, decode_e4m3, is_code
 from octetrl.fp8.quantize import inverse_of, quantize_kv, quantize_kv_per_head
-from octetrl.kernels.attention.attention_order import MODE_NUMBER, mode_of, operand_dtype
+from octetrl.kernels.attention.attention_order import MODE_NUMBER, operand_dtype
 from octetrl.kernels.attention.kv_codes import quantize_heads
-from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
+from octetrl.kernels.attention.records import CachedPages, Replay
 
 
 def v_pages_shape(num_pages: int, num_heads: int, page_size: int, head_size: int, dtype: torch.dtype) -> torch.Size:
@@ -68,84 +68,55 @@ def by_key(v_cache: Tensor) -> Tensor:
     return v_cache.transpose(2, 3) if is_transposed(v_cache.dtype) else v_cache
 
 
-def scale_in_use(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor | None:
-    """The scales for reading K's or V's cache; None unless it holds codes. ValueError unless exactly one kind is given,
-    and for int8 the one for each token."""
-    if not is_code(cache.dtype):
-        return None
-    if cache.dtype == torch.int8 and token_scale is None:
-        raise ValueError("an int8 KV cache needs scales for each token")
-    if (head_scale_K is None) == (token_scale is None):
-        raise ValueError("an FP8 KV cache needs either per-head scales (calibrated) or per-token scales (dynamic)")
-    return head_scale_K if token_scale is None else token_scale
-
-
-def stored_mode(cache: Tensor, head_scale_K: Tensor | None, token_scale: Tensor | None) -> KVMode:
-    """How values become the codes of this cache. ValueError as `scale_in_use`."""
-    mode = mode_of(scale_in_use(cache, head_scale_K, token_scale))
-    return "int8" if cache.dtype == torch.int8 else mode
-
-
 def kv_store(
     k_TKD: Tensor,
     v_TKD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k: CachedPages,
+    v: CachedPages,
     slot_mapping_T: Tensor,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    k_token_scale: Tensor | None = None,
-    v_token_scale: Tensor | None = None,
     saturated_2K: Tensor | None = None,
 ) -> None:
     """Write K and V at their slots, in place.
 
-    k_TKD, v_TKD: [T, K, D], last axis contiguous. k_cache, v_cache: pages in the layout above, each by its dtype.
-    slot_mapping_T: int64; -1 skips the token. Per-head scales: float32 [K]. Per-token scales: float32 [num_pages, K,
-    page_size], written here. saturated_2K: int64 counter [2, K] or [T, 2, K], added to. Raises ValueError for an FP8
-    cache without scales.
+    k_TKD, v_TKD: [T, K, D], last axis contiguous. k, v: pages in the layout above, each by its dtype, with per-head
+    scales [K] or per-token scales [num_pages, K, page_size], which are written here. slot_mapping_T: int64; -1 skips
+    the token. saturated_2K: int64 counter [2, K] or [T, 2, K], added to. Raises ValueError for an FP8 cache without
+    scales.
     """
-    caches = (k_cache, v_cache, slot_mapping_T)
-    scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)
     store = kv_store_triton if k_TKD.is_cuda else kv_store_reference
-    store(k_TKD, v_TKD, *caches, *scales)
+    store(k_TKD, v_TKD, k, v, slot_mapping_T, saturated_2K)
 
 
 def kv_store_reference(
     k_TKD: Tensor,
     v_TKD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k: CachedPages,
+    v: CachedPages,
     slot_mapping_T: Tensor,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    k_token_scale: Tensor | None = None,
-    v_token_scale: Tensor | None = None,
     saturated_2K: Tensor | None = None,
 ) -> None:
     """`kv_store` in plain torch."""
     kept_T = slot_mapping_T >= 0
     slot_T = slot_mapping_T[kept_T].long()
-    page_T, offset_T = slot_T // k_cache.shape[2], slot_T % k_cache.shape[2]
-    both = ((k_TKD, k_cache, k_scale_K, k_token_scale), (v_TKD, by_key(v_cache), v_scale_K, v_token_scale))
-    for which, (x_TKD, cache, head_scale_K, token_scale) in enumerate(both):
-        scale = scale_in_use(cache, head_scale_K, token_scale)
+    page_T, offset_T = slot_T // k.pages.shape[2], slot_T % k.pages.shape[2]
+    both = ((k_TKD, k.pages, k), (v_TKD, by_key(v.pages), v))
+    for which, (x_TKD, cache, cached) in enumerate(both):
         x_TKD = x_TKD[kept_T]
-        if scale is None:
+        if cached.scale_in_use is None:
             cache[page_T, :, offset_T] = x_TKD.to(cache.dtype)
             continue
-        if head_scale_K is not None:
-            codes = quantize_kv_per_head(x_TKD, head_scale_K).codes
+        if cached.scale is not None:
+            codes = quantize_kv_per_head(x_TKD, cached.scale).codes
             if saturated_2K is not None:
-                per_token_TK = saturated_per_token(x_TKD, head_scale_K)
+                per_token_TK = saturated_per_token(x_TKD, cached.scale)
                 if saturated_2K.dim() == 3:
                     saturated_2K[: len(kept_T), which][kept_T] += per_token_TK
                 else:
                     saturated_2K[which] += per_token_TK.sum(0)
         else:
-            assert token_scale is not None
-            codes, scale_TK = quantize_kv(x_TKD, "int8" if cache.dtype == torch.int8 else "dynamic")
-            token_scale[page_T, :, offset_T] = scale_TK
+            assert cached.token_scale is not None
+            codes, scale_TK = quantize_kv(x_TKD, cached.mode)
+            cached.token_scale[page_T, :, offset_T] = scale_TK
         cache.view(torch.uint8)[page_T, :, offset_T] = codes.view(torch.uint8)
 
 
@@ -169,6 +140,13 @@ def counter_stride(saturated_2K: Tensor | None) -> int:
     return 0 if saturated_2K.dim() == 2 else saturated_2K.stride(0)
 
 
+def token_scale_strides(k: CachedPages, v: CachedPages) -> tuple[int, ...]:
+    """Of the scales of tokens, which lie alike in K and V; zeros if there are none."""
+    strides = [x.token_scale.stride() for x in (k, v) if x.token_scale is not None]
+    assert not strides or strides[0] == strides[-1], "kv_store: scales of tokens lie differently"
+    return strides[0] if strides else (0, 0, 0)
+
+
 class ReplayedKV(NamedTuple):
     """K and V as the attention kernels multiply them: codes in the operand dtype [T, K, D], and the codes' scales.
 
@@ -181,49 +159,23 @@ class ReplayedKV(NamedTuple):
     v_scale: Tensor | None
 
 
-def kv_replay(
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    kv_mode: KVMode,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    quantized: KVTensors = "both",
-) -> ReplayedKV:
-    """K and V after the cache's quantiser. `none` returns them unchanged; `calibrated` needs the float32 scales [K].
-
-    `quantized`: what the cache holds in codes. The other tensor is returned unchanged.
-    """
-    if kv_mode == "none":
+def kv_replay(k_TKD: Tensor, v_TKD: Tensor, replay: Replay) -> ReplayedKV:
+    """K and V after the cache's quantiser. What the cache does not hold in codes is returned unchanged."""
+    if replay.mode == "none":
         return ReplayedKV(k_TKD, v_TKD, None, None)
-    if kv_mode in SCALE_PER_TOKEN:
-        k_scale_K = v_scale_K = None
-    elif lacks_scales(k_scale_K, v_scale_K, quantized):
-        raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
-    replay = kv_replay_triton if k_TKD.is_cuda else kv_replay_reference
-    return replay(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
+    run = kv_replay_triton if k_TKD.is_cuda else kv_replay_reference
+    return run(k_TKD, v_TKD, replay.checked())
 
 
-def lacks_scales(k_scale_K: Tensor | None, v_scale_K: Tensor | None, quantized: KVTensors) -> bool:
-    """Whether a scale of a quantised tensor is missing."""
-    return (k_scale_K is None and quantized != "v") or (v_scale_K is None and quantized != "k")
-
-
-def kv_replay_reference(
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    kv_mode: KVMode,
-    k_scale_K: Tensor | None,
-    v_scale_K: Tensor | None,
-    quantized: KVTensors = "both",
-) -> ReplayedKV:
+def kv_replay_reference(k_TKD: Tensor, v_TKD: Tensor, replay: Replay) -> ReplayedKV:
     """`kv_replay` in plain torch."""
 
     def replayed(x_TKD: Tensor, scale_K: Tensor | None) -> tuple[Tensor, Tensor]:
-        codes, scale = quantize_kv(x_TKD, kv_mode) if scale_K is None else quantize_kv_per_head(x_TKD, scale_K)
-        return decode_e4m3(codes, operand_dtype(E4M3, kv_mode)), scale
+        codes, scale = quantize_kv(x_TKD, replay.mode) if scale_K is None else quantize_kv_per_head(x_TKD, scale_K)
+        return decode_e4m3(codes, operand_dtype(E4M3, replay.mode)), scale
 
-    k_TKD, k_scale = replayed(k_TKD, k_scale_K) if quantized != "v" else (k_TKD, None)
-    v_TKD, v_scale = replayed(v_TKD, v_scale_K) if quantized != "k" else (v_TKD, None)
+    k_TKD, k_scale = replayed(k_TKD, replay.k_scale_K) if replay.quantized != "v" else (k_TKD, None)
+    v_TKD, v_scale = replayed(v_TKD, replay.v_scale_K) if replay.quantized != "k" else (v_TKD, None)
     return ReplayedKV(k_TKD, v_TKD, k_scale, v_scale)
 
 
@@ -294,31 +246,24 @@ def _kv_store_kernel(
 def kv_store_triton(
     k_TKD: Tensor,
     v_TKD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k: CachedPages,
+    v: CachedPages,
     slot_mapping_T: Tensor,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    k_token_scale: Tensor | None = None,
-    v_token_scale: Tensor | None = None,
     saturated_2K: Tensor | None = None,
 ) -> None:
     """`kv_store` as one kernel: a program writes all heads of one token's K and V."""
     num_tokens, num_heads, head_size = k_TKD.shape
-    k_mode = stored_mode(k_cache, k_scale_K, k_token_scale)
-    v_mode = stored_mode(v_cache, v_scale_K, v_token_scale)
-    assert k_TKD.stride(2) == v_TKD.stride(2) == k_cache.stride(3) == 1, "kv_store: the last axis must be contiguous"
+    k_mode, v_mode = k.mode, v.mode
+    assert k_TKD.stride(2) == v_TKD.stride(2) == k.pages.stride(3) == 1, "kv_store: the last axis must be contiguous"
     count = "calibrated" in (k_mode, v_mode) and saturated_2K is not None
     if num_tokens == 0:
         return
-    token_scales = [scale for scale in (k_token_scale, v_token_scale) if scale is not None]
-    stride_scale = token_scales[0].stride() if token_scales else (0, 0, 0)
     _kv_store_kernel[(num_tokens,)](
-        k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale_K, v_scale_K, k_token_scale, v_token_scale,
-        saturated_2K, k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k_cache.stride()[:3],
-        *by_key(v_cache).stride(), *stride_scale, counter_stride(saturated_2K),
+        k_TKD, v_TKD, k.pages, v.pages, slot_mapping_T, k.scale, v.scale, k.token_scale, v.token_scale,
+        saturated_2K, k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), *k.pages.stride()[:3],
+        *by_key(v.pages).stride(), *token_scale_strides(k, v), counter_stride(saturated_2K),
         HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
-        BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k_cache.shape[2],
+        BLOCK_D=triton.next_power_of_2(head_size), PAGE_SIZE=k.pages.shape[2],
         K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode], COUNT=count,
         num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
     )  # fmt: skip
@@ -362,31 +307,24 @@ def _kv_replay_kernel(
         )  # fmt: skip
 
 
-def kv_replay_triton(
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    kv_mode: KVMode,
-    k_scale_K: Tensor | None,
-    v_scale_K: Tensor | None,
-    quantized: KVTensors = "both",
-) -> ReplayedKV:
+def kv_replay_triton(k_TKD: Tensor, v_TKD: Tensor, replay: Replay) -> ReplayedKV:
     """`kv_replay` as one kernel."""
     num_tokens, num_heads, head_size = k_TKD.shape
     assert k_TKD.stride(2) == v_TKD.stride(2) == 1, "kv_replay: the last axis must be contiguous"
 
     def outputs(scale_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        codes_TKD = torch.empty(k_TKD.shape, dtype=operand_dtype(E4M3, kv_mode), device=k_TKD.device)
+        codes_TKD = torch.empty(k_TKD.shape, dtype=operand_dtype(E4M3, replay.mode), device=k_TKD.device)
         return codes_TKD, torch.empty(num_tokens, num_heads, device=k_TKD.device) if scale_K is None else scale_K
 
-    k_out_TKD, k_scale = outputs(k_scale_K) if quantized != "v" else (k_TKD, None)
-    v_out_TKD, v_scale = outputs(v_scale_K) if quantized != "k" else (v_TKD, None)
+    k_out_TKD, k_scale = outputs(replay.k_scale_K) if replay.quantized != "v" else (k_TKD, None)
+    v_out_TKD, v_scale = outputs(replay.v_scale_K) if replay.quantized != "k" else (v_TKD, None)
     if num_tokens > 0:
         _kv_replay_kernel[(num_tokens,)](
             k_TKD, v_TKD, k_out_TKD, v_out_TKD, k_scale, v_scale,
             k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
             HEADS=num_heads, BLOCK_K=triton.next_power_of_2(num_heads), HEAD_SIZE=head_size,
-            BLOCK_D=triton.next_power_of_2(head_size), MODE=MODE_NUMBER[kv_mode],
-            QUANTIZE_K=quantized != "v", QUANTIZE_V=quantized != "k",
+            BLOCK_D=triton.next_power_of_2(head_size), MODE=MODE_NUMBER[replay.mode],
+            QUANTIZE_K=replay.quantized != "v", QUANTIZE_V=replay.quantized != "k",
             num_warps=4, **({"enable_fp_fusion": False} if k_TKD.is_cuda else {}),
         )  # fmt: skip
     return ReplayedKV(k_out_TKD, v_out_TKD, k_scale, v_scale)

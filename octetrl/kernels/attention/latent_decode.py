@@ -43,6 +43,7 @@ from octetrl.kernels.attention.latent_order import (
     update_latent_columns,
 )
 from octetrl.kernels.attention.latent_rows import GLUON_SIZES, SMALLEST_BLOCK
+from octetrl.kernels.attention.records import CachedPages
 from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 
 COLUMNS = 16  # heads of one program
@@ -142,9 +143,8 @@ def _latent_merge_kernel(
 def latent_decode(
     q_latent_BHC: Tensor,
     q_rotary_BHR: Tensor,
-    latent_pages: Tensor,
-    key_pages: Tensor,
-    token_scale: Tensor | None,
+    latent: CachedPages,
+    key: CachedPages,
     block_table_BP: Tensor,
     context_lens_B: Tensor,
     softmax_scale: float,
@@ -154,35 +154,35 @@ def latent_decode(
 ) -> Tensor:
     """One query per sequence; out [B, H, C]. `split`: whether chunks are computed apart. `gluon`: whether Gluon may
     compute them. No bit depends on either."""
-    (sequences, heads, latent), rotary = q_latent_BHC.shape, q_rotary_BHR.shape[2]
-    page_size = latent_pages.shape[1]
+    (sequences, heads, size), rotary = q_latent_BHC.shape, q_rotary_BHR.shape[2]
+    page_size, device = latent.pages.shape[1], latent.pages.device
     assert sequences == context_lens_B.shape[0], "decode takes exactly one query a sequence"
     assert q_latent_BHC.stride(2) == q_rotary_BHR.stride(2) == 1, "latent attention: the last axis must be contiguous"
-    assert latent_pages.is_contiguous() and key_pages.is_contiguous(), "latent attention: pages must be contiguous"
+    assert latent.pages.is_contiguous() and key.pages.is_contiguous(), "latent attention: pages must be contiguous"
     assert LATENT_TILE % page_size == 0 or page_size % LATENT_TILE == 0, f"page size {page_size}"
     max_chunks = triton.cdiv(block_table_BP.shape[1] * page_size, KV_CHUNK)
     blocks = triton.cdiv(heads, COLUMNS)
-    codes = latent_pages.dtype == E4M3
+    codes = latent.pages.dtype == E4M3
     gluon = (
-        gluon and codes and (latent, rotary) == GLUON_SIZES and page_size % LATENT_TILE == 0
+        gluon and codes and (size, rotary) == GLUON_SIZES and page_size % LATENT_TILE == 0
         and q_latent_BHC.dtype == q_rotary_BHR.dtype == torch.bfloat16
-        and can_run("latent_decode_gluon", latent_pages, key_pages)
+        and can_run("latent_decode_gluon", latent.pages, key.pages)
     )  # fmt: skip
     if split == "chosen":
         few_and_long = max_chunks > 1 and sequences * blocks < MULTIPROCESSORS
-        size = 4 * sequences * max_chunks * heads * latent
-        split = size <= GLUON_SPLIT_BYTES if gluon else few_and_long and size <= SPLIT_BYTES
-    out_BHC = torch.empty(sequences, heads, latent, dtype=q_latent_BHC.dtype, device=latent_pages.device)
+        room = 4 * sequences * max_chunks * heads * size
+        split = room <= GLUON_SPLIT_BYTES if gluon else few_and_long and room <= SPLIT_BYTES
+    out_BHC = torch.empty(sequences, heads, size, dtype=q_latent_BHC.dtype, device=device)
     m_BSH = l_BSH = o_BSHC = None
     if split:
-        m_BSH, l_BSH = torch.empty(2, sequences, max_chunks, heads, device=latent_pages.device).unbind()
-        o_BSHC = torch.empty(sequences, max_chunks, heads, latent, device=latent_pages.device)
+        m_BSH, l_BSH = torch.empty(2, sequences, max_chunks, heads, device=device).unbind()
+        o_BSHC = torch.empty(sequences, max_chunks, heads, size, device=device)
     if sequences == 0:
         return out_BHC
-    shape = {"HEADS": heads, "LATENT": latent, "CHUNK": KV_CHUNK}
-    block_l = max(2 * SMALLEST_BLOCK, triton.next_power_of_2(latent))
-    options = {"enable_fp_fusion": False} if latent_pages.is_cuda else {}
-    operands = q_latent_BHC, q_rotary_BHR, latent_pages, key_pages, token_scale
+    shape = {"HEADS": heads, "LATENT": size, "CHUNK": KV_CHUNK}
+    block_l = max(2 * SMALLEST_BLOCK, triton.next_power_of_2(size))
+    options = {"enable_fp_fusion": False} if latent.pages.is_cuda else {}
+    operands = q_latent_BHC, q_rotary_BHR, latent.pages, key.pages, latent.token_scale
     chunks = None if m_BSH is None or l_BSH is None or o_BSHC is None else (m_BSH, l_BSH, o_BSHC)
     tables = *operands, block_table_BP, context_lens_B, softmax_scale
     if not (gluon and chunks is not None and _run_gluon(tables, chunks)):

@@ -13,38 +13,36 @@ from torch import Tensor
 from octetrl.kernels.attention.latent_decode import latent_decode
 from octetrl.kernels.attention.latent_reference import latent_paged_reference
 from octetrl.kernels.attention.latent_rows import latent_rows
+from octetrl.kernels.attention.records import CachedPages
 
 
 def latent_paged(
     q_latent_THC: Tensor,
     q_rotary_THR: Tensor,
-    latent_pages: Tensor,
-    key_pages: Tensor,
-    token_scale: Tensor | None,
+    latent: CachedPages,
+    key: CachedPages,
     block_table_BP: Tensor,
     cu_seqlens_q_B1: Tensor,
     context_lens_B: Tensor,
     softmax_scale: float,
     max_query_len: int | None = None,
 ) -> Tensor:
-    """out [T, H, C] in q's dtype. Pages and `token_scale` as in `latent_store`; block_table_BP: int32, padded with -1.
+    """out [T, H, C] in q's dtype. Pages as in `latent_store`; block_table_BP: int32, padded with -1.
 
     cu_seqlens_q_B1, context_lens_B: int32. A context of 0 marks a padding sequence, whose rows are zero. max_query_len:
     the largest number of queries of a sequence, 1 for pure decode; T if not given.
     """
-    arguments = (q_latent_THC, q_rotary_THR, latent_pages, key_pages, token_scale)
-    bounds = (block_table_BP, cu_seqlens_q_B1, context_lens_B, softmax_scale)
-    if latent_pages.is_cuda:
-        return latent_paged_triton(*arguments, *bounds, max_query_len)
-    return latent_paged_reference(*arguments, *bounds)
+    operands, bounds = (q_latent_THC, q_rotary_THR, latent, key), (block_table_BP, cu_seqlens_q_B1, context_lens_B)
+    if latent.pages.is_cuda:
+        return latent_paged_triton(*operands, *bounds, softmax_scale, max_query_len)
+    return latent_paged_reference(*operands, *bounds, softmax_scale)
 
 
 def latent_paged_triton(
     q_latent_THC: Tensor,
     q_rotary_THR: Tensor,
-    latent_pages: Tensor,
-    key_pages: Tensor,
-    token_scale: Tensor | None,
+    latent: CachedPages,
+    key: CachedPages,
     block_table_BP: Tensor,
     cu_seqlens_q_B1: Tensor,
     context_lens_B: Tensor,
@@ -52,8 +50,10 @@ def latent_paged_triton(
     max_query_len: int | None = None,
 ) -> Tensor:
     """The decode kernel if every sequence has one query, else the rows kernel."""
-    tables = q_latent_THC, q_rotary_THR, latent_pages, key_pages
     if max_query_len == 1:
-        return latent_decode(*tables, token_scale, block_table_BP, context_lens_B, softmax_scale)
+        return latent_decode(q_latent_THC, q_rotary_THR, latent, key, block_table_BP, context_lens_B, softmax_scale)
     longest = len(q_latent_THC) if max_query_len is None else max_query_len
-    return latent_rows(*tables, cu_seqlens_q_B1, longest, softmax_scale, token_scale, block_table_BP, context_lens_B)
+    return latent_rows(
+        q_latent_THC, q_rotary_THR, latent.pages, key.pages, cu_seqlens_q_B1, longest, softmax_scale,
+        latent.token_scale, block_table_BP, context_lens_B,
+    )  # fmt: skip

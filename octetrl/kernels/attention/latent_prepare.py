@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octetrl.kernels.attention.latent_store import _quantize_latent, latent_store
+from octetrl.kernels.attention.latent_store import _quantize_latent, check_pages, latent_store
+from octetrl.kernels.attention.records import CachedPages
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rotate
 
@@ -90,28 +91,26 @@ def latent_prepare_triton(
     eps: float,
     angles: tuple[Tensor, Tensor],
     interleaved: bool,
-    latent_pages: Tensor,
-    key_pages: Tensor,
+    latent: CachedPages,
+    key: CachedPages,
     slot_mapping_T: Tensor,
-    token_scale: Tensor | None = None,
 ) -> Tensor:
     """The launcher: a program takes one token."""
-    (tokens, heads, rotary), latent, (cos_TP, sin_TP) = q_THR.shape, weight_C.numel(), angles
+    (tokens, heads, rotary), size, (cos_TP, sin_TP) = q_THR.shape, weight_C.numel(), angles
     assert q_THR.stride(2) == kv_a_TX.stride(1) == 1, "latent_prepare: the last axis must be contiguous"
-    assert kv_a_TX.shape[1] == latent + rotary and 2 * cos_TP.shape[1] == rotary, f"latent_prepare: {kv_a_TX.shape}"
+    assert kv_a_TX.shape[1] == size + rotary and 2 * cos_TP.shape[1] == rotary, f"latent_prepare: {kv_a_TX.shape}"
     assert cos_TP.is_contiguous() and sin_TP.is_contiguous(), "latent_prepare: cos and sin must be contiguous"
-    assert latent_pages.is_contiguous() and key_pages.is_contiguous(), "latent_prepare: pages must be contiguous"
-    assert token_scale is None or token_scale.stride(2) == 1, "latent_prepare: a page's scales must be contiguous"
+    check_pages(latent, key)
     out_THR = torch.empty(q_THR.shape, dtype=q_THR.dtype, device=q_THR.device)
-    block_c = triton.next_power_of_2(latent)
+    block_c = triton.next_power_of_2(size)
     if tokens:
         _latent_prepare_kernel[(tokens,)](
-            q_THR, kv_a_TX, weight_C, cos_TP, sin_TP, out_THR, latent_pages, key_pages, slot_mapping_T, token_scale,
-            q_THR.stride(0), q_THR.stride(1), kv_a_TX.stride(0),
-            0 if token_scale is None else token_scale.stride(0), eps,
-            HEADS=heads, LATENT=latent, PLANES=rotary // 2, BLOCK_H=triton.next_power_of_2(heads), BLOCK_C=block_c,
-            BLOCK_P=triton.next_power_of_2(rotary // 2), PAGE_SIZE=latent_pages.shape[1], STEP=2 if interleaved else 1,
-            CODES=token_scale is not None, num_warps=max(1, block_c // COLUMNS_OF_WARP),
+            q_THR, kv_a_TX, weight_C, cos_TP, sin_TP, out_THR, latent.pages, key.pages, slot_mapping_T,
+            latent.token_scale, q_THR.stride(0), q_THR.stride(1), kv_a_TX.stride(0),
+            0 if latent.token_scale is None else latent.token_scale.stride(0), eps,
+            HEADS=heads, LATENT=size, PLANES=rotary // 2, BLOCK_H=triton.next_power_of_2(heads), BLOCK_C=block_c,
+            BLOCK_P=triton.next_power_of_2(rotary // 2), PAGE_SIZE=latent.pages.shape[1], STEP=2 if interleaved else 1,
+            CODES=latent.token_scale is not None, num_warps=max(1, block_c // COLUMNS_OF_WARP),
             **({"enable_fp_fusion": False} if q_THR.is_cuda else {}),
         )  # fmt: skip
     return out_THR
@@ -124,16 +123,15 @@ def latent_prepare_reference(
     eps: float,
     angles: tuple[Tensor, Tensor],
     interleaved: bool,
-    latent_pages: Tensor,
-    key_pages: Tensor,
+    latent: CachedPages,
+    key: CachedPages,
     slot_mapping_T: Tensor,
-    token_scale: Tensor | None = None,
 ) -> Tensor:
     """The same by one call for each op."""
     latent_TC, key_TR = kv_a_TX.split((weight_C.numel(), q_THR.shape[2]), 1)
     latent_TC = rms_norm(latent_TC, weight_C, eps)
     key_TR = rotate(key_TR.unsqueeze(1), *angles, 1, interleaved).squeeze(1)
-    latent_store(latent_TC, key_TR, latent_pages, key_pages, slot_mapping_T, token_scale)
+    latent_store(latent_TC, key_TR, latent, key, slot_mapping_T)
     return rotate(q_THR, *angles, 1, interleaved)
 
 
@@ -144,17 +142,15 @@ def latent_prepare(
     eps: float,
     angles: tuple[Tensor, Tensor],
     interleaved: bool,
-    latent_pages: Tensor,
-    key_pages: Tensor,
+    latent: CachedPages,
+    key: CachedPages,
     slot_mapping_T: Tensor,
-    token_scale: Tensor | None = None,
 ) -> Tensor:
     """The rotated queries [T, H, R], contiguous. Writes latents and keys at their slots, in place. No gradient.
 
     q_THR: the rotary part of every query. kv_a_TX: `kv_a`'s product, latent and rotary key side by side. angles: cos
-    and sin [T, P], float32. Pages, slots and `token_scale` as in `latent_store`.
+    and sin [T, P], float32. Pages and slots as in `latent_store`.
     """
     fused = q_THR.is_cuda and can_fuse(weight_C.numel())
-    return (latent_prepare_triton if fused else latent_prepare_reference)(
-        q_THR, kv_a_TX, weight_C, eps, angles, interleaved, latent_pages, key_pages, slot_mapping_T, token_scale
-    )
+    prepare = latent_prepare_triton if fused else latent_prepare_reference
+    return prepare(q_THR, kv_a_TX, weight_C, eps, angles, interleaved, latent, key, slot_mapping_T)

@@ -21,6 +21,7 @@ from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_reference import KVRows, PaddedGroup, attend_reference
 from octetrl.kernels.attention.latent_order import LATENT_TILE
 from octetrl.kernels.attention.latent_store import latent_values
+from octetrl.kernels.attention.records import CachedPages
 
 
 def latent_packed_reference(
@@ -46,25 +47,24 @@ def latent_packed_reference(
 def latent_paged_reference(
     q_latent_THC: Tensor,
     q_rotary_THR: Tensor,
-    latent_pages: Tensor,
-    key_pages: Tensor,
-    token_scale: Tensor | None,
+    latent: CachedPages,
+    key: CachedPages,
     block_table_BP: Tensor,
     cu_seqlens_q_B1: Tensor,
     context_lens_B: Tensor,
     softmax_scale: float,
 ) -> Tensor:
     """`latent_paged` in plain torch."""
-    page_size = latent_pages.shape[1]
+    page_size = latent.pages.shape[1]
     used_U, renamed_BP = block_table_BP.clamp_min(0).unique(return_inverse=True)
     used_U = used_U.long()
-    key_NR = key_pages[used_U].flatten(0, 1)
-    if latent_pages.dtype == E4M3:
-        assert token_scale is not None, "FP8 latents have a scale for each token"
-        codes_NC = latent_pages.view(torch.uint8)[used_U].flatten(0, 1).view(E4M3)
-        value_NC = latent_values(codes_NC, token_scale[used_U].reshape(-1, 1))
+    key_NR = key.pages[used_U].flatten(0, 1)
+    if latent.pages.dtype == E4M3:
+        assert latent.token_scale is not None, "FP8 latents have a scale for each token"
+        codes_NC = latent.pages.view(torch.uint8)[used_U].flatten(0, 1).view(E4M3)
+        value_NC = latent_values(codes_NC, latent.token_scale[used_U].reshape(-1, 1))
     else:
-        value_NC = latent_pages[used_U].flatten(0, 1)
+        value_NC = latent.pages[used_U].flatten(0, 1)
 
     def rows_of(piece: PaddedGroup) -> Tensor:
         page_JS = renamed_BP[piece.sequence_J[:, None], piece.key_JS // page_size]

@@ -25,47 +25,44 @@ from torch import Tensor
 
 from octetrl.fp8.format import E4M3, decode_e4m3
 from octetrl.fp8.quantize import quantize_kv_per_token
+from octetrl.kernels.attention.records import CachedPages
 from octetrl.shapes.blocks import KVMode
 
 
 def latent_store(
-    latent_TC: Tensor,
-    key_TR: Tensor,
-    latent_pages: Tensor,
-    key_pages: Tensor,
-    slot_mapping_T: Tensor,
-    token_scale: Tensor | None = None,
+    latent_TC: Tensor, key_TR: Tensor, latent: CachedPages, key: CachedPages, slot_mapping_T: Tensor
 ) -> None:
     """Write latents and rotary keys at their slots, in place. The last axis of all is contiguous.
 
-    slot_mapping_T: int64; -1 skips the token. token_scale: float32 [num_pages, 1, page_size], written here. Raises
-    ValueError unless it is given for E4M3 pages, and for them only.
+    slot_mapping_T: int64; -1 skips the token. The latents' `token_scale` [num_pages, 1, page_size] is written here.
+    Raises ValueError unless E4M3 pages have it, and they only.
     """
-    if (latent_pages.dtype == E4M3) != (token_scale is not None):
+    if (latent.pages.dtype == E4M3) != (latent.token_scale is not None):
         raise ValueError("latents have a scale for each token if, and only if, their pages are FP8")
     store = latent_store_triton if latent_TC.is_cuda else latent_store_reference
-    store(latent_TC, key_TR, latent_pages, key_pages, slot_mapping_T, token_scale)
+    store(latent_TC, key_TR, latent, key, slot_mapping_T)
+
+
+def check_pages(latent: CachedPages, key: CachedPages) -> None:
+    """For the kernels that write them."""
+    assert latent.pages.is_contiguous() and key.pages.is_contiguous(), "pages of latents and keys must be contiguous"
+    assert latent.token_scale is None or latent.token_scale.stride(2) == 1, "a page's scales must be contiguous"
 
 
 def latent_store_reference(
-    latent_TC: Tensor,
-    key_TR: Tensor,
-    latent_pages: Tensor,
-    key_pages: Tensor,
-    slot_mapping_T: Tensor,
-    token_scale: Tensor | None = None,
+    latent_TC: Tensor, key_TR: Tensor, latent: CachedPages, key: CachedPages, slot_mapping_T: Tensor
 ) -> None:
     """`latent_store` in plain torch."""
     kept_T = slot_mapping_T >= 0
     slot_T = slot_mapping_T[kept_T].long()
-    page_T, offset_T = slot_T // latent_pages.shape[1], slot_T % latent_pages.shape[1]
-    key_pages[page_T, offset_T] = key_TR[kept_T].to(key_pages.dtype)
-    if token_scale is None:
-        latent_pages[page_T, offset_T] = latent_TC[kept_T].to(latent_pages.dtype)
+    page_T, offset_T = slot_T // latent.pages.shape[1], slot_T % latent.pages.shape[1]
+    key.pages[page_T, offset_T] = key_TR[kept_T].to(key.pages.dtype)
+    if latent.token_scale is None:
+        latent.pages[page_T, offset_T] = latent_TC[kept_T].to(latent.pages.dtype)
         return
     codes_T1C, scale_T1 = quantize_kv_per_token(latent_TC[kept_T].unsqueeze(1))
-    latent_pages.view(torch.uint8)[page_T, offset_T] = codes_T1C.squeeze(1).view(torch.uint8)
-    token_scale[page_T, :, offset_T] = scale_T1
+    latent.pages.view(torch.uint8)[page_T, offset_T] = codes_T1C.squeeze(1).view(torch.uint8)
+    latent.token_scale[page_T, :, offset_T] = scale_T1
 
 
 def latent_replay(latent_TC: Tensor, kv_mode: KVMode) -> Tensor:
@@ -131,25 +128,19 @@ def _latent_store_kernel(
 
 
 def latent_store_triton(
-    latent_TC: Tensor,
-    key_TR: Tensor,
-    latent_pages: Tensor,
-    key_pages: Tensor,
-    slot_mapping_T: Tensor,
-    token_scale: Tensor | None = None,
+    latent_TC: Tensor, key_TR: Tensor, latent: CachedPages, key: CachedPages, slot_mapping_T: Tensor
 ) -> None:
     """`latent_store` as one kernel: a program writes one token."""
     assert latent_TC.stride(1) == key_TR.stride(1) == 1, "latent_store: the last axis must be contiguous"
-    assert latent_pages.is_contiguous() and key_pages.is_contiguous(), "latent_store: pages must be contiguous"
-    assert token_scale is None or token_scale.stride(2) == 1, "latent_store: a page's scales must be contiguous"
-    (tokens, latent), rotary = latent_TC.shape, key_TR.shape[1]
+    check_pages(latent, key)
+    (tokens, size), rotary = latent_TC.shape, key_TR.shape[1]
     if tokens == 0:
         return
     _latent_store_kernel[(tokens,)](
-        latent_TC, key_TR, latent_pages, key_pages, slot_mapping_T, token_scale,
-        latent_TC.stride(0), key_TR.stride(0), 0 if token_scale is None else token_scale.stride(0),
-        LATENT=latent, ROTARY=rotary, BLOCK_C=triton.next_power_of_2(latent), BLOCK_R=triton.next_power_of_2(rotary),
-        PAGE_SIZE=latent_pages.shape[1], CODES=token_scale is not None, num_warps=4,
+        latent_TC, key_TR, latent.pages, key.pages, slot_mapping_T, latent.token_scale,
+        latent_TC.stride(0), key_TR.stride(0), 0 if latent.token_scale is None else latent.token_scale.stride(0),
+        LATENT=size, ROTARY=rotary, BLOCK_C=triton.next_power_of_2(size), BLOCK_R=triton.next_power_of_2(rotary),
+        PAGE_SIZE=latent.pages.shape[1], CODES=latent.token_scale is not None, num_warps=4,
         **({"enable_fp_fusion": False} if latent_TC.is_cuda else {}),
     )  # fmt: skip
 

@@ -33,13 +33,14 @@ from torch import Tensor
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.attention_order import MODE_NUMBER, operand_dtype
 from octetrl.kernels.attention.kv_codes import int8_code, int8_scale
-from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_reference, lacks_scales
-from octetrl.kernels.attention.qkv_separate import is_fused, qkv_rotate_separate
+from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay_reference
+from octetrl.kernels.attention.qkv_separate import check_angles, check_norms, is_fused, qkv_rotate_separate, rotated
 from octetrl.kernels.attention.qkv_store import _normed
+from octetrl.kernels.attention.records import Replay, Rotation
 from octetrl.kernels.quantize.quantize_activation import block_scale, held_inverse, magnitude_bits
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
-from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
+from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVMode
 from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
 WARPS = 4
@@ -204,26 +205,14 @@ def head_tiles(num_tokens: int, num_heads: int, rows: int) -> tuple[int, int]:
 
 
 def qkv_rotate_triton(
-    qkv_TXD: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    kv_mode: KVMode,
-    quantized: KVTensors,
-    k_scale_K: Tensor | None,
-    v_scale_K: Tensor | None,
-    amax_2K: Tensor | None,
+    qkv_TXD: Tensor, rotation: Rotation, num_kv_heads: int, replay: Replay, amax_2K: Tensor | None
 ) -> tuple[Tensor, ReplayedKV]:
     """The kernel's launcher."""
-    num_tokens, _, size = qkv_TXD.shape
+    (num_tokens, _, size), num_heads = qkv_TXD.shape, qkv_TXD.shape[1] - 2 * num_kv_heads
+    q_norm_D, k_norm_D, eps, cos_TR, sin_TR, _ = rotation
     assert qkv_TXD.stride()[1:] == (size, 1), f"qkv_rotate: heads lie {qkv_TXD.stride()} apart"
     assert cos_TR.is_contiguous() and sin_TR.is_contiguous(), "qkv_rotate: cos and sin must be contiguous"
-    k_mode: KVMode = kv_mode if quantized != "v" else "none"
-    v_mode: KVMode = kv_mode if quantized != "k" else "none"
+    k_mode, v_mode = replay.k_mode, replay.v_mode
 
     def output(heads: int, mode: KVMode, scale_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
         dtype = qkv_TXD.dtype if mode == "none" else operand_dtype(E4M3, mode)
@@ -232,90 +221,57 @@ def qkv_rotate_triton(
         return out, torch.empty(num_tokens, heads, device=qkv_TXD.device) if by_token else scale_K
 
     q_THD, _ = output(num_heads, "none", None)
-    k_TKD, k_scale = output(num_kv_heads, k_mode, k_scale_K if k_mode != "none" else None)
+    k_TKD, k_scale = output(num_kv_heads, k_mode, replay.k_scale_K if k_mode != "none" else None)
     v_TKD, v_scale = qkv_TXD[:, num_heads + num_kv_heads :], None
     if v_mode != "none":
-        v_TKD, v_scale = output(num_kv_heads, v_mode, v_scale_K)
+        v_TKD, v_scale = output(num_kv_heads, v_mode, replay.v_scale_K)
     rows = tile_of(size, WARPS)
     (q_block, q_tiles), (kv_block, kv_tiles) = (head_tiles(num_tokens, n, rows) for n in (num_heads, num_kv_heads))
     v_tiles = 0 if v_mode == "none" and amax_2K is None else kv_tiles
     amax = None if amax_2K is None else amax_2K.view(torch.int32)
     if num_tokens:
         _qkv_rotate_kernel[(q_tiles + kv_tiles + v_tiles,)](
-            qkv_TXD, q_weight_D, k_weight_D, cos_TR, sin_TR, q_THD, k_TKD, v_TKD, k_scale, v_scale,
+            qkv_TXD, q_norm_D, k_norm_D, cos_TR, sin_TR, q_THD, k_TKD, v_TKD, k_scale, v_scale,
             None if amax is None else amax[0], None if amax is None else amax[1],
             num_tokens, q_tiles, kv_tiles, eps, qkv_TXD.stride(0),
             NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, SIZE=size, Q_BLOCK=q_block, KV_BLOCK=kv_block, J=rows,
-            NORM=q_weight_D is not None, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
+            NORM=q_norm_D is not None, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
             OBSERVE=amax is not None, num_warps=WARPS, **({"enable_fp_fusion": False} if qkv_TXD.is_cuda else {}),
         )  # fmt: skip
     return q_THD, ReplayedKV(k_TKD, v_TKD, k_scale, v_scale)
 
 
 def qkv_rotate_reference(
-    qkv_TXD: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    kv_mode: KVMode,
-    quantized: KVTensors,
-    k_scale_K: Tensor | None,
-    v_scale_K: Tensor | None,
-    amax_2K: Tensor | None,
+    qkv_TXD: Tensor, rotation: Rotation, num_kv_heads: int, replay: Replay, amax_2K: Tensor | None
 ) -> tuple[Tensor, ReplayedKV]:
     """The same in plain torch, from the references of its parts."""
-    q_THD, k_TKD, v_TKD = qkv_TXD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if q_weight_D is not None and k_weight_D is not None:
-        q_THD, k_TKD = rms_norm_reference(q_THD, q_weight_D, eps), rms_norm_reference(k_TKD, k_weight_D, eps)
-    q_THD, k_TKD = rope_reference(q_THD, cos_TR, sin_TR), rope_reference(k_TKD, cos_TR, sin_TR)
+    q_THD, k_TKD, v_TKD = rotated(qkv_TXD, rotation, num_kv_heads, rms_norm_reference, rope_reference)
     if amax_2K is not None and qkv_TXD.shape[0]:
         for amax_K, x_TKD in zip(amax_2K, (k_TKD, v_TKD), strict=True):
             torch.maximum(amax_K, x_TKD.abs().amax((0, 2)).float(), out=amax_K)
-    if kv_mode == "none":
+    if replay.mode == "none":
         return q_THD, ReplayedKV(k_TKD, v_TKD, None, None)
-    return q_THD, kv_replay_reference(k_TKD, v_TKD, kv_mode, k_scale_K, v_scale_K, quantized)
+    return q_THD, kv_replay_reference(k_TKD, v_TKD, replay)
 
 
 def qkv_rotate(
     qkv_TXD: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    num_heads: int,
+    rotation: Rotation,
     num_kv_heads: int,
-    *,
-    kv_mode: KVMode,
-    quantized: KVTensors = "both",
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
+    replay: Replay,
     amax_2K: Tensor | None = None,
 ) -> tuple[Tensor, ReplayedKV]:
     """The rotated q [T, H, D], contiguous, and K and V as `kv_replay` returns them.
 
-    qkv_TXD: the projection's output, q's heads first, contiguous except for the stride of a token. Norm weights: in its
-    dtype, both or neither. cos_TR, sin_TR: float32, one row per token. `kv_mode` "calibrated" needs the float32 scales
-    [K] of what is `quantized` (ValueError otherwise). amax_2K: float32, raised in place; it may start at any value
-    below 0. A V that is not quantised is returned as a view of qkv_TXD.
+    qkv_TXD: the projection's output, q's heads first, contiguous except for the stride of a token. `rotation` has one
+    row of angles per token. ValueError if `replay` lacks scales. amax_2K: float32, raised in place; it may start at any
+    value below 0. A V that is not quantised is returned as a view of qkv_TXD.
     """
     num_tokens, heads, size = qkv_TXD.shape
-    assert heads == num_heads + 2 * num_kv_heads, f"qkv_rotate: {heads} heads, not {num_heads} + 2 * {num_kv_heads}"
-    assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate: only one of q and k has a norm weight"
-    planes = cos_TR.shape[1]
-    assert cos_TR.shape == sin_TR.shape == (num_tokens, planes) and 2 * planes <= size, f"qkv_rotate: {cos_TR.shape}"
+    assert heads > 2 * num_kv_heads, f"qkv_rotate: {heads} heads with {num_kv_heads} of keys and as many of values"
+    check_norms(rotation)
+    check_angles(rotation, num_tokens, size)
     assert amax_2K is None or (amax_2K.shape == (2, num_kv_heads) and amax_2K.stride(1) == 1), "qkv_rotate: amax"
-    if kv_mode in SCALE_PER_TOKEN:
-        k_scale_K = v_scale_K = None
-    elif kv_mode == "calibrated" and lacks_scales(k_scale_K, v_scale_K, quantized):
-        raise ValueError("calibrated KV replay needs the scales of K and V, but they were not given")
-    on_gpu = qkv_rotate_triton if is_fused(size, planes) else qkv_rotate_separate
+    on_gpu = qkv_rotate_triton if is_fused(size, rotation.planes) else qkv_rotate_separate
     rotate = on_gpu if qkv_TXD.is_cuda else qkv_rotate_reference
-    place = (cos_TR, sin_TR, num_heads, num_kv_heads)
-    return rotate(
-        qkv_TXD, q_weight_D, k_weight_D, eps, *place, kv_mode, quantized, k_scale_K, v_scale_K, amax_2K,
-    )  # fmt: skip
+    return rotate(qkv_TXD, rotation, num_kv_heads, replay.checked(), amax_2K)

@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octetrl.kernels.attention.qkv_rotate import head_rows, head_tiles, load_halves, load_weight, tile_of
-from octetrl.kernels.attention.qkv_separate import is_fused, qkv_rotate_backward_separate
+from octetrl.kernels.attention.qkv_separate import check_angles, check_norms, is_fused, qkv_rotate_backward_separate
+from octetrl.kernels.attention.records import Rotation
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward_reference, sum_partials
 from octetrl.kernels.rows.rope import rope_reference
 
@@ -106,18 +107,11 @@ def _qkv_rotate_backward_kernel(
 
 
 def qkv_rotate_backward_triton(
-    dq_THD: Tensor,
-    dk_TKD: Tensor,
-    dv_TKD: Tensor,
-    qkv_TXD: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
+    dq_THD: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, qkv_TXD: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The kernels' launcher."""
     (num_tokens, num_heads, size), kv_heads = dq_THD.shape, dk_TKD.shape[1]
+    q_norm_D, k_norm_D, eps, cos_TR, sin_TR, _ = rotation
     gradients = (dq_THD, dk_TKD, dv_TKD)
     assert all(x.stride(2) == 1 for x in gradients), "qkv_rotate_backward: the last axis must be contiguous"
     assert qkv_TXD.stride()[1:] == (size, 1), f"qkv_rotate_backward: heads lie {qkv_TXD.stride()} apart"
@@ -127,38 +121,30 @@ def qkv_rotate_backward_triton(
     rows = tile_of(size, WARPS)
     (q_block, q_tiles), (kv_block, kv_tiles) = (head_tiles(num_tokens, n, rows) for n in (num_heads, kv_heads))
     _qkv_rotate_backward_kernel[(PROGRAMS,)](
-        *gradients, qkv_TXD, q_weight_D, k_weight_D, cos_TR, sin_TR, dqkv_TXD, partial, num_tokens, q_tiles, kv_tiles,
+        *gradients, qkv_TXD, q_norm_D, k_norm_D, cos_TR, sin_TR, dqkv_TXD, partial, num_tokens, q_tiles, kv_tiles,
         eps, *(stride for x in gradients for stride in x.stride()[:2]), qkv_TXD.stride(0),
         NUM_HEADS=num_heads, KV_HEADS=kv_heads, SIZE=size, Q_BLOCK=q_block, KV_BLOCK=kv_block, J=rows,
-        NORM=q_weight_D is not None, PROGRAMS=PROGRAMS, STAGES=STAGES, num_warps=WARPS,
+        NORM=q_norm_D is not None, PROGRAMS=PROGRAMS, STAGES=STAGES, num_warps=WARPS,
         **({"enable_fp_fusion": False} if qkv_TXD.is_cuda else {}),
     )  # fmt: skip
-    if q_weight_D is None:
+    if q_norm_D is None:
         return dqkv_TXD, None, None
-    dweights_2D = sum_partials(partial, q_weight_D.dtype)
+    dweights_2D = sum_partials(partial, q_norm_D.dtype)
     return dqkv_TXD, dweights_2D[:size], dweights_2D[size:]
 
 
 def qkv_rotate_backward_reference(
-    dq_THD: Tensor,
-    dk_TKD: Tensor,
-    dv_TKD: Tensor,
-    qkv_TXD: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
+    dq_THD: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, qkv_TXD: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The same in plain torch, float32, from the references of its parts."""
     split = (dq_THD.shape[1], dk_TKD.shape[1], dv_TKD.shape[1])
     q_THD, k_TKD, _ = qkv_TXD.split(split, dim=1)
     gradients: list[Tensor] = []
     dweights: list[Tensor | None] = []
-    for dy, x, weight_D in ((dq_THD, q_THD, q_weight_D), (dk_TKD, k_TKD, k_weight_D)):
-        gradient, dweight_D = rope_reference(dy.float(), cos_TR, sin_TR, -1), None
+    for dy, x, weight_D in ((dq_THD, q_THD, rotation.q_norm_D), (dk_TKD, k_TKD, rotation.k_norm_D)):
+        gradient, dweight_D = rope_reference(dy.float(), rotation.cos_SR, rotation.sin_SR, -1), None
         if weight_D is not None:
-            gradient, dweight_D = rms_norm_backward_reference(gradient, x.float(), weight_D, eps)
+            gradient, dweight_D = rms_norm_backward_reference(gradient, x.float(), weight_D, rotation.eps)
         gradients.append(gradient)
         dweights.append(dweight_D)
     dqkv_TXD = torch.cat([*gradients, dv_TKD.float()], dim=1).to(qkv_TXD.dtype)
@@ -166,26 +152,17 @@ def qkv_rotate_backward_reference(
 
 
 def qkv_rotate_backward(
-    dq_THD: Tensor,
-    dk_TKD: Tensor,
-    dv_TKD: Tensor,
-    qkv_TXD: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
+    dq_THD: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, qkv_TXD: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dqkv, contiguous, in qkv's dtype; the norm weights' gradients in their dtypes, None without a norm).
 
-    dq, dk, dv: last axis contiguous. All other arguments are those of `qkv_rotate`.
+    dq, dk, dv: last axis contiguous. qkv_TXD, rotation: those of `qkv_rotate`.
     """
     heads = dq_THD.shape[1] + dk_TKD.shape[1] + dv_TKD.shape[1]
     assert qkv_TXD.shape == (dq_THD.shape[0], heads, dq_THD.shape[2]), f"qkv_rotate_backward: qkv {qkv_TXD.shape}"
-    assert (q_weight_D is None) == (k_weight_D is None), "qkv_rotate_backward: only one of q and k has a norm"
-    size, planes = dq_THD.shape[2], cos_TR.shape[1]
-    fits = cos_TR.shape == sin_TR.shape == (dq_THD.shape[0], planes) and 2 * planes <= size
-    assert fits, "qkv_rotate_backward: cos and sin"
-    on_gpu = qkv_rotate_backward_triton if is_fused(size, planes) else qkv_rotate_backward_separate
+    check_norms(rotation)
+    check_angles(rotation, len(dq_THD), dq_THD.shape[2])
+    fused = is_fused(dq_THD.shape[2], rotation.planes)
+    on_gpu = qkv_rotate_backward_triton if fused else qkv_rotate_backward_separate
     backward = on_gpu if qkv_TXD.is_cuda else qkv_rotate_backward_reference
-    return backward(dq_THD, dk_TKD, dv_TKD, qkv_TXD, q_weight_D, k_weight_D, eps, cos_TR, sin_TR)
+    return backward(dq_THD, dk_TKD, dv_TKD, qkv_TXD, rotation)

@@ -33,13 +33,9 @@ from torch import Tensor
 from octetrl.fp8.format import is_code
 from octetrl.kernels.attention.attention_order import MODE_NUMBER
 from octetrl.kernels.attention.kv_codes import quantize_heads
-from octetrl.kernels.attention.kv_store import (
-    by_key,
-    counter_stride,
-    kv_store_reference,
-    stored_mode,
-)
-from octetrl.kernels.attention.qkv_separate import is_fused, qkv_store_separate
+from octetrl.kernels.attention.kv_store import by_key, counter_stride, kv_store_reference, token_scale_strides
+from octetrl.kernels.attention.qkv_separate import check_norms, is_fused, qkv_store_separate, rotated
+from octetrl.kernels.attention.records import CachedPages, Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
 from octetrl.kernels.rows.rope import rope_reference
 from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
@@ -186,33 +182,22 @@ def _qkv_store_kernel(
 
 def qkv_store_triton(
     qkv_TX: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_SR: Tensor,
-    sin_SR: Tensor,
-    positions_T: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    rotation: Rotation,
+    k: CachedPages,
+    v: CachedPages,
     slot_mapping_T: Tensor,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    k_token_scale: Tensor | None = None,
-    v_token_scale: Tensor | None = None,
     saturated_2K: Tensor | None = None,
 ) -> Tensor:
     """The kernel's launcher."""
-    num_tokens, (kv_heads, page_size, size) = qkv_TX.shape[0], k_cache.shape[1:]
+    num_tokens, (kv_heads, page_size, size) = qkv_TX.shape[0], k.pages.shape[1:]
     num_heads = qkv_TX.shape[1] // size - 2 * kv_heads
+    q_norm_D, k_norm_D, eps, cos_SR, sin_SR, positions_T = rotation
     assert size in SUPPORTED_HEAD_SIZES and is_fused(size), f"qkv_store: head size {size} is not a power of two"
-    k_mode = stored_mode(k_cache, k_scale_K, k_token_scale)
-    v_mode = stored_mode(v_cache, v_scale_K, v_token_scale)
-    token_scales = [scale for scale in (k_token_scale, v_token_scale) if scale is not None]
-    scale_strides = token_scales[0].stride() if token_scales else (0, 0, 0)
-    assert k_cache.stride(3) == 1 and all(scale.stride() == scale_strides for scale in token_scales)
+    k_mode, v_mode = k.mode, v.mode
+    assert k.pages.stride(3) == 1, "qkv_store: the last axis of K's pages must be contiguous"
     assert cos_SR.is_contiguous() and sin_SR.is_contiguous(), "qkv_store: cos and sin must be contiguous"
     q_THD = torch.empty(num_tokens, num_heads, size, dtype=qkv_TX.dtype, device=qkv_TX.device)
-    turned = is_code(v_cache.dtype)
+    turned = is_code(v.pages.dtype)
     heads = max(HEADS_OF_MANY if turned or num_tokens >= MANY_TOKENS else HEADS, 256 // size)
     v_tokens = heads if turned else 1
     kv_tiles = triton.cdiv(kv_heads, heads)
@@ -220,9 +205,9 @@ def qkv_store_triton(
     programs = v_programs + num_tokens * (triton.cdiv(num_heads, heads) + kv_tiles)
     if num_tokens:
         _qkv_store_kernel[(programs,)](
-            qkv_TX, q_norm_D, k_norm_D, cos_SR, sin_SR, positions_T, q_THD, k_cache, v_cache, slot_mapping_T,
-            k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K, num_tokens, eps, qkv_TX.stride(0),
-            *k_cache.stride()[:3], *by_key(v_cache).stride(), *scale_strides,
+            qkv_TX, q_norm_D, k_norm_D, cos_SR, sin_SR, positions_T, q_THD, k.pages, v.pages, slot_mapping_T,
+            k.scale, v.scale, k.token_scale, v.token_scale, saturated_2K, num_tokens, eps, qkv_TX.stride(0),
+            *k.pages.stride()[:3], *by_key(v.pages).stride(), *token_scale_strides(k, v),
             counter_stride(saturated_2K),
             NUM_HEADS=num_heads, KV_HEADS=kv_heads, SIZE=size, PAGE_SIZE=page_size, J=heads, V_N=v_tokens,
             NORM=q_norm_D is not None, K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
@@ -234,66 +219,40 @@ def qkv_store_triton(
 
 def qkv_store_reference(
     qkv_TX: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_SR: Tensor,
-    sin_SR: Tensor,
-    positions_T: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    rotation: Rotation,
+    k: CachedPages,
+    v: CachedPages,
     slot_mapping_T: Tensor,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    k_token_scale: Tensor | None = None,
-    v_token_scale: Tensor | None = None,
     saturated_2K: Tensor | None = None,
 ) -> Tensor:
     """The same in plain torch, from the references of its parts."""
-    kv_heads, size = k_cache.shape[1], k_cache.shape[3]
-    qkv_THD = qkv_TX.view(qkv_TX.shape[0], -1, size)
-    q_THD, k_TKD, v_TKD = qkv_THD.split((qkv_THD.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    if q_norm_D is not None and k_norm_D is not None:
-        q_THD, k_TKD = rms_norm_reference(q_THD, q_norm_D, eps), rms_norm_reference(k_TKD, k_norm_D, eps)
-    cos_TR, sin_TR = cos_SR.index_select(0, positions_T), sin_SR.index_select(0, positions_T)
-    q_THD, k_TKD = rope_reference(q_THD, cos_TR, sin_TR), rope_reference(k_TKD, cos_TR, sin_TR)
-    scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)
-    kv_store_reference(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, *scales)
+    qkv_TXD = qkv_TX.view(qkv_TX.shape[0], -1, k.pages.shape[3])
+    q_THD, k_TKD, v_TKD = rotated(qkv_TXD, rotation, k.pages.shape[1], rms_norm_reference, rope_reference)
+    kv_store_reference(k_TKD, v_TKD, k, v, slot_mapping_T, saturated_2K)
     return q_THD
 
 
 def qkv_store(
     qkv_TX: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_SR: Tensor,
-    sin_SR: Tensor,
-    positions_T: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    rotation: Rotation,
+    k: CachedPages,
+    v: CachedPages,
     slot_mapping_T: Tensor,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
-    k_token_scale: Tensor | None = None,
-    v_token_scale: Tensor | None = None,
     saturated_2K: Tensor | None = None,
 ) -> Tensor:
     """Write K and V at their slots, in place, and return the rotated q [T, H, D], contiguous.
 
-    qkv_TX: [T, (H + 2K) * D] or [T, H + 2K, D], q first, contiguous except for the stride of a token. Norm weights: in
-    qkv's dtype, both or neither. cos_SR, sin_SR: float32, whole tables. positions_T, slot_mapping_T: int64. Caches,
-    scales and counter are those of `kv_store`. ValueError for an FP8 cache without scales.
+    qkv_TX: [T, (H + 2K) * D] or [T, H + 2K, D], q first, contiguous except for the stride of a token. `rotation` has
+    positions and whole tables. slot_mapping_T: int64. Pages and counter are those of `kv_store`. ValueError for an FP8
+    cache without scales.
     """
-    kv_heads, size = k_cache.shape[1], k_cache.shape[3]
+    kv_heads, size = k.pages.shape[1], k.pages.shape[3]
     if qkv_TX.dim() == 3:
         qkv_TX = qkv_TX.flatten(1)
     assert qkv_TX.shape[1] % size == 0 and qkv_TX.shape[1] // size > 2 * kv_heads, f"qkv_store: {qkv_TX.shape}"
     assert qkv_TX.stride(1) == 1, f"qkv_store: last axis has stride {qkv_TX.stride(1)}, must be 1"
-    assert (q_norm_D is None) == (k_norm_D is None), "qkv_store: only one of q and k has a norm weight"
-    assert cos_SR.shape[1] <= size // 2, f"qkv_store: cos {tuple(cos_SR.shape)}, head size {size}"
-    place = (cos_SR, sin_SR, positions_T, k_cache, v_cache, slot_mapping_T)
-    scales = (k_scale_K, v_scale_K, k_token_scale, v_token_scale, saturated_2K)
-    on_gpu = qkv_store_triton if is_fused(size, cos_SR.shape[1]) else qkv_store_separate
-    run = on_gpu if qkv_TX.is_cuda else qkv_store_reference
-    return run(qkv_TX, q_norm_D, k_norm_D, eps, *place, *scales)
+    check_norms(rotation)
+    assert rotation.planes <= size // 2, f"qkv_store: cos {tuple(rotation.cos_SR.shape)}, head size {size}"
+    on_gpu = qkv_store_triton if is_fused(size, rotation.planes) else qkv_store_separate
+    store = on_gpu if qkv_TX.is_cuda else qkv_store_reference
+    return store(qkv_TX, rotation, k, v, slot_mapping_T, saturated_2K)

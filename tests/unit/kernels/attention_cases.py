@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.attention.kv_store import v_pages_shape
-from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVTensors
+from octetrl.kernels.attention.kv_store import kv_store, v_pages_shape
+from octetrl.kernels.attention.records import CachedPages, Replay
+from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
 
 CACHES = [  # kv_mode, quantized
     pytest.param("none", "both", id="none"),
@@ -54,6 +56,10 @@ def scales_of(k: Tensor, v: Tensor, kv_mode: str) -> tuple[Tensor | None, Tensor
     return tuple(x.float().abs().amax(dim=(0, 2)) * 0.9 / 448 for x in (k, v))
 
 
+def replay_of(k: Tensor, v: Tensor, kv_mode: KVMode, quantized: KVTensors = "both") -> Replay:
+    return Replay(kv_mode, *scales_of(k, v, kv_mode), quantized)
+
+
 @dataclass
 class PagedCache:
     """Pages for given sequence lengths, in shuffled order. `quantized`: which of K and V are codes."""
@@ -68,32 +74,43 @@ class PagedCache:
     v_scale: Tensor | None
     device: str = "cpu"
     quantized: KVTensors = "both"
-    k: Tensor = field(init=False)
-    v: Tensor = field(init=False)
-    block_table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         counts = [-(-length // self.page_size) for length in self.lengths]
         shape = (sum(counts) + 1, self.kv_heads, self.page_size, self.head_size)
         codes = {"none": self.dtype, "int8": torch.int8}.get(self.kv_mode, E4M3)
-        k_dtype = codes if self.quantized != "v" else self.dtype
-        v_dtype = codes if self.quantized != "k" else self.dtype
-        self.k = torch.zeros(shape, device=self.device).to(k_dtype)
-        self.v = torch.zeros(v_pages_shape(*shape, v_dtype), device=self.device).to(v_dtype)
-        self.k_token_scale = self.v_token_scale = None
-        if self.kv_mode in SCALE_PER_TOKEN:
-            self.k_token_scale, self.v_token_scale = (
-                torch.ones(shape[:3], device=self.device) if self.quantized != other else None for other in "vk"
-            )
+        by_token = self.kv_mode in SCALE_PER_TOKEN
+
+        def pages(scale: Tensor | None, *, in_codes: bool, is_v: bool) -> CachedPages:
+            dtype = codes if in_codes else self.dtype
+            own_shape = v_pages_shape(*shape, dtype) if is_v else shape
+            token_scale = torch.ones(shape[:3], device=self.device) if by_token and in_codes else None
+            return CachedPages(torch.zeros(own_shape, device=self.device).to(dtype), scale, token_scale)
+
+        self.k = pages(self.k_scale, in_codes=self.quantized != "v", is_v=False)
+        self.v = pages(self.v_scale, in_codes=self.quantized != "k", is_v=True)
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1)).to(torch.int32)
         table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
         for row, (first, count) in enumerate(zip(cu_seqlens_of(counts).tolist(), counts, strict=False)):
             table[row, :count] = order[first : first + count]
         self.block_table = table.to(self.device)
 
-    @property
-    def scales(self) -> tuple[Tensor | None, ...]:
-        return self.k_scale, self.v_scale, self.k_token_scale, self.v_token_scale
+    @classmethod
+    def filled(
+        cls,
+        lengths: list[int],
+        k: Tensor,
+        v: Tensor,
+        kv_mode: str,
+        quantized: KVTensors = "both",
+        page_size: int = 128,
+        store: Callable[..., None] = kv_store,
+    ) -> PagedCache:
+        """The cache of these sequences, on the device of k."""
+        form = (page_size, kv_mode, k.dtype, *scales_of(k, v, kv_mode), str(k.device), quantized)
+        cache = cls(lengths, *k.shape[1:], *form)
+        store(k, v, cache.k, cache.v, cache.slots(lengths))
+        return cache
 
     def slots(self, lengths: list[int]) -> Tensor:
         """Slot of every token when all sequences are laid end to end."""

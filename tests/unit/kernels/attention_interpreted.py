@@ -30,8 +30,9 @@ from octetrl.kernels.attention import (
     kv_store,
 )
 from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile
-from octetrl.shapes.blocks import KVTensors
-from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, scales_of
+from octetrl.kernels.attention.records import Replay
+from octetrl.shapes.blocks import KVMode, KVTensors
+from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, replay_of, scales_of
 from tests.unit.kernels.interpreting import quicken_interpreter
 
 LENGTHS = [3, 130]
@@ -65,7 +66,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 def compare(
-    kv_mode: str, quantized: KVTensors, head_size: int, page_size: int, group: int, window: int | None = None
+    kv_mode: KVMode, quantized: KVTensors, head_size: int, page_size: int, group: int, window: int | None = None
 ) -> dict[str, float]:
     q, k, v = random_qkv(LENGTHS, 2, group, head_size, torch.bfloat16)
     cu_seqlens = cu_seqlens_of(LENGTHS)
@@ -79,35 +80,34 @@ def compare(
     slots[[1, -2]] = -1
     head, tail = slice(None, -STORED), slice(-STORED, None)
     for cache, count in ((want, counts), (got, counts_triton)):
-        kv_store.kv_store_reference(k[head], v[head], cache.k, cache.v, slots[head], *cache.scales, count)
-    kv_store.kv_store_reference(k[tail], v[tail], want.k, want.v, slots[tail], *want.scales, counts)
-    kv_store.kv_store_triton(k[tail], v[tail], got.k, got.v, slots[tail], *got.scales, counts_triton)
+        kv_store.kv_store_reference(k[head], v[head], cache.k, cache.v, slots[head], count)
+    kv_store.kv_store_reference(k[tail], v[tail], want.k, want.v, slots[tail], counts)
+    kv_store.kv_store_triton(k[tail], v[tail], got.k, got.v, slots[tail], counts_triton)
     by_token = torch.zeros(STORED, 2, 2, dtype=torch.int64)
-    kv_store.kv_store_triton(k[tail], v[tail], got.k, got.v, slots[tail], *got.scales, by_token)
+    kv_store.kv_store_triton(k[tail], v[tail], got.k, got.v, slots[tail], by_token)
     in_tail = torch.zeros(2, 2, dtype=torch.int64)
-    kv_store.kv_store_reference(k[tail], v[tail], want.k, want.v, slots[tail], *want.scales, in_tail)
+    kv_store.kv_store_reference(k[tail], v[tail], want.k, want.v, slots[tail], in_tail)
     errors = {
-        "store": max(distance(got.k, want.k), distance(got.v, want.v)),
+        "store": max(distance(got.k.pages, want.k.pages), distance(got.v.pages, want.v.pages)),
         "saturated": float((counts - counts_triton).abs().sum() + (in_tail - by_token.sum(0)).abs().sum()),
     }
-    for got_scale, want_scale in ((got.k_token_scale, want.k_token_scale), (got.v_token_scale, want.v_token_scale)):
-        if got_scale is not None and want_scale is not None:
-            errors["token_scale"] = max(errors.get("token_scale", 0.0), distance(got_scale, want_scale))
+    for ours, theirs in ((got.k, want.k), (got.v, want.v)):
+        if ours.token_scale is not None and theirs.token_scale is not None:
+            errors["token_scale"] = max(errors.get("token_scale", 0.0), distance(ours.token_scale, theirs.token_scale))
 
     paged = (want.k, want.v, want.block_table)
-    out = attention_paged.attention_paged_reference(q, *paged, cu_seqlens, contexts, SCALE, *want.scales, window=window)
-    rows = attention_paged.attention_paged_triton(q, *paged, cu_seqlens, contexts, SCALE, *want.scales, window=window)
+    out = attention_paged.attention_paged_reference(q, *paged, cu_seqlens, contexts, SCALE, window=window)
+    rows = attention_paged.attention_paged_triton(q, *paged, cu_seqlens, contexts, SCALE, window=window)
     errors["prefill"] = distance(rows, out)
     last = (cu_seqlens[1:] - 1).long()
     each = torch.arange(len(LENGTHS) + 1, dtype=torch.int32)
-    decoded = attention_paged.attention_paged_triton(
-        q[last], *paged, each, contexts, SCALE, *want.scales, 1, window=window
-    )
+    decoded = attention_paged.attention_paged_triton(q[last], *paged, each, contexts, SCALE, 1, window=window)
     errors["decode"] = distance(decoded, out[last])
 
-    kv = kv_store.kv_replay(k, v, kv_mode, *head_scales, quantized)
+    replay = Replay(kv_mode, *head_scales, quantized)
+    kv = kv_store.kv_replay(k, v, replay)
     if kv_mode != "none":
-        replayed = kv_store.kv_replay_triton(k[tail], v[tail], kv_mode, *head_scales, quantized)
+        replayed = kv_store.kv_replay_triton(k[tail], v[tail], replay)
         errors["replay"] = max(distance(replayed.k_TKD, kv.k_TKD[tail]), distance(replayed.v_TKD, kv.v_TKD[tail]))
     shape = (longest, SCALE, window)
     out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, cu_seqlens, *shape)
@@ -131,20 +131,17 @@ def compare_decode(
     """Decode of ragged contexts, one of them a padding sequence, and its quantised output."""
     lengths, contexts = [300, 7, 128], torch.tensor([300, 7, 128, 0], dtype=torch.int32)
     q, k, v = random_qkv(lengths, 2, 3, head_size, torch.bfloat16)
-    scales = scales_of(k, v, kv_mode)
-    cache = PagedCache(lengths, 2, head_size, page_size, kv_mode, torch.bfloat16, *scales, quantized=quantized)
-    kv_store.kv_store_reference(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
+    cache = PagedCache.filled(lengths, k, v, kv_mode, quantized, page_size)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table[:1], -1)])
     arguments = (q[[299, 306, 434, 0]], cache.k, cache.v, table, torch.arange(5, dtype=torch.int32), contexts, SCALE)
-    out = attention_paged.attention_paged_triton(*arguments, *cache.scales, 1, window=window)
-    want = attention_paged.attention_paged_reference(*arguments, *cache.scales, window=window)
-    scale_of = [kv_store.scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
-    tables = (arguments[0], cache.k, cache.v, table, contexts, SCALE, *scale_of)
+    out = attention_paged.attention_paged_triton(*arguments, 1, window=window)
+    want = attention_paged.attention_paged_reference(*arguments, window=window)
+    tables = (arguments[0], cache.k, cache.v, table, contexts, SCALE)
     whole = attention_decode.attention_decode_triton(*tables, split=None, window=window)
     errors = {"decode": distance(out, want), "padding": float(out[3].abs().max()), "split": distance(out, whole)}
     if head_size == 128:
         for power_of_two in (False, True):
-            got = attention_paged.attention_paged_triton(*arguments, *cache.scales, 1, True, power_of_two)
+            got = attention_paged.attention_paged_triton(*arguments, 1, True, power_of_two)
             codes, scale = quantize_activation_reference(out.flatten(1), power_of_two)
             errors["out_scale"] = max(errors.get("out_scale", 0.0), distance(got.scale, scale))
             errors["out_codes"] = max(errors.get("out_codes", 0.0), distance(got.codes, codes))
@@ -154,7 +151,7 @@ def compare_decode(
 def compare_packs(
     lengths: list[int],
     rest: int,
-    kv_mode: str,
+    kv_mode: KVMode,
     quantized: KVTensors,
     head_size: int,
     dq: tuple[int, int],
@@ -166,7 +163,7 @@ def compare_packs(
     """
     heads = 1 if len(lengths) > 20 else 2  # of keys, and queries to each
     q, k, v = random_qkv([*lengths, rest], heads, heads, head_size, torch.bfloat16)
-    kv = kv_store.kv_replay(k, v, kv_mode, *scales_of(k, v, kv_mode), quantized)
+    kv = kv_store.kv_replay(k, v, replay_of(k, v, kv_mode, quantized))
     shape = (cu_seqlens_of(lengths), max(lengths), SCALE)
     out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, *shape)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()

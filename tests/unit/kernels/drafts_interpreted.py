@@ -17,11 +17,11 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.attention import attention_decode, attention_paged, attention_reference, decode_layout, kv_store
+from octetrl.kernels.attention import attention_decode, attention_paged, attention_reference, decode_layout
 from octetrl.kernels.attention.attention_decode import attention_decode_triton
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout
 from octetrl.shapes.blocks import KVTensors
-from tests.unit.kernels.attention_cases import DraftedRows, PagedCache, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import DraftedRows, PagedCache, random_qkv
 from tests.unit.kernels.attention_interpreted import distance, mend_interpreter
 
 SCALE = 0.2
@@ -48,16 +48,12 @@ def compare(
     """drafted: keys of each sequence's own row, and its rows. columns: of the tile, instead of the chosen one."""
     rows = DraftedRows.of(drafted)
     q, k, v = random_qkv(rows.lengths, KV_HEADS, group, head_size, torch.bfloat16)
-    scales = scales_of(k, v, kv_mode)
-    pages = (rows.lengths, KV_HEADS, head_size, page_size, kv_mode, torch.bfloat16)
-    cache = PagedCache(*pages, *scales, quantized=quantized)
-    kv_store.kv_store_reference(k, v, cache.k, cache.v, cache.slots(rows.lengths), *cache.scales)
+    cache = PagedCache.filled(rows.lengths, k, v, kv_mode, quantized, page_size)
     table = cache.block_table[rows.sequence_N]
     q_N = q[torch.arange(len(rows.context_N)) * 7 % len(q)]  # a query of its own for each row
-    scale_of = [kv_store.scale_in_use(x, *s) for x, s in ((cache.k, cache.scales[::2]), (cache.v, cache.scales[1::2]))]
-    tables = (q_N, cache.k, cache.v, table, rows.context_N, SCALE, *scale_of)
+    tables = (q_N, cache.k, cache.v, table, rows.context_N, SCALE)
     tile = None if columns is None else DecodeTile(columns, 1)
-    layout = DraftLayout.chosen(q_N, cache.k, cache.v, table.shape[1], tile)
+    layout = DraftLayout.chosen(q_N, cache.k.pages, cache.v.pages, table.shape[1], tile)
     found: dict[str, float] = {"rows of a program": 1 if layout is None else layout.rows}
     together: Any = {"tile": tile, "window": window, "draft_offset_B": rows.offset_N}
     for quantize in (False, True) if head_size == 128 else (False,):
@@ -67,7 +63,7 @@ def compare(
             found["other bytes"] = found.get("other bytes", 0) + int((bytes_of(ours) != bytes_of(theirs)).sum())
         if not quantize:
             each = torch.arange(len(q_N) + 1, dtype=torch.int32)
-            paged = (q_N, cache.k, cache.v, table, each, rows.context_N, SCALE, *cache.scales)
+            paged = (q_N, cache.k, cache.v, table, each, rows.context_N, SCALE)
             want = attention_paged.attention_paged_reference(*paged, window=window)
             found["error"] = distance(parts(shared)[0], want)
     return found

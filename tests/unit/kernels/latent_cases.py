@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from octetrl.kernels.attention import (
     latent_rows,
     latent_store,
 )
+from octetrl.kernels.attention.records import CachedPages
 from tests.unit.kernels.gemm_cases import create_dot_of_values, patch_tensor_with_index
 from tests.unit.kernels.interpreting import interpret
 
@@ -74,13 +76,39 @@ class Paged(NamedTuple):
 
     q_latent_THC: Tensor
     q_rotary_THR: Tensor
-    latent_pages: Tensor
-    key_pages: Tensor
-    token_scale: Tensor | None
+    latent: CachedPages
+    key: CachedPages
     block_table_BP: Tensor
     cu_seqlens_q_B1: Tensor
     context_lens_B: Tensor
     softmax_scale: float
+
+    def cuda(self) -> Paged:
+        return Paged(*(moved(x) if isinstance(x, CachedPages | Tensor) else x for x in self))
+
+
+def moved(x: Any) -> Any:
+    """A tensor, or a record of tensors, on the GPU."""
+    if isinstance(x, Tensor):
+        return x.cuda()
+    scale = None if x.token_scale is None else x.token_scale.cuda()
+    return CachedPages(x.pages.cuda(), token_scale=scale)
+
+
+def empty_pages(
+    pages: int, page_size: int, latent: int, rotary: int, dtype: torch.dtype
+) -> tuple[CachedPages, CachedPages]:
+    """Pages of latents in `dtype` and of BF16 keys, of zeros."""
+    zeros = torch.zeros(pages, page_size, latent, dtype=torch.uint8 if dtype == E4M3 else dtype).view(dtype)
+    scale = torch.ones(pages, 1, page_size) if dtype == E4M3 else None
+    keys = torch.zeros(pages, page_size, rotary, dtype=torch.bfloat16)
+    return CachedPages(zeros, token_scale=scale), CachedPages(keys)
+
+
+def bytes_of_pages(pages: Iterable[CachedPages]) -> list[bytes]:
+    """Of codes, keys and scales."""
+    tensors = [x for one in pages for x in (one.pages, one.token_scale) if x is not None]
+    return [x.cpu().contiguous().view(torch.uint8).numpy().tobytes() for x in tensors]
 
 
 def paged(case: Latents, counts: tuple[int, ...], page_size: int, dtype: torch.dtype) -> tuple[Paged, Tensor]:
@@ -94,16 +122,13 @@ def paged(case: Latents, counts: tuple[int, ...], page_size: int, dtype: torch.d
         table_BP[b, :count] = order[first : first + count]
         at = torch.arange(case.lengths[b])
         slots.append(table_BP[b][at // page_size].long() * page_size + at % page_size)
-    total, latent, rotary = sum(pages), case.value_TC.shape[1], case.key_TR.shape[1]
-    latent_pages = torch.zeros(total, page_size, latent, dtype=torch.uint8 if dtype == E4M3 else dtype).view(dtype)
-    key_pages = torch.zeros(total, page_size, rotary, dtype=torch.bfloat16)
-    scale = torch.ones(total, 1, page_size) if dtype == E4M3 else None
-    latent_store.latent_store_reference(case.value_TC, case.key_TR, latent_pages, key_pages, torch.cat(slots), scale)
+    latent, key = empty_pages(sum(pages), page_size, case.value_TC.shape[1], case.key_TR.shape[1], dtype)
+    latent_store.latent_store_reference(case.value_TC, case.key_TR, latent, key, torch.cat(slots))
     token_Q = torch.cat([torch.arange(end - count, end) for end, count in zip(bounds[1:], counts, strict=True)])
     cu_seqlens_q_B1 = torch.tensor([0, *accumulate((*counts, 1))], dtype=torch.int32)
     q_latent, q_rotary = (
         torch.cat((q[token_Q], torch.zeros_like(q[:1]))) for q in (case.q_latent_THC, case.q_rotary_THR)
     )
     context_B = torch.tensor([*case.lengths, 0], dtype=torch.int32)
-    made = Paged(q_latent, q_rotary, latent_pages, key_pages, scale, table_BP, cu_seqlens_q_B1, context_B, SCALE)
+    made = Paged(q_latent, q_rotary, latent, key, table_BP, cu_seqlens_q_B1, context_B, SCALE)
     return made, token_Q

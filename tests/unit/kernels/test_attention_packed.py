@@ -8,10 +8,8 @@ import torch.nn.functional as F
 
 from octetrl.fp8.quantize import quantize_kv, quantize_kv_per_head
 from octetrl.kernels.attention import attention_reference
-from octetrl.kernels.attention.attention_packed import (
-    attention_packed,
-    attention_packed_forward,
-)
+from octetrl.kernels.attention.attention_packed import attention_packed, attention_packed_forward
+from octetrl.kernels.attention.records import Replay
 from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, scales_of
 
 SCALE = 0.2
@@ -63,7 +61,8 @@ def test_values_and_gradients(kv_mode, quantized, group):
     want = plain_attention(q, k_seen, v_seen, lengths)
     dout = torch.randn_like(want)
     gradients = torch.autograd.grad(want, inputs, dout)
-    out = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, SCALE, k_scale, v_scale, kv_mode, quantized)
+    replay = Replay(kv_mode, k_scale, v_scale, quantized)
+    out = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, SCALE, replay)
     rounding = {"none": 1e-5, "calibrated": 1e-3, "dynamic": 1e-2, "int8": 1e-2}[kv_mode]  # of P, to the operand dtype
     assert relative_error(out, want) < rounding
     for got, expected in zip(torch.autograd.grad(out, inputs, dout), gradients, strict=True):
@@ -127,9 +126,9 @@ def test_sequences_do_not_see_one_another_and_rows_past_the_last_are_zero():
 def test_dynamic_scales_survive_tiny_and_huge_values():
     q, k, v = random_qkv([70], 1, 1, 32, torch.bfloat16)
     cu_seqlens = cu_seqlens_of([70])
-    out = attention_packed(q, k, v, cu_seqlens, 70, SCALE, kv_mode="dynamic")
+    out = attention_packed(q, k, v, cu_seqlens, 70, SCALE, Replay("dynamic"))
     for factor in (2.0**-30, 2.0**30):
-        scaled = attention_packed(q, k, v * factor, cu_seqlens, 70, SCALE, kv_mode="dynamic")
+        scaled = attention_packed(q, k, v * factor, cu_seqlens, 70, SCALE, Replay("dynamic"))
         assert torch.equal(scaled, out * factor)
 
 
@@ -150,6 +149,6 @@ def test_a_k_that_fp8_would_ruin_stays_whole_beside_an_fp8_v():
     scales = [x.abs().amax(dim=(0, 2)) / 448 for x in (k, v)]
     distances = []
     for quantized in ("both", "v"):
-        out = attention_packed(q, k, v, cu_seqlens_of(lengths), 90, SCALE, *scales, "calibrated", quantized)
+        out = attention_packed(q, k, v, cu_seqlens_of(lengths), 90, SCALE, Replay("calibrated", *scales, quantized))
         distances.append(relative_error(out, want))
     assert distances[0] > 0.2 and distances[1] < 0.04

@@ -12,9 +12,10 @@ from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention import attention_reference
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.decode_layout import KeySplit
-from octetrl.kernels.attention.kv_store import by_key, kv_store
+from octetrl.kernels.attention.kv_store import by_key
+from octetrl.kernels.attention.records import CachedPages
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
-from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
+from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv
 
 SCALE = 0.2
 LENGTHS = [5, 140, 33]
@@ -27,13 +28,13 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(attention_reference, "KV_CHUNK", 128)
 
 
-def as_the_cache_gives_it(table, head_scale, token_scale, pages, length):
+def as_the_cache_gives_it(table, cached, pages, length):
     """K or V [length, K, D] of one sequence in float64, dequantised."""
     value = table.double()
-    if token_scale is not None:
-        value = value * token_scale[..., None]
+    if cached.token_scale is not None:
+        value = value * cached.token_scale[..., None]
     elif table.element_size() == 1:
-        value = value * head_scale[:, None, None]
+        value = value * cached.scale[:, None, None]
     return value[pages].transpose(1, 2).flatten(0, 1)[:length]
 
 
@@ -41,19 +42,17 @@ def as_the_cache_gives_it(table, head_scale, token_scale, pages, length):
 @pytest.mark.parametrize(("group", "page_size"), [(1, 128), (3, 16)])
 def test_values(kv_mode, quantized, group, page_size):
     q, k, v = random_qkv(LENGTHS, 2, group, 32, torch.bfloat16)
-    scales = scales_of(k, v, kv_mode)
-    cache = PagedCache(LENGTHS, 2, 32, page_size, kv_mode, torch.bfloat16, *scales, quantized=quantized)
-    kv_store(k, v, cache.k, cache.v, cache.slots(LENGTHS), *cache.scales)
+    cache = PagedCache.filled(LENGTHS, k, v, kv_mode, quantized, page_size)
     rows = torch.cat([part[-count:] for part, count in zip(q.split(LENGTHS), CHUNKS, strict=True)])
     contexts = torch.tensor(LENGTHS, dtype=torch.int32)
     tables = (cache.k, cache.v, cache.block_table)
-    out = attention_paged(rows, *tables, cu_seqlens_of(CHUNKS), contexts, SCALE, *cache.scales)
+    out = attention_paged(rows, *tables, cu_seqlens_of(CHUNKS), contexts, SCALE)
 
     for sequence, (queries, got) in enumerate(zip(rows.split(CHUNKS), out.split(CHUNKS), strict=True)):
         length, count = LENGTHS[sequence], CHUNKS[sequence]
         pages = cache.block_table[sequence].long()
-        k_seen = as_the_cache_gives_it(cache.k, cache.k_scale, cache.k_token_scale, pages, length)
-        v_seen = as_the_cache_gives_it(by_key(cache.v), cache.v_scale, cache.v_token_scale, pages, length)
+        k_seen = as_the_cache_gives_it(cache.k.pages, cache.k, pages, length)
+        v_seen = as_the_cache_gives_it(by_key(cache.v.pages), cache.v, pages, length)
         k_seen, v_seen = (x.repeat_interleave(group, 1) for x in (k_seen, v_seen))
         scores = torch.einsum("qhd,shd->hqs", queries.double(), k_seen) * SCALE
         unseen = torch.ones(count, length).triu(length - count + 1).bool()
@@ -65,11 +64,10 @@ def test_values(kv_mode, quantized, group, page_size):
 @pytest.mark.parametrize("chunks", [[1, 1, 1], [2, 1, 30]])
 def test_a_quantised_output_is_the_quantised_output(chunks, power_of_two):
     q, k, v = random_qkv(LENGTHS, 2, 2, 128, torch.bfloat16)
-    cache = PagedCache(LENGTHS, 2, 128, 128, "calibrated", torch.bfloat16, *scales_of(k, v, "calibrated"))
-    kv_store(k, v, cache.k, cache.v, cache.slots(LENGTHS), *cache.scales)
+    cache = PagedCache.filled(LENGTHS, k, v, "calibrated")
     rows = torch.cat([part[-count:] for part, count in zip(q.split(LENGTHS), chunks, strict=True)])
     contexts = torch.tensor(LENGTHS, dtype=torch.int32)
-    arguments = (rows, cache.k, cache.v, cache.block_table, cu_seqlens_of(chunks), contexts, SCALE, *cache.scales)
+    arguments = (rows, cache.k, cache.v, cache.block_table, cu_seqlens_of(chunks), contexts, SCALE)
     want = quantize_activation(attention_paged(*arguments).flatten(1), power_of_two)
     got = attention_paged(*arguments, quantize_out=True, power_of_two=power_of_two)
     assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
@@ -78,11 +76,11 @@ def test_a_quantised_output_is_the_quantised_output(chunks, power_of_two):
 
 def test_an_fp8_cache_without_scales_is_refused():
     q, k, v = random_qkv([4], 1, 1, 16, torch.bfloat16)
-    cache = PagedCache([4], 1, 16, 16, "calibrated", torch.bfloat16, *scales_of(k, v, "calibrated"), quantized="v")
-    kv_store(k, v, cache.k, cache.v, cache.slots([4]), *cache.scales)
+    cache = PagedCache.filled([4], k, v, "calibrated", "v", 16)
+    without = CachedPages(cache.v.pages)
     contexts = torch.tensor([4], dtype=torch.int32)
     with pytest.raises(ValueError, match="needs either per-head scales"):
-        attention_paged(q, cache.k, cache.v, cache.block_table, cu_seqlens_of([4]), contexts, SCALE)
+        attention_paged(q, cache.k, without, cache.block_table, cu_seqlens_of([4]), contexts, SCALE)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from octetrl.kernels.attention import attention_reference
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.kv_store import kv_store
-from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, scales_of
+from octetrl.kernels.attention.records import Replay
+from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of, random_qkv, replay_of, scales_of
 
 BORDERS = [*range(3), *range(14, 18), *range(62, 66), *range(126, 131), *range(254, 258), 299]  # of pages, of chunks
 
@@ -39,7 +40,6 @@ def run_paged(q, cache, lengths, chunks_of, window=None):
             cu_seqlens_of(counts),
             torch.tensor(contexts, dtype=torch.int32),
             q.shape[-1] ** -0.5,
-            *cache.scales,
             window=window,
         )
         for target, piece, s, e in zip(outs, out.split(counts), starts, contexts, strict=True):
@@ -61,7 +61,6 @@ def decode_rows(q, cache, lengths, positions, window=None):
         cu_seqlens_of([1] * len(places)),
         contexts.int(),
         q.shape[-1] ** -0.5,
-        *cache.scales,
         window=window,
     )
     return rows, out
@@ -80,14 +79,9 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantized, group, he
     generator = random.Random(group)
     lengths = [1, 127, 128, 129, 300, generator.randint(2, 90)]
     q, k, v = random_qkv(lengths, kv_heads=2, group=group, head_size=head_size, dtype=torch.bfloat16)
-    k_scale, v_scale = scales_of(k, v, kv_mode)
-    replay = (k_scale, v_scale, kv_mode, quantized)
-    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, head_size**-0.5, *replay)
-
-    format_of_pages = (kv_mode, torch.bfloat16, k_scale, v_scale)
-    cache = PagedCache(lengths, 2, head_size, page_size, *format_of_pages, quantized=quantized)
-    kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
-
+    replay = replay_of(k, v, kv_mode, quantized)
+    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, head_size**-0.5, replay)
+    cache = PagedCache.filled(lengths, k, v, kv_mode, quantized, page_size)
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n]))
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: random_chunks(n, generator)))
     for positions in (BORDERS, [299]):
@@ -100,14 +94,12 @@ def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantized, group, he
 def test_a_window_has_equal_bits_wherever_the_first_chunk_begins(kv_mode, quantized, window):
     lengths = [1, 128, 300, 20]
     q, k, v = random_qkv(lengths, kv_heads=2, group=2, head_size=96, dtype=torch.bfloat16)
-    k_scale, v_scale = scales_of(k, v, kv_mode)
-    replay = (k_scale, v_scale, kv_mode, quantized)
-    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, 96**-0.5, *replay, window)
-    full = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, 96**-0.5, *replay)
+    replay = replay_of(k, v, kv_mode, quantized)
+    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, 96**-0.5, replay, window)
+    full = attention_packed(q, k, v, cu_seqlens_of(lengths), 300, 96**-0.5, replay)
     reached = torch.cat([torch.arange(length) for length in lengths]) < window
     assert torch.equal(packed[reached], full[reached]) and not (packed == full).flatten(1).all(1)[~reached].any()
-    cache = PagedCache(lengths, 2, 96, 16, kv_mode, torch.bfloat16, k_scale, v_scale, quantized=quantized)
-    kv_store(k, v, cache.k, cache.v, cache.slots(lengths), *cache.scales)
+    cache = PagedCache.filled(lengths, k, v, kv_mode, quantized, 16)
     generator = random.Random(window)
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: [n], window))
     assert torch.equal(packed, run_paged(q, cache, lengths, lambda n: random_chunks(n, generator), window))
@@ -118,18 +110,17 @@ def test_a_window_has_equal_bits_wherever_the_first_chunk_begins(kv_mode, quanti
 def test_a_row_does_not_depend_on_who_else_is_in_the_batch():
     lengths = [40, 131, 77]
     q, k, v = random_qkv(lengths, kv_heads=2, group=2, head_size=32, dtype=torch.bfloat16)
-    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, 0.2, kv_mode="dynamic")
+    packed = attention_packed(q, k, v, cu_seqlens_of(lengths), 131, 0.2, Replay("dynamic"))
     for out, *alone in zip(*(x.split(lengths) for x in (packed, q, k, v)), strict=True):
-        assert torch.equal(out, attention_packed(*alone, cu_seqlens_of([len(out)]), 131, 0.2, kv_mode="dynamic"))
+        assert torch.equal(out, attention_packed(*alone, cu_seqlens_of([len(out)]), 131, 0.2, Replay("dynamic")))
 
 
 def test_what_lies_past_the_context_is_never_read():
     q, k, v = random_qkv([20], kv_heads=2, group=2, head_size=32, dtype=torch.bfloat16)
-    k_scale, v_scale = scales_of(k, v, "calibrated")
-    cache = PagedCache([20], 2, 32, 16, "calibrated", torch.bfloat16, k_scale, v_scale)
+    cache = PagedCache([20], 2, 32, 16, "calibrated", torch.bfloat16, *scales_of(k, v, "calibrated"))
     for table in (cache.k, cache.v):
-        table.view(torch.uint8).fill_(0x7F)  # NaN codes
-    kv_store(k, v, cache.k, cache.v, cache.slots([20]), *cache.scales)
+        table.pages.view(torch.uint8).fill_(0x7F)  # NaN codes
+    kv_store(k, v, cache.k, cache.v, cache.slots([20]))
     assert torch.isfinite(run_paged(q, cache, [20], lambda n: [5, 15])).all()
 
 

@@ -12,7 +12,9 @@ import octetrl.kernels.rows.rms_norm as rms_norm_file
 import octetrl.kernels.rows.rope as rope_file
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.latent_prepare import can_fuse, latent_prepare_triton
+from octetrl.kernels.attention.records import CachedPages
 from tests.unit.kernels.interpreting import interpret
+from tests.unit.kernels.latent_cases import bytes_of_pages, empty_pages
 
 PAGES, PAGE_SIZE = 3, 4
 SLOTS = torch.tensor([5, -1, 11, 0, 4])
@@ -20,13 +22,14 @@ EPS = 1e-6
 
 
 def separate(
-    q_THR: Tensor, kv_a_TX: Tensor, weight_C: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool, *pages: Tensor
-) -> Tensor:
+    q_THR: Tensor, kv_a_TX: Tensor, weight_C: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool,
+    pages: tuple[CachedPages, CachedPages],
+) -> Tensor:  # fmt: skip
     """By the kernels of the four ops."""
     latent_TC, key_TR = kv_a_TX.split((weight_C.numel(), q_THR.shape[2]), 1)
     latent_TC = rms_norm_file.rms_norm_triton(latent_TC, weight_C, EPS)
     key_TR = rope_file.rope_triton(key_TR.unsqueeze(1), *angles, 1, interleaved).squeeze(1)
-    latent_store_file.latent_store_triton(latent_TC, key_TR, pages[0], pages[1], SLOTS, *pages[2:])
+    latent_store_file.latent_store_triton(latent_TC, key_TR, *pages, SLOTS)
     return rope_file.rope_triton(q_THR, *angles, 1, interleaved)
 
 
@@ -44,20 +47,10 @@ def test_one_kernel_has_the_bytes_of_four(
     weight_C = torch.randn(latent, generator=generator).bfloat16()
     angle_TP = torch.randn(len(SLOTS), rotary // 2, generator=generator)
     angles = angle_TP.cos(), angle_TP.sin()
-
-    def pages() -> list[Tensor]:
-        latents = torch.zeros(PAGES, PAGE_SIZE, latent, dtype=torch.uint8 if dtype == E4M3 else dtype).view(dtype)
-        scale = [torch.ones(PAGES, 1, PAGE_SIZE)] if dtype == E4M3 else []
-        return [latents, torch.zeros(PAGES, PAGE_SIZE, rotary, dtype=torch.bfloat16), *scale]
-
-    theirs, ours = pages(), pages()
-    want_THR = separate(q_THX[..., 24:], kv_a_TX, weight_C, angles, interleaved, *theirs)
-    rest = ours[0], ours[1], SLOTS, *ours[2:]
-    assert torch.equal(
-        latent_prepare_triton(q_THX[..., 24:], kv_a_TX, weight_C, EPS, angles, interleaved, *rest), want_THR
-    )
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+    theirs, ours = (empty_pages(PAGES, PAGE_SIZE, latent, rotary, dtype) for _ in range(2))
+    want_THR = separate(q_THX[..., 24:], kv_a_TX, weight_C, angles, interleaved, theirs)
+    got_THR = latent_prepare_triton(q_THX[..., 24:], kv_a_TX, weight_C, EPS, angles, interleaved, *ours, SLOTS)
+    assert torch.equal(got_THR, want_THR) and bytes_of_pages(ours) == bytes_of_pages(theirs)
 
 
 def test_sizes_whose_sums_have_another_order_are_left_to_the_separate_kernels() -> None:

@@ -18,7 +18,9 @@ from octetrl.kernels.attention.latent_store import (
     latent_store_triton,
     latent_values,
 )
+from octetrl.kernels.attention.records import CachedPages
 from tests.unit.kernels.interpreting import interpret
+from tests.unit.kernels.latent_cases import bytes_of_pages, empty_pages
 
 PAGES, PAGE_SIZE, LATENT, ROTARY = 3, 4, 40, 8
 SLOTS = torch.tensor([5, -1, 11, 0, 4])
@@ -31,28 +33,26 @@ def tokens() -> tuple[Tensor, Tensor]:
     return wide.bfloat16().split((LATENT, ROTARY), 1)
 
 
-def pages(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    latents = torch.zeros(PAGES, PAGE_SIZE, LATENT, dtype=torch.uint8 if dtype == E4M3 else dtype).view(dtype)
-    scale = torch.ones(PAGES, 1, PAGE_SIZE) if dtype == E4M3 else None
-    return latents, torch.zeros(PAGES, PAGE_SIZE, ROTARY, dtype=torch.bfloat16), scale
+def pages(dtype: torch.dtype) -> tuple[CachedPages, CachedPages]:
+    return empty_pages(PAGES, PAGE_SIZE, LATENT, ROTARY, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
 def test_what_is_stored_is_what_the_trainer_reads(dtype: torch.dtype) -> None:
-    (latent_TC, key_TR), (latents, keys, scale) = tokens(), pages(dtype)
-    latent_store(latent_TC, key_TR, latents, keys, SLOTS, scale)
-    value_TC = latent_replay(latent_TC, "none" if scale is None else "dynamic")
+    (latent_TC, key_TR), (latent, key) = tokens(), pages(dtype)
+    latent_store(latent_TC, key_TR, latent, key, SLOTS)
+    value_TC = latent_replay(latent_TC, "none" if latent.token_scale is None else "dynamic")
     for token, slot in enumerate(SLOTS.tolist()):
         if slot < 0:
             continue
         page, offset = divmod(slot, PAGE_SIZE)
-        assert torch.equal(keys[page, offset], key_TR[token])
-        stored_C = latents[page, offset]
-        if scale is not None:
-            stored_C = latent_values(stored_C[None], scale[page, :, offset][None])[0]
+        assert torch.equal(key.pages[page, offset], key_TR[token])
+        stored_C = latent.pages[page, offset]
+        if latent.token_scale is not None:
+            stored_C = latent_values(stored_C[None], latent.token_scale[page, :, offset][None])[0]
         assert torch.equal(stored_C, value_TC[token]), token
     unused = [slot for slot in range(PAGES * PAGE_SIZE) if slot not in SLOTS]
-    assert not keys.flatten(0, 1)[unused].any(), "slot -1 writes nothing"
+    assert not key.pages.flatten(0, 1)[unused].any(), "slot -1 writes nothing"
 
 
 def test_a_value_is_its_code_times_the_tokens_scale() -> None:
@@ -72,9 +72,9 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_fp8_pages_without_scales_are_refused() -> None:
-    latents, keys, _ = pages(E4M3)
+    latent, key = pages(E4M3)
     with pytest.raises(ValueError, match="a scale for each token"):
-        latent_store(*tokens(), latents, keys, SLOTS, None)
+        latent_store(*tokens(), CachedPages(latent.pages), key, SLOTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
@@ -87,8 +87,7 @@ def test_the_kernels_have_the_references_bytes(dtype: torch.dtype, monkeypatch: 
     latent_TC = decode_e4m3(codes_TC.view(E4M3)) * torch.tensor([1.0, -4.0, 0.125, 0.0, 2.0**60])[:, None]
     latent_TC = latent_TC.bfloat16()
     theirs, ours = pages(dtype), pages(dtype)
-    latent_store_reference(latent_TC, key_TR, theirs[0], theirs[1], SLOTS, theirs[2])
-    latent_store_triton(latent_TC, key_TR, ours[0], ours[1], SLOTS, ours[2])
-    for want, found in zip(theirs, ours, strict=True):
-        assert want is None or torch.equal(want.view(torch.uint8), found.view(torch.uint8))
+    latent_store_reference(latent_TC, key_TR, *theirs, SLOTS)
+    latent_store_triton(latent_TC, key_TR, *ours, SLOTS)
+    assert bytes_of_pages(ours) == bytes_of_pages(theirs)
     assert torch.equal(latent_replay_triton(latent_TC), latent_replay_reference(latent_TC))

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate, qkv_rotate_triton
+from octetrl.kernels.attention.records import Replay, Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
 from octetrl.models.blocks.attention.module import observe_amax
 from octetrl.shapes.blocks import KVMode, KVTensors
+from tests.unit.kernels.attention_cases import CACHES
 from tests.unit.kernels.fused_row_cases import distance, normal
 from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
 
 EPS = 1e-6
 TOKENS = 11
 NEVER = -1.0
-REPLAYS: list[tuple[KVMode, KVTensors]] = [
-    ("none", "both"),
-    ("calibrated", "both"),
-    ("calibrated", "v"),
-    ("dynamic", "both"),
-    ("dynamic", "v"),
-    ("int8", "both"),
-    ("int8", "v"),
-    ("calibrated", "k"),
-    ("dynamic", "k"),
-    ("int8", "k"),
-]
+Inputs = tuple[Tensor, Rotation, int]
+REPLAYS: list[tuple[KVMode, KVTensors]] = [cache.values for cache in CACHES]  # type: ignore[misc]
 NORMED = [(6, 3, 32, True), (10, 5, 128, True), (2, 1, 16, True)]
 CASES = [  # each kind of replay with a norm, in one of three sizes, and without
     (*shape, *replay)
@@ -41,27 +31,27 @@ CASES = [  # each kind of replay with a norm, in one of three sizes, and without
 ]
 
 
-def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     qkv = normal(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
     q_weight, k_weight = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
-    cos, sin = RotaryTable(size, 1e4, None, 99, device="cpu")(torch.arange(TOKENS) * 7)
-    return qkv, q_weight, k_weight, EPS, cos, sin, heads, kv_heads
+    rotary = RotaryTable(size, 1e4, None, 99, device="cpu")(torch.arange(TOKENS) * 7)
+    return qkv, Rotation(q_weight, k_weight, EPS, *rotary), kv_heads
 
 
-def _replay(kv_heads: int, kv_mode: KVMode, quantized: KVTensors) -> dict[str, Any]:
+def _replay(kv_heads: int, kv_mode: KVMode, quantized: KVTensors) -> Replay:
     """Per-head scales so small that a few values saturate."""
     v_scale = 0.004 + 0.001 * torch.arange(kv_heads)
-    return {"kv_mode": kv_mode, "quantized": quantized, "k_scale_K": 1.5 * v_scale, "v_scale_K": v_scale}
+    return Replay(kv_mode, 1.5 * v_scale, v_scale, quantized)
 
 
-def _chain(inputs: tuple[Any, ...], replay: dict[str, Any], amax: Tensor) -> tuple[Tensor, ReplayedKV]:
-    qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads = inputs
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    if q_weight is not None:
+def _chain(inputs: Inputs, replay: Replay, amax: Tensor) -> tuple[Tensor, ReplayedKV]:
+    qkv, (q_weight, k_weight, eps, cos, sin, _), kv_heads = inputs
+    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     q, k = rope(q, cos, sin), rope(k, cos, sin)
     observe_amax(amax, k, v)
-    return q, kv_replay(k, v, **replay)
+    return q, kv_replay(k, v, replay)
 
 
 def _same(got: Tensor | None, want: Tensor | None) -> bool:
@@ -73,7 +63,7 @@ def _same(got: Tensor | None, want: Tensor | None) -> bool:
 def test_is_the_chain(kv_mode: KVMode, quantized: KVTensors, norm: bool) -> None:
     inputs, replay = _inputs(4, 2, 32, norm), _replay(2, kv_mode, quantized)
     got_amax, want_amax = (torch.tensor([[NEVER, 99.0], [0.5, NEVER]]) for _ in range(2))
-    q, kv = qkv_rotate(*inputs, **replay, amax_2K=got_amax)
+    q, kv = qkv_rotate(*inputs, replay, got_amax)
     want_q, want_kv = _chain(inputs, replay, want_amax)
     assert torch.equal(q, want_q) and all(_same(got, want) for got, want in zip(kv, want_kv, strict=True))
     assert torch.equal(got_amax, want_amax) and (got_amax[:, 0] > 0.5).all()
@@ -88,12 +78,10 @@ def test_kernel_is_near_the_reference(
     inputs = _inputs(heads, kv_heads, size, norm, torch.float32)
     replay = _replay(kv_heads, kv_mode, quantized)
     want_amax = torch.full((2, kv_heads), NEVER)
-    q, kv = qkv_rotate(*inputs, **replay, amax_2K=want_amax)
+    q, kv = qkv_rotate(*inputs, replay, want_amax)
     wide = torch.nn.functional.pad(inputs[0].flatten(1), (0, 16))[:, :-16].unflatten(1, (-1, size))
     amax = torch.full((2, 3, kv_heads), NEVER)[:, 1]
-    calibrated = kv_mode == "calibrated"
-    scales = (replay["k_scale_K"], replay["v_scale_K"]) if calibrated else (None, None)
-    got_q, got_kv = qkv_rotate_triton(wide, *inputs[1:], kv_mode, quantized, *scales, amax)
+    got_q, got_kv = qkv_rotate_triton(wide, *inputs[1:], replay, amax)
     torch.testing.assert_close(got_q, q, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(amax, want_amax, rtol=1e-5, atol=0)
     for ours, theirs in zip(got_kv, kv, strict=True):
@@ -110,8 +98,8 @@ def test_a_scale_without_a_finite_inverse_leaves_zeros_zero() -> None:
     inputs = _inputs(2, 3, 32, False, torch.float32)
     inputs[0][:, 2:] = 0.0
     scale = torch.tensor([2.3e-40, 1e-38, 1.0])
-    _, kv = qkv_rotate_triton(*inputs, "calibrated", "both", scale, scale, None)
-    _, want = qkv_rotate(*inputs, kv_mode="calibrated", k_scale_K=scale, v_scale_K=scale)
+    replay = Replay("calibrated", scale, scale)
+    (_, kv), (_, want) = qkv_rotate_triton(*inputs, replay, None), qkv_rotate(*inputs, replay)
     assert torch.equal(kv.k_TKD, want.k_TKD) and torch.equal(kv.v_TKD, want.v_TKD) and not kv.v_TKD.any()
 
 
@@ -122,8 +110,8 @@ def test_amax_is_raised_never_lowered_and_nan_sticks() -> None:
     inputs[0][10, 2 + 3 + 2, 31] = float("inf")  # V's third
     amax = torch.tensor([[NEVER, NEVER, 50.0], [float("nan"), NEVER, NEVER]])
     want = amax.clone()
-    qkv_rotate_triton(*inputs, "none", "both", None, None, amax)
-    qkv_rotate(*inputs, kv_mode="none", amax_2K=want)
+    qkv_rotate_triton(*inputs, Replay(), amax)
+    qkv_rotate(*inputs, Replay(), want)
     torch.testing.assert_close(amax, want, rtol=1e-6, atol=0, equal_nan=True)
     assert amax[0, 1].isnan() and amax[0, 2] == 50 and amax[1, 0].isnan() and amax[1, 2].isinf()
 
@@ -131,23 +119,25 @@ def test_amax_is_raised_never_lowered_and_nan_sticks() -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_v_stays_a_view_where_it_is_not_quantised() -> None:
     inputs = _inputs(4, 2, 32, True, torch.float32)
-    _, kv = qkv_rotate_triton(*inputs, "none", "both", None, None, None)
+    _, kv = qkv_rotate_triton(*inputs, Replay(), None)
     assert kv.v_TKD.data_ptr() == inputs[0][:, 6:].data_ptr() and kv.k_scale is kv.v_scale is None
 
 
 def test_no_tokens_observe_nothing() -> None:
-    qkv, q_weight, k_weight, _, cos, sin, heads, kv_heads = _inputs(4, 2, 32, True)
+    qkv, rotation, kv_heads = _inputs(4, 2, 32, True)
     amax = torch.full((2, 2), NEVER)
-    place = (EPS, cos[:0], sin[:0], heads, kv_heads)
-    q, kv = qkv_rotate(qkv[:0], q_weight, k_weight, *place, kv_mode="dynamic", amax_2K=amax)
+    nowhere = rotation._replace(cos_SR=rotation.cos_SR[:0], sin_SR=rotation.sin_SR[:0])
+    q, kv = qkv_rotate(qkv[:0], nowhere, kv_heads, Replay("dynamic"), amax)
     assert q.shape == (0, 4, 32) and kv.v_TKD.shape == (0, 2, 32) and (amax == NEVER).all()
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    inputs = _inputs(4, 2, 32, True)
+    qkv, rotation, kv_heads = _inputs(4, 2, 32, True)
     with pytest.raises(AssertionError, match="only one of q and k"):
-        qkv_rotate(inputs[0], inputs[1], None, *inputs[3:], kv_mode="none")
-    with pytest.raises(AssertionError, match="heads"):
-        qkv_rotate(*inputs[:6], 5, 2, kv_mode="none")
+        qkv_rotate(qkv, rotation._replace(k_norm_D=None), kv_heads, Replay())
+    with pytest.raises(AssertionError, match="8 heads with 4"):
+        qkv_rotate(qkv, rotation, 4, Replay())
+    with pytest.raises(AssertionError, match="cos"):
+        qkv_rotate(qkv[1:], rotation, kv_heads, Replay())
     with pytest.raises(ValueError, match="needs the scales"):
-        qkv_rotate(*inputs, kv_mode="calibrated")
+        qkv_rotate(qkv, rotation, kv_heads, Replay("calibrated"))

@@ -11,6 +11,7 @@ from octetrl.kernels.attention.qkv_rotate_backward import (
     qkv_rotate_backward_reference,
     qkv_rotate_backward_triton,
 )
+from octetrl.kernels.attention.records import Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
@@ -20,20 +21,20 @@ from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
 EPS = 1e-6
 TOKENS = 11
 SHAPES = [(6, 3, 32, True), (9, 5, 64, False), (10, 5, 128, True), (2, 1, 16, True)]
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor, Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Rotation]
 
 
 def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.float32) -> Inputs:
     qkv = 2 * normal(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
     dq, dk, dv = normal(TOKENS, heads + 2 * kv_heads, size, seed=5, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
     q_weight, k_weight = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
-    cos, sin = RotaryTable(size, 1e4, None, 99, device="cpu")(torch.arange(TOKENS) * 7)
-    return dq, dk, dv, qkv, q_weight, k_weight, EPS, cos, sin
+    rotary = RotaryTable(size, 1e4, None, 99, device="cpu")(torch.arange(TOKENS) * 7)
+    return dq, dk, dv, qkv, Rotation(q_weight, k_weight, EPS, *rotary)
 
 
 def _exact(inputs: Inputs) -> list[Tensor]:
     """dqkv and the weights' gradients, of float64 autograd."""
-    dq, dk, dv, qkv, q_weight, k_weight, eps, cos, sin = inputs
+    dq, dk, dv, qkv, (q_weight, k_weight, eps, cos, sin, _) = inputs
     leaves = [x.double().requires_grad_() for x in (qkv, q_weight, k_weight) if x is not None]
     q, k, v = leaves[0].split((dq.shape[1], dk.shape[1], dv.shape[1]), dim=1)
     if len(leaves) > 1:
@@ -64,7 +65,7 @@ def test_equals_autograd_in_float64(heads: int, kv_heads: int, size: int, norm: 
 
 def test_is_the_chain_without_the_rounding_between() -> None:
     """In float32 the ops' own backwards, one after the other, give the same."""
-    dq, dk, dv, qkv, q_weight, k_weight, eps, cos, sin = inputs = _inputs(4, 2, 32, True)
+    dq, dk, dv, qkv, (q_weight, k_weight, eps, cos, sin, _) = inputs = _inputs(4, 2, 32, True)
     assert q_weight is not None and k_weight is not None
     leaves = [x.clone().requires_grad_() for x in (qkv, q_weight, k_weight)]
     q, k, v = leaves[0].split((4, 2, 2), dim=1)
@@ -84,11 +85,11 @@ def test_bf16_is_rounded_once() -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), SHAPES)
 def test_kernel_is_near_the_reference(heads: int, kv_heads: int, size: int, norm: bool) -> None:
-    dq, dk, dv, qkv, *rest = _inputs(heads, kv_heads, size, norm)
+    dq, dk, dv, qkv, rotation = _inputs(heads, kv_heads, size, norm)
     wide = torch.nn.functional.pad(qkv.flatten(1), (0, 16))[:, :-16].unflatten(1, (-1, size))
     by_head = dk.transpose(0, 1).contiguous().transpose(0, 1)  # another order of its axes
-    got = _present(qkv_rotate_backward_triton(dq, by_head, dv, wide, *rest))
-    want = _present(qkv_rotate_backward_reference(dq, dk, dv, qkv, *rest))
+    got = _present(qkv_rotate_backward_triton(dq, by_head, dv, wide, rotation))
+    want = _present(qkv_rotate_backward_reference(dq, dk, dv, qkv, rotation))
     assert got[0].is_contiguous() and len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -96,14 +97,15 @@ def test_kernel_is_near_the_reference(heads: int, kv_heads: int, size: int, norm
 
 @pytest.mark.usefixtures("interpreted")
 def test_no_tokens_give_weights_no_gradient() -> None:
-    dq, dk, dv, qkv, q_weight, k_weight, eps, cos, sin = _inputs(4, 2, 32, True)
-    empty = (dq[:0], dk[:0], dv[:0], qkv[:0], q_weight, k_weight, eps, cos[:0], sin[:0])
+    dq, dk, dv, qkv, rotation = _inputs(4, 2, 32, True)
+    nowhere = rotation._replace(cos_SR=rotation.cos_SR[:0], sin_SR=rotation.sin_SR[:0])
+    empty = (dq[:0], dk[:0], dv[:0], qkv[:0], nowhere)
     dqkv, dq_weight, dk_weight = qkv_rotate_backward_triton(*empty)
     assert dqkv.shape == (0, 8, 32) and dq_weight is not None and dk_weight is not None
     assert dq_weight.count_nonzero() == dk_weight.count_nonzero() == 0
 
 
 def test_one_norm_without_the_other_is_refused() -> None:
-    dq, dk, dv, qkv, q_weight, _, *rest = _inputs(4, 2, 32, True)
+    *tensors, rotation = _inputs(4, 2, 32, True)
     with pytest.raises(AssertionError, match="only one"):
-        qkv_rotate_backward(dq, dk, dv, qkv, q_weight, None, *rest)
+        qkv_rotate_backward(*tensors, rotation._replace(k_norm_D=None))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from octetrl.kernels.attention import kv_store, qkv_rotate, qkv_rotate_backward, qkv_separate, qkv_store
-from octetrl.kernels.attention.kv_store import by_key
+from octetrl.kernels.attention.records import Replay, Rotation
 from octetrl.kernels.rows import rms_norm, rms_norm_backward, rope
 from octetrl.layers.rotary import RotaryTable
 from octetrl.shapes.blocks import KVMode, KVTensors
@@ -29,10 +27,16 @@ def separate(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
     interpret(monkeypatch, kv_store, rms_norm, rms_norm_backward, rope)
 
 
-def _inputs(size: int, norm: bool) -> tuple[Any, ...]:
+def _inputs(size: int, norm: bool, rotated: int) -> tuple[torch.Tensor, Rotation]:
+    """Angles by position, at positions 0, 7, 14 and so on."""
     qkv = normal(TOKENS, HEADS + 2 * KV_HEADS, size, dtype=torch.float32)
-    weights = (1 + 0.1 * normal(size, seed=seed, dtype=torch.float32) if norm else None for seed in (1, 2))
-    return qkv, *weights, 1e-6
+    q_norm, k_norm = (1 + 0.1 * normal(size, seed=seed, dtype=torch.float32) if norm else None for seed in (1, 2))
+    table = RotaryTable(rotated, 1e4, None, 64, device="cpu")
+    return qkv, Rotation(q_norm, k_norm, 1e-6, table.cos_SR, table.sin_SR, torch.arange(TOKENS) * 7)
+
+
+def _by_token(rotation: Rotation) -> Rotation:
+    return Rotation(*rotation[:3], *rotation.angles_of_tokens())
 
 
 def _scales(mode: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -46,18 +50,17 @@ def _scales(mode: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 def test_store_writes_the_references_pages(
     size: int, norm: bool, rotated: int, kv_mode: str, quantized: KVTensors
 ) -> None:
-    table = RotaryTable(rotated, 1e4, None, 64, device="cpu")
-    inputs = (*_inputs(size, norm), table.cos_SR, table.sin_SR, torch.arange(TOKENS) * 5)
+    qkv, rotation = _inputs(size, norm, rotated)
     got, want = (
         PagedCache([TOKENS], KV_HEADS, size, 16, kv_mode, torch.float32, *_scales(kv_mode), "cpu", quantized)
         for _ in range(2)
     )
     slots = got.slots([TOKENS])
     slots[2] = -1
-    q = qkv_separate.qkv_store_separate(inputs[0].flatten(1), *inputs[1:], got.k, got.v, slots, *got.scales)
-    want_q = qkv_store.qkv_store(*inputs, want.k, want.v, slots, *want.scales)
+    q = qkv_separate.qkv_store_separate(qkv.flatten(1), rotation, got.k, got.v, slots)
+    want_q = qkv_store.qkv_store(qkv, rotation, want.k, want.v, slots)
     torch.testing.assert_close(q, want_q, rtol=1e-5, atol=1e-6)
-    assert distance(got.k, want.k) < CODES and distance(by_key(got.v), by_key(want.v)) < CODES
+    assert all(distance(x.pages, y.pages) < CODES for x, y in ((got.k, want.k), (got.v, want.v)))
 
 
 @pytest.mark.usefixtures("separate")
@@ -77,8 +80,8 @@ def test_store_writes_the_references_pages(
 def test_rotate_replays_and_observes_as_the_reference(
     size: int, norm: bool, rotated: int, kv_mode: KVMode, quantized: KVTensors
 ) -> None:
-    cos_TR, sin_TR = RotaryTable(rotated, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
-    inputs = (*_inputs(size, norm), cos_TR, sin_TR, HEADS, KV_HEADS, kv_mode, quantized, *_scales(kv_mode))
+    qkv, rotation = _inputs(size, norm, rotated)
+    inputs = (qkv, _by_token(rotation), KV_HEADS, Replay(kv_mode, *_scales(kv_mode), quantized))
     got_amax, want_amax = (torch.full((2, KV_HEADS), -1.0) for _ in range(2))
     q, kv = qkv_separate.qkv_rotate_separate(*inputs, got_amax)
     want_q, want_kv = qkv_rotate.qkv_rotate_reference(*inputs, want_amax)
@@ -92,13 +95,12 @@ def test_rotate_replays_and_observes_as_the_reference(
 @pytest.mark.usefixtures("separate")
 @SHAPES
 def test_backward_is_near_the_reference(size: int, norm: bool, rotated: int) -> None:
-    cos_TR, sin_TR = RotaryTable(rotated, 1e4, None, 64, device="cpu")(torch.arange(TOKENS) * 7)
+    qkv, rotation = _inputs(size, norm, rotated)
     gradients = normal(TOKENS, HEADS + 2 * KV_HEADS, size, seed=5, dtype=torch.float32).split(
         (HEADS, KV_HEADS, KV_HEADS), 1
     )
-    arguments = (*gradients, *_inputs(size, norm), cos_TR, sin_TR)
-    got = qkv_separate.qkv_rotate_backward_separate(*arguments)
-    want = qkv_rotate_backward.qkv_rotate_backward_reference(*arguments)
+    got = qkv_separate.qkv_rotate_backward_separate(*gradients, qkv, _by_token(rotation))
+    want = qkv_rotate_backward.qkv_rotate_backward_reference(*gradients, qkv, _by_token(rotation))
     for ours, theirs in zip(got, want, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch import Tensor
 import octetrl.kernels.attention.qkv_store as module
 from octetrl.kernels.attention.kv_store import by_key, kv_store
 from octetrl.kernels.attention.qkv_store import qkv_store, qkv_store_triton
+from octetrl.kernels.attention.records import Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
@@ -41,11 +40,13 @@ def _pages(
     return PagedCache([TOKENS], kv_heads, size, page_size, kv_mode, dtype, k_scale, v_scale, "cpu", quantized)
 
 
-def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+def _inputs(
+    heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Rotation]:
     qkv = normal(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
     q_norm, k_norm = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
     rotary = RotaryTable(size, 1e4, None, 64, device="cpu")
-    return qkv, q_norm, k_norm, EPS, rotary.cos_SR, rotary.sin_SR, torch.arange(TOKENS) * 5
+    return qkv, Rotation(q_norm, k_norm, EPS, rotary.cos_SR, rotary.sin_SR, torch.arange(TOKENS) * 5)
 
 
 def _slots(cache: PagedCache) -> Tensor:
@@ -56,23 +57,23 @@ def _slots(cache: PagedCache) -> Tensor:
 
 def _stored(cache: PagedCache) -> list[Tensor]:
     """Both caches by key, and the scales of tokens."""
-    scales = [scale for scale in (cache.k_token_scale, cache.v_token_scale) if scale is not None]
-    return [cache.k.float(), by_key(cache.v).float(), *scales]
+    scales = [x.token_scale for x in (cache.k, cache.v) if x.token_scale is not None]
+    return [cache.k.pages.float(), by_key(cache.v.pages).float(), *scales]
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 def test_is_the_chain(kv_mode: str, quantized: KVTensors, norm: bool) -> None:
-    inputs = _inputs(4, 2, 32, norm)
-    qkv, q_norm, k_norm, _, cos_SR, sin_SR, positions = inputs
+    qkv, rotation = inputs = _inputs(4, 2, 32, norm)
+    q_norm, k_norm, *_ = rotation
     got, want = (_pages(2, 32, kv_mode, quantized) for _ in range(2))
     got_count, want_count = (torch.zeros(2, 2, dtype=torch.int64) for _ in range(2))
-    q = qkv_store(*inputs, got.k, got.v, _slots(got), *got.scales, saturated_2K=got_count)
+    q = qkv_store(*inputs, got.k, got.v, _slots(got), saturated_2K=got_count)
     want_q, k, v = qkv.split((4, 2, 2), dim=1)
     if q_norm is not None and k_norm is not None:
         want_q, k = rms_norm(want_q, q_norm, EPS), rms_norm(k, k_norm, EPS)
-    want_q, k = (rope(x, cos_SR[positions], sin_SR[positions]) for x in (want_q, k))
-    kv_store(k, v, want.k, want.v, _slots(want), *want.scales, saturated_2K=want_count)
+    want_q, k = (rope(x, *rotation.angles_of_tokens()) for x in (want_q, k))
+    kv_store(k, v, want.k, want.v, _slots(want), saturated_2K=want_count)
     assert torch.equal(q, want_q) and q.is_contiguous()
     assert all(torch.equal(g, w) for g, w in zip(_stored(got), _stored(want), strict=True))
     assert torch.equal(got_count, want_count) and (
@@ -97,9 +98,9 @@ def test_kernel_is_near_the_reference(
     inputs = _inputs(heads, kv_heads, size, norm, torch.float32)
     got, want = (_pages(kv_heads, size, kv_mode, quantized, 8, torch.float32) for _ in range(2))
     got_count, want_count = (torch.zeros(2, kv_heads, dtype=torch.int64) for _ in range(2))
-    want_q = qkv_store(*inputs, want.k, want.v, _slots(want), *want.scales, saturated_2K=want_count)
+    want_q = qkv_store(*inputs, want.k, want.v, _slots(want), saturated_2K=want_count)
     flat = torch.nn.functional.pad(inputs[0].flatten(1), (0, 16))[:, :-16]  # tokens further apart than they are long
-    q = qkv_store_triton(flat, *inputs[1:], got.k, got.v, _slots(got), *got.scales, saturated_2K=got_count)
+    q = qkv_store_triton(flat, inputs[1], got.k, got.v, _slots(got), saturated_2K=got_count)
     torch.testing.assert_close(q, want_q, rtol=1e-5, atol=1e-6)
     for stored, reference in zip(_stored(got), _stored(want), strict=True):
         assert distance(stored, reference) < 0.07
@@ -115,8 +116,8 @@ def test_zeros_keep_the_references_sign() -> None:
     inputs[0][:] = torch.cat([signs.repeat_interleave(4), signs.repeat(4)])
     got, want = (_pages(2, 32, "none", False, dtype=torch.float32) for _ in range(2))
     want_q = qkv_store(*inputs, want.k, want.v, _slots(want))
-    q = qkv_store_triton(inputs[0].flatten(1), *inputs[1:], got.k, got.v, _slots(got))
-    for result, reference in ((q, want_q), (got.k, want.k)):
+    q = qkv_store_triton(inputs[0].flatten(1), inputs[1], got.k, got.v, _slots(got))
+    for result, reference in ((q, want_q), (got.k.pages, want.k.pages)):
         zero = reference == 0
         assert zero.any() and torch.equal(result == 0, zero)
         assert torch.equal(result[zero].signbit(), reference[zero].signbit())
@@ -128,10 +129,9 @@ def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
     cache = _pages(2, 32, "calibrated", True)
     count = torch.zeros(2, 2, dtype=torch.int64)
     nowhere = torch.full((TOKENS,), -1)
-    qkv = inputs[0].flatten(1)
-    q = qkv_store_triton(qkv, *inputs[1:], cache.k, cache.v, nowhere, *cache.scales, saturated_2K=count)
-    assert all(x.count_nonzero() == 0 for x in (cache.k.float(), cache.v.float(), count))
-    want = qkv_store(*inputs, cache.k, cache.v, nowhere, *cache.scales)
+    q = qkv_store_triton(inputs[0].flatten(1), inputs[1], cache.k, cache.v, nowhere, saturated_2K=count)
+    assert all(x.count_nonzero() == 0 for x in (cache.k.pages.float(), cache.v.pages.float(), count))
+    want = qkv_store(*inputs, cache.k, cache.v, nowhere)
     torch.testing.assert_close(q, want, rtol=1e-5, atol=1e-6)
 
 
@@ -145,20 +145,20 @@ def test_a_counter_for_each_token_has_the_tokens_own_values(many: bool, monkeypa
     for store in (qkv_store, qkv_store_triton):
         shared = torch.zeros(2, 2, dtype=torch.int64)
         by_token = torch.zeros(TOKENS + 2, 3, 4, dtype=torch.int64)[:, 1].unflatten(1, (2, 2))  # more rows than tokens
-        first = (inputs[0].flatten(1), *inputs[1:], cache.k, cache.v)
-        store(*first, slots, *cache.scales, saturated_2K=shared)
-        store(*first, slots, *cache.scales, saturated_2K=by_token)
+        first = (inputs[0].flatten(1), inputs[1], cache.k, cache.v)
+        store(*first, slots, saturated_2K=shared)
+        store(*first, slots, saturated_2K=by_token)
         assert shared.sum() > 0 and torch.equal(by_token.sum(0), shared)
         for token in (0, 2, TOKENS - 2):
             alone = torch.zeros(2, 2, dtype=torch.int64)
             nowhere = torch.full_like(slots, -1)
             nowhere[token] = slots[token]
-            store(*first, nowhere, *cache.scales, saturated_2K=alone)
+            store(*first, nowhere, saturated_2K=alone)
             assert torch.equal(by_token[token], alone)
 
 
 def test_one_norm_without_the_other_is_refused() -> None:
-    qkv, q_norm, _, *rest = _inputs(4, 2, 32, True)
+    qkv, rotation = _inputs(4, 2, 32, True)
     cache = _pages(2, 32, "none", False)
     with pytest.raises(AssertionError, match="only one of q and k"):
-        qkv_store(qkv, q_norm, None, *rest, cache.k, cache.v, _slots(cache))
+        qkv_store(qkv, rotation._replace(k_norm_D=None), cache.k, cache.v, _slots(cache))

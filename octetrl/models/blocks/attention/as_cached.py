@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octetrl.fp8.format import decode_e4m3, is_code
 from octetrl.kernels.attention.kv_store import ReplayedKV, by_key
+from octetrl.kernels.attention.records import CachedPages, Replay
 from octetrl.layers.context import CacheTreatment, LayerCache
-from octetrl.shapes.blocks import KVMode, KVTensors
 
 
 def values_of(kv: ReplayedKV) -> tuple[Tensor, Tensor]:
@@ -21,12 +21,11 @@ def values_of(kv: ReplayedKV) -> tuple[Tensor, Tensor]:
     return _scaled(kv.k_TKD, kv.k_scale), _scaled(kv.v_TKD, kv.v_scale)
 
 
-def replay_of(k: CacheTreatment, v: CacheTreatment) -> tuple[KVMode, Tensor | None, Tensor | None, KVTensors]:
-    """Arguments of `kv_replay` behind K and V: the mode, both scales, and what is quantised."""
+def replay_of(k: CacheTreatment, v: CacheTreatment) -> Replay:
     if k.mode == v.mode:
-        return k.mode, k.scale, v.scale, "both"
+        return Replay(k.mode, k.scale, v.scale)
     assert "none" in (k.mode, v.mode), f"K is treated as '{k.mode}' and V as '{v.mode}'"
-    return (v.mode, k.scale, v.scale, "v") if k.mode == "none" else (k.mode, k.scale, v.scale, "k")
+    return Replay(v.mode, k.scale, v.scale, "v") if k.mode == "none" else Replay(k.mode, k.scale, v.scale, "k")
 
 
 def read_back(cache: LayerCache, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,17 +34,14 @@ def read_back(cache: LayerCache, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor
     page_size = k.pages.shape[2]
     page_T, offset_T = slot_mapping_T // page_size, slot_mapping_T % page_size
 
-    def values(pages: Tensor, scale_K: Tensor | None, token_scale: Tensor | None) -> Tensor:
+    def values(pages: Tensor, cached: CachedPages) -> Tensor:
         if not is_code(pages.dtype):
             return pages[page_T, :, offset_T].float()
         codes_TKD = pages.view(torch.uint8)[page_T, :, offset_T].view(pages.dtype)
-        scale = token_scale[page_T, :, offset_T] if token_scale is not None else scale_K
+        scale = cached.scale if cached.token_scale is None else cached.token_scale[page_T, :, offset_T]
         return _scaled(decode_e4m3(codes_TKD), scale)
 
-    return (
-        values(k.pages, k.scale, k.token_scale),
-        values(by_key(v.pages), v.scale, v.token_scale),
-    )
+    return values(k.pages, k), values(by_key(v.pages), v)
 
 
 def saturated_of(cache: LayerCache, num_kv_heads: int) -> Tensor | None:

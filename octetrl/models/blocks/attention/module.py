@@ -15,6 +15,7 @@ from torch import Tensor
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.kv_store import kv_replay, kv_store
+from octetrl.kernels.attention.records import Rotation
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.context import Context, LayerCache, PackedContext, PagedContext
 from octetrl.layers.linear import Projection
@@ -46,6 +47,12 @@ class Attention(Block):
         if spec.qk_norm:
             self.q_norm, self.k_norm = builder.head_norm(), builder.head_norm()
 
+    def rotation(self, cos_SR: Tensor, sin_SR: Tensor, positions_T: Tensor | None = None) -> Rotation:
+        """What the fused kernels do between the QKV projection and attention."""
+        if self.q_norm is None or self.k_norm is None:
+            return Rotation(None, None, 0.0, cos_SR, sin_SR, positions_T)
+        return Rotation(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_SR, sin_SR, positions_T)
+
     @property
     def reader(self) -> Projection:
         return self.qkv_proj
@@ -75,43 +82,28 @@ class Attention(Block):
     def _attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> Tensor:
         if context.kv_amax_LS is not None:
             observe_amax(context.kv_amax_LS[self.layer, : 2 * self.num_kv_heads].view(2, -1), k_TKD, v_TKD)
-        kv_mode, k_scale_K, v_scale_K, quantized = replay_of(*self.treatments(context))
-        return attention_packed(
-            q_THD,
-            k_TKD,
-            v_TKD,
-            context.cu_seqlens_B1,
-            context.max_seqlen,
-            self.softmax_scale,
-            k_scale_K=k_scale_K,
-            v_scale_K=v_scale_K,
-            kv_mode=kv_mode,
-            quantized=quantized,
-            window=self.window,
-        )
+        replay = replay_of(*self.treatments(context))
+        bounds = context.cu_seqlens_B1, context.max_seqlen
+        return attention_packed(q_THD, k_TKD, v_TKD, *bounds, self.softmax_scale, replay, self.window)
 
     def _as_cached(self, k_TKD: Tensor, v_TKD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """K and V as the operands of this forward's attention: float32 [T, K, D], codes times scales."""
         if not isinstance(context, PackedContext):
             return read_back(context.layers[self.layer], context.slot_mapping_T)
-        return values_of(kv_replay(k_TKD, v_TKD, *replay_of(*self.treatments(context))))
+        return values_of(kv_replay(k_TKD, v_TKD, replay_of(*self.treatments(context))))
 
     def _attend_paged(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PagedContext) -> Tensor:
         cache: LayerCache = context.layers[self.layer]
         k, v = cache.tensors
-        scales = (k.scale, v.scale, k.token_scale, v.token_scale)
-        kv_store(
-            k_TKD, v_TKD, k.pages, v.pages, context.slot_mapping_T, *scales, saturated_of(cache, self.num_kv_heads)
-        )
+        kv_store(k_TKD, v_TKD, k, v, context.slot_mapping_T, saturated_of(cache, self.num_kv_heads))
         out_THD = attention_paged(
             q_THD,
-            k.pages,
-            v.pages,
+            k,
+            v,
             context.block_table_BP,
             context.cu_seqlens_q_B1,
             context.context_lens_B,
             self.softmax_scale,
-            *scales,
             max_query_len=context.max_query_len,
             window=self.window,
             draft_offset_B=context.draft_offset_B,

@@ -25,38 +25,24 @@ def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
     context = inputs.context
     cache = context.layers[attention.layer]
     k, v = cache.tensors
-    q_norm, k_norm = attention.q_norm, attention.k_norm
     qkv_T = project(attention.qkv_proj, x)
     q_THD = qkv_store(
         qkv_T.view(qkv_T.shape[0], -1, attention.head_size),
-        None if q_norm is None else q_norm.weight,
-        None if k_norm is None else k_norm.weight,
-        0.0 if q_norm is None else q_norm.eps,
-        inputs.rotary.cos_SR,
-        inputs.rotary.sin_SR,
-        inputs.positions_T,
-        k.pages,
-        v.pages,
+        attention.rotation(inputs.rotary.cos_SR, inputs.rotary.sin_SR, inputs.positions_T),
+        k,
+        v,
         context.slot_mapping_T,
-        k_scale_K=k.scale,
-        v_scale_K=v.scale,
-        k_token_scale=k.token_scale,
-        v_token_scale=v.token_scale,
-        saturated_2K=saturated_of(cache, attention.num_kv_heads),
+        saturated_of(cache, attention.num_kv_heads),
     )
     quantize_out, power_of_two = wants_codes(attention.o_proj)
     out = attention_paged(
         q_THD,
-        k.pages,
-        v.pages,
+        k,
+        v,
         context.block_table_BP,
         context.cu_seqlens_q_B1,
         context.context_lens_B,
         attention.softmax_scale,
-        k_scale_K=k.scale,
-        v_scale_K=v.scale,
-        k_token_scale=k.token_scale,
-        v_token_scale=v.token_scale,
         max_query_len=context.max_query_len,
         quantize_out=quantize_out,
         power_of_two=power_of_two,

@@ -22,6 +22,7 @@ from octetrl.kernels.attention.attention_packed import attention_packed_backward
 from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
+from octetrl.kernels.attention.records import Replay
 from octetrl.kernels.parts import part
 from octetrl.models.blocks.attention.as_cached import values_of
 from octetrl.models.blocks.attention.module import Attention
@@ -108,12 +109,10 @@ def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradi
             attention.window,
         )
     del rotated, q_THD, kv, dout_TQ
-    weights, eps = _qk_norm(attention)
     qkv_TXD = saved.qkv_TX.view(dout_TE.shape[0], -1, attention.head_size)
     with part("rows"):
-        dqkv_TXD, dq_norm_D, dk_norm_D = qkv_rotate_backward(
-            dq_THD, dk_TKD, dv_TKD, qkv_TXD, *weights, eps, *saved.inputs.rotary
-        )
+        rotation = attention.rotation(*saved.inputs.rotary)
+        dqkv_TXD, dq_norm_D, dk_norm_D = qkv_rotate_backward(dq_THD, dk_TKD, dv_TKD, qkv_TXD, rotation)
     del dq_THD, dk_TKD, dv_TKD
     gradients["q_norm.weight"], gradients["k_norm.weight"] = dq_norm_D, dk_norm_D
     with part("quantize"):
@@ -128,27 +127,14 @@ def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradi
 def _rotated(attention: Attention, qkv_TX: Tensor, inputs: TrainingInputs, observe: bool) -> tuple[Tensor, ReplayedKV]:
     """Q as attention's operand, and K and V as in the rollout's cache."""
     context, num_kv_heads = inputs.context, attention.num_kv_heads
-    weights, eps = _qk_norm(attention)
     k_scale_K, v_scale_K = attention.scales_of(context.kv_scale_LS)
+    replay = Replay(context.kv_mode, k_scale_K, v_scale_K, attention.quantized)
     amax_LS = context.kv_amax_LS if observe else None
     with part("rows"):
         return qkv_rotate(
             qkv_TX.view(qkv_TX.shape[0], -1, attention.head_size),
-            *weights,
-            eps,
-            *inputs.rotary,
-            attention.num_heads,
+            attention.rotation(*inputs.rotary),
             num_kv_heads,
-            kv_mode=context.kv_mode,
-            quantized=attention.quantized,
-            k_scale_K=k_scale_K,
-            v_scale_K=v_scale_K,
-            amax_2K=None if amax_LS is None else amax_LS[attention.layer, : 2 * num_kv_heads].view(2, -1),
+            replay,
+            None if amax_LS is None else amax_LS[attention.layer, : 2 * num_kv_heads].view(2, -1),
         )
-
-
-def _qk_norm(attention: Attention) -> tuple[tuple[Tensor | None, Tensor | None], float]:
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    if q_norm is None or k_norm is None:
-        return (None, None), 0.0
-    return (q_norm.weight, k_norm.weight), q_norm.eps

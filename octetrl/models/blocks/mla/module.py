@@ -144,8 +144,7 @@ class LatentAttention(Block):
     def store(self, operands: Operands, context: PagedContext) -> None:
         """Write latents and keys to their pages."""
         latent, key = context.layers[self.layer].tensors
-        slots_T = context.slot_mapping_T
-        latent_store(operands.latent_TC, operands.key_TR, latent.pages, key.pages, slots_T, latent.token_scale)
+        latent_store(operands.latent_TC, operands.key_TR, latent, key, context.slot_mapping_T)
 
     def prepare_paged(self, projected: Projected, rotary: Rotary, context: PagedContext) -> tuple[Tensor, Tensor]:
         """`split` and `store` in one kernel: a query's parts without and with rotation. No gradient."""
@@ -160,10 +159,9 @@ class LatentAttention(Block):
             norm.eps,
             rotary,
             self.interleaved,
-            latent.pages,
-            key.pages,
+            latent,
+            key,
             context.slot_mapping_T,
-            latent.token_scale,
         )
 
     def attend_paged(self, q_THN: Tensor, q_THR: Tensor, context: PagedContext) -> Attended:
@@ -178,9 +176,8 @@ class LatentAttention(Block):
         o_THC = latent_paged(
             q_latent_THC,
             q_THR,
-            latent.pages,
-            key.pages,
-            latent.token_scale,
+            latent,
+            key,
             context.block_table_BP,
             context.cu_seqlens_q_B1,
             context.context_lens_B,
