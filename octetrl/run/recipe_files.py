@@ -14,10 +14,12 @@ from octetrl.config.rules_environment import FILES
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.config.shipped import way_to_make
+from octetrl.models.families import load_spec
 from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_unwritable, refuse_used
 from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
 from octetrl.system.errors import UserError, nearest, nearest_file
 from octetrl.system.names import hub_dataset
+from octetrl.telemetry.glossary import METRICS, explained
 from octetrl.telemetry.sinks import missing_wandb
 from octetrl.workers.model_shape import with_context_length
 
@@ -69,8 +71,6 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
     if recipe.model.path is not None and not is_of_hub(recipe.model.path):
         path = found_model(recipe.model.path)
         if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
-            from octetrl.models.families import load_spec
-
             load_spec(path)  # its message says what to do
     for problem in (*unknown_metric(recipe), *missing_wandb(recipe.logging)):
         raise UserError(problem)
@@ -81,8 +81,6 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
 
 def unknown_metric(recipe: Recipe) -> Iterator[str]:
     """Whether the metric that ranks checkpoints is one that no run has. An objective of one's own may add any."""
-    from octetrl.telemetry.glossary import METRICS, explained
-
     checkpoint = recipe.checkpoint
     if checkpoint.keep_best and explained(checkpoint.best_metric) is None and ":" not in recipe.algorithm.name:
         names = [metric.name for family in METRICS.values() for metric in family]

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,11 +52,7 @@ class WrittenFile:
 
 def fastest_algorithm() -> str:
     """xxh3-128 if the package xxhash is installed, else SHA-256."""
-    try:
-        import xxhash  # noqa: F401  (a machine may lack it)
-    except ImportError:
-        return SHA256
-    return XXH3
+    return SHA256 if find_spec("xxhash") is None else XXH3
 
 
 def new_hasher(algorithm: str) -> Hasher:

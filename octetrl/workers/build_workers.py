@@ -52,7 +52,6 @@ def build_workers(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console
         return workers_on(team, recipe, Costs.of(spec), deadlines, console, admission, trains=trains)
     except BaseException:
         team.close()
-        team.forget_logs()
         raise
 
 
@@ -115,6 +114,5 @@ def start_team(
             check_nodes(team, recipe, folder)
     except BaseException:
         team.close()
-        team.forget_logs()
         raise
     return team

@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from octetrl.system.process import uncollected
+from octetrl.system.process import terminable, uncollected
 
 with uncollected():  # a worker's process begins with this module
     from octetrl.config.schema import Recipe
@@ -34,7 +34,7 @@ with uncollected():  # a worker's process begins with this module
     from octetrl.trainer.peers import PeersLost
     from octetrl.workers.build import BuildWorker, build_worker
     from octetrl.workers.hosted import HostedWorker, WorkerPlan
-    from octetrl.workers.ray_cluster import RayCluster, connect, ray_terminable, reserve_nodes
+    from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes
     from octetrl.workers.ray_watcher import LOGS, remove_logs
     from octetrl.workers.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, write_status
     from octetrl.workers.team import Call, Deadlines, WorkerLost
@@ -79,14 +79,13 @@ class RayTeam:
         self._ends = threading.Event()
         self._watch = threading.Thread(target=self._watch_all, name="workers", daemon=True)
         self._logs_before = set() if self._folder is None else set(self._folder.glob(LOGS))
-        with ray_terminable():
+        with terminable():
             self._cluster: RayCluster | None = connect(recipe.cluster, self._folder)
             self._logs = self._folder or self._cluster.folder
             try:
                 self._start()
             except BaseException:
                 self.close()
-                self.forget_logs()
                 raise
 
     @property
@@ -162,6 +161,8 @@ class RayTeam:
             self._cluster = None
         if self._folder is not None:
             (self._folder / STATUS_FILE).unlink(missing_ok=True)
+            if not (self._folder / "config.yaml").exists():  # a refused run; one that has begun keeps its logs
+                remove_logs(self._folder, self._logs_before)
 
     def _await_ends(self) -> None:
         """Waits for the processes on this machine: until then they hold memory of their GPUs."""
@@ -170,11 +171,6 @@ class RayTeam:
         until = time.monotonic() + DEATH_SECONDS
         while any(map(_runs, ends)) and time.monotonic() < until:
             time.sleep(0.05)
-
-    def forget_logs(self) -> None:
-        """Removes what the workers of a refused run printed. A run that has begun keeps its logs."""
-        if self._folder is not None and not (self._folder / "config.yaml").exists():
-            remove_logs(self._folder, self._logs_before)
 
     def _log_of(self, worker: int) -> Path:
         assert self._logs is not None

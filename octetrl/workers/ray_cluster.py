@@ -32,12 +32,12 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
-from octetrl.system.errors import RunFailed, UserError
+from octetrl.system.errors import RunFailed, Terminated, UserError
 from octetrl.system.host import short_waits
 from octetrl.system.process import terminable
 from octetrl.workers import ray_watcher
 from octetrl.workers.ray_address import FOLDER_PREFIX, REMEDY, address_to_join
-from octetrl.workers.ray_daemons import Daemons, StartGuard
+from octetrl.workers.ray_daemons import Daemons
 
 OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch is tens of megabytes
 LEAST_STORE_BYTES = 80 << 20  # that Ray accepts
@@ -116,40 +116,32 @@ def connect(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     Raises UserError before anything is built.
     """
     logging.getLogger("ray").setLevel(logging.ERROR)  # what it warns of, it was told
-    if hasattr(ray_worker, "print_to_stdstream"):  # Ray's logs have it; a daemon's end is said by us, in one line
-        ray_worker.print_to_stdstream = _print_nothing
-    with ray_terminable():
-        found = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(str(cluster.address))
-        _set_again(signal.SIGTERM)
+    if hasattr(ray_worker, "print_to_stdstream"):  # no option of Ray turns it off. Its logs have what it would print
+        ray_worker.print_to_stdstream = lambda *_, **__: None
+    with terminable(), _own_sigterm():
+        cluster_of_run = _start(cluster, run_folder) if cluster.address in (None, "local") else _join(cluster.address)
     try:
         _check_places(cluster)
     except BaseException:
-        found.close()
+        cluster_of_run.close()
         raise
-    return found
+    return cluster_of_run
 
 
 @contextmanager
-def ray_terminable() -> Iterator[None]:
-    """`terminable`. Ray is kept from setting its handlers, which would stay and print a stack of C++."""
-    set_by_ray = ray_utils.set_sigterm_handler
-    ray_utils.set_sigterm_handler = _print_nothing
+def _own_sigterm() -> Iterator[None]:
+    """A context around `ray.init`, which sets handlers of SIGTERM: first one that exits with the signal's number, then
+    one of C++ that prints a stack. The first raises Terminated here, and afterwards the handler is the one before."""
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        with terminable():
-            yield
+        yield
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:
+            raise
+        raise Terminated("SIGTERM") from error
     finally:
-        ray_utils.set_sigterm_handler = set_by_ray
-
-
-def _set_again(number: signal.Signals) -> None:
-    """Replace the handler of Ray's C++ by Python's, which it has replaced."""
-    handler = signal.getsignal(number)
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(number, handler)
-
-
-def _print_nothing(*_: object, **__: object) -> None:
-    pass
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
@@ -169,7 +161,8 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
     if watcher.stdin is not None:
         _WATCHERS[watcher.pid] = watcher.stdin.fileno()
     started = RayCluster(is_ours=True, folder=folder, watcher=watcher)
-    guard = StartGuard(cluster.deadlines.silent_seconds, started.processes, started.dismiss_watcher)
+    started.daemons = daemons = Daemons(cluster.deadlines.silent_seconds)
+    guard = daemons.starting(started.processes, started.dismiss_watcher)
     try:
         with guard, _kept_stderr(), _environment({**variables_of_ray(), ray_watcher.MARK: str(folder)}):
             ray.init(
@@ -182,10 +175,10 @@ def _start(cluster: ClusterConfig, run_folder: Path | None) -> RayCluster:
                 configure_logging=False,
                 _temp_dir=str(folder),
             )
-        started.daemons = Daemons(cluster.deadlines.silent_seconds)
     except Exception as error:
         started.close()
-        raise RunFailed(f"Ray did not start: {guard.why or str(error).strip().splitlines()[0]}") from error
+        why = daemons.why_not_started or str(error).strip().splitlines()[0]
+        raise RunFailed(f"Ray did not start: {why}") from error
     except BaseException:
         started.close()
         raise

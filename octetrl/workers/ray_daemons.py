@@ -8,10 +8,10 @@ ray_watcher.py says what happened.
 A daemon that is stopped (SIGSTOP) may block any call, and Ray ends this process if it dies during the call. So no call
 begins while one is stopped. It is killed after `silent_seconds`.
 
-**StartGuard** watches both while `ray.init` starts them. If one of them stops or dies at that time, `ray.init` fails
-half a minute later, or ends this process after a minute, or never returns, depending on the moment. Here the rest of
-this Ray is killed instead, which makes `ray.init` raise where it waits in Python. Where it does not, this process says
-what happened in one line and ends.
+**Starting.** If one of them stops or dies while `ray.init` starts them, `ray.init` fails half a minute later, or ends
+this process after a minute, or never returns, depending on the moment. Here the rest of this Ray is killed instead,
+which makes `ray.init` raise where it waits in Python. Where it does not, this process says what happened in one line
+and ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from octetrl.workers.team import WorkerLost
 
 NAMES = ("raylet", "gcs_server")
 LOOK_SECONDS = 0.5
+START_SECONDS = 180.0  # of `ray.init`; it takes 4 to 20 s
+RAISE_SECONDS = 35.0  # until `ray.init` has raised; it waits for its processes for 30 s
 
 
 class RayLost(WorkerLost):
@@ -47,28 +47,57 @@ class _Daemon:
 
 
 class Daemons:
-    """The daemons that are children of this process now. `close` it."""
+    """The daemons that are children of this process. `starting` finds them; `close` ends the watch."""
 
     def __init__(self, silent_seconds: float) -> None:
         self._silent_seconds = silent_seconds
-        self._daemons = [_Daemon(name, pid, os.pidfd_open(pid)) for pid, name in children()]
+        self.why_not_started: str | None = None
+        self._daemons: list[_Daemon] = []
         self._poll = select.poll()
-        for daemon in self._daemons:
-            self._poll.register(daemon.handle, select.POLLIN)
         self._killed: dict[str, float] = {}  # name -> seconds that it was stopped
         self._lock = threading.Lock()
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._kill_stopped, name="Ray's daemons", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []
+
+    @contextlib.contextmanager
+    def starting(self, processes: Callable[[], Sequence[int]], on_exit: Callable[[], None]) -> Iterator[None]:
+        """A context around `ray.init`. `processes`: ids of all of this Ray. `on_exit`: called before this process is
+        ended. Sets `why_not_started` once something went wrong."""
+        stderr = os.dup(2)  # ray_cluster.py keeps what Ray prints meanwhile
+        has_started = threading.Event()
+
+        def give_up(why: str) -> None:
+            self.why_not_started = f"{why}; start the run again"
+            for process in processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            if not has_started.wait(RAISE_SECONDS):
+                on_exit()
+                os.write(stderr, f"octetrl: Ray did not start: {self.why_not_started}\n".encode())
+                os._exit(1)
+
+        def guard() -> None:
+            began = time.monotonic()
+            while not has_started.wait(LOOK_SECONDS):
+                self._find()
+                seconds = time.monotonic() - began
+                lost = next((f"its process {name} {what}" for name, what in self._ended()), None)
+                if lost is not None or seconds > START_SECONDS:
+                    return give_up(lost or f"{self._awaited()} was awaited for {seconds:.0f} s")
+
+        self._begin(guard)
+        self._begin(self._kill_stopped)
+        try:
+            yield
+        finally:
+            has_started.set()
+            self._threads[0].join()
+            os.close(stderr)
+            self._find()
 
     def check(self) -> None:
         """Raise RayLost if a daemon has ended."""
-        with self._lock:
-            ended = {handle for handle, _ in self._poll.poll(0)} if self._daemons else set()
-            names = [daemon.name for daemon in self._daemons if daemon.handle in ended]
-        for name in names:
-            stopped = self._killed.get(name)
-            what = "died" if stopped is None else f"was stopped for {stopped:.0f} s and then ended"
+        for name, what in self._ended():
             raise RayLost(f"Ray's process {name} {what}, and all workers with it")
 
     def await_answer(self) -> None:
@@ -81,11 +110,7 @@ class Daemons:
     @property
     def answer(self) -> bool:
         """Whether no daemon has ended or is stopped now."""
-        try:
-            self.check()
-        except RayLost:
-            return False
-        return not self._is_stopped
+        return not self._ended() and not self._is_stopped
 
     @property
     def _is_stopped(self) -> bool:
@@ -93,12 +118,39 @@ class Daemons:
 
     def close(self) -> None:
         self._ends.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         with self._lock:
             for daemon in self._daemons:
                 self._poll.unregister(daemon.handle)
                 os.close(daemon.handle)
             self._daemons = []
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work, name="Ray's daemons", daemon=True))
+        self._threads[-1].start()
+
+    def _find(self) -> None:
+        with self._lock:
+            known = {daemon.pid for daemon in self._daemons}
+            for pid, name in children():
+                if pid not in known:
+                    with contextlib.suppress(ProcessLookupError):  # it has ended, and Ray has waited for it
+                        self._daemons.append(_Daemon(name, pid, os.pidfd_open(pid)))
+                        self._poll.register(self._daemons[-1].handle, select.POLLIN)
+
+    def _ended(self) -> list[tuple[str, str]]:
+        """Names of the daemons that have ended, each with what happened to it."""
+        with self._lock:
+            handles = {handle for handle, _ in self._poll.poll(0)} if self._daemons else set()
+            names = [daemon.name for daemon in self._daemons if daemon.handle in handles]
+        killed = {name: f"was stopped for {stopped:.0f} s and then ended" for name, stopped in self._killed.items()}
+        return [(name, killed.get(name, "died")) for name in names]
+
+    def _awaited(self) -> str:
+        seen = [daemon.name for daemon in self._daemons]
+        absent = [name for name in reversed(NAMES) if name not in seen]
+        return f"its process {absent[0]}" if absent else f"an answer of {' and '.join(NAMES)}"
 
     def _kill_stopped(self) -> None:
         while not self._ends.wait(LOOK_SECONDS):
@@ -132,72 +184,3 @@ def children() -> Iterator[tuple[int, str]]:
                 name = Path("/proc", pid, "comm").read_text(errors="replace").strip()
                 if name in NAMES:
                     yield int(pid), name
-
-
-START_SECONDS = 180.0  # of `ray.init`; it takes 4 to 20 s
-RAISE_SECONDS = 35.0  # until `ray.init` has raised; it waits for its processes for 30 s
-
-
-class StartGuard:
-    """A context around `ray.init`. `why`: what went wrong, once something did."""
-
-    def __init__(
-        self, silent_seconds: float, processes: Callable[[], Sequence[int]], on_exit: Callable[[], None]
-    ) -> None:
-        """`silent_seconds`: for which a daemon may be stopped. `processes`: ids of all of this Ray. `on_exit`: called
-        before this process is ended."""
-        self._silent_seconds, self._processes, self._on_exit = silent_seconds, processes, on_exit
-        self.why: str | None = None
-        self._seen: dict[str, int] = {}
-        self._stopped_since: dict[str, float] = {}
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="Ray's start", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._stderr = os.dup(2)  # ray_cluster.py keeps what Ray prints meanwhile
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ends.set()
-        self._thread.join()
-        os.close(self._stderr)
-
-    def _watch(self) -> None:
-        began = time.monotonic()
-        while self.why is None:
-            if self._ends.wait(LOOK_SECONDS):
-                return
-            why = self._lost() or self._late(time.monotonic() - began)
-            self.why = None if why is None else f"{why}; start the run again"
-        for process in self._processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        if not self._ends.wait(RAISE_SECONDS):
-            self._on_exit()
-            os.write(self._stderr, f"octetrl: Ray did not start: {self.why}\n".encode())
-            os._exit(1)
-
-    def _lost(self) -> str | None:
-        """What happened to a daemon."""
-        for pid, name in children():
-            self._seen[name] = pid
-        now = time.monotonic()
-        for name, pid in self._seen.items():
-            state = state_of(pid)
-            if state in ("", "Z", "X"):
-                return f"its process {name} died"
-            if state != "T":
-                self._stopped_since.pop(name, None)
-            elif now - self._stopped_since.setdefault(name, now) > self._silent_seconds:
-                return f"its process {name} was stopped for {now - self._stopped_since[name]:.0f} s"
-        return None
-
-    def _late(self, seconds: float) -> str | None:
-        if seconds < START_SECONDS:
-            return None
-        absent = [name for name in reversed(NAMES) if name not in self._seen]
-        what = f"its process {absent[0]}" if absent else f"an answer of {' and '.join(NAMES)}"
-        return f"{what} was awaited for {seconds:.0f} s"

@@ -21,7 +21,7 @@ from typing import Any
 from octetrl.records import GenerationRequest, SamplingParams
 from octetrl.run.build import build_run
 from octetrl.run.state import Run
-from octetrl.workers.ray import RayTeam
+from octetrl.workers import ray
 from octetrl.workers.status import last_lines
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.gpu.vllm_smoke import LARGEST, Clock
@@ -94,7 +94,7 @@ def logs_shown(folder: Path, beside: subprocess.Popen[str]) -> Iterator[None]:
         beside.kill()
         os._exit(2)  # its processes end with it
 
-    RayTeam.forget_logs = lambda _: None  # type: ignore[method-assign]
+    ray.remove_logs = lambda *_: None  # type: ignore[attr-defined]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     clock = threading.Timer(SECONDS, give_up)
     clock.start()

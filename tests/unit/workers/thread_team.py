@@ -105,9 +105,6 @@ class RunTeam(ThreadTeam):
     def __init__(self, recipe: Recipe, *_: Any, **__: Any) -> None:
         super().__init__(recipe, recipe.cluster.num_workers)
 
-    def forget_logs(self) -> None:
-        pass
-
 
 def workers_of(
     team: ThreadTeam,
