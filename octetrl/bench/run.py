@@ -25,7 +25,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.bench.arms import Arm
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer, load_tokenizer
-from octetrl.environments.scoring import Key, Score
+from octetrl.environments.scoring import Key, Score, ScoringRound
 from octetrl.environments.tasks import Taskset
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.weight_memory import Loading, filling
@@ -194,8 +194,8 @@ class RandomTokens(ChatTokens):
         return self.prompt_tokens(prompt)[:limit]
 
 
-class RandomRewards:
-    """Scores each answer at once, by its task and sibling. It is its own `ScoringRound`, which never waits."""
+class RandomRewards(ScoringRound):
+    """Scores each answer at once, by its task and sibling. It is its own round, which never waits."""
 
     is_done = True
 
@@ -206,18 +206,9 @@ class RandomRewards:
         self._scores = {}
         return self
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def submit(self, key: Key, task: Task, completion_text: str) -> None:
         reward = random.Random(f"{self._seed} {task.id} {key[1]}").random()
         self._scores[key] = Score(RolloutStatus.SCORED, reward)
-
-    def advance(self) -> None:
-        pass
 
     def so_far(self) -> dict[Key, Score]:
         return dict(self._scores)

@@ -169,6 +169,8 @@ def test_each_task_goes_to_the_scorer_of_its_environment_as_that_made_it() -> No
 class WaitsForOther:
     """A scorer whose round ends only while the other one's is advanced too."""
 
+    times = None
+
     def __init__(self) -> None:
         self.other: WaitsForOther | None = None
         self.times_advanced = 0
@@ -211,7 +213,8 @@ def test_one_environments_time_outs_do_not_touch_another_and_name_their_section(
         with scorer.begin() as scoring:
             for place, (task, text) in enumerate(completions):
                 scoring.submit((place, 0), task, text)
-            scores = list(scoring.finish().values())
+            by_place = scoring.finish()
+        scores = [score for _, score in sorted(by_place.items(), key=lambda item: item[0])]
         assert [score.status.value for score in scores] == ["reward_timeout", "scored", "scored"] * 2
         assert [score.reward for score in scores[1::3]] == [by_text(task, "0"), by_text(task, "1")]
         assert scores[0].detail is not None and "environments.hangs.reward_timeout_seconds" in scores[0].detail
