@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def test_only_of_a_process_that_was_killed_it_says_so(word: bytes, said: str, tm
 
 
 MINE = ("logs/worker_0.log", "logs/worker_notes.log", "logs/mine.log")
-OF_A_START = ("lock", "workers.json", ".workers.json", "logs/worker_1.log", "logs/worker_12.log")
+LOGS_OF_A_START = ("logs/worker_1.log", "logs/worker_12.log")
+OF_A_START = ("lock", "workers.json", ".workers.json", *LOGS_OF_A_START)
 
 
 def write_files(folder: Path, names: Sequence[str]) -> None:
@@ -38,17 +40,27 @@ def write_files(folder: Path, names: Sequence[str]) -> None:
         (folder / name).write_text("")
 
 
-def files_in(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+def close_team(folder: Path, before: set[Path]) -> None:
+    team = object.__new__(RayTeam)
+    team._folder, team._logs_before, team._cluster, team._actors, team._places = folder, before, None, [], None
+    team._ends, team._watch = threading.Event(), threading.Thread()
+    team.close()
 
 
 @pytest.mark.parametrize("mine", [MINE, ()])
-def test_of_a_run_that_did_not_begin_only_its_own_files_go(mine: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("remove", "of_the_start"),
+    [(ray_watcher.remove_files, OF_A_START), (close_team, ("workers.json", *LOGS_OF_A_START))],
+)
+def test_of_a_run_that_did_not_begin_only_its_own_files_go(
+    remove: Callable[[Path, set[Path]], None], of_the_start: Sequence[str], mine: Sequence[str], tmp_path: Path
+) -> None:
     write_files(tmp_path, mine)
     before = set(tmp_path.glob(ray_watcher.LOGS))
-    write_files(tmp_path, OF_A_START)
-    ray_watcher.remove_files(tmp_path, before)
-    assert files_in(tmp_path) == sorted(mine) and (tmp_path / "logs").exists() == bool(mine)
+    write_files(tmp_path, of_the_start)
+    remove(tmp_path, before)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == sorted(mine) and (tmp_path / "logs").exists() == bool(mine)
 
 
 def test_the_watcher_takes_the_logs_of_its_beginning_for_somebody_elses(tmp_path: Path) -> None:
@@ -57,17 +69,7 @@ def test_the_watcher_takes_the_logs_of_its_beginning_for_somebody_elses(tmp_path
     write_files(run, (*MINE, "lock", "workers.json"))
     script = [sys.executable, "-I", "-S", ray_watcher.__file__, str(other), str(run)]
     subprocess.run(script, input=b"", capture_output=True, timeout=120, check=True)
-    assert files_in(run) == sorted(MINE)
-
-
-@pytest.mark.parametrize("mine", [MINE, ()])
-def test_a_refused_run_forgets_the_logs_of_its_workers_only(mine: Sequence[str], tmp_path: Path) -> None:
-    write_files(tmp_path, mine)
-    team = object.__new__(RayTeam)
-    team._folder, team._logs_before = tmp_path, set(tmp_path.glob(ray_watcher.LOGS))
-    write_files(tmp_path, ("logs/worker_1.log", "logs/worker_12.log"))
-    team.forget_logs()
-    assert files_in(tmp_path) == sorted(mine) and (tmp_path / "logs").exists() == bool(mine)
+    assert sorted(path.name for path in run.rglob("*") if path.is_file()) == sorted(Path(name).name for name in MINE)
 
 
 def test_a_process_that_ends_at_once_tells_its_watchers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,16 +23,10 @@ from octetrl.trainer.peers import ALONE
 from octetrl.workers.build_workers import build_workers
 from octetrl.workers.workers import Workers
 from tests.e2e.live_server import Live, live_server
-from tests.e2e.tiny_run import make_model
 from tests.unit.workers.thread_team import ThreadTeam, workers_of
 
 TWO = {"cpus": 2, "cpu_threads": 1}
 PROMPTS = ["3 + 1 =", "hello", "a much longer prompt than the other two"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture

@@ -15,15 +15,9 @@ from octetrl.models.weight_files import SINGLE
 from octetrl.records import Published
 from octetrl.workers import transfer
 from octetrl.workers.hosted import HostedWorker
-from tests.e2e.tiny_run import make_model
 from tests.unit.workers.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
 
 SENT = "publish/sent_gb"  # what only such a run has, beside its times
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_first_workers_train(trains: bool) -> None:
     cluster = ClusterConfig(trainer_cpus=2, engine_cpus=1)
     recipe = Recipe(model=ModelConfig(preset="tiny", init="random"), cluster=cluster)
     roles = [WorkerPlan(recipe, rank, 3, trains, ".", None).role for rank in range(3)]
-    assert roles == (["trains", "trains", "generates"] if trains else ["", "", ""])
+    assert roles == (["trains", "trains", "generates"] if trains else ["both"] * 3)
 
 
 def test_an_old_file_names_the_run_that_stopped(tmp_path: Path) -> None:

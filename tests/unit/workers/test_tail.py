@@ -23,7 +23,7 @@ from octetrl.run.step import produce
 from octetrl.workers import sampler, tail
 from octetrl.workers.hosted import StreamedUpdate
 from tests.e2e.test_ahead_faults import run_with, struck
-from tests.e2e.tiny_run import make_model, read_lines, recipe_tree
+from tests.e2e.tiny_run import read_lines, recipe_tree
 from tests.unit.workers.thread_team import RunTeam, assert_same_measures, run_on, steps_of, team_of
 
 CHANGES: dict[str, Any] = {
@@ -36,11 +36,6 @@ CHANGES: dict[str, Any] = {
     "algorithm": {"name": "grpo", "token_weighting": "sequence", "drop_zero_variance": False},
 }
 ONLY_WITH = {"rollout/moved_answers", "train/beside_tail_share"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(autouse=True)

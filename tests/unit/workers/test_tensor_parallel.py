@@ -9,14 +9,7 @@ import pytest
 
 from octetrl.records import GenerationRequest, SamplingParams
 from tests.e2e.test_turns import TALK
-from tests.e2e.tiny_run import make_model
-from tests.grid import WIDE
 from tests.unit.workers.thread_team import assert_same_measures, run_on, steps_of, team_of
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("wide") / "model", **WIDE)
 
 
 @pytest.mark.parametrize(

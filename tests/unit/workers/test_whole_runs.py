@@ -23,7 +23,7 @@ from octetrl.run.loop import train
 from octetrl.system.errors import UserError
 from octetrl.workers import build_workers as build
 from tests.e2e.tiny_rewards import by_text
-from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
+from tests.e2e.tiny_run import read_lines, tiny_recipe
 from tests.unit.workers.thread_team import ThreadTeam, unspread
 
 GIVEN = {"given:reward": lambda task, text: by_text(task, text)}  # in this process, which starts no other one
@@ -31,11 +31,6 @@ ROWS = {
     "pairs": [{"prompt": f"{n} + 1 =", "chosen": f"{n + 1} 1 1", "rejected": f"{n + 2}"} for n in range(12)],
     "answered": [{"prompt": f"{n} + 1 =", "answer": f"so {n + 1}" + " 1" * n} for n in range(12)],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture

@@ -21,13 +21,7 @@ from octetrl.workers.sampler import BACKLOG_SECONDS, SCORING_SECONDS, ManySample
 from octetrl.workers.team import WorkerLost
 from octetrl.workers.workers import WorkersDiffer
 from tests.e2e.test_turns import TALK
-from tests.e2e.tiny_run import make_model
 from tests.unit.workers.thread_team import assert_same_measures, run_on, steps_of, team_of
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.mark.parametrize(
