@@ -5,9 +5,9 @@
 The arm is that of `octetrl bench`. After its untimed steps and one that gives the wall time, `--steps` are recorded.
 
 cuBLAS uses the same kernel names for forward, dgrad and wgrad, so names are not enough. The code that launches a kernel
-opens a named range around it (octetrl/kernels/parts.py); a kernel belongs to the innermost range around its launch, in
-the launching thread or else in any. A kernel outside all ranges is named by what its name contains. `gaps` is the wall
-time without the profiler minus the time in which any kernel ran.
+opens a named range around it (octetrl/kernels/profiler_parts.py); a kernel belongs to the innermost range around its
+launch, in the launching thread or else in any. A kernel outside all ranges is named by what its name contains. `gaps`
+is the wall time without the profiler minus the time in which any kernel ran.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octetrl.bench.arms import Arm, make_arm, with_layers
 from octetrl.bench.run import bench_run
 from octetrl.bench.workload import workload_of
 from octetrl.config.load import load_recipe
-from octetrl.kernels.parts import Part
+from octetrl.kernels.profiler_parts import Part
 from octetrl.run.loop import one_step
 
 RANGES: tuple[str, ...] = get_args(Part)

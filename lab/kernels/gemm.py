@@ -33,7 +33,6 @@ from lab.record import RESULTS
 from octetrl.bench.rows import MEMORY_BYTES_PER_SECOND
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.early import MOST_ROWS
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm, bf16_gemm_triton, straight_config
 from octetrl.kernels.gemm.few_rows_gluon import SHARED_LIMIT, FewRows
 from octetrl.kernels.gemm.fp8_gemm import (
@@ -48,6 +47,7 @@ from octetrl.kernels.gemm.fp8_gemm import (
     run_config,
     run_few_rows_bf16,
 )
+from octetrl.kernels.programmatic_launch import MOST_ROWS
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.shapes.presets import PRESETS, preset_config

@@ -39,7 +39,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from octetrl.kernels.parts import part
+from octetrl.kernels.profiler_parts import part
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.layers.context import Context, PackedContext
 from octetrl.layers.rotary import Rotary

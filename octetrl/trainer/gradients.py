@@ -58,7 +58,7 @@ from torch import Tensor, nn
 from octetrl.kernels.optimizer.adamw import chance_noise, round_by_chance
 from octetrl.kernels.optimizer.add_gradient import add_gradient
 from octetrl.kernels.optimizer.add_gradient_rounded import add_gradient_rounded
-from octetrl.kernels.parts import part
+from octetrl.kernels.profiler_parts import part
 from octetrl.trainer.peers import Peers
 from octetrl.trainer.shards import Cut, Rows, buckets
 

@@ -76,7 +76,7 @@ from octetrl.kernels.attention.decode_chunks import (
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout, KeySplit
 from octetrl.kernels.attention.kv_store import by_key
 from octetrl.kernels.attention.records import CachedPages
-from octetrl.kernels.early import lets_next_start
+from octetrl.kernels.programmatic_launch import lets_next_start
 from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
 COUNTED = 64  # a program counts the chunks of at least so many sequences, so most batch sizes share one kernel

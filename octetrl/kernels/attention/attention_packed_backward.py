@@ -36,7 +36,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile, backward_tiles
 from octetrl.kernels.attention.attention_order import LOG2E, MODE_NUMBER, mode_of
 from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.token_scales import align_scales, first_column, scale_table
@@ -44,6 +43,33 @@ from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 
 SEARCH = tl.constexpr(128)  # sequences that a program compares at a time when it searches for its own
 ALIGN = tl.constexpr(4)  # float32 values in 16 bytes; TMA's tiles of lse2 and delta start at multiples of 16 bytes
+
+
+class Tile(NamedTuple):
+    """Number of queries (32 or more on a GPU, for TMA) and keys in a tile, and how a kernel is launched."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int  # loads in flight in the loop without a mask
+    masked_stages: int = 2
+
+    @property
+    def launch(self) -> dict[str, int]:
+        blocks = {"BLOCK_I": self.queries, "BLOCK_J": self.keys, "num_warps": self.warps}
+        return {**blocks, "STAGES": self.stages, "MASKED_STAGES": self.masked_stages}
+
+
+class BackwardTiles(NamedTuple):
+    dq: Tile
+    dkdv: Tile
+
+
+def backward_tiles(head_size: int) -> BackwardTiles:
+    """The tiles in use."""
+    if head_size == 256:
+        return BackwardTiles(dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2))
+    return BackwardTiles(dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 128, 8, 3))
 
 
 @triton.jit

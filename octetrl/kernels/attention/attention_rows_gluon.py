@@ -51,7 +51,7 @@ from octetrl.kernels.attention.attention_order import (
     mode_of,
     operand_dtype,
 )
-from octetrl.kernels.gluon_names import thread_barrier
+from octetrl.kernels.gluon_compat import thread_barrier
 
 LOWEST = gl.constexpr(FLOOR)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))

@@ -20,7 +20,7 @@ from octetrl.kernels.attention.attention_order import (
     skipped_chunks,
     total_of_columns,
 )
-from octetrl.kernels.early import let_next_start
+from octetrl.kernels.programmatic_launch import let_next_start
 from octetrl.kernels.quantize.quantize_activation import block_scale, e4m3_byte, magnitude_bits
 
 AHEAD = 16  # chunks that the merging kernel loads at a time

@@ -31,12 +31,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.kernels.attention.attention_backward_tiles import Tile
 from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward
-from octetrl.kernels.attention.attention_packed_backward import ALIGN
+from octetrl.kernels.attention.attention_packed_backward import ALIGN, Tile
 from octetrl.kernels.attention.kv_store import ReplayedKV
-from octetrl.kernels.attention.latent_backward_kernels import _dkdv_kernel, _dq_kernel, _rows_kernel
-from octetrl.kernels.attention.latent_operands import LatentGradients, LatentOperands, descriptor, for_tma
+from octetrl.kernels.attention.latent_backward_kernels import (
+    LatentGradients,
+    LatentOperands,
+    _dkdv_kernel,
+    _dq_kernel,
+    _rows_kernel,
+    descriptor,
+    for_tma,
+)
 from octetrl.kernels.gluon import COMPILER_ERRORS, give_up
 from octetrl.kernels.gluon import can_run as gluon_can_run
 from octetrl.shapes.sizes import ordinary_head_size

@@ -22,8 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from octetrl.kernels.attention.latent_backward_kernels import LatentGradients, LatentOperands
 from octetrl.kernels.attention.latent_dkdv_gluon import _dkdv_gluon_kernel
-from octetrl.kernels.attention.latent_operands import LatentGradients, LatentOperands
 from octetrl.kernels.attention.latent_tiles_gluon import (
     ALIGN,
     BARRIER,

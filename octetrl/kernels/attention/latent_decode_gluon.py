@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octetrl.kernels.attention.attention_order import FLOOR, KV_CHUNK, LOG2E
-from octetrl.kernels.gluon_names import thread_barrier
+from octetrl.kernels.gluon_compat import thread_barrier
 
 LATENT_SIZE, ROTARY_SIZE = 512, 64  # what it is written for
 MOST_PROGRAMS = 2048  # of a launch; with more chunks a program takes several

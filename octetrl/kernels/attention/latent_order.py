@@ -11,8 +11,8 @@ It is the order of `attention_order.py` with these differences:
 - The row sum's tree adds over bits 3 and 0 of a key's place in its tile, which has six bits. The other four bits are
   the 16 classes. In both layouts these two bits lie in registers or neighbouring lanes.
 
-`latent_rows.py` has queries on the tensor core's long side, `latent_decode.py` keys. `latent_reference.py` is the CPU
-form.
+`latent_rows.py` has queries on the tensor core's long side, `latent_decode.py` keys. The CPU form is `attend_latents`
+in latent_packed.py.
 
 R query rows, C query columns, N keys of a tile, X classes, L latent elements.
 """

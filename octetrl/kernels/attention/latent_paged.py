@@ -8,11 +8,15 @@ T tokens, B sequences, P pages of the longest block table, H heads, C latent siz
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from octetrl.fp8.format import E4M3
+from octetrl.kernels.attention.attention_reference import PaddedGroup
 from octetrl.kernels.attention.latent_decode import latent_decode
-from octetrl.kernels.attention.latent_reference import latent_paged_reference
+from octetrl.kernels.attention.latent_packed import attend_latents
 from octetrl.kernels.attention.latent_rows import latent_rows
+from octetrl.kernels.attention.latent_store import latent_values
 from octetrl.kernels.attention.records import CachedPages
 
 
@@ -57,3 +61,33 @@ def latent_paged_triton(
         q_latent_THC, q_rotary_THR, latent.pages, key.pages, cu_seqlens_q_B1, longest, softmax_scale,
         latent.token_scale, block_table_BP, context_lens_B,
     )  # fmt: skip
+
+
+def latent_paged_reference(
+    q_latent_THC: Tensor,
+    q_rotary_THR: Tensor,
+    latent: CachedPages,
+    key: CachedPages,
+    block_table_BP: Tensor,
+    cu_seqlens_q_B1: Tensor,
+    context_lens_B: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """`latent_paged` in plain torch."""
+    page_size = latent.pages.shape[1]
+    used_U, renamed_BP = block_table_BP.clamp_min(0).unique(return_inverse=True)
+    used_U = used_U.long()
+    key_NR = key.pages[used_U].flatten(0, 1)
+    if latent.pages.dtype == E4M3:
+        assert latent.token_scale is not None, "FP8 latents have a scale for each token"
+        codes_NC = latent.pages.view(torch.uint8)[used_U].flatten(0, 1).view(E4M3)
+        value_NC = latent_values(codes_NC, latent.token_scale[used_U].reshape(-1, 1))
+    else:
+        value_NC = latent.pages[used_U].flatten(0, 1)
+
+    def rows_of(piece: PaddedGroup) -> Tensor:
+        page_JS = renamed_BP[piece.sequence_J[:, None], piece.key_JS // page_size]
+        return (page_JS * page_size + piece.key_JS % page_size)[:, None]
+
+    bounds, contexts = tuple(cu_seqlens_q_B1.tolist()), tuple(context_lens_B.tolist())
+    return attend_latents(q_latent_THC, q_rotary_THR, value_NC, key_NR, rows_of, bounds, contexts, softmax_scale)

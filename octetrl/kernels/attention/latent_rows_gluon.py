@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from octetrl.kernels.attention.attention_order import FLOOR, KV_CHUNK, LOG2E
-from octetrl.kernels.gluon_names import thread_barrier
+from octetrl.kernels.gluon_compat import thread_barrier
 
 LATENT_SIZE, ROTARY_SIZE = 512, 64  # what it is written for
 LOWEST = gl.constexpr(FLOOR)

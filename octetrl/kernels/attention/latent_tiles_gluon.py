@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octetrl.kernels.gluon_names import thread_barrier
+from octetrl.kernels.gluon_compat import thread_barrier
 
 ROWS = gl.constexpr(64)  # of a consumer
 SEARCH = gl.constexpr(128)  # sequences that a program compares at a time when it searches for its own

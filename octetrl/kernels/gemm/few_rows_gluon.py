@@ -47,7 +47,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.gluon_names import thread_barrier
+from octetrl.kernels.gluon_compat import thread_barrier
 
 LONG_SIDE = gl.constexpr(64)  # rows of the MMA
 PANEL_BYTES = gl.constexpr(128)

@@ -148,7 +148,7 @@ def fp8_gemm(x: Quantized, w: Quantized, *, early: bool = False) -> Tensor:
 
     The bits equal `fp8_gemm_nt(x, w, "scaled_mm")`, in less time at the sizes of decoding. A CPU runs the exact
     emulation. `early`: the kernel in front does not write w, so a kernel for few rows may start before it ends
-    (kernels/early.py).
+    (kernels/programmatic_launch.py).
     """
     if not x.codes.is_cuda:
         return fp8_gemm_reference(x, w)

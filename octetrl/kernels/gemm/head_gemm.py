@@ -26,10 +26,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.early import let_next_start, lets_next_start
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference
 from octetrl.kernels.gemm.grouped_bf16_gemm import DEPTH, NARROW, STAGES, WHOLE, Part, straight_tile
 from octetrl.kernels.gemm.grouped_fp8_gemm import MANY, SOME, Tile, choose_tile
+from octetrl.kernels.programmatic_launch import let_next_start, lets_next_start
 from octetrl.kernels.quantize.quantize_activation import block_scale, e4m3_byte, empty_rows, magnitude_bits, scale_rows
 
 CODES_TILES = (Tile(16, 128, 5, swap=True), Tile(32, 128, 5, swap=True), Tile(64, 128, 4), MANY)

@@ -45,7 +45,7 @@ from octetrl.kernels.gemm.linear_logprobs_backward import (
     logits_gradient,
     pieces,
 )
-from octetrl.kernels.parts import part
+from octetrl.kernels.profiler_parts import part
 from octetrl.shapes.tensor_cut import VOCAB_CHUNK
 
 LOGIT_ROWS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # ascending; (256,) means one shape for all

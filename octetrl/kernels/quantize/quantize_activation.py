@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.early import let_next_start, lets_next_start
+from octetrl.kernels.programmatic_launch import let_next_start, lets_next_start
 
 _ROWS = 32
 

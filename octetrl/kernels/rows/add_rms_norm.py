@@ -33,7 +33,7 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.early import let_next_start, lets_next_start
+from octetrl.kernels.programmatic_launch import let_next_start, lets_next_start
 from octetrl.kernels.quantize.quantize_activation import block_scale, e4m3_byte, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.rows.combine_experts import ExpertSum, combine_experts_reference
 from octetrl.kernels.rows.rms_norm import PROGRAM_ELEMENTS, rms_norm_reference

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
-from octetrl.kernels.early import let_next_start, lets_next_start
 from octetrl.kernels.instructions import sigmoid
+from octetrl.kernels.programmatic_launch import let_next_start, lets_next_start
 
 BLOCK_F = 1024
 PIECE_ELEMENTS = 1 << 16  # of the rows that the CPU form processes at a time, so that float64 copies stay in cache

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, E4M3
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
-from octetrl.kernels.early import let_next_start, lets_next_start
 from octetrl.kernels.instructions import bf16_to_float, e4m3_code, sigmoid, to_bf16
+from octetrl.kernels.programmatic_launch import let_next_start, lets_next_start
 from octetrl.kernels.quantize.quantize_activation import block_scale, empty_rows, magnitude_bits, scale_rows
 from octetrl.kernels.rows.silu_mul import silu_mul_reference
 

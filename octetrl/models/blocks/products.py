@@ -20,7 +20,7 @@ from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_wgrad
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm
 from octetrl.kernels.gemm.fp8_gemm import fp8_gemm
-from octetrl.kernels.parts import part
+from octetrl.kernels.profiler_parts import part
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_both import quantize_both
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens

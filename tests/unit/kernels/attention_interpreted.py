@@ -29,7 +29,7 @@ from octetrl.kernels.attention import (
     decode_layout,
     kv_store,
 )
-from octetrl.kernels.attention.attention_backward_tiles import BackwardTiles, Tile
+from octetrl.kernels.attention.attention_packed_backward import BackwardTiles, Tile
 from octetrl.kernels.attention.records import Replay
 from octetrl.shapes.blocks import KVMode, KVTensors
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, replay_of, scales_of

@@ -7,7 +7,7 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 from octetrl.kernels.attention import attention_packed_backward, latent_backward, latent_backward_kernels
-from octetrl.kernels.attention.attention_backward_tiles import Tile
+from octetrl.kernels.attention.attention_packed_backward import Tile
 from octetrl.kernels.attention.latent_backward import LatentGradients, LatentTiles
 from tests.unit.kernels.gemm_cases import create_dot_of_values, patch_tensor_with_index
 from tests.unit.kernels.interpreting import interpret

@@ -23,7 +23,7 @@ from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
 from octetrl.kernels.attention.records import Replay
-from octetrl.kernels.parts import part
+from octetrl.kernels.profiler_parts import part
 from octetrl.models.blocks.attention.as_cached import values_of
 from octetrl.models.blocks.attention.module import Attention
 from octetrl.models.blocks.block import TrainingInputs

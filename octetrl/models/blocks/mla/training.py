@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octetrl.kernels.parts import part
+from octetrl.kernels.profiler_parts import part
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.kernels.rows.rope import rotate
 from octetrl.layers.linear import Projection

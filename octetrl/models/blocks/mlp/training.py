@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octetrl.kernels.parts import part
+from octetrl.kernels.profiler_parts import part
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_triton, silu_mul_triton
 from octetrl.kernels.rows.silu_mul_backward_quantize import silu_mul_backward_quantize
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize

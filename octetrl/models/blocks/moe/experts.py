@@ -26,7 +26,7 @@ from torch import Tensor
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
 from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
-from octetrl.kernels.parts import part
+from octetrl.kernels.profiler_parts import part
 from octetrl.kernels.rows.combine_experts import combine_experts
 from octetrl.kernels.rows.gather_codes import gather_codes
 from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_backward

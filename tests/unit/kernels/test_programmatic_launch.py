@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.kernels import early
+from octetrl.kernels import programmatic_launch
 from octetrl.layers.linear import Float8Linear
 from octetrl.layers.unquantized_linear import Linear
 from octetrl.models.blocks import products
@@ -21,9 +21,9 @@ from octetrl.models.blocks import products
 def test_the_hint_is_given_over_few_rows_on_hopper(
     rows: int, on_gpu: bool, capability: int, hint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early, "is_hopper", lambda device: capability == 9)
+    monkeypatch.setattr(programmatic_launch, "is_hopper", lambda device: capability == 9)
     x: Any = SimpleNamespace(is_cuda=on_gpu, shape=(rows, 128), device=torch.device("cuda"))
-    assert early.lets_next_start(x) is hint
+    assert programmatic_launch.lets_next_start(x) is hint
 
 
 @pytest.mark.parametrize("kind", [Linear, Float8Linear])
