@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
-
 from octetrl.shapes.spec import ModelSpec, why_not_cut
-from octetrl.trainer.peers import Peers, PeersLost, join_store, serve_store
+from octetrl.trainer.peers import Peers
 from octetrl.trainer.shards import GradientMode, Share
 from octetrl.trainer.tensor_peers import connect_grid
 from tests.parity.shapes import TINY
+from tests.team import CPU, run_workers
 
 Result = TypeVar("Result")
 WIDE = {  # of a config.json: two workers can share it
@@ -36,29 +34,11 @@ def run_grid(
     deadline_seconds: float = 60.0,
 ) -> list[Result]:
     """What `work` returns on each of `groups` x `size` workers, a group's workers one after another."""
-    store, address = serve_store("127.0.0.1")
 
-    def on_worker(worker: int) -> Result:
-        mine = store if worker == 0 else join_store(address)
-        peers = connect_grid(
-            mine,
-            Share(worker, groups * size),
-            size,
-            torch.device("cpu"),
-            gradients=gradients,
-            deadline_seconds=deadline_seconds,
-        )
-        try:
-            return work(peers)
-        finally:
-            peers.close()
+    def connect(store: object, share: Share) -> Peers:
+        return connect_grid(store, share, size, CPU, gradients=gradients, deadline_seconds=deadline_seconds)
 
-    with ThreadPoolExecutor(groups * size) as threads:
-        futures = [threads.submit(on_worker, worker) for worker in range(groups * size)]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise min(errors, key=lambda error: isinstance(error, PeersLost))
-    return [future.result() for future in futures]
+    return run_workers(groups * size, connect, work)
 
 
 def smallest_shape(family: str, size: int) -> ModelSpec:

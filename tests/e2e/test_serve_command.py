@@ -25,7 +25,7 @@ from octetrl.cli import serve as serve_command
 from octetrl.cli.main import run_command
 from octetrl.server import serve as run_serve
 from tests.house.markdown import code_blocks, commands
-from tests.house.test_readme import check_command
+from tests.house.shown_commands import check_command
 from tests.house.tree import REPO
 
 pytestmark = pytest.mark.slow

@@ -51,12 +51,6 @@ def without_code(document: str) -> str:
     return re.sub(r"`[^`\n]*\]\([^`\n]*`", "", text)
 
 
-def links(document: str) -> list[str]:
-    """Targets of links to files of the repository, anchors taken off."""
-    targets = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", document)
-    return [target.split("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
-
-
 def tables(document: str) -> Iterator[Table]:
     lines = re.sub(r"^```.*?^```\s*$", "", document, flags=re.MULTILINE | re.DOTALL).splitlines()
     for number, line in enumerate(lines):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
-
 from octetrl.cli.verbs import VERBS
 from octetrl.config.algorithm import OBJECTIVES
 from octetrl.config.other_names import OURS
 from octetrl.config.problems import field_names
+from octetrl.config.rules_environment import READY_TOOLS
 from octetrl.config.schema import Recipe
 from octetrl.run.folder.allowed_changes import MAY_CHANGE
+from tests.house.markdown import tables
 from tests.house.tree import REPO, python_files, syntax, text_files
 
 FORBIDDEN = {
@@ -24,15 +24,12 @@ FORBIDDEN = {
 SELF = "tests/house/test_docs.py"
 
 
-@pytest.mark.parametrize("what", FORBIDDEN)
-def test_no_text_holds(what: str) -> None:
+def test_no_text_has_what_is_forbidden() -> None:
     for path in text_files():
-        if path in (SELF, "LICENSE"):
-            continue
-        text = (REPO / path).read_text(encoding="utf-8")
-        found = FORBIDDEN[what].search(text)
-        line = text.count("\n", 0, found.start()) + 1 if found else 0
-        assert found is None, f"{path}:{line}: {what}: {found and found[0]}"
+        text = "" if path in (SELF, "LICENSE") else (REPO / path).read_text(encoding="utf-8")
+        for what, pattern in FORBIDDEN.items():
+            if hit := pattern.search(text):
+                raise AssertionError(f"{path}:{text.count(chr(10), 0, hit.start()) + 1}: {what}: {hit[0]}")
 
 
 def test_modules_tell_their_story() -> None:
@@ -40,11 +37,6 @@ def test_modules_tell_their_story() -> None:
     for path in python_files("octetrl"):
         if not path.endswith("__init__.py"):
             assert len(ast.get_docstring(syntax(path)) or "") > 40, f"{path}: what is it for?"
-
-
-@pytest.mark.parametrize("name", ["LICENSE", "README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/fp8.md"])
-def test_documents_are_there(name: str) -> None:
-    assert (REPO / name).is_file()
 
 
 def test_files_that_pages_name_exist() -> None:
@@ -68,6 +60,12 @@ def test_the_commands_page_lists_what_a_resumed_run_may_change() -> None:
     text = (REPO / "docs/commands.md").read_text(encoding="utf-8")
     listed = text.split("These fields may differ from the saved recipe:", 1)[1].split(". `--allow", 1)[0]
     assert re.findall(r"`([\w.]+)`", listed) == list(MAY_CHANGE)
+
+
+def test_the_tools_page_has_every_ready_tool() -> None:
+    listed = tables((REPO / "docs/environment_tools.md").read_text(encoding="utf-8"))
+    told = {row[0].strip("`") for table in listed if table.header[0] == "tool" for row in table.rows}
+    assert set(READY_TOOLS) <= told
 
 
 def test_the_page_for_users_of_other_libraries_names_fields_that_exist_and_all_names_of_the_hints() -> None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
-from lab import scaling
+from lab import scaling, tutorial
 from lab.picture import LEARNING, PICTURE, SPEED, VLLM, apart, draw
 from lab.record import RESULTS
 
@@ -28,6 +28,11 @@ def test_picture_and_table_of_several_gpus_are_of_the_present_results() -> None:
     _, between, _ = scaling.split_page(scaling.PAGE)
     assert scaling.PICTURE.read_text(encoding="utf-8") == scaling.draw(series), "run `python -m lab.scaling`"
     assert between.strip() == scaling.table(series).strip(), "run `python -m lab.scaling`"
+
+
+def test_the_tutorials_picture_is_of_its_result() -> None:
+    result = json.loads((RESULTS / "tutorial_smollm2-135m-instruct_cpu.json").read_text(encoding="utf-8"))
+    assert tutorial.PICTURE.read_text(encoding="utf-8") == tutorial.draw(result["rows"])
 
 
 def test_it_shows_what_the_files_hold_and_no_more(tmp_path: Path) -> None:

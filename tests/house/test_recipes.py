@@ -23,36 +23,28 @@ def name(path: Path) -> str:
     return path.stem
 
 
-def test_there_are_recipes_for_the_demo_and_for_a_gpu() -> None:
-    names = [path.stem for path in RECIPES]
-    assert any(name.startswith("demo") for name in names)
-    assert any("1gpu" in name for name in names)
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=name)
-def test_it_validates_as_it_stands_and_survives_being_written(path: Path, tmp_path: Path) -> None:
+def test_it_is_sound_as_written_under_every_precision_and_with_the_shape_in_its_name(
+    path: Path, tmp_path: Path
+) -> None:
     recipe = load_recipe(path)
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "config.yaml") == recipe
-    texts = " ".join(one.read_text().replace("\n# ", " ") for one in (*RECIPES, *BASES))
-    for made in re.findall(r"(?:path|teacher|conversations): (runs/\S+)", dump_recipe(recipe)):
-        commands = re.findall("`(.+?)`", way_to_make(made) or "")
-        assert commands and all(command in texts for command in commands), f"{made}: made_first.py and the comment"
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=name)
-def test_it_runs_under_every_precision_that_its_algorithm_allows(path: Path) -> None:
-    has_rollouts = load_recipe(path).algorithm.learns_from == "rollouts"
     for precision in PRECISIONS:
-        if has_rollouts or precision != "fp8_full":  # without rollouts no KV cache is calibrated
+        if recipe.algorithm.learns_from == "rollouts" or precision != "fp8_full":  # else no KV cache is calibrated
             assert load_recipe(path, [f"precision={precision}"]).precision == precision
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=name)
-def test_it_fits_the_shape_in_its_name(path: Path) -> None:
     shape = next((preset for preset in PRESETS if preset in path.stem), "tiny")
     shape = "qwen3-0.6b" if path.stem.startswith("eval_") else shape  # long answers, of any model
-    validate_with_spec(load_recipe(path), spec_from_config(preset_config(shape)))
+    validate_with_spec(recipe, spec_from_config(preset_config(shape)))
+
+
+def test_what_a_recipe_expects_from_an_earlier_run_says_how_to_make_it() -> None:
+    assert any(path.stem.startswith("demo") for path in RECIPES) and any("1gpu" in path.stem for path in RECIPES)
+    texts = " ".join(one.read_text().replace("\n# ", " ") for one in (*RECIPES, *BASES))
+    for path in RECIPES:
+        for made in re.findall(r"(?:path|teacher|conversations): (runs/\S+)", dump_recipe(load_recipe(path))):
+            commands = re.findall("`(.+?)`", way_to_make(made) or "")
+            assert commands and all(command in texts for command in commands), f"{made}: way_to_make and the comment"
 
 
 def test_editors_find_its_schema() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -34,6 +34,7 @@ from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.worker import Worker
 from tests.objectives import objective
 from tests.parity.sides import ONE_TENSOR, PRECISIONS, NoText, draw_weights, random_tokens, samples_of
+from tests.team import share_of
 
 
 @dataclass(slots=True)
@@ -95,8 +96,7 @@ def short_run(
         drawn = worker.generate(asked)
         samples = [rewarded(sample) for sample in samples_of(asked, drawn)]
         batch = pack(samples, worker.layout, "token")
-        own = tuple(minibatch[peers.share.rank :: peers.share.count] for minibatch in batch.minibatches)
-        update = worker.train(replace(batch, minibatches=own))
+        update = worker.train(share_of(batch, peers))
         run.digests.append(worker.publish(update.policy_version).weights_digest)
         run.tokens += [list(chain.from_iterable(answer.token_ids for answer in siblings)) for siblings in drawn]
         run.logprobs += [answer.logprobs for answer in chain.from_iterable(drawn)]

@@ -1,16 +1,13 @@
 """A new kind of block is one file: everything that names linears, sites or the cache follows from its layout.
 
-The model's second layer has the block of `squared_relu.py` in the MLP's place, its first the gated MLP. On a CPU, the
-fused forms through the kernels' references. A second model has `latent_attention.py` in attention's place.
+The model's second layer has the block of `squared_relu.py` in the MLP's place, its first the gated MLP. A second model
+has `latent_attention.py` in attention's place. `test_fused_forms.py` compares the forms of the first.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,71 +18,36 @@ from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements, projections
 from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, kv_bytes_per_token
 from octetrl.config.schema import Fp8Config, LoraConfig, TrainerConfig
-from octetrl.doctor.taps import Fingerprints, Site, Tap, TrainingTap, sites_of
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
 from octetrl.fp8.policy import precision_policy
-from octetrl.fp8.relative_error import relative_error
-from octetrl.kernels.attention.attention_packed import attention_packed_forward_reference
-from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
-from octetrl.layers.context import PackedContext
-from octetrl.models import training_forward
-from octetrl.models.blocks.attention import training as attention_training
 from octetrl.models.blocks.attention.layout import AttentionLayout
-from octetrl.models.blocks.mlp import training as mlp_training
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import DENSE
 from octetrl.models.hf_weights import load_weights, pieces, save_weights, save_weights_fp8
 from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config
-from octetrl.models.rollout_forward import rollout_forward
 from octetrl.shapes.blocks import LayerBlocks
 from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.forward import Forward
 from tests.parity.shapes import TINY
-from tests.parity.sides import PRECISIONS, Pages, Sides, random_requests, random_sequences
+from tests.parity.sides import PRECISIONS, Sides, random_requests
 from tests.saved_adapter import save_adapter
 from tests.unit.models.latent_attention import LATENT, ROTARY, LatentLayout
 from tests.unit.models.squared_relu import SquaredReLULayout
+from tests.unit.models.tiny_families import made, packed
 
 GATED = replace(TINY["qwen3"], hidden_size=128, intermediate_size=256, head_size=32, num_kv_heads=4)  # whole blocks
 MIXED = replace(GATED, blocks=(*DENSE, LayerBlocks(AttentionLayout(), SquaredReLULayout())))
 LATENT_KV = replace(TINY["qwen3"], blocks=(LayerBlocks(LatentLayout(), MLPLayout()),))
 FP8 = Fp8Config(rollout=True, train=True)
-LENGTHS = (20, 1, 37)
-IN_THE_MLP = {"up_proj", "squared ReLU", "down_proj"}
 
 
-@pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_training, "attention_packed_forward_triton", attention_packed_forward_reference)
-    monkeypatch.setattr(mlp_training, "silu_mul_triton", silu_mul_reference)
-    monkeypatch.setattr(mlp_training, "silu_mul_backward_triton", silu_mul_backward_reference)
-
-
-def make(spec: ModelSpec = MIXED, fp8: Fp8Config = FP8, lora: LoraConfig | None = None) -> Decoder:
-    model = Decoder(spec, precision_policy(spec, fp8), "train", lora=lora)
-    model.random_init(0)
-    if lora is not None:
-        model.draw_adapters(1)
-        for _, adapter in model.adapters():
-            torch.nn.init.normal_(adapter.b, std=0.3, generator=torch.Generator().manual_seed(2))
-        model.train_adapters_alone()
-    return model
-
-
-def train(model: Decoder, keep: training_forward.Keep | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Hidden states and gradients; by the modules where `keep` is None."""
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, model.spec.vocab_size, (sum(LENGTHS),), generator=generator)
-    upstream = torch.randn(sum(LENGTHS), model.spec.hidden_size, generator=generator).bfloat16()
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    context = PackedContext(torch.tensor((0, *LENGTHS)).cumsum(0).int(), max(LENGTHS))
-    run_layer = None if keep is None else partial(training_forward._run_layer, keep=keep)
-    model.zero_grad()
-    hidden_TE = model(tokens, positions, context, run_layer)
-    hidden_TE.backward(upstream)
-    return hidden_TE.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def hidden(model: Decoder) -> Tensor:
+    """Of two sequences."""
+    tokens_T, positions_T, context = packed([20, 17], model.spec.vocab_size)
+    states: Tensor = model(tokens_T, positions_T, context)
+    return states
 
 
 def test_the_policy_lists_its_linears() -> None:
@@ -101,55 +63,27 @@ def test_the_policy_lists_its_linears() -> None:
     assert policy.digest != precision_policy(GATED, FP8).digest
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets=("q_proj", "up_proj"))], ids=["whole", "lora"])
-@pytest.mark.parametrize("fp8", [Fp8Config(), FP8], ids=["bf16", "fp8"])
-def test_the_trainers_forms_agree(fp8: Fp8Config, lora: LoraConfig | None) -> None:
-    model = make(fp8=fp8, lora=lora)
-    hidden, gradients = train(model, None)
-    keeps: tuple[training_forward.Keep, ...] = ("everything", "attention", "layer")
-    for keep in keeps:
-        fused, fused_gradients = train(model, keep)
-        assert torch.equal(fused, hidden), keep
-        assert fused_gradients.keys() == gradients.keys()
-        for name, want in gradients.items():
-            assert relative_error(fused_gradients[name], want) < (0.12 if fp8.train else 0.02), (keep, name)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
-def test_engine_and_trainer_have_its_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = Sides(MIXED, precision)
-    sequences = random_sequences(random.Random(1), MIXED, [17, 5])
-    pieces = [[(0, 0, 9), (1, 0, 4)], *([[(0, at, at + 1)] for at in range(9, 17)]), [(1, 4, 5)]]
-    packed = sides.packed(sequences)
-    modules = Pages(sides, sequences, 16).filled(pieces)
-    monkeypatch.setattr(Decoder, "forward", rollout_forward)
-    for fused, module, trainers in zip(Pages(sides, sequences, 16).filled(pieces), modules, packed, strict=True):
-        assert torch.equal(fused, module) and torch.equal(fused, trainers)
-
-
 @pytest.mark.parametrize("targets", [None, ("up_proj",), ("gate_proj", "down_proj")])
 def test_adapters_are_counted_saved_and_loaded(targets: tuple[str, ...] | None, tmp_path: Path) -> None:
     lora = LoraConfig.model_validate({"rank": 4, "targets": targets})
-    model = make(lora=lora)
+    model = made(MIXED, FP8, lora)
     assert adapter_elements(MIXED, lora) == sum(p.numel() for p in model.parameters() if p.requires_grad)
     save_adapter(model, tmp_path, None)
-    other = make(lora=lora)
-    for _, adapter in other.adapters():
-        adapter.b.data.zero_()
+    other = made(MIXED, FP8, lora, b_std=0.0)
     load_adapter(other, tmp_path)
     assert set(read_adapter_config(tmp_path).lora.targets or ()) == set(targets or projections(MIXED))
-    assert torch.equal(train(other, "layer")[0], train(model, "layer")[0])
+    assert torch.equal(hidden(other), hidden(model))
 
 
 def test_a_merged_adapter_is_in_its_weight() -> None:
-    model = make(fp8=Fp8Config(), lora=LoraConfig(rank=4, targets=("up_proj",)))
+    model = made(MIXED, lora=LoraConfig(rank=4, targets=("up_proj",)))
     before = model.get_parameter("layers.1.mlp.up_proj.weight").clone()
     merge_adapters(model)
     assert not torch.equal(model.get_parameter("layers.1.mlp.up_proj.weight"), before)
 
 
 def test_weights_go_out_and_come_in(tmp_path: Path) -> None:
-    model = make(fp8=Fp8Config())
+    model = made(MIXED)
     save_weights(model, tmp_path / "bf16")
     loaded = Decoder(MIXED, precision_policy(MIXED, Fp8Config()), "train")
     load_weights(loaded, tmp_path / "bf16")
@@ -164,7 +98,7 @@ def test_weights_go_out_and_come_in(tmp_path: Path) -> None:
 
 
 def test_the_memory_estimate_follows() -> None:
-    model = make()
+    model = made(MIXED, FP8)
     assert MIXED.num_parameters == sum(p.numel() for p in model.parameters())
     mixed, gated = estimate_of(MIXED), estimate_of(GATED)
     sizes = {part.name: part.num_bytes for part in mixed.parts}
@@ -180,37 +114,6 @@ def estimate_of(spec: ModelSpec) -> MemoryEstimate:
     trainer = {"tokens_per_micro_batch": 4096, "activation_checkpointing": "none"}
     recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}, "trainer": trainer})
     return estimate_memory(recipe, spec, Precisions(names, names, ["K", "V"]), on_gpu=True, device_bytes=None)
-
-
-def test_the_doctor_sees_its_sites_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = Sides(MIXED, "bf16")
-    (sequence_T,) = random_sequences(random.Random(1), MIXED, [17])
-    position_T, context = torch.arange(17), PackedContext(torch.tensor([0, 17], dtype=torch.int32), 17)
-    runner = partial(training_forward._run_layer, keep="layer")
-    found = []
-    for make_tap in (Tap, partial(TrainingTap, run_layer=runner)):
-        with noting(make_tap, sides.trainer_model, found) as tap:
-            tap.forward(sequence_T, position_T, context)
-    monkeypatch.setattr(Decoder, "forward", rollout_forward)
-    with noting(Tap, sides.engine_model, found):
-        Pages(sides, [sequence_T], 32).forward([(0, 0, 17)])
-    declared = sites_of(MIXED)
-    for one in found:
-        assert {site.op for site in one.bits_R if site.layer == 1} >= IN_THE_MLP
-        assert Site(0, "squared ReLU") not in one.bits_R
-        for site in one.bits_R.keys() & found[0].bits_R.keys():
-            assert not one.differing_rows(found[0], site).numel(), site
-    assert declared.index(Site(1, "MLP norm")) < declared.index(Site(1, "squared ReLU"))
-
-
-@contextmanager
-def noting(make_tap: Callable[..., Tap], model: Decoder, found: list[Fingerprints]) -> Iterator[Tap]:
-    """A tap that notes 17 rows; `found` gets the notes."""
-    found.append(Fingerprints(17, torch.device("cpu")))
-    tap = make_tap(model, found[-1])
-    tap.rows_T = torch.arange(17)
-    with tap.open():
-        yield tap
 
 
 @pytest.mark.parametrize(
@@ -245,7 +148,7 @@ def test_layers_may_cache_different_tensors() -> None:
     spec = replace(MIXED, blocks=(LayerBlocks(SquaredReLULayout(), MLPLayout()), *DENSE))
     assert (spec.num_cache_scales, spec.cached(0)) == (8, ())
     policy = precision_policy(spec, PRECISIONS["fp8_full"])
-    amax_LS = Forward(make(spec, PRECISIONS["fp8_full"]), TrainerConfig(), 1.0, torch.zeros(())).unobserved_amax()
+    amax_LS = Forward(made(spec, PRECISIONS["fp8_full"]), TrainerConfig(), 1.0, torch.zeros(())).unobserved_amax()
     assert amax_LS.tolist() == [[0.0] * 8, [-1.0] * 8]
     amax_LS[1] = 448.0
     scales = kv_scales_from_amax(amax_LS, spec, 1.0, policy_version=0)

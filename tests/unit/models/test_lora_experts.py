@@ -15,10 +15,8 @@ from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import LoraPart, adapter_elements, targets_of
 from octetrl.config.rules_shape import spec_problems
 from octetrl.config.schema import Fp8Config, LoraConfig
-from octetrl.fp8.policy import precision_policy
 from octetrl.kernels.gemm import grouped_bf16_gemm as grouped
 from octetrl.layers import stacked_lora
-from octetrl.layers.context import PackedContext
 from octetrl.layers.stacked_lora import StackedLoraAdapter
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
@@ -28,6 +26,7 @@ from tests.parity.test_moe import MIXTURES
 from tests.saved_adapter import save_adapter
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import first_rows
+from tests.unit.models.tiny_families import made, packed
 
 LORA = LoraConfig(rank=8, alpha=12.0, experts=True)
 PARTS = (LoraPart("gate_proj", 0, 40), LoraPart("up_proj", 40, 80))
@@ -93,20 +92,11 @@ def test_the_kernels_take_a_rank_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(name: str = "sigmoid", *, fp8: bool = False, dtype: torch.dtype = torch.float32) -> Decoder:
-    policy = precision_policy(MIXTURES[name], Fp8Config(rollout=fp8, train=fp8))
-    model = Decoder(MIXTURES[name], policy, "train", dtype=dtype, lora=LORA)
-    model.random_init(0)
-    model.draw_adapters(1)
-    for _, one in model.adapters():
-        torch.nn.init.normal_(one.b, std=0.2, generator=torch.Generator().manual_seed(2))
-    return model
+    return made(MIXTURES[name], Fp8Config(rollout=fp8, train=fp8), LORA, dtype=dtype)
 
 
 def logits(model: Decoder) -> Tensor:
-    tokens = torch.arange(3, 33)
-    context = PackedContext(torch.tensor([0, 18, 30], dtype=torch.int32), 18)
-    positions = torch.cat([torch.arange(18), torch.arange(12)])
-    return model(tokens, positions, context) @ model.lm_head_weight.t()
+    return model(*packed([18, 12], model.spec.vocab_size)) @ model.lm_head_weight.t()
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -159,10 +149,9 @@ def test_what_does_not_go_is_refused(preset: str, lora: dict[str, Any], said: st
 
 def test_the_count_of_trained_parameters_is_the_models() -> None:
     model = model_of(fp8=True, dtype=torch.bfloat16)
-    model.train_adapters_alone()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert trained == adapter_elements(model.spec, LORA) > 8 * adapter_elements(model.spec, replace_experts(LORA))
-
-
-def replace_experts(lora: LoraConfig) -> LoraConfig:
-    return lora.model_copy(update={"experts": False, "targets": ("gate_proj",)})
+    assert (
+        trained
+        == adapter_elements(model.spec, LORA)
+        > 8 * adapter_elements(model.spec, LORA.model_copy(update={"experts": False, "targets": ("gate_proj",)}))
+    )

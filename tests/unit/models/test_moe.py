@@ -14,7 +14,6 @@ from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import Precisions, estimate_memory
 from octetrl.config.schema import Fp8Config, LoraConfig, RouterConfig
-from octetrl.doctor.taps import Fingerprints, Site, Tap
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import quantize_activation_reference, quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error
@@ -32,17 +31,14 @@ from octetrl.models.blocks.moe.routing import route
 from octetrl.models.blocks.normed import BothForms, add_norm, values_of
 from octetrl.models.blocks.products import Input
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import DENSE, spec_from_config
-from octetrl.models.rollout_forward import rollout_forward
+from octetrl.models.families import DENSE
 from octetrl.shapes.blocks import LayerBlocks
-from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.prepared import MetricMeans
 from octetrl.trainer.reference import Reference
 from octetrl.trainer.routers import Routers
 from tests.objectives import objective
 from tests.parity.shapes import TINY
-from tests.parity.sides import Pages, Sides
 
 SOFTMAX = Routing(6, 2, "softmax", renormalise=True)
 SIGMOID = Routing(8, 3, "sigmoid", True, corrected=True, num_groups=4, kept_groups=2, scale=2.5)
@@ -320,32 +316,6 @@ def test_the_correction_bias_is_not_the_optimizers() -> None:
     name = "layers.1.mlp.gate.e_score_correction_bias"
     assert model.get_parameter(name).dtype == torch.float32
     assert set(dict(model.named_parameters())) - set(dict(model.trained_parameters())) == {name}
-
-
-def test_the_doctor_sees_routes_and_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = Sides(spec_of(GatedMixtureLayout(SIGMOID, 48, 96)), "bf16")
-    trainers, engines = (Fingerprints(7, torch.device("cpu")) for _ in range(2))
-    tap = Tap(sides.trainer_model, trainers)
-    tap.rows_T = torch.arange(7)
-    with tap.open():
-        tap.forward(torch.arange(7), torch.arange(7), PackedContext(torch.tensor([0, 7], dtype=torch.int32), 7))
-    monkeypatch.setattr(Decoder, "forward", rollout_forward)
-    tap = Tap(sides.engine_model, engines)
-    tap.rows_T = torch.arange(7)
-    with tap.open():
-        Pages(sides, [torch.arange(7)], 16).forward([(0, 0, 7)])
-    for found in (trainers, engines):
-        assert {site.op for site in found.bits_R if site.layer == 1} >= set(GatedMixtureLayout.sites)
-        assert found.shapes[Site(1, "chosen experts")] == (3,)
-        assert found.shapes[Site(1, "experts' gate_up_proj")] == (3, 96)
-    assert not any(engines.differing_rows(trainers, site).numel() for site in engines.bits_R.keys() & trainers.bits_R)
-
-
-def test_the_published_shape_has_its_parameters() -> None:
-    spec = spec_from_config(preset_config("qwen3-30b-a3b"))
-    assert spec.num_parameters == 30_532_122_624
-    experts = sum(linear.num_weights for name, linear in spec.linears() if ".experts." in name)
-    assert experts == 28_991_029_248
 
 
 def test_router_losses_are_those_of_the_formulas() -> None:

@@ -31,7 +31,7 @@ from octetrl.trainer.prepared import TrainerState
 from octetrl.trainer.shards import GradientMode
 from octetrl.trainer.trainer import Trainer
 from tests.objectives import objective
-from tests.team import run_team
+from tests.team import run_team, share_of
 from tests.unit.trainer.same_state import Step, assert_one_update, copy_of, joined, owned_part, step_of
 from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples, supervised
 
@@ -52,11 +52,6 @@ class Run(NamedTuple):
     @property
     def losses(self) -> list[float]:
         return [update.metrics["loss"] for update in self.updates]
-
-
-def share_of(batch: PackedBatch, peers: Peers) -> PackedBatch:
-    rank, count = peers.share.rank, peers.share.count
-    return replace(batch, minibatches=tuple(minibatch[rank::count] for minibatch in batch.minibatches))
 
 
 def trained(

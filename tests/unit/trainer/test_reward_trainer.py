@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,7 +17,7 @@ from octetrl.trainer.packing import PackingLayout, pack
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.reward_trainer import RewardTrainer, pair_ends
 from octetrl.trainer.scalar_trainer import ScalarState
-from tests.team import run_team
+from tests.team import run_team, share_of
 from tests.unit.trainer.same_state import NORM, copy_of, owned_part
 from tests.unit.trainer.test_critic import tiny_scalar_model
 from tests.unit.trainer.tiny_trainer import BF16, FP8, random_samples
@@ -73,13 +72,6 @@ def test_a_pair_shares_a_micro_batch_and_stands_side_by_side() -> None:
         for good, bad in zip(chosen, rejected, strict=True):
             met.append((sequences[last.index(good)], sequences[last.index(bad)]))
     assert sorted(met) == sorted((texts[index, True], texts[index, False]) for index in range(9))
-
-
-def test_a_pair_of_which_one_has_nothing_to_train_on_is_left_out_and_counted() -> None:
-    samples = pairs(3)
-    samples[2] = replace(samples[2], loss_mask=(False,) * len(samples[2].token_ids))
-    batch = packed(samples)
-    assert batch.metrics["train/samples"] == 4 and batch.metrics["train/samples_without_trained_tokens"] == 2
 
 
 def test_the_loss_is_that_of_the_formula_pair_by_pair() -> None:
@@ -154,16 +146,14 @@ def test_several_workers_train_one_reward_model() -> None:
 
     def work(peers: Peers) -> list[dict[str, float]]:
         trainer = tiny_reward_trainer(fp8=FP8, peers=peers)
-        rank, count = peers.share.rank, peers.share.count
         metrics = []
         for step, batch in enumerate(given):
             state = trainer.state()
-            if count == 1:
+            if peers.share.count == 1:
                 states.append(copy_of(state))
             else:
                 trainer.load_state(owned_part(states[step], state, trainer.scalar_trainer), step)
-            own = replace(batch, minibatches=(batch.minibatches[0][rank::count],))
-            metrics.append(dict(trainer.train(own).metrics))
+            metrics.append(dict(trainer.train(share_of(batch, peers)).metrics))
         return metrics
 
     alone, teams = work(ALONE), run_team(2, work, gradients="sharded")

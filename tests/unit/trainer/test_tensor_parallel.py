@@ -25,6 +25,7 @@ from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.trainer import Trainer
 from tests.grid import run_grid, smallest_shape
 from tests.objectives import objective
+from tests.team import share_of
 from tests.unit.trainer.tiny_trainer import BF16, random_samples, supervised
 
 SPEC = replace(smallest_shape("qwen3", 2), num_layers=1, qkv_bias=True, o_bias=True)
@@ -60,14 +61,9 @@ def batch(seed: int = 0) -> PackedBatch:
     return pack(supervised(random_samples(4, seed)), layout, "token")
 
 
-def own_part(given: PackedBatch, peers: Peers) -> PackedBatch:
-    rank, count = peers.share.rank, peers.share.count
-    return replace(given, minibatches=tuple(minibatch[rank::count] for minibatch in given.minibatches))
-
-
 def trained(peers: Peers, lora: LoraConfig | None = None) -> Run:
     trainer = trainer_of(peers, lora=lora)
-    metrics = [dict(trainer.train(own_part(batch(seed), peers), KVReplay(), None).metrics) for seed in range(2)]
+    metrics = [dict(trainer.train(share_of(batch(seed), peers), KVReplay(), None).metrics) for seed in range(2)]
     gradients = {slot.name: slot.gradient for slot in trainer.optimizer.slots}
     return Run(metrics, gradients, {name: one.detach() for name, one in trainer.model.named_parameters()})
 

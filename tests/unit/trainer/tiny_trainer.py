@@ -68,3 +68,13 @@ def random_samples(count: int, seed: int = 0, *, longest: int = 24, policy_versi
 
 def supervised(samples: list[Sample]) -> list[Sample]:
     return [Sample(sample.token_ids, sample.loss_mask, None, 1.0, None) for sample in samples]
+
+
+def pairs(samples: list[Sample]) -> list[Sample]:
+    """Answers of different lengths to one prompt; the better begins with token 1, the worse with token 2."""
+    found = []
+    for number, sample in enumerate(supervised(samples)):
+        prompt = sample.loss_mask.index(True)
+        tokens = (*sample.token_ids[:prompt], 1 + number % 2, *sample.token_ids[prompt + 1 :])
+        found.append(replace(sample, token_ids=tokens, pair=number // 2, chosen=number % 2 == 0))
+    return found
