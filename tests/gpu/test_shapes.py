@@ -15,9 +15,8 @@ from octetrl.kernels.gemm.linear_logprobs import LOGIT_ROWS, lm_head_logits
 from octetrl.shapes.blocks import KVMode
 from octetrl.shapes.rope import YarnScaling
 from octetrl.shapes.spec import ModelSpec
-from tests.parity.shapes import TINY
+from tests.parity.shapes import TINY, layer
 from tests.parity.sides import Pages, Sides, random_chunks, random_sequences, random_tokens
-from tests.parity.test_shapes import layer
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, replay_of
 
 pytestmark = pytest.mark.gpu

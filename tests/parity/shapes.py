@@ -1,15 +1,27 @@
 """A shape of each family: tiny ones for a CPU, and two layers of the published width for a GPU, so that the kernels and
 the tuned GEMMs of that very shape run. What tells the families apart for parity: Qwen2.5 has a bias, whose rounding has
 a place in the order, and K in BF16 beside a V in FP8; Qwen3 has QK-norm; Llama has neither, and scales its frequencies.
+
+Mixtures: `softmax` is Qwen3-MoE's routing. `sigmoid` is DeepSeek-V3's, with a correction bias, groups, a scale, a
+shared expert and a dense first layer. `gated` is Qwen2-MoE's, whose shared expert has a gate, in a model that rotates
+half of each head, as GLM-4.5 does. Experts' sizes are no multiples of 128, so FP8 blocks are ragged.
+
+Latent attention: `direct` has queries of one projection, as Moonlight; `low_rank` has latents of queries too, YaRN, and
+a latent size that is no power of two. `fp8_full` means scales of tokens here: nothing of a latent is calibrated.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from octetrl.models.families import spec_from_config
+from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.models.blocks.mla.layout import LatentAttentionLayout
+from octetrl.models.blocks.mlp.layout import MLPLayout
+from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
+from octetrl.models.families import DENSE, spec_from_config
+from octetrl.shapes.blocks import LayerBlocks
 from octetrl.shapes.presets import preset_config
-from octetrl.shapes.rope import Llama3Scaling
+from octetrl.shapes.rope import LinearScaling, Llama3Scaling, YarnScaling
 from octetrl.shapes.spec import ModelSpec
 from tests.tiny_spec import TINY_SPEC
 
@@ -21,6 +33,44 @@ TINY = {
     "qwen2.5": replace(_TINY, family="qwen2", qk_norm=False, qkv_bias=True, num_kv_heads=1),
     "qwen3": _TINY,
 }
+
+SIGMOID = Routing(8, 3, "sigmoid", True, corrected=True, num_groups=4, kept_groups=2, scale=2.5)
+MIXTURE = MixtureLayout(SIGMOID, 48, 96)
+MIXTURES: dict[str, ModelSpec] = {
+    name: replace(_TINY, blocks=blocks)
+    for name, blocks in {
+        "softmax": (LayerBlocks(AttentionLayout(), MixtureLayout(Routing(6, 2, "softmax", True), 48)),),
+        "sigmoid": (*DENSE, LayerBlocks(AttentionLayout(), MIXTURE)),
+        "gated": (
+            LayerBlocks(AttentionLayout(rotated=8), GatedMixtureLayout(Routing(6, 2, "softmax", False), 48, 80)),
+        ),
+    }.items()
+}
+WIDE = replace(_TINY, qk_norm=False, num_kv_heads=4, head_size=32)
+DIRECT, LOW_RANK = LatentAttentionLayout(32, 0, 24, 8, 16), LatentAttentionLayout(48, 40, 16, 16, 24)
+LATENT: dict[str, ModelSpec] = {
+    "direct": replace(WIDE, blocks=(LayerBlocks(DIRECT, MLPLayout()), LayerBlocks(DIRECT, MIXTURE))),
+    "low_rank": replace(
+        WIDE,
+        blocks=(LayerBlocks(LOW_RANK, MIXTURE),),
+        rope_scaling=YarnScaling(4.0, 32, beta_fast=4.0, mscale=1.0, mscale_all_dim=0.707),
+    ),
+}
+
+
+def layer(window: int | None) -> LayerBlocks:
+    return LayerBlocks(AttentionLayout(window), MLPLayout())
+
+
+_ODD = replace(TINY["llama"], hidden_size=144, intermediate_size=176, num_kv_heads=2)
+UNUSUAL: dict[str, ModelSpec] = {
+    "heads of 80, YaRN, biases": replace(
+        _ODD, head_size=80, rope_scaling=YarnScaling(4.0, 80, mscale=1.0), qkv_bias=True, o_bias=True
+    ),
+    "heads of 96, a window": replace(_ODD, head_size=96, blocks=(layer(40),), rope_scaling=LinearScaling(2.0)),
+    "heads of 192, windows by layer": replace(_TINY, head_size=192, blocks=(layer(130), layer(None))),
+}
+MODELS = TINY | MIXTURES | LATENT | UNUSUAL
 
 
 def _full(config: dict[str, object]) -> ModelSpec:

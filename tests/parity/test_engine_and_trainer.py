@@ -1,88 +1,138 @@
-"""The engine's recorded log-prob of every token it draws is the trainer's, bit for bit, whatever happened to either."""
+"""The engine's recorded log-prob of every token it draws is the trainer's, bit for bit, whatever happened to either:
+for all families and precisions, adapters, mixtures of experts, latent attention and unusual shapes."""
 
 from __future__ import annotations
 
 import random
-from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 
-from octetrl.config.schema import EngineConfig, Fp8Config, ModelConfig, Recipe
-from octetrl.records import GenerationRequest
+from octetrl.config.schema import EngineConfig, Fp8Config, LoraConfig, ModelConfig, Recipe
+from octetrl.engine.weights import weight_set, weights_digest
+from octetrl.kernels.attention import attention_reference
 from tests.objectives import objective
-from tests.parity.shapes import TINY
+from tests.parity.shapes import LATENT, MODELS, TINY, UNUSUAL
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run, worker_of
-from tests.parity.sides import ONE_TENSOR, PRECISIONS, Answers, Sides, random_requests
+from tests.parity.sides import ONE_TENSOR, PRECISIONS, Sides, random_requests
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
 
-LONGEST = 150
-ALL = [(family, precision) for family in TINY for precision in PRECISIONS]
-TELLING = pytest.mark.parametrize(  # linears and cache both differ between these; one family has them all
-    ("family", "precision"), [case for case in ALL if case[0] == "qwen3" or case[1] in ("bf16", "fp8_full")]
+LORA = LoraConfig(rank=6, alpha=9.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
+ON_EXPERTS = LoraConfig(rank=8, experts=True)
+ON_LATENTS = LoraConfig(
+    rank=4,
+    targets=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
+EVERY, TRAINERS = tuple(IN_THE_ENGINE), tuple(in_the_trainer(1))
 PAGES = ("small_chunks", "next_turn", "preempted")  # written, found and computed again; all of them are small
 BATCHES = ("one_by_one", "preempted")
-SITUATIONS = pytest.mark.parametrize(
-    ("situation", "family", "precision"),
+ONE = ("one sequence a micro-batch",)
+FEW = (*ONE, "layers run again", "codes quantised again")
+Case = tuple[str, str, LoraConfig | None, tuple[str, ...], tuple[str, ...]]
+CASES: list[Case] = [  # model, precision, adapters, situations of the engine, settings of the trainer
+    ("qwen3", "bf16", None, EVERY, TRAINERS),
+    ("qwen3", "fp8_full", None, EVERY, TRAINERS),
+    ("qwen3", "fp8", None, BATCHES, TRAINERS),  # its cache is bf16's
+    ("qwen3", "fp8_dynamic", None, PAGES, TRAINERS),  # its linears are fp8_full's
+    ("qwen3", "fp8_int8", None, (), TRAINERS),
+    ("qwen3", "fp8_full_k", None, PAGES, ONE),
+    ("qwen3", "fp8_full_v", None, PAGES, ONE),
+    ("qwen3", "fp8_int8_k", None, PAGES, ONE),
+    ("qwen3", "fp8_int8_v", None, (), ONE),
+    ("qwen3", "fp8_dynamic_k", None, (), ONE),
+    ("qwen3", "fp8_dynamic_v", None, (), ONE),
+    ("qwen2.5", "fp8_full", None, PAGES, TRAINERS),  # its K and V are of two formats
+    ("qwen2.5", "bf16", None, (), FEW),
+    ("llama", "bf16", None, BATCHES, FEW),  # its pages are qwen3's
+    ("llama", "fp8_full", None, (), FEW),
+    ("qwen3", "fp8_full", LORA, EVERY, TRAINERS),
+    ("qwen2.5", "fp8_dynamic", LORA, ("one_by_one", "next_turn", "preempted"), FEW),
+    ("softmax", "bf16", None, ("one_by_one", "small_chunks", "prefix_hit"), FEW),
+    ("sigmoid", "fp8_full", None, ("one_by_one", "small_chunks", "prefix_hit"), FEW),
+    ("gated", "fp8_full", None, ("one_by_one", "small_chunks", "prefix_hit"), FEW),
+    ("sigmoid", "bf16", ON_EXPERTS, ("one_by_one", "small_chunks"), FEW),
+    ("sigmoid", "fp8_full", ON_EXPERTS, ("one_by_one", "small_chunks"), FEW),
+    ("direct", "bf16", None, ("small_chunks", "next_turn"), FEW),
+    ("low_rank", "fp8_full", None, ("one_by_one", "prefix_hit", "preempted"), FEW),
+    ("low_rank", "fp8_full", ON_LATENTS, (), ONE),
+    ("heads of 80, YaRN, biases", "bf16", None, ("small_chunks", "prefix_hit"), ONE),
+    ("heads of 80, YaRN, biases", "fp8", None, ("small_chunks", "prefix_hit"), ONE),
+    ("heads of 96, a window", "bf16", None, ("small_chunks", "prefix_hit"), ONE),
+    ("heads of 96, a window", "fp8_full", None, ("small_chunks", "prefix_hit"), ONE),
+    ("heads of 192, windows by layer", "fp8_full", None, ("small_chunks", "prefix_hit"), ONE),
+]
+
+
+def sides_of(model: str, precision: str, lora: LoraConfig | None = None) -> Sides:
+    """Correction biases of a router are not zero."""
+    sides = Sides(MODELS[model], precision, lora=lora)
+    for name, parameter in sides.trainer_model.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    return sides
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}{' lora' if case[2] else ''}")
+def test_what_happens_to_either_side_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four siblings fill three pages of 16 each, more than the cache of `preempted` has. Unusual shapes: chunks of keys
+    have one tile, so that windows leave whole chunks out."""
+    model, precision, lora, situations, settings = case
+    if model in UNUSUAL:
+        monkeypatch.setattr(attention_reference, "KV_CHUNK", 128)
+    longest = 150 if model in TINY | UNUSUAL else 60
+    draw, sides = random.Random(f"{model} {precision}"), sides_of(model, precision, lora)
+    asked = random_requests(draw, sides.spec, 1, prompts=(10, 12), answers=(24, 24), siblings=(4, 4), temperature=0.9)
+    asked += random_requests(draw, sides.spec, 2, prompts=(1, longest - 24), answers=(6, 12), temperature=0.9)
+    prompts = (longest - 30, longest - 24)
+    asked += random_requests(draw, sides.spec, 1, prompts=prompts, answers=(18, 20), temperature=0.9)
+    answers = sides.engine().generate(asked)
+    for name in situations:
+        assert IN_THE_ENGINE[name](sides.engine, asked) == answers, name
+    for name in settings:
+        check_trainer(sides, asked, answers, **in_the_trainer(longest)[name])
+    if lora is not None:
+        assert sides_of(model, precision).engine().generate(asked) != answers, "the adapters do something"
+        assert weights_digest(sides.engine_model, weight_set(sides.trainer_model, 1))
+    if precision in ONE_TENSOR:
+        both = sides_of(model, precision[:-2])
+        assert sides.policy.digest != both.policy.digest and both.engine().generate(asked) != answers
+        alone = {"K": "bf16", "V": "bf16"} | {precision[-1].upper(): "fp8"}
+        assert {name: stored for name, stored in sides.policy.cache} == alone
+
+
+@pytest.mark.parametrize(("lora", "where", "count"), [(ON_EXPERTS, ".experts.", 2), (ON_LATENTS, ".attention.", 8)])
+def test_adapters_are_where_they_are_asked_for(lora: LoraConfig, where: str, count: int) -> None:
+    sides = sides_of("sigmoid" if lora is ON_EXPERTS else "low_rank", "bf16", lora)
+    adapted = {name for name, adapter in sides.trainer_model.adapters() if where in name and adapter.b.any()}
+    assert len(adapted) == count
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "lora"),
     [
-        *((situation, "qwen3", precision) for situation in IN_THE_ENGINE for precision in ("bf16", "fp8_full")),
-        *((situation, "qwen3", "fp8") for situation in BATCHES),  # its cache is bf16's
-        *((situation, "qwen3", "fp8_dynamic") for situation in PAGES),  # its linears are fp8_full's
-        *((situation, "qwen3", precision) for situation in PAGES for precision in ("fp8_full_k", "fp8_full_v")),
-        *((situation, "qwen3", "fp8_int8_k") for situation in PAGES),
-        *((situation, "qwen2.5", "fp8_full") for situation in PAGES),  # its K and V are of two formats
-        *((situation, "llama", "bf16") for situation in BATCHES),  # its pages are qwen3's
+        *(("qwen3", precision, None) for precision in PRECISIONS),
+        *(("qwen3", precision, None) for precision in ONE_TENSOR),
+        *((family, precision, None) for family in ("llama", "qwen2.5") for precision in ("bf16", "fp8_full")),
+        ("qwen3", "fp8_full", LORA),
+        ("qwen2.5", "fp8_dynamic", LORA),
+        ("sigmoid", "fp8_full", None),
+        ("direct", "fp8_full", None),
+        ("low_rank", "fp8_full", None),
     ],
 )
-
-
-@lru_cache
-def drawn(family: str, precision: str) -> tuple[Sides, list[GenerationRequest], Answers]:
-    """Some requests, and what an engine left alone answers. Four siblings fill three pages of 16 each, and the cache of
-    `preempted` has eleven."""
-    draw = random.Random(f"{family} {precision}")
-    sides = Sides(TINY[family], precision)
-    asked = random_requests(draw, sides.spec, 1, prompts=(10, 12), answers=(24, 24), siblings=(4, 4), temperature=0.9)
-    asked += random_requests(draw, sides.spec, 2, prompts=(1, LONGEST - 24), answers=(6, 12), temperature=0.9)
-    asked += random_requests(draw, sides.spec, 1, prompts=(120, 126), answers=(18, 20), temperature=0.9)
-    return sides, asked, sides.engine().generate(asked)
-
-
-@SITUATIONS
-def test_what_happens_in_the_engine_changes_nothing(situation: str, family: str, precision: str) -> None:
-    sides, asked, answers = drawn(family, precision)
-    assert IN_THE_ENGINE[situation](sides.engine, asked) == answers
-
-
-@pytest.mark.parametrize("precision", ONE_TENSOR)
-def test_k_or_v_alone_in_codes_has_equal_log_probs(precision: str) -> None:
-    """A precision of its own: another digest, and other log-probs than those of both in codes."""
-    sides, asked, answers = drawn("qwen3", precision)
-    check_trainer(sides, asked, answers)
-    both, _, others = drawn("qwen3", precision[:-2])
-    assert sides.policy.digest != both.policy.digest and answers != others
-    alone = {name: stored for name, stored in sides.policy.cache}
-    assert alone == {"K": "bf16", "V": "bf16"} | {precision[-1].upper(): "fp8"}
-    run = short_run(TINY["qwen3"], precision, "cpu", 2, answers=8, tokens_per_micro_batch=256)
-    assert_equal_in_every_step(run)
-    assert_learned(run)
-
-
-@TELLING
-def test_what_happens_in_the_trainer_changes_nothing(family: str, precision: str) -> None:
-    sides, asked, answers = drawn(family, precision)
-    for config in in_the_trainer(LONGEST).values():
-        check_trainer(sides, asked, answers, **config)
-
-
-@TELLING
-def test_every_step_of_a_run_says_that_nothing_differs_and_runs_repeat(family: str, precision: str) -> None:
-    repeats = 2 if family == "qwen3" else 1  # of another family no op differs
-    runs = [short_run(TINY[family], precision, "cpu", 3, answers=8, tokens_per_micro_batch=256) for _ in range(repeats)]
+def test_every_step_of_a_run_says_that_nothing_differs_and_runs_repeat(
+    model: str, precision: str, lora: LoraConfig | None
+) -> None:
+    repeats = 2 if (model != "llama" and precision in ("fp8_full", "fp8_int8")) or precision == "bf16" else 1
+    options: dict[str, Any] = {"answers": 6, "lora": lora, "tokens_per_micro_batch": 256}
+    runs = [short_run(MODELS[model], precision, "cpu", 2, **options) for _ in range(repeats)]
     assert_equal_in_every_step(runs[0])
     assert_same(runs[0], runs[-1])
-    assert_learned(runs[0])
+    if model in LATENT:
+        assert runs[0].metrics[0]["entropy"] != runs[0].metrics[-1]["entropy"], "nothing was learnt"
+    else:
+        assert_learned(runs[0])
 
 
 @pytest.mark.parametrize(

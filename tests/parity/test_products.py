@@ -7,7 +7,6 @@ order each time. In float64 such a difference is lost when the result is rounded
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,25 +16,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octetrl.config.schema import LoraConfig
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs
-from tests.parity.shapes import TINY
+from tests.parity.shapes import MODELS
 from tests.parity.sides import Sides, random_requests, random_sequences
-from tests.parity.test_mla import MODELS
-from tests.parity.test_moe import MIXTURES
 
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "einsum", "convolution"}
 SUMS = {"sum", "mean", "cumsum", "logsumexp", "prod", "var", "std", "softmax", "log_softmax"}
 CURVES = {"exp", "exp2", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "silu", "gelu", "pow", "rsqrt"}
-SIDES: dict[str, Callable[[], Sides]] = {
-    "llama bf16": lambda: Sides(TINY["llama"], "bf16"),
-    "qwen2.5 fp8_full": lambda: Sides(TINY["qwen2.5"], "fp8_full"),
-    "qwen3 fp8_int8": lambda: Sides(TINY["qwen3"], "fp8_int8"),
-    "mla": lambda: Sides(MODELS["direct"], "bf16"),
-    "mla fp8_full": lambda: Sides(MODELS["low_rank"], "fp8_full"),
-    "softmax": lambda: Sides(MIXTURES["softmax"], "bf16"),
-    "sigmoid": lambda: Sides(MIXTURES["sigmoid"], "fp8"),
-    "gated": lambda: Sides(MIXTURES["gated"], "fp8"),
-    "lora": lambda: Sides(TINY["qwen3"], "fp8", lora=LoraConfig(rank=4)),
-}
+SIDES = pytest.mark.parametrize(
+    ("model", "precision", "lora"),
+    [
+        ("llama", "bf16", None),
+        ("qwen2.5", "fp8_full", None),
+        ("qwen3", "fp8_int8", None),
+        ("direct", "bf16", None),
+        ("low_rank", "fp8_full", None),
+        ("softmax", "bf16", None),
+        ("sigmoid", "fp8", None),
+        ("gated", "fp8", None),
+        ("qwen3", "fp8", LoraConfig(rank=4)),
+    ],
+)
 
 
 class Recorder(TorchDispatchMode):
@@ -76,18 +76,20 @@ class OtherOrder(TorchDispatchMode):
         return last if start else last + first  # `baddbmm_` has added both to its first argument
 
 
-@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
-def test_log_probs_are_equal_where_every_product_has_an_order_of_its_own(sides: Callable[[], Sides]) -> None:
-    made, draw = sides(), random.Random(1)
+@SIDES
+def test_log_probs_are_equal_where_every_product_has_an_order_of_its_own(
+    model: str, precision: str, lora: LoraConfig | None
+) -> None:
+    made, draw = Sides(MODELS[model], precision, lora=lora), random.Random(1)
     asked = random_requests(draw, made.spec, 2, prompts=(3, 30), answers=(4, 6), siblings=(2, 2))
     with OtherOrder(2) as orders:
         engine_N, trainer_N = made.logprobs(asked, made.engine().generate(asked))
     assert orders.count > 100 and torch.equal(engine_N, trainer_N)
 
 
-@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
-def test_log_probs_are_added_up_in_float64(sides: Callable[[], Sides]) -> None:
-    made, draw = sides(), random.Random(0)
+@SIDES
+def test_log_probs_are_added_up_in_float64(model: str, precision: str, lora: LoraConfig | None) -> None:
+    made, draw = Sides(MODELS[model], precision, lora=lora), random.Random(0)
     asked = random_requests(draw, made.spec, 2, prompts=(3, 20), answers=(2, 3), siblings=(1, 2))
     with Recorder() as engine:
         made.engine().generate(asked)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.distillation import divergence_loss, teacher_advantages
-from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs
 from octetrl.algorithms.token_rewards import TokenRewards
 from tests.objectives import objective
@@ -106,11 +105,3 @@ def test_sampled_tokens_have_the_teachers_view_as_advantage() -> None:
         kl_N=log_ratio_N,
     )
     assert teacher_advantages(rewards).tolist() == [-0.5, 2.0, 0.0]
-
-
-def test_the_table_tells_samples_from_distributions() -> None:
-    sampled = build_algorithm(objective(name="distill", teacher="t"))
-    assert sampled.needs_teacher and sampled.needs_reference and sampled.needs_proximal
-    assert sampled.shape is not None and sampled.teacher_top_k == 0
-    whole = build_algorithm(objective(name="distill", teacher="t", distillation="forward_kl", teacher_top_k=5))
-    assert whole.shape is None and whole.teacher_top_k == 5 and not whole.needs_proximal

@@ -1,16 +1,17 @@
-"""DPO, cDPO and IPO against the papers' formulas, pair by pair in float64; and what they are in special cases."""
+"""DPO, cDPO, IPO and Bradley-Terry against the papers' formulas, pair by pair in float64, and in special cases."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.bradley_terry import bradley_terry_loss
 from octetrl.algorithms.dpo import preference_loss
-from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.algorithms.weighting import weigh
 from tests.objectives import objective
@@ -100,15 +101,40 @@ def test_far_from_the_reference_it_stays_finite() -> None:
 def test_a_pair_apart_is_our_bug() -> None:
     inputs = random_inputs()
     assert inputs.chosen_N is not None
-    broken = LossInputs(
-        **{name: getattr(inputs, name) for name in LossInputs.__slots__ if name != "chosen_N"},
-        chosen_N=torch.ones_like(inputs.chosen_N),
-    )
     with pytest.raises(AssertionError, match="neighbours"):
-        preference_loss(broken, objective(name="dpo"))
+        preference_loss(replace(inputs, chosen_N=torch.ones_like(inputs.chosen_N)), objective(name="dpo"))
 
 
-def test_the_table_gives_the_mean_over_pairs_and_a_reference() -> None:
-    for name in ("dpo", "ipo"):
-        algorithm = build_algorithm(objective(name=name))
-        assert algorithm.name == name and algorithm.needs_reference and algorithm.token_weighting == "sequence"
+# --- the reward model's loss ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("center", [0.0, 0.01])
+def test_a_reward_models_loss_by_hand(center: float) -> None:
+    chosen, rejected = [1.0, -2.0, 0.5, 30.0], [0.0, 1.5, 0.5, -30.0]
+    loss = bradley_terry_loss(torch.tensor(chosen), torch.tensor(rejected), center)
+    expected = [
+        -math.log(1.0 / (1.0 + math.exp(r - c))) + center * (c + r) ** 2 for c, r in zip(chosen, rejected, strict=True)
+    ]
+    torch.testing.assert_close(loss.loss_N, torch.tensor(expected))
+    assert loss.metrics["preference/accuracy"].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert loss.metrics["preference/margin"].tolist() == [1.0, -3.5, 0.0, 60.0]
+
+
+def test_a_reward_models_gradient_by_finite_differences() -> None:
+    chosen_P, rejected_P = torch.randn(2, 8, dtype=torch.float64)
+    given = (chosen_P.requires_grad_(), rejected_P.requires_grad_())
+    assert torch.autograd.gradcheck(lambda chosen, rejected: bradley_terry_loss(chosen, rejected, 0.05).loss_N, given)
+
+
+def test_only_the_difference_of_rewards_counts() -> None:
+    chosen_P, rejected_P = torch.randn(2, 8, dtype=torch.float64)
+    shifted = bradley_terry_loss(chosen_P + 5.0, rejected_P + 5.0).loss_N
+    torch.testing.assert_close(shifted, bradley_terry_loss(chosen_P, rejected_P).loss_N)
+
+
+def test_a_hopeless_pair_is_finite() -> None:
+    chosen = torch.tensor([-1e4], requires_grad=True)
+    loss_N = bradley_terry_loss(chosen, torch.tensor([1e4])).loss_N
+    loss_N.sum().backward()
+    assert loss_N.item() == 2e4
+    assert chosen.grad is not None and chosen.grad.item() == -1.0

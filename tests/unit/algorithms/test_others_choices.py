@@ -17,7 +17,7 @@ from torch import Tensor
 from octetrl.algorithms.dpo import preference_loss
 from octetrl.algorithms.grpo import grpo_loss
 from octetrl.algorithms.policy_loss import step_means
-from octetrl.algorithms.ratios import kl_estimate
+from octetrl.algorithms.ratios import MAX_LOG_RATIO, kl_estimate, token_ratio
 from octetrl.algorithms.rloo import rloo_loss
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs
@@ -243,3 +243,31 @@ def test_values_and_gradients_of_the_kl_in_the_loss(estimator: Any, gradient: An
     torch.testing.assert_close(values_N.detach(), expected_N, rtol=1e-12, atol=1e-15)
     (found_N,) = torch.autograd.grad(values_N.sum(), logprobs_N)
     torch.testing.assert_close(found_N, own_N if is_own else x_N, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_estimators_of_the_kl_as_exact_expectations_over_a_small_vocabulary(estimator: str) -> None:
+    """k1 and k3 have the reverse KL's value. In training, where tokens are drawn and only the estimate is
+    differentiated, k1 and k2 have the reverse KL's gradient and k3 has the forward KL's."""
+    draw = torch.Generator().manual_seed(0)
+    logits_V = torch.randn(7, generator=draw, dtype=torch.float64).requires_grad_()
+    near = 0.05 if estimator == "k2" else 1.0  # k2 is biased, but close when the policies are
+    reference_V = (logits_V.detach() + near * torch.randn(7, generator=draw, dtype=torch.float64)).log_softmax(0)
+    logprobs_V = logits_V.log_softmax(0)
+    reverse = (logprobs_V.exp() * (logprobs_V - reference_V)).sum()
+    forward = (reference_V.exp() * (reference_V - logprobs_V)).sum()
+    estimate = (logprobs_V.exp().detach() * kl_estimate(logprobs_V, reference_V, estimator)).sum()
+    torch.testing.assert_close(estimate, reverse, rtol=0.1 if estimator == "k2" else 1e-7, atol=1e-12)
+    wanted, found = (
+        torch.autograd.grad(kl, logits_V, retain_graph=True)[0]
+        for kl in (forward if estimator == "k3" else reverse, estimate)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+def test_an_extreme_ratio_stays_finite_in_value_and_gradient() -> None:
+    logprobs = torch.tensor([0.0, -200.0], requires_grad=True)
+    ratio = token_ratio(logprobs, torch.tensor([-200.0, 0.0]))
+    ratio.sum().backward()
+    assert ratio.isfinite().all() and logprobs.grad is not None and logprobs.grad.isfinite().all()
+    assert ratio[0] == torch.tensor(MAX_LOG_RATIO).exp()

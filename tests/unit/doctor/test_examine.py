@@ -26,11 +26,6 @@ PROMPT = "What is {} + 4 - 7 + 1 now?"  # a page of 16 tokens and a bit
 SHORT = "{} + 4"  # enough for a fault that shows at every token
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.make_model(tmp_path_factory.mktemp("doctor") / "model", tie_word_embeddings=False)
-
-
 def subject(model: Path, precision: str, prompt: str = PROMPT, **changes: Any) -> ExaminedWorker:
     """Prompts are short: every token of theirs is a forward of the engine's, and each examination takes all ways."""
     tasks = model.parent / "tasks.jsonl"
@@ -72,21 +67,18 @@ def hook_one_ulp(module: nn.Module) -> None:
     ],
 )
 def test_every_bit_is_equal(model: Path, precision: str, changes: dict[str, Any]) -> None:
-    report = report_of(subject(model, precision, **changes))
+    one = subject(model, precision, **changes)
+    report = report_of(one)
     assert report.equal
     assert report.verdict.startswith("equal: every bit of") and report.verdict.endswith("24 sampled tokens")
     ways = [name for name, _ in report.passes]
     assert {"trainer, each alone", "engine, decode", "engine, chunked prefill", "engine, in another batch"} <= set(ways)
     assert "engine, prefix hit" in ways  # siblings share their prompt's pages, small ones if need be
-
-
-def test_nothing_is_left_on_the_models(model: Path) -> None:
-    one = subject(model, "fp8_full")
-    report_of(one)
-    for decoder in (one.worker.trainer_model, one.worker.engine_model):
+    for decoder in (one.worker.trainer_model, one.worker.engine_model):  # nothing is left on the models
         for module in decoder.modules():
             assert not module._forward_hooks and not module._forward_pre_hooks
             assert not {"forward", "_attend_packed", "_attend_paged"} & module.__dict__.keys()
+            assert getattr(module, "probe", None) is None
     assert all(parameter.grad is None for parameter in one.worker.trainer_model.parameters())
 
 
@@ -98,10 +90,8 @@ def test_nothing_is_left_on_the_models(model: Path) -> None:
     [
         ("trainer", "layers.1.attention_norm", "norm"),
         ("engine", "layers.1.attention.qkv_proj", "qkv_proj"),
-        ("trainer", "layers.1.attention.q_norm", "rotated q"),
         ("engine", "layers.1.attention.k_norm", "rotated k"),
         ("trainer", "layers.1.attention.o_proj", "o_proj"),
-        ("engine", "layers.1.mlp_norm", "MLP norm"),
         ("trainer", "layers.1.mlp.gate_up_proj", "gate_up_proj"),
         ("engine", "layers.1.mlp.down_proj", "down_proj"),
         ("trainer", "layers.1", "residual after MLP"),
@@ -135,7 +125,7 @@ def test_where_and_what_is_told(model: Path) -> None:
 def test_an_attention_kernel_that_is_an_ulp_off(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = attention.attention_paged
     monkeypatch.setattr(attention, "attention_paged", lambda *args, **kwargs: one_ulp(kernel(*args, **kwargs)))
-    first = report_of(subject(model, "fp8_full")).first
+    first = report_of(subject(model, "fp8_full", SHORT)).first
     assert first is not None
     assert (first.site, first.other) == (Site(0, "attention out"), "engine, decode")
     assert first.shape == (4, 16)
@@ -187,7 +177,7 @@ def test_formats_that_differ_show_at_the_first_linear(model: Path) -> None:
 
 def test_a_branch_that_adds_nothing_yet_hides_nothing(model: Path) -> None:
     """B is zero before the first step. Small numbers stand in for it, so a wrong branch of one side shows."""
-    one = subject(model, "fp8_full", model__lora={})
+    one = subject(model, "fp8_full", SHORT, model__lora={})
     assert one.woke_branches and "every adapter's B is zero" in str(one)
     assert report_of(one).equal
     for _, adapter in one.worker.engine_model.adapters():
@@ -208,14 +198,14 @@ def test_a_branch_that_was_trained_stays_as_it_is(model: Path) -> None:
 def test_an_engine_that_does_not_follow_its_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = model_runner.logprobs_alone
     monkeypatch.setattr(model_runner, "logprobs_alone", lambda *args: one_ulp(own(*args)))
-    report = report_of(subject(model, "fp8_full"))
+    report = report_of(subject(model, "fp8_full", SHORT))
     assert report.first is None and not report.equal
     assert all(name.startswith("engine") for name in report.off_forwards)
     assert "the engine side does not follow" in report.verdict and "captured graphs" in report.verdict
 
 
 def test_a_trainer_that_does_not_follow_its_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = subject(model, "fp8_full")
+    one = subject(model, "fp8_full", SHORT)
     own = one.worker.trainer.forward.logprobs_of
 
     def off(*args: Any) -> tuple[Tensor, Tensor]:

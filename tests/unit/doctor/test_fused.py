@@ -21,18 +21,12 @@ from octetrl.models.blocks.attention import training as attention_training
 from octetrl.models.blocks.mlp import rollout as mlp_rollout
 from octetrl.models.blocks.mlp import training as mlp_training
 from octetrl.models.decoder import Decoder
-from tests.e2e import tiny_run
-from tests.unit.doctor.test_examine import one_ulp, subject
+from tests.unit.doctor.test_examine import SHORT, one_ulp, subject
 
 QUANTISED = [
     Site(layer, f"{op}, quantised") for layer in range(2) for op in ("norm", "attention out", "MLP norm", "SiLU")
 ]
 PRECISIONS = [("bf16", {}), ("fp8", {}), ("fp8_full", {}), ("fp8_full", {"fp8__kv_cache": "dynamic"})]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.make_model(tmp_path_factory.mktemp("doctor") / "model", tie_word_embeddings=False)
 
 
 @pytest.fixture
@@ -94,6 +88,6 @@ def test_a_kernel_that_is_an_ulp_off(
         return made._replace(scale=one_ulp(made.scale, 0)) if isinstance(made, Quantized) else one_ulp(made, 0)
 
     monkeypatch.setattr(namespace, kernel, off)
-    report = examine(subject(model, "fp8_full")).report
+    report = examine(subject(model, "fp8_full", SHORT)).report
     assert report.first is not None
     assert (report.first.site, report.at_fault) == (site, side)

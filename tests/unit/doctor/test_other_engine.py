@@ -59,11 +59,6 @@ class SayingDouble(VllmDouble):
         return float(self.logprobs[int(prompt) * SMALL.sequences + int(sibling), len(one.out) - 1])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.make_model(tmp_path_factory.mktemp("other") / "model", tie_word_embeddings=False)
-
-
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch) -> list[SayingDouble]:
     """The doubles that workers are built with, the last one last. Nothing else of the CPU is refused."""

@@ -10,12 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.engine.engine import Engine
 from octetrl.engine.model_runner import ModelRunner
 from octetrl.fp8.kv_scales import KVScales, same_bits
+from octetrl.fp8.policy import precision_policy
+from octetrl.layers.context import PackedContext
+from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import rollout_forward
-from octetrl.records import FinishReason, GenerationProgress
+from octetrl.records import Completion, FinishReason, GenerationProgress
 from octetrl.system.errors import UserError
-from tests.unit.engine.tiny_engine import CONTEXT_LENGTH, EOS, SCALES, policy_of, request, tiny_engine, tiny_model
+from tests.unit.engine.tiny_engine import (
+    CONTEXT_LENGTH,
+    EOS,
+    SCALES,
+    SPEC,
+    Letters,
+    policy_of,
+    request,
+    tiny_engine,
+    tiny_model,
+)
+
+asked = request  # where `request` is pytest's
 
 
 def test_completions_come_in_the_order_of_requests_and_siblings() -> None:
@@ -63,25 +80,18 @@ def test_ignore_eos_and_the_limits() -> None:
     assert (len(full.token_ids), full.finish_reason) == (5, FinishReason.LENGTH)
 
 
-def test_a_stop_string_ends_the_text_before_and_the_tokens_after_it() -> None:
+def test_stop_strings_and_stop_tokens_end_the_text_before_and_the_tokens_after_them() -> None:
     engine = tiny_engine()
     ((free,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True)])
     stop = free.text[6:9]  # spans three tokens
     first = free.text.index(stop)
     ((cut,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True, stop=("never", stop))])
-    assert cut.text == free.text[:first]
+    assert cut.text == free.text[:first] and cut.finish_reason == FinishReason.STOP
     assert cut.token_ids == free.token_ids[: first + 3] and cut.logprobs == free.logprobs[: first + 3]
-    assert cut.finish_reason == FinishReason.STOP
-
-
-def test_a_stop_token_ends_the_text_before_itself() -> None:
-    engine = tiny_engine()
-    ((free,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True)])
-    stop = free.token_ids[7]
-    first = free.token_ids.index(stop)
-    ((cut,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True, stop_token_ids=(stop,))])
-    assert cut.token_ids == free.token_ids[: first + 1]
-    assert cut.text == free.text[:first]
+    token = free.token_ids[7]
+    first = free.token_ids.index(token)
+    ((cut,),) = engine.generate([request(max_new_tokens=12, ignore_eos=True, stop_token_ids=(token,))])
+    assert cut.token_ids == free.token_ids[: first + 1] and cut.text == free.text[:first]
 
 
 def test_metrics_and_progress() -> None:
@@ -137,10 +147,6 @@ def test_the_largest_request_that_fits_is_served() -> None:
 
 
 def test_a_context_beyond_the_models_positions_is_refused() -> None:
-    from octetrl.config.schema import EngineConfig
-    from octetrl.engine.engine import Engine
-    from tests.unit.engine.tiny_engine import SPEC, Letters
-
     with pytest.raises(UserError, match=r"161 tokens .* has 160 positions"):
         Engine(
             tiny_model("bf16"), spec=SPEC, policy=policy_of("bf16"), tokenizer=Letters(), config=EngineConfig(),
@@ -173,25 +179,31 @@ def test_scales_are_read_back_as_given_and_bad_ones_refused() -> None:
     assert same_bits(engine.kv_scales, SCALES)
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of a GPU, through the kernels' references."""
+
+    def forward(runner: ModelRunner, *inputs: Any, counts: bool = True) -> Tensor:
+        return rollout_forward(runner.model, *inputs)
+
+    monkeypatch.setattr(ModelRunner, "_forward", forward)
+
+
 @pytest.mark.parametrize("is_fused", [False, True], ids=["modules", "fused"])
 @pytest.mark.parametrize(("layer", "head"), [(0, 1), (1, 2)], ids=["K", "V"])
 def test_saturation_is_counted_by_layer_and_head(
-    layer: int, head: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    layer: int, head: int, is_fused: bool, request: pytest.FixtureRequest
 ) -> None:
     if is_fused:
-
-        def fused(runner: ModelRunner, *inputs: Any, counts: bool = True) -> Tensor:
-            return rollout_forward(runner.model, *inputs)
-
-        monkeypatch.setattr(ModelRunner, "_forward", fused)
+        request.getfixturevalue("fused")
     engine = tiny_engine("fp8_full")
-    engine.generate([request()])
+    engine.generate([asked()])
     assert engine.metrics is not None and engine.metrics.kv_saturation == 0.0
     narrow = SCALES.scale_LS.clone()
     narrow[layer, head] = 1e-6
     engine.set_kv_scales(KVScales(narrow, 0))
     for _ in range(2):  # each call counts from zero
-        engine.generate([request()])
+        engine.generate([asked()])
         share = engine.metrics.kv_saturation_LS
         assert share is not None
         assert share[layer, head] > 0.9 and share.count_nonzero() == 1
@@ -254,18 +266,61 @@ def test_the_cache_can_be_released_and_taken_again() -> None:
     assert engine.generate([request()]) == expected
 
 
-def test_those_expected_to_run_longest_start_first_and_draw_the_same() -> None:
-    """One place: they run one after the other."""
-    asked = [request(str(n), num_siblings=1, seed=n) for n in range(3)]
-    expected = tiny_engine().generate(asked)
-    hinted = [replace(one, expected_tokens=tokens) for one, tokens in zip(asked, (4, None, 9), strict=True)]
-    engine, started = tiny_engine(max_batch=1), []
-    run = engine._runner.launch
+# ---------------------------------------------------------------- bits
 
-    def launch(step, batch, cache):
-        started.extend(sequence.group.index for sequence in step.joined)
-        return run(step, batch, cache)
 
-    engine._runner.launch = launch
-    assert engine.generate(hinted) == expected
-    assert started == [1, 2, 0]  # the unknown one, then the longest
+SAMPLED = [
+    request("drawn", prompt_length=21, num_siblings=2, seed=1, max_new_tokens=8),
+    request("short", prompt_length=1, num_siblings=2, seed=2, max_new_tokens=6, top_k=20, top_p=0.9),
+    request("greedy", prompt_length=33, seed=3, max_new_tokens=4, temperature=0.0),
+    request("cool", prompt_length=16, num_siblings=3, seed=4, max_new_tokens=8, temperature=0.7, min_p=0.02),
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_dynamic", "fp8_full"])
+def test_log_probs_are_the_trainers_whatever_the_sampling_and_the_company(precision: str) -> None:
+    """Filters and temperature 0 change the token, not its log-prob. The trainer replays the rollout's cache."""
+    answers = tiny_engine(precision, page_size=16).generate(SAMPLED)
+    crowded = tiny_engine(precision, page_size=16, prefill_chunk=16, max_batch=3)
+    order = [2, 0, 3, 1]
+    assert crowded.generate([SAMPLED[n] for n in order]) == [answers[n] for n in order]
+    model, kv_mode = tiny_model(precision, "train"), policy_of(precision).kv_mode
+    scale_LS = SCALES.scale_LS if kv_mode == "calibrated" else None
+    for one, siblings in zip(SAMPLED, answers, strict=True):
+        for answer in siblings:
+            tokens_T = torch.tensor(one.prompt_token_ids + answer.token_ids)
+            count = len(tokens_T)
+            context = PackedContext(torch.tensor([0, count], dtype=torch.int32), count, kv_mode, scale_LS)
+            hidden_TE = model(tokens_T, torch.arange(count), context)
+            logprobs_T, _ = model.logprobs(hidden_TE[:-1], tokens_T[1:], one.sampling.temperature or 1.0)
+            assert answer.logprobs == tuple(logprobs_T[len(one.prompt_token_ids) - 1 :].tolist())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"ignore": (f"*.{name}",)} for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        {"power_of_two": True},
+        {"kv_cache": "calibrated", "kv_cache_tensors": "k"},
+        {"kv_cache": "dynamic", "kv_cache_tensors": "v"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_the_fused_rollout_of_layers_that_are_fp8_in_part_draws_what_the_modules_draw(
+    changes: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    policy = precision_policy(SPEC, Fp8Config(**({"rollout": True, "train": True} | changes)))
+    model = Decoder(SPEC, policy, "rollout")
+    model.random_init(0)
+    model.requantize()
+    how: dict[str, Any] = {"context_length": CONTEXT_LENGTH, "dtype": torch.bfloat16, "device": "cpu"}
+
+    def drawn() -> list[list[Completion]]:
+        engine = Engine(model, spec=SPEC, policy=policy, tokenizer=Letters(), config=EngineConfig(), **how)
+        if policy.kv_mode == "calibrated":
+            engine.set_kv_scales(SCALES)
+        return engine.generate([asked(str(n), prompt_length=4 + 9 * n, num_siblings=2, seed=n) for n in range(2)])
+
+    expected = drawn()
+    request.getfixturevalue("fused")
+    assert drawn() == expected

@@ -154,9 +154,10 @@ def test_codes_of_latents_as_published_and_further_layers_are_read(tmp_path: Pat
         want[name] = dequantize_weight(quantized).bfloat16()
     stored["model.layers.2.eh_proj.weight"] = torch.zeros(128, 256)
     save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     with pytest.raises(UserError, match=r"1 extra: model\.layers\.2\.eh_proj\.weight"):
         decoder_of(tmp_path, dtype=torch.bfloat16)
-    config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     again = decoder_of(tmp_path, dtype=torch.bfloat16)
     for name, matrix in want.items():

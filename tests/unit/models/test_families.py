@@ -190,7 +190,7 @@ def test_published_shapes_have_their_parameters_and_are_their_configs_again(
     spec = spec_from_config(preset_config(preset) | changes)
     assert spec_from_config(hf_config(spec)) == spec
     assert parameters in (None, spec.num_parameters)
-    experts = sum(linear.num_weights for name, linear in spec.linears() if ".experts." in name)
+    experts = sum(linear.num_weights for name, linear in spec.linears() if "experts." in name)
     assert in_experts in (None, experts)
     if cached_bytes is not None:
         recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}})

@@ -22,7 +22,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adapter_config
 from octetrl.shapes.presets import preset_config
-from tests.parity.test_moe import MIXTURES
+from tests.parity.shapes import MIXTURES
 from tests.saved_adapter import save_adapter
 from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import first_rows

@@ -151,15 +151,14 @@ def test_neither_packing_nor_micro_batches_change_the_gradient(checkpointing: st
         torch.testing.assert_close(one, other, rtol=1e-3, atol=3e-6)
 
 
-@pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])
-def test_it_learns_the_returns(fp8: Fp8Config) -> None:
-    critic = tiny_critic(fp8, value_clip=None, optimizer=OptimizerConfig(lr=1e-3))
+def test_it_learns_the_returns() -> None:
+    critic = tiny_critic(FP8, value_clip=None, optimizer=OptimizerConfig(lr=2e-3))
     micro_batches, denominator = packed(random_samples(8))
     before = step(critic, micro_batches, denominator)
-    for _ in range(60):
+    for _ in range(35):
         after = step(critic, micro_batches, denominator)
     assert after["value/loss"] < 0.2 * before["value/loss"]
-    assert after["value/lr"] == 1e-3 and after["value/grad_norm"] > 0
+    assert after["value/lr"] == 2e-3 and after["value/grad_norm"] > 0
     values, returns = (torch.cat([of(m) for m in micro_batches]) for of in (critic.values, targets))
     explained = explained_variance(values, returns)
     assert explained is not None and explained > 0.6

@@ -130,8 +130,10 @@ def test_stochastic_rounding_keeps_no_master_and_lands_beside_the_float32_value(
 
 
 @pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("master", ["float32", "stochastic_rounding"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("master", "dtype"),
+    [("float32", torch.float32), ("float32", torch.bfloat16), ("stochastic_rounding", torch.bfloat16)],
+)
 def test_state_restores_every_bit(states: str, master: str, dtype: torch.dtype) -> None:
     config = CONFIG.model_copy(update={"master": master, "states": states})
     straight, stopped = parameters(dtype), parameters(dtype)
@@ -229,14 +231,14 @@ def sft_losses(states: str, batches: list[PackedBatch], master: str = "float32")
 
 def test_a_tiny_decoder_learns_alike_in_every_format_and_twice_the_same() -> None:
     layout = tiny_trainer().layout
-    batches = [pack(supervised(random_samples(12, seed % 3)), layout, "token") for seed in range(25)]
+    batches = [pack(supervised(random_samples(12, seed % 3)), layout, "token") for seed in range(15)]
     exact, _ = sft_losses("float32", batches)
-    assert exact[-1] < 0.6 * exact[0]
+    assert exact[-1] < 0.75 * exact[0]
     for states in ("bfloat16", "8bit"):
         losses, _ = sft_losses(states, batches)
         assert losses[-1] == pytest.approx(exact[-1], rel=0.03)
-        (again, weights), (_, weights_again) = (sft_losses(states, batches[:6]) for _ in range(2))
-        assert losses[:6] == again and all(map(torch.equal, weights, weights_again))
+        (again, weights), (_, weights_again) = (sft_losses(states, batches[:4]) for _ in range(2))
+        assert losses[:4] == again and all(map(torch.equal, weights, weights_again))
 
 
 @pytest.mark.parametrize("states", STATES[1:])

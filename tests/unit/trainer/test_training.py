@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -191,13 +190,15 @@ def group_of(*answers: tuple[int, float, RolloutStatus]) -> RolloutGroup:
     return RolloutGroup(task, tuple(rollouts))
 
 
-def loss_of_groups(groups: list[RolloutGroup], **choices: object) -> Mapping[str, float]:
-    """Metrics of the update that a recipe's objective makes of a step's groups. On-policy the ratio is 1, so a token's
-    loss is its negative advantage."""
+def loss_of_groups(groups: list[RolloutGroup], **choices: object) -> tuple[float, int]:
+    """Loss and trained tokens of the update that a recipe's objective makes of a step's groups. On-policy the ratio is
+    1, so a token's loss is its negative advantage."""
     algorithm = objective(normalize_advantages=False, corrections=(), **choices)
     trainer = tiny_trainer(algorithm=algorithm)
     samples = [replace(one, precision_digest=None) for one in to_samples(groups, trainer.algorithm)]
-    return train(trainer, samples).metrics
+    update = train(trainer, samples)
+    assert update.logprobs is not None
+    return update.metrics["loss"], len(update.logprobs.trainer_N)
 
 
 @pytest.mark.parametrize("weighting", ["token", "sequence", "constant"])
@@ -207,8 +208,8 @@ def test_token_weighting_reaches_the_update(weighting: str) -> None:
     lengths, advantages = (2, 6, 4), (0.5, -0.5, 0.0)
     weights = {"token": [1 / 12] * 3, "sequence": [1 / length / 3 for length in lengths], "constant": [1 / 9 / 3] * 3}
     expected = -sum(a * n * w for a, n, w in zip(advantages, lengths, weights[weighting], strict=True))
-    metrics = loss_of_groups(groups, token_weighting=weighting, constant_length=9)
-    assert metrics["loss"] == pytest.approx(expected, abs=1e-6) and metrics["train/trained_tokens"] == 12
+    loss, tokens = loss_of_groups(groups, token_weighting=weighting, constant_length=9)
+    assert loss == pytest.approx(expected, abs=1e-6) and tokens == 12
 
 
 def test_overlong_mask_reaches_the_update() -> None:
@@ -216,8 +217,7 @@ def test_overlong_mask_reaches_the_update() -> None:
     scored, cut = RolloutStatus.SCORED, RolloutStatus.TRUNCATED
     groups = [group_of((2, 1.0, scored), (7, 0.0, cut), (4, 0.5, scored))]
     masked, kept = (loss_of_groups(groups, token_weighting="token", overlong=way) for way in ("mask", "keep"))
-    assert masked["loss"] == pytest.approx(-(0.5 * 2) / 6) and masked["train/trained_tokens"] == 6
-    assert kept["loss"] == pytest.approx(-(0.5 * 2 - 0.5 * 7) / 13) and kept["train/trained_tokens"] == 13
+    assert masked == (pytest.approx(-(0.5 * 2) / 6), 6) and kept == (pytest.approx(-(0.5 * 2 - 0.5 * 7) / 13), 13)
 
 
 def test_stale_samples_are_not_on_policy() -> None:
