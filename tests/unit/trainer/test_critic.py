@@ -155,7 +155,7 @@ def test_it_learns_the_returns() -> None:
     critic = tiny_critic(FP8, value_clip=None, optimizer=OptimizerConfig(lr=2e-3))
     micro_batches, denominator = packed(random_samples(8))
     before = step(critic, micro_batches, denominator)
-    for _ in range(35):
+    for _ in range(45):
         after = step(critic, micro_batches, denominator)
     assert after["value/loss"] < 0.2 * before["value/loss"]
     assert after["value/lr"] == 2e-3 and after["value/grad_norm"] > 0

@@ -105,22 +105,25 @@ def test_two_workers_train_as_with_float32_sums_and_repeat_their_bits(mode: Grad
         assert of_workers[0].update.metrics["loss"] == pytest.approx(step.update.metrics["loss"], rel=LOSS)
 
 
+def summed(peers: Peers, given: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The owned rows of the sum of this worker's gradients, one a micro-batch."""
+    weight = nn.Parameter(torch.zeros(given[0].shape, dtype=dtype))
+    rows = cut_rows([weight.shape], peers.share.count)
+    sums = gradient_sums({"weight": weight}, rows, peers, GradientRounding(3, CPU))
+    sums.zero()
+    for gradient in given:
+        weight.backward(gradient)
+        sums.end_micro_batch()
+    sums.finish()
+    return sums.owned["weight"]
+
+
 def test_the_sum_over_workers_has_no_bias() -> None:
     """Worker 1's gradient rounds up to the next BF16 number with probability 0.1, and the sum of both with 1/4 of that.
     With the random bits of the micro-batch, the sum would round up whenever the gradient did."""
     step, weights = 2**-9, (1024, 64)  # BF16 numbers from 1/4 are a step apart, those from 1 are 4 steps apart
-
-    def work(peers: Peers) -> Tensor:
-        weight = nn.Parameter(torch.zeros(weights))
-        rows = cut_rows([weight.shape], peers.share.count)
-        sums = gradient_sums({"weight": weight}, rows, peers, GradientRounding(3, CPU))
-        sums.zero()
-        weight.backward(torch.full(weights, (1.0, 0.25 + 0.1 * step)[peers.share.rank]))
-        sums.end_micro_batch()
-        sums.finish()
-        return sums.owned["weight"]
-
-    for own in run_team(2, work, gradients="local"):
+    given = [torch.full(weights, value) for value in (1.0, 0.25 + 0.1 * step)]
+    for own in run_team(2, lambda peers: summed(peers, [given[peers.share.rank]], torch.float32), gradients="local"):
         steps = (own.double() - 1.25) / step  # 4 with probability 0.025: its deviation is 0.62
         assert abs(float(steps.mean()) - 0.1) < 4 * 0.62 / steps.numel() ** 0.5
 
@@ -130,17 +133,10 @@ def test_sharded_sums_have_the_same_bits_on_any_number_of_workers() -> None:
     come from one worker, so that no order of sums differs."""
     generator = torch.Generator().manual_seed(4)
     given = [torch.randn(600, 5, generator=generator).bfloat16() for _ in range(3)]
+    nothing = [torch.zeros_like(gradient) for gradient in given]
 
     def work(peers: Peers) -> Tensor:
-        weight = nn.Parameter(torch.zeros(600, 5).bfloat16())
-        rows = cut_rows([weight.shape], peers.share.count)
-        sums = gradient_sums({"weight": weight}, rows, peers, GradientRounding(3, CPU))
-        sums.zero()
-        for one in given:
-            weight.backward(one if peers.share.rank == 0 else torch.zeros_like(one))
-            sums.end_micro_batch()
-        sums.finish()
-        return sums.owned["weight"]
+        return summed(peers, nothing if peers.share.rank else given)
 
     two, five = (torch.cat(run_team(count, work, gradients="sharded")) for count in (2, 5))
     nearest = (given[0] + given[1]) + given[2]
@@ -151,17 +147,7 @@ def test_local_sums_of_equal_gradients_round_differently_on_each_worker() -> Non
     """So their errors partly cancel: by the root of two for two workers. With equal bits the sum would just double."""
     given = micro_batches(64, 0.1)
     exact = torch.stack([one.double() for one in given]).sum(0)
-
-    def work(peers: Peers) -> Tensor:
-        weight = nn.Parameter(torch.zeros(SHAPE).bfloat16())
-        rows = cut_rows([weight.shape], peers.share.count)
-        sums = gradient_sums({"weight": weight}, rows, peers, GradientRounding(3, CPU))
-        sums.zero()
-        for one in given:
-            weight.backward(one)
-            sums.end_micro_batch()
-        sums.finish()
-        return sums.owned["weight"]
-
-    alone, two = (relative(torch.cat(run_team(count, work)), count * exact) for count in (1, 2))
+    alone, two = (
+        relative(torch.cat(run_team(count, lambda peers: summed(peers, given))), count * exact) for count in (1, 2)
+    )
     assert two == pytest.approx(alone / 2**0.5, rel=0.1)

@@ -228,11 +228,20 @@ def trained(config: AlgorithmConfig, samples: list[Sample], trainer: TrainerConf
     return metrics, [args[0] for args, _ in given], model
 
 
+WEIGHTINGS = ("token", "sequence", "constant")
+
+
 @pytest.mark.parametrize(
     ("name", "weighting"),
-    [(name, weighting) for name in NAMES for weighting in ("token", "sequence", "constant")
-     if name != "reward_model" and (name not in PAIRED or weighting == "sequence")],
-)  # fmt: skip
+    [
+        *(("grpo", weighting) for weighting in WEIGHTINGS),
+        *(
+            (name, "sequence" if name in PAIRED else WEIGHTINGS[number % 3])
+            for number, name in enumerate(NAMES)
+            if name not in ("grpo", "reward_model")
+        ),
+    ],
+)
 def test_metrics_are_means_over_tokens_or_pairs(name: str, weighting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values: list[Any] = []
     monkeypatch.setattr("octetrl.trainer.critic.value_loss", recorded(value_loss, values))
@@ -300,8 +309,7 @@ def test_metrics_of_a_reward_model() -> None:
     assert_equal(metrics, {f"preference/{name}": float(value) for name, value in expected.items()})
 
 
-@pytest.mark.parametrize("weighting", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize(("kl_in", "weighting"), [("loss", "token"), ("loss", "constant"), ("reward", "sequence")])
 def test_the_kl_coefficient_rises_above_the_target_and_falls_below_it(kl_in: Any, weighting: Any) -> None:
     samples = random_samples(4, longest=12)
     config = partial(objective, kl_coefficient=0.1, kl_in=kl_in, token_weighting=weighting, kl_estimator="k3")

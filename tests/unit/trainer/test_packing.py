@@ -96,16 +96,18 @@ def test_minibatches_keep_the_order_and_count_for_themselves() -> None:
 
 
 def test_samples_without_trained_tokens_are_left_out_and_counted() -> None:
-    batch = pack([sample(5), sample(5, trained=0)], PackingLayout(64), "sequence")
-    assert batch.loss_denominators == (1.0,)
-    assert batch.metrics["train/samples"] == 1 and batch.metrics["train/samples_without_trained_tokens"] == 1
-    assert batch.metrics["train/tokens"] == 5 and batch.metrics["train/trained_tokens"] == 2
-
-
-@pytest.mark.parametrize("samples", [[], [sample(5, trained=0)]])
-def test_nothing_to_learn_is_an_empty_batch(samples: list[Sample]) -> None:
-    batch = pack(samples, PackingLayout(64), "token")
-    assert batch.minibatches == () and batch.loss_denominators == () and batch.policy_version is None
+    """With them the other half of a pair; the others keep their numbers in the batch."""
+    batch = pack([sample(5), sample(5, trained=0), sample(4)], PackingLayout(64), "sequence")
+    assert batch.loss_denominators == (2.0,) and micro_batches(batch)[0].sample_N.tolist() == [0, 0, 2, 2]
+    assert batch.metrics["train/samples"] == 2 and batch.metrics["train/samples_without_trained_tokens"] == 1
+    assert batch.metrics["train/tokens"] == 9 and batch.metrics["train/trained_tokens"] == 4
+    whole, (chosen, rejected) = pairs_of([(4, 4)]), pairs_of([(4, 4), (5, 6)])[2:]
+    untrained = Sample(rejected.token_ids, (False,) * 6, None, 1.0, 3, pair=1, chosen=False)
+    batch = pack([*whole, chosen, untrained], PackingLayout(64), "sequence")
+    assert batch.loss_denominators == (2.0,) and batch.metrics["train/samples_without_trained_tokens"] == 2
+    for nothing in ([], [sample(5, trained=0)]):
+        batch = pack(nothing, PackingLayout(64), "token")
+        assert batch.minibatches == () and batch.loss_denominators == () and batch.policy_version is None
 
 
 def pairs_of(lengths: list[tuple[int, int]]) -> list[Sample]:
@@ -139,13 +141,6 @@ def test_a_pair_shares_a_micro_batch_side_by_side(
     assert sum(batch.loss_denominators) == 2 * len(lengths)
 
 
-def test_half_a_pair_is_left_out_with_its_other_half() -> None:
-    whole, (chosen, rejected) = pairs_of([(4, 4)]), pairs_of([(4, 4), (5, 6)])[2:]
-    untrained = Sample(rejected.token_ids, (False,) * 6, None, 1.0, 3, pair=1, chosen=False)
-    batch = pack([*whole, chosen, untrained], PackingLayout(64), "sequence")
-    assert batch.loss_denominators == (2.0,) and batch.metrics["train/samples_without_trained_tokens"] == 2
-
-
 def test_groups_follow_their_samples_and_are_all_given_or_none() -> None:
     samples = [sample(length, first=100 * length, group=length % 3) for length in (9, 4, 6, 5, 8)]
     for micro_batch in micro_batches(pack(samples, PackingLayout(14, minibatches=2), "token")):
@@ -156,31 +151,23 @@ def test_groups_follow_their_samples_and_are_all_given_or_none() -> None:
         pack([*samples, sample(5)], PackingLayout(1000), "token")
 
 
-def test_several_versions_count_as_the_oldest() -> None:
+def test_a_batchs_version_is_the_oldest_and_supervised_samples_have_none() -> None:
     samples = [sample(5, policy_version=version) for version in (4, 2, 3)]
     assert pack(samples, PackingLayout(64), "token").policy_version == 2
-
-
-def test_supervised_samples_have_no_generator() -> None:
     batch = pack([sample(5, generator_logprobs=None, policy_version=None)], PackingLayout(64), "token")
     assert micro_batches(batch)[0].generator_logprobs_N is None and batch.policy_version is None
 
 
-def test_log_probs_of_some_tokens_are_refused() -> None:
-    with pytest.raises(AssertionError, match="as long as its tokens"):
-        pack([sample(5, generator_logprobs=(-0.5,) * 4)], PackingLayout(64), "token")
-
-
-def test_samples_of_another_precision_table_are_refused() -> None:
+def test_samples_that_are_wrong_are_refused() -> None:
     layout = PackingLayout(64, precision_digest="aaaa")
     pack([sample(5, precision_digest="aaaa")], layout, "token")
-    with pytest.raises(RuntimeError, match=r"bbbb.*aaaa"):
-        pack([sample(5, precision_digest="bbbb")], layout, "token")
-
-
-def test_a_trained_first_token_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="first token"):
-        pack([Sample((1, 2), (True, True), None, 1.0, None)], PackingLayout(8), "token")
+    for wrong, error, told in (
+        (sample(5, precision_digest="bbbb"), RuntimeError, r"bbbb.*aaaa"),
+        (sample(5, generator_logprobs=(-0.5,) * 4), AssertionError, "as long as its tokens"),
+        (Sample((1, 2), (True, True), None, 1.0, None), AssertionError, "first token"),
+    ):
+        with pytest.raises(error, match=told):
+            pack([wrong], layout, "token")
 
 
 def test_calibration_packs_have_nothing_to_train_on() -> None:

@@ -99,9 +99,8 @@ def test_packing_changes_no_step() -> None:
         assert whole[name] == pytest.approx(parts[name], rel=1e-4)
 
 
-@pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])
-def test_it_learns_which_is_better(fp8: Fp8Config) -> None:
-    trainer = tiny_reward_trainer(fp8=fp8)
+def test_it_learns_which_is_better() -> None:
+    trainer = tiny_reward_trainer(fp8=FP8)
     for seed in range(12):
         trainer.train(packed(pairs(8, seed)))
     metrics = trainer.train(packed(pairs(24, 99))).metrics
