@@ -227,43 +227,6 @@ def test_check_rehearses_each(model: Path, tmp_path: Path, capsys: pytest.Captur
     assert "environment talk python" in said and "turns at most 16, rewarded by score" in said
 
 
-@pytest.mark.parametrize(
-    ("environments", "words", "line"),
-    [
-        (
-            TWO,
-            ("environments.nose.weight=2",),
-            "command line: there is no environment 'nose'; the recipe has exact, noise; did you mean 'noise'?",
-        ),
-        (TWO, ("environments.noise.weight=0",), "environments.noise.weight: 0 is out of range; it must be above 0"),
-        (TWO, ("environments.noise.wieght=2",), "environments.noise.wieght: unknown key; did you mean 'weight'?"),
-        ({"A": SUMS}, (), "environments: the name 'A' is not allowed; use small letters, digits, '_' and '-'"),
-        ({"": SUMS}, (), "environments: an empty name is not allowed"),
-        (TWO, ("environment.eval_size=4",), "environment: "),
-        ({"a": {**SUMS, "reward_model": "x"}}, (), "environments.a.reward_model: a reward model runs in the trainer's"),
-        ({"a": {**SUMS, "eval_size": 500}}, (), "environments.a.eval_size: 500 held-out tasks asked for"),
-        ({"a": {**SUMS, "dataset": "no.jsonl"}}, (), "environments.a.dataset: no file 'no.jsonl'"),
-        ({"a": SUMS | {"eval_size": 2, "reward": "no_module:f"}}, (), "environments.a.reward: module 'no_module'"),
-        (
-            {"a": {**SUMS, "eval_size": 2, "reward": "tests.e2e.tiny_rewards:always_wrong"}},
-            (),
-            "environments.a.reward: the score fails on every text that was tried",
-        ),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(
-    environments: Any,
-    words: tuple[str, ...],
-    line: str,
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    said = check(model, tmp_path, environments, capsys, *words)
-    problem = said.partition("octetrl: ")[2].strip()
-    assert said.startswith("2 ") and line in problem and "\n" not in problem, said
-
-
 def test_one_form_replaces_the_other_of_a_base_file(model: Path, tmp_path: Path) -> None:
     from octetrl.config.load import dump_recipe, load_recipe
 

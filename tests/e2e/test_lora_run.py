@@ -281,25 +281,6 @@ def test_it_is_evaluated_and_generated_from(
 # --- the recipe ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("override", "what"),
-    [
-        ("model.lora.rank=0", "model.lora.rank: 0 is out of range; it must be at least 1"),
-        ("model.lora.targets=[q_prj]", "'q_prj' is not allowed; choose one of q_proj, k_proj"),
-        ("model.lora.targets=[]", "model.lora.targets: is empty, so nothing would be trained"),
-        ("model.lora.targets=[q_proj,q_proj]", "model.lora.targets: "),
-        ("model.lora.alpha=-1", "model.lora.alpha: -1 is out of range; it must be above 0"),
-        ("model.lora.dropout=0.1", "model.lora.dropout: unknown key"),
-        ("model.lora=8", "model.lora: 8 is not a section"),
-        ("model.lora.path=nowhere", "model.lora.path: no folder 'nowhere'"),
-    ],
-)
-def test_bad_input_is_one_line(override: str, what: str, capsys: pytest.CaptureFixture[str], demo: Path) -> None:
-    assert run_command(["check", str(demo), override]) == 2
-    error = capsys.readouterr().err
-    assert what in error and len(error.strip().splitlines()) == 1, error
-
-
 @pytest.fixture
 def demo(model: Path, tmp_path: Path) -> Path:
     """The shipped recipe for adapters, of a tiny model and for two steps."""

@@ -141,21 +141,6 @@ def test_a_critic_may_begin_with_it(exported: Path, model: Path, tmp_path: Path)
     assert line["value/mean"] != 0.0  # its head is the reward model's
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"environment.reward_model": "x"}, "environment.reward_model: x"),
-        ({"critic.pretrain_steps": 2}, "critic: grpo"),
-        ({"algorithm.name": "ppo", "critic.pretrain_steps": 3}, "critic.pretrain_steps: 3 of 3 steps leave no step"),
-        ({"algorithm.name": "ppo", "critic.optimizer.betas": [0.9, 1.0]}, r"critic\.optimizer\.betas: \[0.9, 1.0\]"),
-        ({"algorithm": {"name": "reward_model"}}, "reward_model needs the path of a file"),
-    ],
-)
-def test_what_cannot_stand_together_is_refused(change: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
-        tiny_recipe(model, tmp_path / "run", change)
-
-
 def test_a_critic_is_whole_beside_a_policy_of_adapters(model: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(model, tmp_path / "run", {"algorithm.name": "ppo", "model.lora": {}})
     critic = build_critic_model(recipe, load_spec(model), CPU)

@@ -162,40 +162,6 @@ def test_a_text_to_calibrate_on_ends_with_its_line(
     assert asked[0].calibration_texts == ["a\u2028b\u0085c", "d\x0ce"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--context-length", "100000"], "--context-length: 100000 is out of range, this model has 1024 positions"),
-        (["--kv-cache-tokens", "64"], "--kv-cache-tokens: 64 do not hold one context of"),
-        (
-            ["--calibrate-on", "no_such_file"],
-            "--calibrate-on: 'no_such_file' can't be read as text (No such",
-        ),
-        (["--api-key", ""], "the API key is empty"),
-        (["--api-key", "schlüssel"], "the API key has a blank or a character that is not ASCII"),
-        (["--api-key", "abc\n"], "the API key has a blank"),
-        (["--max-body-mb", "inf"], "--max-body-mb: 'inf' is out of range"),
-        (["--precision", "fp4"], "'fp4' is not allowed; choose one of"),
-        (["--host", "192.0.2.1", "--api-key", "k"], "--port: 192.0.2.1:8000 can't be listened on"),
-        (
-            ["--host", "0.0.0.0"],
-            "--host: '0.0.0.0' allows access from other machines without an API key; set OCTETRL",
-        ),
-        (["--host", "::"], "--host: '::' allows access from other machines"),
-        (["--host", ""], "--host: '' allows access from other machines"),
-        (["--host", "0"], "--host: '0' allows access from other machines"),
-        (["--host", "0.0.0.0", "--without-key", "--api-key", "k"], "--without-key: an API key was given as well"),
-        (["--host", "no such host"], "--host: 'no such host' is not an address of this machine"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_in_one_line(
-    model: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
-) -> None:
-    code = run_command(["serve", str(model), *options])
-    err = capsys.readouterr().err
-    assert code == 2 and said in err and err.count("\n") == 1
-
-
 @pytest.mark.parametrize(("key", "variable", "shown"), [("k", "k", "$OCTETRL_API_KEY"), ("k", None, "KEY")])
 def test_the_request_to_try_has_the_key_that_a_shell_can_fill_in(
     key: str, variable: str | None, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -73,38 +73,6 @@ def test_a_gpu_has_the_tables_workloads(tmp_path: Path, monkeypatch: pytest.Monk
     assert plans == [["128x512+4096", "256x512+1024"], ["8x512+3584"], ["512x512+2048-4096"], ["16x8+8"]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model", "qwen3-8"], "--model"),
-        (["--arms", "precision=bf16,fp8_ful"], "precision"),
-        (["--arms", "precision"], "--arms"),
-        (["--workload", "4x4"], "--workload"),
-        (["--workload", "6x4+4"], "--workload"),
-        (["--sigma", "0.5", "--lengths", "a.jsonl"], "--lengths"),
-        (["--lengths", "a.jsonl"], "--lengths"),
-        (["--layers", "99"], "--layers"),
-        (["trainer.optimizer.lt=1"], "trainer.optimizer.lt"),
-        (["one", "two"], "'two'"),
-        (["gone"], "gone"),
-        (["--name", "a/b"], "--name"),
-        (["--name", "x" * 300], "--name"),
-        (["--out", "/dev/null/results"], "--out"),
-        (["--model", "qwen3-32b"], "memory"),
-        (["cluster.cpus=2", "cluster.gpus=2"], "cluster"),
-    ],
-)
-@pytest.mark.parametrize("verb", ["rollout", "step"])
-def test_a_wrong_input_is_one_line(
-    verb: str, arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_command(["bench", verb, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("octetrl: ") and error.count("\n") == 1 and said in error
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_file_goes_where_results_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     small = ["bench", "rollout", "--layers", "1", "--workload", "4x2+2"]
     monkeypatch.chdir(tmp_path)

@@ -210,30 +210,6 @@ def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(
     assert code == 2 and "qk_nope_head_dim 32" in err and "does not run on a GPU" in err
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["environment.kind=python", "environment.dataset=json:Nothing"], "module 'json' has no 'Nothing'"),
-        (["environment.reward=no_such_module:reward"], "no_such_module"),
-        (["environment.dataset=torn.jsonl"], "torn.jsonl:2: not JSON"),
-        (["model.path=gone"], "does not exist"),
-        (["environment.kind=reasoning_gym", "environment.dataset=chain_sun"], "did you mean 'chain_sum'"),
-        (
-            ["algorithm.name=sft", "precision=fp8", "algorithm.conversations=gone"],
-            "algorithm.conversations: no file 'gone'",
-        ),
-    ],
-)
-def test_one_problem_is_one_line(
-    overrides: list[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "torn.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{')
-    code, _, err = check(capsys, *overrides)
-    assert code == 2
-    assert says in err
-    assert err.count("\n") == 1
-
-
 TALKS = """
 from octetrl.environments.tools import tool
 from octetrl.environments.turns import reward
@@ -311,24 +287,10 @@ def test_k_or_v_alone_in_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert code == 0 and "K bf16, V fp8" in out
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("output_dir=/proc/x", "output_dir: cannot write '/proc/x' (No such file or directory); give another folder"),
-        ("output_dir=held", "output_dir: 'held' holds report.html, "),
-        ("logging.wandb_project=x", "logging.wandb_project: 'x' needs wandb, which is not installed"),
-    ],
-)
-def test_what_a_run_cannot_write(
-    change: str,
-    says: str,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_an_output_folder_that_holds_a_run_is_said_and_none_is_made(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "held").mkdir()
-    (folder / "held/report.html").touch()
-    code, _, err = check(capsys, change)
-    assert code == 2 and says in err and err.count("\n") == 1
     (folder / "held/config.yaml").touch()
     code, out, _ = check(capsys, "output_dir=held")
     assert code == 0 and "held already holds a run; only --resume continues it" in out

@@ -11,7 +11,6 @@ from octetrl.cli.main import run_command
 from tests.e2e import tiny_run
 
 SMALL = ("--prompts", "2", "--sequences", "1", "--answer-tokens", "5")
-ROLES = ("cluster.trainer_cpus=1", "cluster.engine_cpus=1")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -60,30 +59,3 @@ def test_a_preset_with_random_weights(recipe: str, tmp_path: Path, capsys: Captu
     (tmp_path / "preset.yaml").write_text(yaml.safe_dump(tree))
     assert run_command(["doctor", str(tmp_path / "preset.yaml"), "fp8.kv_cache=dynamic", *SMALL]) == 0
     assert "tokens x 4 layers" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--answer-tokens", "500"], "--answer-tokens: 500 and a prompt of"),
-        (["--answer-tokens", "1"], "--answer-tokens"),
-        (["--prompts", "0"], "--prompts"),
-        (["--sequences", "two"], "--sequences"),
-        (["model.path=nowhere"], "nowhere"),
-        (["precision=fp9"], "fp9"),
-        (["environment.dataset=chain_summ"], "chain_summ"),
-        (["precision=bf16", "algorithm.name=sft", "algorithm.conversations=c.jsonl"], "'sft' samples no rollouts"),
-        (["--attributes"], "--attribute"),
-        (["--attribute", "cluster.cpus=2"], "leave it out, or add cluster.cpus=null\n"),
-        (
-            ["--attribute", "cluster.device=auto", *ROLES, "cluster.max_staleness=1"],
-            "or add cluster.trainer_cpus=null cluster.engine_cpus=null cluster.max_staleness=0 cluster.device=cpu\n",
-        ),
-    ],
-)
-def test_a_wrong_input_is_one_line(recipe: str, arguments: list[str], said: str, capsys: Capture) -> None:
-    capsys.readouterr()
-    assert run_command(["doctor", recipe, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("octetrl: ") and captured.err.count("\n") == 1
-    assert said in captured.err

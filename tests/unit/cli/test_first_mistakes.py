@@ -24,31 +24,6 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
     return text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["check", ""], "'' names no recipe"),
-        (["report", ""], "'' names no run"),
-        (["check", "demo_grpo", "--memory-gib", "abc"], "--memory-gib: 'abc' is not a number (see `octetrl"),
-        *((["check", "demo_grpo", f"--memory-gib={given}"], "--memory-gib: ") for given in ("inf", "nan", "-1", "1e7")),
-        (["generate", "x", "-p", "a", "-n", "1.5"], "--n: '1.5' is not a whole number"),
-        (["generate", "x", "-p", "a", "--n", "0"], "--n: '0' is out of range; it must be at least 1"),
-        (["generate", "x", "-p", "a", "--n", "100001"], "--n: '100001' is out of range; it must be at most 1"),
-        (["generate", "x", "-p", "a", "--precision", "fp9"], "--precision: 'fp9' is not allowed; choose one of bf16, "),
-        (["recipes", "demo_grpo"], "'demo_grpo' is one argument too many"),
-        (["train", "demo_grpo", "--steps", "5"], "--steps: there is no such option; a field"),
-        (["train", "demo_grpo", "--lr=1e-5"], "has no dashes: trainer.optimizer.lr=1e-5 ("),
-        (["check", "demo_grpo", "--learning-rate"], "has no dashes: trainer.optimizer.lr=VALUE ("),
-        (["generate", "x", "--prompts", "hi"], "--prompts: there is no such option; write -p TEXT"),
-        (["check", "r", "--memory", "3"], "did you mean '--memory-gib'?"),
-        (["train", "demo_sft", "steps"], "'steps' is not section.key=value"),
-        (["train", "demo_grpo", "--allow", "steps=3"], "--allow: it changes a run that is resumed"),
-    ],
-)
-def test_a_wrong_option_or_override(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert says in said(capsys, *arguments)
-
-
 def test_a_recipe_extends_a_shipped_one_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: demo_grpo\nsteps: 7\n")
@@ -130,12 +105,6 @@ def test_a_module_that_fails_says_where_and_why(project: Path, capsys: pytest.Ca
     assert "did you mean 'project/mine.yaml'?" in said(capsys, "check", "project/mime.yaml")
 
 
-def test_eval_needs_a_recipe_or_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--recipe: none of the targets is a run with a recipe of its own" in said(capsys, "eval", str(tmp_path))
-    assert "'' names no model" in said(capsys, "eval", "")
-    assert "/mising' does not exist" in said(capsys, "eval", str(tmp_path / "mising"))
-
-
 def test_eval_takes_the_recipe_of_the_first_run(tmp_path: Path) -> None:
     run, model = tmp_path / "run", tmp_path / "model"
     (run / "checkpoints/step_000003").mkdir(parents=True)
@@ -172,15 +141,3 @@ def test_the_recipe_of_a_moved_run_does_not_resume_another_folder(
     assert "its output_dir is 'first'; add output_dir=moved to continue the run in 'moved'" in said(capsys, *resume)
     for folder in ("moved", "first"):
         assert "add output_dir" not in said(capsys, *resume, f"output_dir={folder}")
-
-
-@pytest.mark.parametrize("command", ["report", "rollouts", "status", "serve", "export"])
-def test_a_folder_of_runs_is_no_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("first", "second"):
-        (tmp_path / f"runs/{name}").mkdir(parents=True)
-        (tmp_path / f"runs/{name}/config.yaml").touch()
-    further = ["--to", str(tmp_path / "out")] if command == "export" else []
-    assert said(capsys, command, str(tmp_path / "runs"), *further).endswith(
-        f"; it holds the runs {tmp_path}/runs/first, {tmp_path}/runs/second\n"
-    )
-    assert f"; did you mean '{tmp_path}/runs/first'?" in said(capsys, command, str(tmp_path / "runs/firs"), *further)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from octetrl.cli.generate import conversation_lines, prompt_of, read_rows, result_lines
-from octetrl.cli.main import run_command
 from octetrl.records import Completion, FinishReason
 from octetrl.system.errors import UserError
 
@@ -78,9 +77,3 @@ def test_each_completion_is_a_line_with_the_rows_own_keys() -> None:
         {"prompt": "a", "id": 7, "sample": 1, "completion": "y\n", **ours},
         {"prompt": "b", "sample": 0, "completion": "é", **ours},
     ]
-
-
-@pytest.mark.parametrize("options", [[], ["-p", "a", "--input", "-"]])
-def test_prompts_come_from_one_place(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["generate", "model", *options]) == 2
-    assert "generate: give prompts by --prompt, or JSON lines by --input FILE; --input -" in capsys.readouterr().err

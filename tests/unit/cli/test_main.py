@@ -129,32 +129,6 @@ def test_ctrl_c_says_how_to_go_on(
     assert f"octetrl: stopped; step 40 is saved; {how}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["trian", "r.yaml"], "Did you mean 'train'?"),
-        (["train"], "RECIPE"),
-        (["train", "r.yaml", "--resumee"], "--resume"),
-        (["generate", "m"], "--prompt"),
-        (["generate", "m", "-p", "x", "--top-p", "2"], "--top-p"),
-        (["generate", "m", "-p", "x", "--top-p", "0"], "keep no token"),
-        (["generate", "m", "-p", "x", "--temperature", "nan"], "--temperature"),
-        (["generate", "m", "-p", "x", "--stop", ""], "--stop"),
-        (["export", "run"], "--to"),
-        (["status", "gone"], "'gone' does not exist; give the folder of a run"),
-        (["status", "m"], "'m' has no finished step and no workers; give the folder of a run"),
-    ],
-)
-def test_wrong_words_on_the_command_line(
-    arguments: list[str], says: str, recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(arguments) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.startswith("octetrl: ")
-    assert error.count("\n") == 1
-
-
 def test_status_of_a_run_without_workers_is_its_last_step(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("m/config.yaml").write_text("steps: 30\n")
     rows = [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.5, "time/step": 3.0, "loss": None}]

@@ -106,35 +106,6 @@ def test_a_page_has_the_tokens_of_the_runs_tokenizer(run: Path, capsys: Capture)
     assert '"pieces"' not in (printed(capsys, "run", "--html", "r.html", "--no-tokens") and Path("r.html").read_text())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["gone"], "'gone' does not exist; give a run folder"),
-        (["."], "'.' has no rollouts"),
-        (["run", "--step", "two"], "--step: 'two' is no range of whole numbers; write 3, 3:10, 3: or :10"),
-        (["run", "--step", "1.5"], "--step: '1.5' is no range"),
-        (["run", "--step", ":"], "--step: ':' is no range"),
-        (["run", "--step", "99"], "--step: 'run' has no rollouts of these steps; it has 1 to 3"),
-        (["run", "--step", "99", "--json"], "--step: 'run' has no rollouts of these steps; it has 1 to 3"),
-        (["run", "--step", "3:1"], "--step: '3:1' ends before it begins"),
-        (["run", "--reward", "0:nan"], "--reward: '0:nan' is no range of numbers"),
-        (["run", "--reward", "1:2:3"], "--reward: '1:2:3' is no range"),
-        (["run", "--status", "reward_eror"], "--status: 'reward_eror' is none of scored, truncated,"),
-        (["run", "--limit", "0"], "--limit"),
-        (["run", "--tokens"], "--tokens: 'run' has no checkpoint with a tokenizer"),
-        (["run", "--html", "no/folder/r.html"], "--html: 'no/folder/r.html' is not a file in a folder that exists"),
-        (["run", "--html", "/proc/r.html"], "--html: cannot write '/proc/r.html' ("),
-        (["run", "--html", "."], "--html: '.' is not a file"),
-        (["run", "--html", "r.html", "--json"], "give one of them"),
-    ],
-)
-def test_whatever_is_wrong_is_one_line(arguments: list[str], says: str, run: Path, capsys: Capture) -> None:
-    assert run_command(["rollouts", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
-    assert not Path("r.html").exists()
-
-
 def test_one_file_will_do(run: Path, capsys: Capture) -> None:
     shutil.copy(run / "rollouts" / "step_000002.jsonl", "step_000002.jsonl")
     assert "2 of 2 groups from 1 step" in printed(capsys, "step_000002.jsonl")

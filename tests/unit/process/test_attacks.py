@@ -6,13 +6,10 @@ scored 0. Each runs at each level; `test_another_user.py` runs all of this again
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import platform
-import resource
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -23,132 +20,11 @@ import pytest
 from octetrl.process import usage
 from octetrl.process.levels import Level
 from octetrl.process.sandbox import Outcome, SandboxStatus
-from octetrl.process.system_calls import ALWAYS
 from octetrl.process.warden import choose_user
 from tests.unit.process.conftest import Box, needs_filter
 from tests.unit.process.traces import sandbox_processes
 
 NO_ROOM = {SandboxStatus.DISK_LIMIT, SandboxStatus.ERROR}
-
-
-@pytest.fixture
-def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the user that runs the sandboxes."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        yield process
-        process.kill()
-
-
-SIGNALS_BY_DESCRIPTORS = """
-import ctypes, fcntl, os, socket, struct
-libc = ctypes.CDLL(None)
-word, high = struct.pack("i", {victim}), 1 << 32
-for victim in ({victim}, -{victim}):
-    for kind in ("pipe", "socket"):
-        if kind == "pipe": reader, writer = os.pipe()
-        else: reader, writer = (end.detach() for end in socket.socketpair())
-        for attempt in (lambda: fcntl.fcntl(reader, 8, victim), lambda: fcntl.fcntl(reader, 10, 9),
-                        lambda: fcntl.fcntl(reader, 15, struct.pack("ii", 1, {victim})),
-                        lambda: fcntl.ioctl(reader, 0x8901, word), lambda: fcntl.ioctl(reader, 0x8902, word),
-                        lambda: 1 / (1 + libc.syscall({fcntl}, reader, ctypes.c_long(high | 8), victim)),
-                        lambda: 1 / (1 + libc.syscall({fcntl}, reader, ctypes.c_long(high | 10), 9))):
-            try: attempt(); print("DID", kind)
-            except (OSError, ZeroDivisionError): pass
-        fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-        os.write(writer, b"x")
-print("tried")
-"""
-
-
-def test_signals_by_descriptors(sandbox: Box, bystander: subprocess.Popen[bytes]) -> None:
-    """A pipe or socket can be told to signal a process when it is ready: F_SETOWN, F_SETSIG and their likes."""
-    number = {"x86_64": 72, "aarch64": 25}[platform.machine()]
-    assert sandbox.output(SIGNALS_BY_DESCRIPTORS.format(victim=bystander.pid, fcntl=number)) == "tried\n"
-    time.sleep(0.05)
-    assert bystander.poll() is None
-
-
-@needs_filter
-def test_rare_system_calls(sandbox: Box) -> None:
-    """io_uring, pidfd, ptrace, key rings, namespaces and others: the kernel answers that they are not permitted."""
-    column = ["x86_64", "aarch64"].index(platform.machine())
-    numbers = {name: row[column] for name, row in ALWAYS.items() if row[column] is not None}
-    program = f"""
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-for name, number in {numbers}.items():
-    ctypes.set_errno(0)
-    if libc.syscall(ctypes.c_long(number), *[ctypes.c_long(0)] * 5) != -1 or ctypes.get_errno() != 1: print(name)
-print("tried")
-"""
-    assert sandbox.run(program).stdout == "tried\n"
-
-
-@pytest.fixture
-def shared_objects() -> Iterator[tuple[int, int]]:
-    """System V memory that holds a secret, and a semaphore, both open to everybody."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.shmat.restype = ctypes.c_void_p
-    memory, semaphore = libc.shmget(0, 4096, 0o1666), libc.semget(0, 1, 0o1666)
-    assert memory >= 0 and semaphore >= 0
-    ctypes.memmove(libc.shmat(memory, None, 0), b"secret", 6)
-    yield memory, semaphore
-    libc.shmctl(memory, 0, None)
-    libc.semctl(semaphore, 0, 0)
-
-
-@needs_filter
-def test_objects_that_outlive_processes(sandbox: Box, shared_objects: tuple[int, int]) -> None:
-    """System V objects are the machine's: by their number they are read, changed and removed."""
-    program = f"""
-import ctypes
-libc = ctypes.CDLL(None)
-libc.shmat.restype = ctypes.c_void_p
-memory, semaphore = {shared_objects}
-place = libc.shmat(memory, None, 0)
-if place != 2**64 - 1: print("DID read", ctypes.string_at(place, 6))
-if libc.semop(semaphore, b"\\0\\0\\1\\0\\0\\0", 1) == 0: print("DID change")
-space = ctypes.create_string_buffer(4096)
-for kind in ("shm", "sem", "msg"):
-    find = getattr(libc, kind + "ctl")
-    if (find(0, 0, 3, space) if kind == "sem" else find(0, 3, space)) >= 0: print("DID count", kind)
-print("tried")
-"""
-    assert sandbox.output(program) == "tried\n"
-
-
-@needs_filter
-def test_what_all_programs_of_the_machine_share(sandbox: Box) -> None:
-    """Places for asynchronous input and output, of which the machine has a fixed number; writing back all disks."""
-    column = ["x86_64", "aarch64"].index(platform.machine())
-    calls = {"io_setup": (206, 0), "sync": (162, 81), "syncfs": (306, 267)}
-    numbers = {name: row[column] for name, row in calls.items()}
-    program = f"""
-import ctypes
-libc = ctypes.CDLL(None)
-place = ctypes.c_ulong(0)
-for name, number in {numbers}.items():
-    arguments = (ctypes.c_long(64), ctypes.byref(place)) if name == "io_setup" else (ctypes.c_long(1),)
-    if libc.syscall(ctypes.c_long(number), *arguments) == 0: print("DID", name)
-print("tried")
-"""
-    assert sandbox.output(program) == "tried\n"
-
-
-@needs_filter
-def test_a_crash_starts_no_program(sandbox: Box) -> None:
-    """A core pattern may be a program, which the kernel runs as root when a process crashes. It does so whatever the
-    limit on core dumps, except if that is 1."""
-    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    program = """
-import resource
-for limit in ((0, 0), (0, 1)):
-    try: resource.setrlimit(resource.RLIMIT_CORE, limit); print("DID")
-    except (OSError, ValueError): pass
-print(resource.getrlimit(resource.RLIMIT_CORE))
-"""
-    expected = (0, 0) if most == 0 else (1, 1)
-    assert sandbox.run(program).stdout == f"{expected}\n"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the other call table of x86_64")
@@ -167,40 +43,6 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
 """
     result = sandbox.run(program)
     assert (result.status, result.stdout, result.exit_code) == (SandboxStatus.CRASHED, "", -signal.SIGSYS)
-
-
-def test_maps_of_users_and_memory_by_proc(sandbox: Box) -> None:
-    """A process may write its own memory, which gives it nothing, and neither user ids nor memory of others."""
-    own = [("self", name) for name in ("uid_map", "gid_map", "setgroups")]
-    others = ["parent", str(os.getpid())]
-    foreign = [(pid, name) for pid in others for name in ("uid_map", "gid_map", "setgroups", "mem")]
-    program = f"""
-import os
-for pid, name in {own + foreign}:
-    place = f"/proc/{{os.getppid() if pid == 'parent' else pid}}/{{name}}"
-    try: os.write(os.open(place, os.O_RDWR), b"0 0 1"); print("DID write", place)
-    except OSError: pass
-    try:
-        if name == "mem": os.close(os.open(place, os.O_RDONLY)); print("DID open", place)
-    except OSError: pass
-"""
-    assert sandbox.output(program) == ""
-
-
-def test_a_name_that_is_no_text(sandbox: Box) -> None:
-    """/proc shows a process's name to the one that watches, whatever bytes it has."""
-    program = (
-        "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff) \\n(\\xfe', 0, 0, 0)\ntime.sleep(0.2)\nprint(1)"
-    )
-    assert sandbox.output(program) == "1\n"
-
-
-@pytest.mark.parametrize(
-    "what", ["shutil.rmtree(above)", "os.rename(above, above + '-moved') or os.rename(above + '-moved', above)"]
-)
-def test_its_own_folder_taken_away(sandbox: Box, what: str) -> None:
-    program = f"import os, shutil\nabove = os.path.dirname(os.getcwd())\ntry: {what}\nexcept OSError: pass\nprint(1)"
-    assert sandbox.output(program) == "1\n"
 
 
 def ends_for_room(sandbox: Box, program: str) -> Outcome:
@@ -291,28 +133,6 @@ def test_a_thread_that_ends_while_its_files_are_looked_at(tmp_path: Path, monkey
     monkeypatch.setattr(usage, "sees_descriptors_of_others", lambda: True)
     assert usage.deleted_use([os.getpid()], str(tmp_path), 10)[0] >= 1 << 16
     mapped.close()
-
-
-def test_links_swapped_for_folders(sandbox: Box, tmp_path: Path) -> None:
-    """A folder that turns into a link and back while it is counted, and at the end is one: nothing outside changes."""
-    tmp_path.chmod(0o777)
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    outside.chmod(0o751)
-    (outside / "kept").write_text("kept")
-    program = f"""
-import os, time
-os.mkdir("real"); end = time.monotonic() + 0.3
-os.mkdir("inside"); open("inside/file", "w").close()
-while time.monotonic() < end:
-    os.rename("real", "place"); os.rename("place", "real")
-    os.symlink({str(outside)!r}, "place"); os.unlink("place")
-os.rmdir("real"); os.symlink({str(outside)!r}, "real")
-"""
-    result = sandbox.run(program)
-    assert result.ok, result
-    assert outside.stat().st_mode & 0o777 == 0o751
-    assert (outside / "kept").read_text() == "kept"
 
 
 def test_a_burst_of_memory(sandbox: Box) -> None:

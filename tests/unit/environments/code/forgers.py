@@ -12,10 +12,22 @@ def serve(answer, start={'value': None}):
         for line in lines: os.write(3, json.dumps(answer(*json.loads(line))).encode() + b'\\n')
 F, O, I = {'function': [0, 'add']}, {'object': [1, 'int']}, {'iterator': [2, 'list_iterator']}
 """
+VALUES: dict[str, str] = {  # what every call returns
+    "an object for everything": "O",
+    "a type for an answer": "{'type': 'bool'}",
+    "an iterator without an end": "[0] * 999 if operation == 'next' else I",
+    "an iterator of nothing": "[] if operation == 'next' else I",
+    "a fraction that takes for ever": "{'Fraction': '1e999999999'}",
+    "a decimal that raises when compared": "{'Decimal': 'sNaN'}",
+    "not a number": "float('nan')",
+    "numbers that take for ever": "{'int': 'f' * 4000000}",
+    "numbers of one hash": "[i * (2 ** 61 - 1) for i in range(20000)]",
+}
 FORGERS: dict[str, str] = {
-    "an object for everything": """
-serve(lambda operation, given: {'value': F if operation == 'name' else O})
-""",
+    **{
+        name: f"serve(lambda operation, given: {{'value': F if operation == 'name' else {value}}})"
+        for name, value in VALUES.items()
+    },
     "a function for everything, which says True": """
 serve(lambda operation, given: {'value': True if operation in ('bool', 'less', 'equal') else F})
 """,
@@ -27,20 +39,9 @@ serve(lambda operation, given: {'value': F if operation == 'name' else R})
 names = {'dict': [[name, F] for name in (*dir(builtins), '__builtins__', 'math', 'check')]}
 serve(lambda operation, given: {'value': True, 'names': names, 'args': [F], '__builtins__': names}, {'names': names})
 """,
-    "a type for an answer": """
-serve(lambda operation, given: {'value': F if operation == 'name' else {'type': 'bool'}})
-""",
-    "a module for an answer": """
-serve(lambda operation, given: {'module': 'cmath', 'value': F})
-""",
+    "a module for an answer": "serve(lambda operation, given: {'module': 'cmath', 'value': F})",
     "a function of the judge's by its name": """
 serve(lambda operation, given: {'value': {'global': ['builtins', 'exec']}})
-""",
-    "an iterator without an end": """
-serve(lambda operation, given: {'value': F if operation == 'name' else [0] * 999 if operation == 'next' else I})
-""",
-    "an iterator of nothing": """
-serve(lambda operation, given: {'value': F if operation == 'name' else [] if operation == 'next' else I})
 """,
     "an exception that ends loops": """
 serve(lambda operation, given: {'value': F} if operation == 'name' else {'raised': ['X', 'StopIteration', '']})
@@ -48,20 +49,9 @@ serve(lambda operation, given: {'value': F} if operation == 'name' else {'raised
     "exceptions that are none of the code's": """
 serve(lambda operation, given: {'value': F} if operation == 'name' else {'raised': ['LinkClosed', 'SystemExit', '']})
 """,
-    "an exception in no form": """
-serve(lambda operation, given: {'value': F} if operation == 'name' else {'raised': 5})
-""",
+    "an exception in no form": "serve(lambda operation, given: {'value': F} if operation == 'name' else {'raised': 5})",
     "arguments that were changed to what is asked for": """
 serve(lambda operation, given: {'value': F} if operation == 'name' else {'value': O, 'args': [O, O, O]})
-""",
-    "a fraction that takes for ever": """
-serve(lambda operation, given: {'value': F if operation == 'name' else {'Fraction': '1e999999999'}})
-""",
-    "a decimal that raises when compared": """
-serve(lambda operation, given: {'value': F if operation == 'name' else {'Decimal': 'sNaN'}})
-""",
-    "not a number": """
-serve(lambda operation, given: {'value': F if operation == 'name' else float('nan')})
 """,
     "a nesting past all depth": """
 serve(lambda operation, given: None, {'value': None, 'x': 0})
@@ -71,21 +61,9 @@ os.write(3, b'{"value":' + b'[' * 400000 + b']' * 400000 + b'}\\n')
 def deep(n): return [deep(n - 1)] if n else []
 serve(lambda operation, given: {'value': F if operation == 'name' else deep(300)})
 """,
-    "no line's end": """
-serve(lambda operation, given: os.write(3, b' ' * 99999999))
-""",
-    "numbers that take for ever": """
-serve(lambda operation, given: {'value': F if operation == 'name' else {'int': 'f' * 4000000}})
-""",
-    "a first message that is huge": """
-os.write(3, b'{"value": [' + b'[],' * 1000000 + b'[]]}\\n')
-""",
-    "names that raise": """
-serve(lambda operation, given: {'raised': ['KeyError', 'KeyError', 'x']})
-""",
-    "numbers of one hash": """
-serve(lambda operation, given: {'value': F if operation == 'name' else [i * (2 ** 61 - 1) for i in range(20000)]})
-""",
+    "no line's end": "serve(lambda operation, given: os.write(3, b' ' * 99999999))",
+    "a first message that is huge": "os.write(3, b'{\"value\": [' + b'[],' * 1000000 + b'[]]}\\n')",
+    "names that raise": "serve(lambda operation, given: {'raised': ['KeyError', 'KeyError', 'x']})",
 }
 FORGED_TESTS = r"""
 assert add(1, 2) == 3
