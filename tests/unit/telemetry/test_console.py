@@ -45,20 +45,22 @@ def plain(text: str) -> str:
 # ---------------------------------------------------------------- lines
 
 
-def test_plain_is_one_line_a_step_and_nothing_for_short_phases() -> None:
+def test_plain_is_one_line_a_step_and_nothing_for_short_phases(terminal: Terminal) -> None:
     out = StringIO()
     console = Console("plain", 100, out=out)
     with console.phase("rollout") as progress:
         progress(3, total=8, tokens=120)
     console.step(12, METRICS)
     assert out.getvalue() == "step  12/100  reward 0.531  log-probs 0.021% apart  14 s  20:50 left\n"
-
-
-def test_terms_of_the_reward_and_metrics_of_users_have_a_line_below() -> None:
     out = StringIO()
     own = {"reward/component/polite": 0.5, "environment/letters": 12.0, "leak/share": 0.25, "train/updates": 1.0}
     Console("plain", 100, out=out).step(1, METRICS | own)
     assert out.getvalue().splitlines()[1:] == ["  own metrics  reward: polite 0.500  letters 12.000  leak/share 0.250"]
+    out = StringIO()
+    console = Console("plain", 9, out=out)
+    with console.steps(5, [{"step": 4.0, "eval/accuracy": 0.7}, {"step": 5.0}]):
+        console.step(6, {"eval/accuracy": 0.6}, is_due=False)
+    assert out.getvalue() == "eval 6/9  held-out accuracy 0.600  best so far 0.700 at step 4\n"
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -110,18 +112,23 @@ def test_important_numbers_stay_and_a_warning_takes_the_room_of_others() -> None
     assert "failed 50%" in failed and "truncated 50%" in failed
 
 
-def test_waiting_for_rewards_is_said() -> None:
+def test_what_a_line_says_of_rewards_and_environments() -> None:
     waits = line(StepLine(3).parts(1, {"time/step": 10.0, "time/reward": 4.5}))
     assert waits == "step 1/3  waiting for rewards 45%  10 s"
     assert line(StepLine(3).parts(1, {"time/step": 10.0, "time/reward": 0.5})) == "step 1/3  10 s"
-
-
-def test_an_environment_without_any_reward_stays_in_the_line() -> None:
     metrics = {"environments/b/reward": 0.5, "environments/b/failure_share": 0.0, "environments/c/share": 0.0}
     metrics |= {"environments/a/failure_share": 1.0, "eval/environments/b/accuracy": 0.25}
     assert line(environment_parts(metrics, "each", "environments/{}/reward")) == "each  a -  b 0.500"
     assert line(environment_parts(metrics, "each", "eval/environments/{}/accuracy")) == "each  b 0.250"
     assert environment_parts({"reward/mean": 1.0}, "each", "environments/{}/reward") == []
+    metrics = {f"environments/tasks_{n}/reward": 0.5 for n in range(12)}
+    parts = environment_parts(metrics, "  reward by environment", "environments/{}/reward")
+    rows = [line(row) for row in rows_of(parts, 80)]
+    assert len(rows) > 2 and all(len(row) <= 80 for row in rows)
+    assert " ".join(rows).split() == line(parts).split()
+    assert {row.index("tasks_") for row in rows} == {len("  reward by environment  ")}
+    assert [line(row) for row in rows_of(parts[:2], 10)] == ["  reward by environment  tasks_0 0.500"]
+    assert list(rows_of([], 80)) == []
 
 
 def test_log_probs_are_said_in_words() -> None:
@@ -159,25 +166,6 @@ def test_an_evaluation_fits_and_keeps_the_comparison_longest(width: int, earlier
     assert ("best so far" in shown) == (bool(earlier) and width >= 80)
     has_interval = "95% interval 0.400 to 0.600" in shown
     assert has_interval == (width == 120 or (width == 80 and not earlier))
-
-
-def test_many_environments_take_several_rows() -> None:
-    metrics = {f"environments/tasks_{n}/reward": 0.5 for n in range(12)}
-    parts = environment_parts(metrics, "  reward by environment", "environments/{}/reward")
-    rows = [line(row) for row in rows_of(parts, 80)]
-    assert len(rows) > 2 and all(len(row) <= 80 for row in rows)
-    assert " ".join(rows).split() == line(parts).split()
-    assert {row.index("tasks_") for row in rows} == {len("  reward by environment  ")}
-    assert [line(row) for row in rows_of(parts[:2], 10)] == ["  reward by environment  tasks_0 0.500"]
-    assert list(rows_of([], 80)) == []
-
-
-def test_a_resumed_run_knows_its_best(terminal: Terminal) -> None:
-    out = StringIO()
-    console = Console("plain", 9, out=out)
-    with console.steps(5, [{"step": 4.0, "eval/accuracy": 0.7}, {"step": 5.0}]):
-        console.step(6, {"eval/accuracy": 0.6}, is_due=False)
-    assert out.getvalue() == "eval 6/9  held-out accuracy 0.600  best so far 0.700 at step 4\n"
 
 
 @pytest.mark.parametrize(

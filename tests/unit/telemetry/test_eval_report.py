@@ -34,12 +34,26 @@ GROUPS = [
 REPORT = EvalReport(GROUPS, Scoring(ks=(1, 2, 4)))
 
 
-def test_a_report_is_shown_in_one_line_without_its_answers() -> None:
+def test_a_report_in_one_line_as_metrics_and_as_json() -> None:
     shown = repr(REPORT)
     estimate = REPORT.estimates["accuracy"]
     assert shown.startswith(f"EvalReport(tasks={len(GROUPS)}, ") and len(shown) < 300
     assert f"accuracy={estimate.mean:.4g} [{estimate.low:.4g}, {estimate.high:.4g}]" in shown
     assert repr(EvalReport([], Scoring())) == "EvalReport(tasks=0)"
+    metrics = REPORT.metrics
+    assert all(NAME.fullmatch(name) for name in metrics)
+    assert metrics["eval/mean_length"] == pytest.approx((8 * 2 + 4 * 10) / 12)
+    assert (metrics["eval/p50_length"], metrics["eval/max_length"]) == (2.0, 10.0)
+    assert metrics["eval/truncated_share"] == pytest.approx(3 / 12)
+    assert metrics["eval/truncated"] == 3.0
+    assert (metrics["eval/reward_error"], metrics["eval/tasks"]) == (5.0, 3.0)
+    assert metrics["eval/accuracy_low"] <= metrics["eval/accuracy"] <= metrics["eval/accuracy_high"]
+    content = json.loads(json.dumps(REPORT.as_json(), allow_nan=False))
+    assert [task["right"] for task in content["by_task"]] == [2, 1, 0]
+    assert content["by_task"][1]["rewards"] == [0.4, 0.4, 1.0, None]
+    assert content["by_task"][0]["answered"] == ["7", "8", "7", "9"]
+    assert content["statuses"]["reward_error"] == 5
+    assert set(content["estimates"]["accuracy"]) == {"mean", "low", "high", "tasks"}
 
 
 def test_estimates_are_means_over_tasks_of_what_has_a_reward() -> None:
@@ -51,33 +65,13 @@ def test_estimates_are_means_over_tasks_of_what_has_a_reward() -> None:
     assert found["pass_at_4"] == (1.0, 1)  # of task b only three have a reward
     assert found["maj_at_4"] == (1.0, 1)
     assert "maj_at_1" not in found
-
-
-def test_what_is_right_is_the_recipes_affair() -> None:
     assert EvalReport(GROUPS, Scoring(right_from=0.4)).accuracy == pytest.approx((1 / 2 + 1) / 2)
-
-
-def test_no_majority_where_the_scorer_does_not_say_what_was_answered() -> None:
     silent = EvalReport([group("a", (1.0, None), (0.0, None))], Scoring(ks=(2,)))
     assert set(silent.estimates) == {"accuracy", "reward_mean", "pass_at_2"}
-
-
-def test_nothing_scored_is_no_accuracy() -> None:
     empty = EvalReport(GROUPS[2:], Scoring(ks=(1,)))
     assert empty.accuracy is None and "eval/accuracy" not in empty.metrics
     assert empty.metrics["eval/reward_error"] == 4.0
     assert empty.failures.share == 1.0
-
-
-def test_metrics_have_lengths_and_statuses() -> None:
-    metrics = REPORT.metrics
-    assert all(NAME.fullmatch(name) for name in metrics)
-    assert metrics["eval/mean_length"] == pytest.approx((8 * 2 + 4 * 10) / 12)
-    assert (metrics["eval/p50_length"], metrics["eval/max_length"]) == (2.0, 10.0)
-    assert metrics["eval/truncated_share"] == pytest.approx(3 / 12)
-    assert metrics["eval/truncated"] == 3.0
-    assert (metrics["eval/reward_error"], metrics["eval/tasks"]) == (5.0, 3.0)
-    assert metrics["eval/accuracy_low"] <= metrics["eval/accuracy"] <= metrics["eval/accuracy_high"]
 
 
 def test_what_ran_out_of_turns_is_not_truncated_and_has_its_reward() -> None:
@@ -114,18 +108,6 @@ def test_what_makes_tasks_hard_cancels_in_a_difference() -> None:
     assert difference.mean == pytest.approx(5 / 40) and difference.low > 0
     of_model = model.estimates["accuracy"]
     assert difference.high - difference.low < 0.6 * (of_model.high - of_model.low)
-
-
-def test_equal_models_differ_as_little_in_reward_as_in_accuracy() -> None:
     model = EvalReport([group(f"t{n}", (float(n < 10), None)) for n in range(16)], Scoring())
     found = differences(model, model)
     assert found["reward_mean"] == found["accuracy"] and -found["accuracy"].low == found["accuracy"].high > 0.1
-
-
-def test_json_has_every_tasks_outcome() -> None:
-    content = json.loads(json.dumps(REPORT.as_json(), allow_nan=False))
-    assert [task["right"] for task in content["by_task"]] == [2, 1, 0]
-    assert content["by_task"][1]["rewards"] == [0.4, 0.4, 1.0, None]
-    assert content["by_task"][0]["answered"] == ["7", "8", "7", "9"]
-    assert content["statuses"]["reward_error"] == 5
-    assert set(content["estimates"]["accuracy"]) == {"mean", "low", "high", "tasks"}

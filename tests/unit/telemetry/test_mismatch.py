@@ -32,9 +32,6 @@ def test_metrics_equal_the_formulas_written_out() -> None:
     assert metrics["mismatch/max_abs_diff"] == max(abs(g - p) for g, p in pairs)
     last_tenth = mean["token_mult_prob_error"][45:]
     assert metrics["mismatch/decile_9/token_mult_prob_error"] == pytest.approx(sum(last_tenth) / 5, rel=1e-12)
-
-
-def test_equal_logprobs_have_no_mismatch_at_all() -> None:
     logprobs = -torch.rand(7)
     metrics = mismatch_metrics(logprobs, logprobs.clone(), torch.arange(7), torch.full((7,), 9))
     assert metrics[MISMATCH] == 1.0 and metrics["mismatch/gen_kl"] == 0.0 and metrics["mismatch/equal_fraction"] == 1.0
@@ -49,7 +46,7 @@ def test_deciles_follow_each_tokens_own_sequence_and_empty_ones_are_left_out() -
     assert mismatch_metrics(*[torch.zeros(0)] * 4) == {}
 
 
-def test_tokens_that_differ_are_counted_where_none_should() -> None:
+def test_one_token_that_breaks_parity_is_counted_and_said_and_can_stop_the_run() -> None:
     generator = -torch.rand(40)
     trainer = generator.clone()
     trainer[7] = torch.nextafter(generator[7], torch.tensor(0.0))
@@ -59,9 +56,6 @@ def test_tokens_that_differ_are_counted_where_none_should() -> None:
     assert UNEQUAL not in mismatch_metrics(generator, trainer, *places)
     trainer[8] = torch.nan
     assert mismatch_metrics(generator, trainer, *places, equality_is_promised=True)[UNEQUAL] == 2
-
-
-def test_one_token_that_breaks_parity_is_said_and_can_stop_the_run() -> None:
     broken = {MISMATCH: 1.0, UNEQUAL: 3.0, "mismatch/equal_fraction": 0.75, "mismatch/max_abs_diff": 1e-7}
     said = MismatchGate(MismatchConfig(fail_on_difference=False)).check(4, broken) or ""
     assert "step 4" in said and "3 trained tokens (25.00%)" in said and "1.00e-07" in said and "octetrl doctor" in said
@@ -72,7 +66,7 @@ def test_one_token_that_breaks_parity_is_said_and_can_stop_the_run() -> None:
             strict.check(5, broken)
 
 
-def test_gate_passes_warns_and_stops() -> None:
+def test_gate_passes_warns_once_and_stops() -> None:
     gate = MismatchGate(MismatchConfig(warn_above=1.03, fail_above=1.2))
     assert gate.check(1, {MISMATCH: 1.01}) is None
     assert gate.check(1, {"loss": 1.0}) is None
@@ -82,9 +76,6 @@ def test_gate_passes_warns_and_stops() -> None:
     with pytest.raises(MismatchError, match="nan"):
         gate.check(4, {MISMATCH: math.nan})
     assert MismatchGate(MismatchConfig()).check(5, {MISMATCH: 9.0}) is not None
-
-
-def test_a_mismatch_is_told_once_and_again_when_it_is_clearly_worse() -> None:
     gate = MismatchGate(MismatchConfig(warn_above=1.03))
     values = [1.02, 1.2, 1.21, 1.04, 1.219, 1.23, 1.25, math.nan, 1.25, 1.26]
     said = [gate.check(step, {MISMATCH: value}) for step, value in enumerate(values, start=1)]

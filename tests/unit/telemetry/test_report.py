@@ -97,13 +97,23 @@ def test_terms_of_the_reward_and_metrics_of_users_have_curves(tmp_path: Path) ->
     assert any(one[:2] == ["reward:", "polite"] and one[-1] == "1.1" for one in lines)
 
 
-def test_what_never_changed_is_a_line_of_a_table(tmp_path: Path) -> None:
+def test_what_is_constant_or_never_finite_is_a_line_of_a_table(tmp_path: Path) -> None:
     one, two = (read_run(make_run(tmp_path / str(rate), lr=rate, kl=0.25)) for rate in (0.5, 0.125))
     curves, _, constant = page_of([one]).partition("<h2>The same in every step that has it</h2>")
     assert "<h3>learning rate</h3>" not in curves and "<h3>reward</h3>" in curves
     assert "<td>learning rate</td><td>0.5</td>" in constant and "<td>log-probs equal</td><td>1</td>" in constant
     curves, _, constant = page_of([one, two]).partition("<h2>The same in every step that has it</h2>")
     assert "<h3>learning rate</h3>" in curves and "<td>log-probs equal</td><td>1</td>" in constant, "they differ"
+    run = read_run(make_run(tmp_path / "run", lr=0.5, kl=0.25, loss=1.0))
+    for number, row in enumerate(run.rows):
+        assert isinstance(row, dict)
+        row["kl"] = None if number < 3 else 0.25  # as metrics.jsonl has NaN
+        row["loss"] = None
+    del run.rows[4]["lr"]  # type: ignore[attr-defined]
+    page = page_of([run])
+    assert "<td>learning rate</td><td>0.5</td>" in page
+    assert "<td>KL from the reference</td><td>0.25; not finite in 3 of 12 steps</td>" in page
+    assert "<td>loss</td><td>no value; not finite in 12 of 12 steps</td>" in page and "<h3>loss</h3>" not in page
 
 
 def test_a_mismatch_of_stale_tokens_is_not_called_a_fault_of_engine_and_trainer(tmp_path: Path) -> None:
@@ -123,14 +133,6 @@ def test_a_mismatch_of_stale_tokens_is_not_called_a_fault_of_engine_and_trainer(
     assert findings(read_run(tmp_path / "stale")) == [], "the limit of the run, as on its console"
 
 
-def test_the_steps_of_a_large_mismatch_are_counted(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "run", **{MISMATCH: 1.02}))
-    assert steps_above(run) is None
-    run.rows[3][MISMATCH], run.rows[6][MISMATCH] = 1.04, 1.249
-    del run.rows[7][MISMATCH]
-    assert steps_above(run) == f"{MISMATCH} above mismatch.warn_above=1.03 in 2 of 11 steps, at most 1.2490 in step 7"
-
-
 def test_workers_and_roles_are_part_of_what_ran(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     (folder / "run.json").write_text(json.dumps({"machine": "x86_64, 1 thread"}))
@@ -148,12 +150,23 @@ def test_workers_and_roles_are_part_of_what_ran(tmp_path: Path) -> None:
     assert roles == {"workers": "3 CPU processes", "roles": "trainer_cpus 1, engine_cpus 2", "max_staleness": "1"}
 
 
-def test_clamped_values_are_a_finding_above_the_share_that_warns(tmp_path: Path) -> None:
+def test_clamped_values_and_a_mismatch_are_findings_above_what_warns(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", **{"fp8/kv_saturation": 0.00033})
     (found,) = findings(read_run(folder))
     assert "12 steps, first in step 1, at most 0.00033" in found
     (folder / "config.yaml").write_text("fp8: {kv_cache: calibrated, saturation_warn: 0.001}\n")
     assert findings(read_run(folder)) == []
+    run = read_run(make_run(tmp_path / "run", **{MISMATCH: 1.02}))
+    assert steps_above(run) is None
+    run.rows[3][MISMATCH], run.rows[6][MISMATCH] = 1.04, 1.249
+    del run.rows[7][MISMATCH]
+    assert steps_above(run) == f"{MISMATCH} above mismatch.warn_above=1.03 in 2 of 11 steps, at most 1.2490 in step 7"
+    assert findings(read_run(make_run(tmp_path / "sound"))) == []
+    (line,) = findings(read_run(make_run(tmp_path / "cut", **{"rollout/truncated_share": 0.3})))
+    assert "rollout.max_new_tokens" in line and "12 steps, first in step 1" in line
+    learnt = read_run(make_run(tmp_path / "learnt", **{"rollout/truncated_share": 0.3}))
+    learnt.rows[-1]["rollout/truncated_share"] = 0.1
+    assert findings(learnt) == [], "in the end the answers are short enough"
 
 
 def test_a_reward_that_is_the_accuracy_has_no_second_chart(tmp_path: Path) -> None:
@@ -186,19 +199,6 @@ def test_a_run_without_rollouts_shows_its_files_and_no_settings_of_rollouts(tmp_
     (folder / "config.yaml").write_text(recipe.replace(", batch_size: 64, conversations: talk.jsonl", ""))
     shown = dict(read_run(folder).settings)
     assert shown["prompts a step"] == "32" and "rows a step" not in shown
-
-
-def test_what_was_never_finite_is_no_constant(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "run", lr=0.5, kl=0.25, loss=1.0))
-    for number, row in enumerate(run.rows):
-        assert isinstance(row, dict)
-        row["kl"] = None if number < 3 else 0.25  # as metrics.jsonl has NaN
-        row["loss"] = None
-    del run.rows[4]["lr"]  # type: ignore[attr-defined]
-    page = page_of([run])
-    assert "<td>learning rate</td><td>0.5</td>" in page
-    assert "<td>KL from the reference</td><td>0.25; not finite in 3 of 12 steps</td>" in page
-    assert "<td>loss</td><td>no value; not finite in 12 of 12 steps</td>" in page and "<h3>loss</h3>" not in page
 
 
 def test_tokens_of_several_versions_are_shown_by_their_age(tmp_path: Path) -> None:
@@ -241,15 +241,6 @@ def test_held_out_tasks_are_paired_in_the_last_evaluations(tmp_path: Path) -> No
     shown = page_of(runs).split("<h2>Differences</h2>")[1].split("</table>")[0]
     assert "<td>held-out reward, task by task</td><td>two − one</td><td>+1</td>" in shown
     assert any(line.startswith("held-out reward, task by task, two − one: +1") for line in terminal_report(runs))
-
-
-def test_findings_name_the_steps(tmp_path: Path) -> None:
-    assert findings(read_run(make_run(tmp_path / "sound"))) == []
-    (line,) = findings(read_run(make_run(tmp_path / "cut", **{"rollout/truncated_share": 0.3})))
-    assert "rollout.max_new_tokens" in line and "12 steps, first in step 1" in line
-    learnt = read_run(make_run(tmp_path / "learnt", **{"rollout/truncated_share": 0.3}))
-    learnt.rows[-1]["rollout/truncated_share"] = 0.1
-    assert findings(learnt) == [], "in the end the answers are short enough"
 
 
 def test_the_page_says_where_a_run_ran_what_came_out_and_what_it_warned_of(tmp_path: Path) -> None:
@@ -309,7 +300,10 @@ def test_the_terminal_gets_the_same_in_short(tmp_path: Path) -> None:
     assert shares == {"rollout": "50%", "train": "25%", "evaluate": "6%", "waiting to evaluate": "2%", "other": "17%"}
 
 
-def test_a_point_lies_where_its_value_is() -> None:
+def test_numbers_sparklines_and_points_of_charts() -> None:
+    assert [shown_number(x) for x in (0, 3.0, 0.12345, 1234567.0, 2e-5)] == ["0", "3", "0.1235", "1,234,567", "2.0e-05"]
+    assert sparkline([0, 1, 2]) == "▁▅█" or sparkline([0, 1, 2]) == "▁▄█"
+    assert sparkline([1, 1]) == "▄▄" and len(sparkline(range(1000))) == 32
     svg = line_chart([Line("r", 0, [0, 5, 10], [0.0, 1.0, 4.0])], "step")
     ((*_, points),) = re.findall(r'(<polyline)[^>]*points="([^"]*)"', svg)
     (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, point.split(","))) for point in points.split())
@@ -324,13 +318,7 @@ def test_a_point_lies_where_its_value_is() -> None:
     assert heights[1] == pytest.approx(3 * heights[0], rel=0.01) and heights[2] == pytest.approx(heights[3], rel=0.01)
 
 
-def test_numbers_and_sparklines() -> None:
-    assert [shown_number(x) for x in (0, 3.0, 0.12345, 1234567.0, 2e-5)] == ["0", "3", "0.1235", "1,234,567", "2.0e-05"]
-    assert sparkline([0, 1, 2]) == "▁▅█" or sparkline([0, 1, 2]) == "▁▄█"
-    assert sparkline([1, 1]) == "▄▄" and len(sparkline(range(1000))) == 32
-
-
-def test_damaged_lines_of_metrics_are_counted(tmp_path: Path) -> None:
+def test_a_runs_files_are_read_as_they_were_written_and_damaged_lines_counted(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n{"step": "x"}\n[\n{"step": 4, "reward/mean": 1.0}\n{"step": 5, "rew')
@@ -338,6 +326,12 @@ def test_damaged_lines_of_metrics_are_counted(tmp_path: Path) -> None:
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
     assert findings(run)[0] == "3 lines of metrics.jsonl can't be read; their steps are missing here"
     assert "3 lines of metrics.jsonl can&#x27;t be read" in page_of([run])
+    # YAML 1.2: an environment may be named `no`. And float32 is not called BF16.
+    folder = make_run(tmp_path / "run", steps=1)
+    (folder / "config.yaml").write_text("model: {dtype: float32}\nenvironments: {no: {weight: 1}, en: {weight: 2}}\n")
+    run = read_run(folder)
+    assert list(run.environments) == ["no", "en"]
+    assert dict(run.settings)["precision"] == "linears in float32, KV cache in float32"
 
 
 def test_settings_that_a_resumed_run_changed_are_on_its_page(tmp_path: Path) -> None:
@@ -354,15 +348,6 @@ def test_settings_that_a_resumed_run_changed_are_on_its_page(tmp_path: Path) -> 
         "wandb\\x1b[31m&lt;b&gt;: None until step 35, then y",
     )
     assert f"<td>changed</td><td>{'; '.join(changes)}</td>" in page
-
-
-def test_a_runs_recipe_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """YAML 1.2: an environment may be named `no`. And float32 is not called BF16."""
-    folder = make_run(tmp_path / "run", steps=1)
-    (folder / "config.yaml").write_text("model: {dtype: float32}\nenvironments: {no: {weight: 1}, en: {weight: 2}}\n")
-    run = read_run(folder)
-    assert list(run.environments) == ["no", "en"]
-    assert dict(run.settings)["precision"] == "linears in float32, KV cache in float32"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -82,14 +82,11 @@ FAILED = alone(
 )
 
 
-def test_a_prompt_that_is_too_long_is_no_failure() -> None:
+def test_failures_are_counted_by_kind_with_the_first_traceback_of_each() -> None:
     failures = Failures.among(FAILED)
     assert (failures.count, failures.drawn, failures.share) == (4, 6, pytest.approx(4 / 6))
     assert [(kind.count, kind.first.task.id) for kind in failures.kinds] == [(2, "a"), (1, "c"), (1, "d")]
     assert Failures.among([]).share == 0.0
-
-
-def test_the_first_traceback_of_each_kind_is_shown() -> None:
     failures = Failures.among(FAILED)
     failures.check(4 / 6, "step 3")
     with pytest.raises(FailureShareError) as stop:
@@ -102,9 +99,6 @@ def test_the_first_traceback_of_each_kind_is_shown() -> None:
     assert "another KeyError" not in text
     assert "1 x reward_timeout, first in task d: no reward after 2 s" in text
     assert "the completion was 'I say 7'" in text
-
-
-def test_every_status_is_a_failure_has_a_reward_or_was_never_drawn() -> None:
     for status in RolloutStatus:
         failures = Failures.among(alone(failing(status, "a")))
         assert failures.count == (not status.has_reward and status is not RolloutStatus.PROMPT_TOO_LONG), status

@@ -58,7 +58,7 @@ def test_it_holds_groups_and_filter(run: Path) -> None:
     assert [row["versions"] for row in easy["groups"][0]["rows"]] == ["policy version 2, 3 from token 4", ""]
 
 
-def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
+def test_texts_stay_texts_and_the_page_needs_nothing_else(run: Path, tmp_path: Path) -> None:
     write_page(tmp_path / "r.html", EVIL, select(run, Filter(), None), Filter(text=EVIL))
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     content = data(page)
@@ -67,19 +67,13 @@ def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
     assert page.count("<script") == page.count("</script>") == 2
     assert "alert('x')</script>" not in page and "\x1b" not in page
     assert "innerHTML" not in page and "insertAdjacentHTML" not in page and "document.write" not in page
-
-
-def test_a_lone_surrogate_is_no_obstacle(tmp_path: Path) -> None:
+    page = rollout_page("x", select(run, Filter(), None), Filter())
+    assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://|fetch\(|XMLHttpRequest""", page)
+    assert "default-src 'none'" in page
     file = tmp_path / "step_000001.jsonl"
     file.write_text(json.dumps(line("a", 0, 1.0, "half a letter: \ud83d")) + "\n")
     write_page(tmp_path / "r.html", "x", select(file, Filter(), None), Filter())
     assert "\\ud83d" in (tmp_path / "r.html").read_text(encoding="utf-8")
-
-
-def test_it_needs_nothing_else(run: Path) -> None:
-    page = rollout_page("x", select(run, Filter(), None), Filter())
-    assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://|fetch\(|XMLHttpRequest""", page)
-    assert "default-src 'none'" in page
 
 
 def test_tokens_come_with_their_probability(run: Path) -> None:
@@ -108,14 +102,11 @@ def test_a_letter_of_several_tokens_is_shown_with_its_last(text: str) -> None:
     assert [piece for piece in pieces if piece] == list(text)
 
 
-def test_broken_letters_do_not_swallow_what_follows() -> None:
-    pieces = token_pieces(Bytes(), [0xF0, 0x9F, *b"abc", 0xFF])
-    assert len(pieces) == 6 and "".join(pieces).endswith("abc\ufffd")
-
-
-def test_pieces_keep_the_space_at_the_start_of_a_word() -> None:
+def test_pieces_keep_spaces_and_broken_letters_do_not_swallow_what_follows() -> None:
     """A byte-fallback decoder strips it from a token that is decoded alone."""
     tokens = [id_of("▁the"), id_of("▁a"), *(FIRST_BYTE + byte for byte in "🦊".encode()), id_of("b"), id_of("▁the")]
     pieces = token_pieces(byte_fallback(), tokens)
     assert pieces == ["the", " a", "", "", "", "🦊", "b", " the"]
     assert "".join(pieces) == byte_fallback().decode(tokens)
+    pieces = token_pieces(Bytes(), [0xF0, 0x9F, *b"abc", 0xFF])
+    assert len(pieces) == 6 and "".join(pieces).endswith("abc\ufffd")

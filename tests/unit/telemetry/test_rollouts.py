@@ -18,14 +18,6 @@ from tests.unit.telemetry.sampled_rows import FLAT, GROUP, TASK, line, rollout, 
 # ---------------------------------------------------------------- writing
 
 
-def test_policy_versions_begin_at_tokens_of_all_turns(tmp_path: Path) -> None:
-    first, second = turn((7, 8, 9), reply="go on"), turn((5, 6))
-    changed = replace(second, completion=replace(second.completion, updates=((1, 6),)))
-    group = RolloutGroup(TASK, (rollout(RolloutStatus.SCORED, 1.0, first, changed),))
-    (line,) = RolloutFiles(tmp_path).write(3, [group]).read_text().splitlines()
-    assert json.loads(line)["policy_versions"] == [[0, 5], [4, 6]]
-
-
 def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:
     path = RolloutFiles(tmp_path / "rollouts").write(3, [GROUP])
     assert path.name == "step_000003.jsonl" and list(path.parent.iterdir()) == [path]
@@ -40,6 +32,11 @@ def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:
     assert lines[2]["text"] == "\n".join(part["text"] for part in lines[2]["turns"]), "without the replies"
     assert [part["replies"] for part in lines[2]["turns"]] == [[{"role": "user", "text": "go on"}], []]
     assert lines[3]["reward"] is None and lines[3]["token_ids"] == [] and lines[3]["policy_version"] is None
+    first, second = turn((7, 8, 9), reply="go on"), turn((5, 6))
+    changed = replace(second, completion=replace(second.completion, updates=((1, 6),)))
+    group = RolloutGroup(TASK, (rollout(RolloutStatus.SCORED, 1.0, first, changed),))
+    (line,) = RolloutFiles(tmp_path).write(3, [group]).read_text().splitlines()
+    assert json.loads(line)["policy_versions"] == [[0, 5], [4, 6]]
 
 
 def test_resume_removes_later_steps_and_torn_files(tmp_path: Path) -> None:
@@ -90,13 +87,26 @@ def shown(run: Path, wanted: Filter, limit: int | None = None) -> list[tuple[int
     return [(group.step, group.rows[0].task_id) for group in select(run, wanted, limit).groups]
 
 
-def test_groups_are_siblings_in_the_order_of_the_steps(run: Path) -> None:
+def test_rows_of_a_run_by_group_turn_and_version(run: Path) -> None:
     assert shown(run, Filter()) == [
         *((1, "sum/easy"), (1, "sum/1"), (2, "sum/easy"), (2, "sum/2")),
         *((3, "sum/easy"), (3, "sum/3"), (3, "talk")),
     ]
     group = select(run, Filter(task="easy"), None).groups[0]
     assert [row.reward for row in group.rows] == group.rewards == [1.0, 0.5]
+    selection = select(run, Filter(), 3)
+    assert (selection.found, selection.steps) == (7, 3)
+    assert [(group.step, group.place) for group in selection.groups] == [(1, 0), (2, 0), (3, 0)]
+    row = select(run, Filter(task="talk"), None).groups[0].rows[0]
+    assert [(part.by, part.text, row.token_ids[part.tokens]) for part in row.said] == [
+        ("model", "ask!", [0, 1, 2, 3]),
+        ("tool", "told you", []),
+        ("model", "so 3", [4, 5, 6]),
+    ]
+    assert row.components == {"right": 1.0, "brevity": -0.25}
+    assert row.trainer_logprobs == () and row.versions_text == ""
+    first, other = select(run, Filter(steps=Interval(low=3), task="easy"), None).groups[0].rows
+    assert first.versions_text == "policy version 2, 3 from token 4" and other.versions_text == ""
 
 
 def test_a_task_drawn_twice_in_a_row_is_two_groups(tmp_path: Path) -> None:
@@ -129,28 +139,6 @@ def test_all_that_is_asked_must_hold(wanted: Filter, rows: int, run: Path) -> No
     selection = select(run, wanted, None)
     assert sum(wanted.takes(row) for group in selection.groups for row in group.rows) == rows
     assert all(len(group.rows) == 2 for group in selection.groups)
-
-
-def test_fewer_are_evenly_spread_and_counted(run: Path) -> None:
-    selection = select(run, Filter(), 3)
-    assert (selection.found, selection.steps) == (7, 3)
-    assert [(group.step, group.place) for group in selection.groups] == [(1, 0), (2, 0), (3, 0)]
-
-
-def test_turns_have_their_tokens(run: Path) -> None:
-    row = select(run, Filter(task="talk"), None).groups[0].rows[0]
-    assert [(part.by, part.text, row.token_ids[part.tokens]) for part in row.said] == [
-        ("model", "ask!", [0, 1, 2, 3]),
-        ("tool", "told you", []),
-        ("model", "so 3", [4, 5, 6]),
-    ]
-    assert row.components == {"right": 1.0, "brevity": -0.25}
-    assert row.trainer_logprobs == () and row.versions_text == ""
-
-
-def test_an_answer_of_several_versions_says_from_which_token_on(run: Path) -> None:
-    first, other = select(run, Filter(steps=Interval(low=3), task="easy"), None).groups[0].rows
-    assert first.versions_text == "policy version 2, 3 from token 4" and other.versions_text == ""
 
 
 def _damaged(**changes: object) -> bytes:

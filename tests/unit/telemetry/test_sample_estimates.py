@@ -103,9 +103,6 @@ def test_values_that_differ_by_rounding_are_equal() -> None:
     for values in ([0.58 - 0.57, 0.6 - 0.59, 0.02 - 0.01] * 2, [2 / 3 - 1 / 3, 1 - 2 / 3] * 3, [0.1] * 6):
         found = estimate_mean(values, seed=0)
         assert found is not None and found.low == found.high == found.mean == pytest.approx(values[0])
-
-
-def test_no_tasks_have_no_mean() -> None:
     assert estimate_mean([], 0) is None
 
 

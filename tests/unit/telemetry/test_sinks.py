@@ -25,6 +25,10 @@ def test_lines_read_back_to_the_same_numbers(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[1] == {"step": 2, "loss": -2e-7, "reward/mean": 2 / 3}
     assert list(lines[0]) == ["step", "loss", "reward/mean"]
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4))
+    MetricsFile(path).write(1, {"loss": math.nan})
+    assert path.read_text() == '{"step": 1, "loss": null}\n'
 
 
 def test_a_killed_and_resumed_file_equals_a_never_killed_one(tmp_path: Path) -> None:
@@ -35,13 +39,15 @@ def test_a_killed_and_resumed_file_equals_a_never_killed_one(tmp_path: Path) -> 
         file.write('{"step": 6, "lo')
     write(killed, range(4, 8), resumed_step=3)
     assert killed.read_bytes() == whole.read_bytes()
-
-
-def test_non_finite_numbers_are_null_and_a_new_run_starts_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 4))
-    MetricsFile(path).write(1, {"loss": math.nan})
-    assert path.read_text() == '{"step": 1, "loss": null}\n'
+    # An editor or a copy took the last newline. The next step's line must not be glued to it.
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    write(whole, range(1, 6))
+    write(cut, range(1, 4))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    write(cut, range(4, 6), resumed_step=3)
+    assert cut.read_bytes() == whole.read_bytes()
+    write(cut, range(6, 7), resumed_step=5)  # and resumes again
+    assert len(cut.read_text().splitlines()) == 6
 
 
 def test_resume_refuses_a_file_that_lacks_steps(tmp_path: Path) -> None:
@@ -54,18 +60,6 @@ def test_resume_refuses_a_file_that_lacks_steps(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"line 2.* remove the checkpoints after step 1 to resume before them"):
         MetricsFile(path, resumed_step=3)
-
-
-def test_a_last_line_without_its_end_is_mended(tmp_path: Path) -> None:
-    """An editor or a copy took the last newline. The next step's line must not be glued to it."""
-    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    write(whole, range(1, 6))
-    write(cut, range(1, 4))
-    cut.write_bytes(cut.read_bytes()[:-1])
-    write(cut, range(4, 6), resumed_step=3)
-    assert cut.read_bytes() == whole.read_bytes()
-    write(cut, range(6, 7), resumed_step=5)  # and resumes again
-    assert len(cut.read_text().splitlines()) == 6
 
 
 @pytest.mark.parametrize(
@@ -149,7 +143,7 @@ def groups() -> list[RolloutGroup]:
     return found
 
 
-def test_samples_are_the_best_the_middle_and_the_worst() -> None:
+def test_samples_are_the_best_the_middle_and_the_worst_turn_by_turn() -> None:
     text = sample_texts(groups())
     rewards = [line.partition("**")[2].partition("**")[0] for line in text.splitlines() if line.startswith("**")]
     assert rewards == ["reward 1.000", "reward 0.500", "reward 0.000"]
@@ -157,9 +151,6 @@ def test_samples_are_the_best_the_middle_and_the_worst() -> None:
     assert not [line for line in text.splitlines() if line.lstrip().startswith(("#", "<")) and line[:4] != "    "]
     assert sample_texts([]) == ""
     assert len(as_code("x" * 10_000)) < 2_100 and "8,000 letters" in as_code("x" * 10_000)
-
-
-def test_a_conversation_is_shown_turn_by_turn() -> None:
     task = Task("guess", "Guess my number.", "3")
     first, second = (Completion((5,), (-1.0,), text, FinishReason.STOP, 0, "") for text in ("2", "3"))
     turns = (Turn((1,), first, (Reply("user", "Higher."), Reply("tool", "41"))), Turn((2,), second))
