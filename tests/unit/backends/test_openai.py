@@ -132,16 +132,13 @@ def test_any_text_survives_the_stand_in_tokenizer() -> None:
         assert asked_of(CHAT.plain_tokens(text)).keys() == {"prompt"}
 
 
-def test_seeds_of_siblings_differ_and_the_firsts_is_the_requests() -> None:
+def test_siblings_have_seeds_of_their_own_and_requests_in_flight_are_limited() -> None:
     with judge_double(said()) as double:
         backend = texts(double.url)
         backend.generate([asked(siblings=4)])
         backend.close()
     seeds = sorted(body["seed"] for _, body, _ in double.asked)
     assert len(set(seeds)) == 4 and 5 in seeds and seeds == sorted(sibling_seed(5, sibling) for sibling in range(4))
-
-
-def test_requests_in_flight_are_limited() -> None:
     with judge_double(said()) as double:
         backend = texts(double.url, concurrency=3)
         (answers,) = backend.generate([asked(siblings=20)])
@@ -299,13 +296,10 @@ def replaced(request: GenerationRequest, name: str) -> GenerationRequest:
     return GenerationRequest(name, request.prompt_token_ids, request.sampling, request.num_siblings, request.seed)
 
 
-def test_a_passing_fault_is_retried() -> None:
+def test_passing_faults_are_retried_and_a_server_that_always_fails_ends_the_run() -> None:
     with judge_double((503, "", {}), (200, "x", CUT), (429, "", {"Retry-After": "0"}), said()) as double:
         assert one(texts(double.url, retries=3), asked()).text == "four"
     assert len(double.asked) == 4
-
-
-def test_a_server_that_always_fails_ends_the_run() -> None:
     expected = r"the first 8 requests failed, the last one with: .*out of order"
     with judge_double((500, "out of order", {})) as double, pytest.raises(UserError, match=expected):
         one(texts(double.url, retries=0), asked(siblings=30))

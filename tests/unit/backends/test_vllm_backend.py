@@ -99,7 +99,11 @@ def test_what_vllm_changed_is_named(damage: Callable[[Any], object], expected: s
         fp8_full.adapter.weights_digest()
 
 
-def test_a_parameter_that_nobody_wrote_is_an_error(fp8_full: Setting) -> None:
+def test_a_parameter_of_nobody_or_of_another_layout_is_an_error(fp8_full: Setting) -> None:
+    place = getattr(fp8_full.double.model.model.layers, "0").mlp.gate_up_proj  # type: ignore[union-attr]
+    place.weight_scale_inv = torch.nn.Parameter(place.weight_scale_inv.data.T.contiguous(), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"gate_up_proj.weight_scale_inv' is \(1, 2\) in torch.float32, and the"):
+        fp8_full.adapter.put_weights(fp8_full.weights)
     model = fp8_full.double.model.model.layers  # type: ignore[union-attr]
     getattr(model, "1").mlp.register_parameter("extra", torch.nn.Parameter(torch.zeros(2)))
     with pytest.raises(RuntimeError, match=r"'model.layers.1.mlp.extra' is none of ours and would keep its random"):
@@ -107,13 +111,6 @@ def test_a_parameter_that_nobody_wrote_is_an_error(fp8_full: Setting) -> None:
     del getattr(model, "1").mlp.extra
     delattr(getattr(model, "0").self_attn.o_proj, "weight_scale_inv")
     with pytest.raises(RuntimeError, match=r"no parameter 'model.layers.0.self_attn.o_proj.weight_scale_inv'"):
-        fp8_full.adapter.put_weights(fp8_full.weights)
-
-
-def test_another_layout_is_an_error(fp8_full: Setting) -> None:
-    place = getattr(fp8_full.double.model.model.layers, "0").mlp.gate_up_proj  # type: ignore[union-attr]
-    place.weight_scale_inv = torch.nn.Parameter(place.weight_scale_inv.data.T.contiguous(), requires_grad=False)
-    with pytest.raises(RuntimeError, match=r"gate_up_proj.weight_scale_inv' is \(1, 2\) in torch.float32, and the"):
         fp8_full.adapter.put_weights(fp8_full.weights)
 
 

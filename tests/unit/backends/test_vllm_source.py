@@ -76,9 +76,18 @@ def methods(protocol: type) -> Iterator[tuple[str, list[str]]]:
             yield name, list(inspect.signature(member).parameters)
 
 
-def test_its_version_is_the_one_that_was_read() -> None:
+def test_settings_and_limits_have_these_names() -> None:
     (found,) = re.findall(r"^__version__ = version = '(.*)'$", _text("_version.py"), re.MULTILINE)
     assert found == VLLM_VERSION
+    assert attributes("vllm.engine.arg_utils", "EngineArgs") >= ENGINE_ARGUMENTS | ARGUMENTS_ON_RANKS
+    own = {one.name for one in fields(Sampling)} | {"output_kind", "detokenize", "flat_logprobs"}
+    assert own <= attributes("vllm.sampling_params", "SamplingParams")
+    assert "DELTA" in ast.unparse(class_of("vllm.sampling_params", "RequestOutputKind"))
+    text = ast.unparse(class_of("vllm.sampling_params", "SamplingParams"))
+    assert "self.temperature > 2.0" in text and "0 < self.temperature < _MAX_TEMP" in text
+    assert "_MAX_TEMP = 0.01" in ast.unparse(parsed("vllm.sampling_params"))
+    names = attributes("vllm.config.compilation", "PassConfig")
+    assert names >= set(ON_RANKS["compilation_config"]["pass_config"])
 
 
 def _text(file: str) -> str:
@@ -116,28 +125,12 @@ def test_what_start_imports_is_there() -> None:
         assert not name.startswith("VLLM_") or f'"{name}"' in _text("envs.py"), name
 
 
-def test_settings_have_these_names() -> None:
-    assert attributes("vllm.engine.arg_utils", "EngineArgs") >= ENGINE_ARGUMENTS | ARGUMENTS_ON_RANKS
-    own = {one.name for one in fields(Sampling)} | {"output_kind", "detokenize", "flat_logprobs"}
-    assert own <= attributes("vllm.sampling_params", "SamplingParams")
-    assert "DELTA" in ast.unparse(class_of("vllm.sampling_params", "RequestOutputKind"))
-
-
-def test_a_temperature_has_the_limits_that_are_refused_here() -> None:
-    text = ast.unparse(class_of("vllm.sampling_params", "SamplingParams"))
-    assert "self.temperature > 2.0" in text and "0 < self.temperature < _MAX_TEMP" in text
-    assert "_MAX_TEMP = 0.01" in ast.unparse(parsed("vllm.sampling_params"))
-
-
-def test_scales_are_where_they_are_written() -> None:
+def test_attention_reads_its_scales_on_the_device_where_they_are_written() -> None:
     text = _text("model_executor/layers/attention/attention.py")
     for letter in LETTERS:
         assert f'layer.register_buffer("_{letter}_scale"' in text and f"layer._{letter}_scale_float = 1.0" in text
     for runner in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):  # `_clear_cache`
         assert "self.kv_caches" in _text(runner)
-
-
-def test_the_attention_that_is_accepted_reads_its_scales_on_the_device() -> None:
     text, flash = _text("model_executor/layers/attention/attention.py"), _text("v1/attention/backends/flash_attn.py")
     assert "self.attn_backend.get_name()" in text and f'return "{ATTENTION}"' in flash
     assert not re.search(r"_[kvq]_scale_float", flash) and "layer._k_scale.expand(descale_shape)" in flash
@@ -154,13 +147,10 @@ def test_what_is_refused_of_a_family_is_what_its_model_lacks(family: str) -> Non
         assert "assert config.max_window_layers == config.num_hidden_layers" in text
 
 
-def test_scheduling_resumes_when_all_memory_is_awake() -> None:
+def test_sleep_and_waking_are_as_the_adapter_takes_them() -> None:
     """The adapter wakes weights and cache one after the other, and never says that it may go on."""
     text = ast.unparse(class_of("vllm.v1.engine.core", "EngineCore"))
     assert "if not self.model_executor.is_sleeping:\n            self.resume_scheduler()" in text
-
-
-def test_a_sleep_reads_free_memory_where_the_adapter_holds_it() -> None:
     text = ast.unparse(class_of("vllm.v1.worker.gpu_worker", "Worker"))
     assert text.count("torch.accelerator.get_memory_info()") >= 2 and "Memory usage increased after sleeping." in text
 
@@ -168,33 +158,19 @@ def test_a_sleep_reads_free_memory_where_the_adapter_holds_it() -> None:
 # ---------------------------------------------------------------- ranks of a tensor-parallel vLLM
 
 
-def test_a_rank_joins_the_default_group_that_is_there() -> None:
+def test_ranks_share_a_group_the_vocabulary_and_all_logits() -> None:
     text = _text("distributed/parallel_state.py")
     assert "if not torch.distributed.is_initialized():" in text
     executor = ast.unparse(class_of("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher"))
     assert "os.environ['RANK']" in executor and "os.environ['LOCAL_RANK']" in executor
-
-
-def test_the_passes_that_are_turned_off_have_these_names() -> None:
-    names = attributes("vllm.config.compilation", "PassConfig")
-    assert names >= set(ON_RANKS["compilation_config"]["pass_config"])
-
-
-def test_the_vocabulary_is_cut_in_equal_parts_of_the_padded_rows() -> None:
     place = "vllm.model_executor.layers.vocab_parallel_embedding"
     assert f"DEFAULT_VOCAB_PADDING_SIZE = {VOCABULARY_PAD}" in ast.unparse(parsed(place))
     text = ast.unparse(class_of(place, "VocabParallelEmbedding"))
     assert "divide(self.num_embeddings_padded, self.tp_size)" in text
     assert "pad_vocab_size(self.org_vocab_size, self.padding_size)" in text
-
-
-def test_all_ranks_get_all_logits() -> None:
-    """So that each samples the same tokens."""
+    # So that each samples the same tokens.
     text = ast.unparse(class_of("vllm.platforms.interface", "Platform"))
     assert re.search(r"def use_all_gather\(cls\).*?return True", text, re.DOTALL)
     assert "use_all_gather" not in _text("platforms/cuda.py")
-
-
-def test_several_aborts_are_a_set() -> None:
-    """The adapter aborts one request at a time, because the order of a set differs between ranks."""
+    # The adapter aborts one request at a time, because the order of a set differs between ranks.
     assert "request_ids = set(request_ids)" in ast.unparse(class_of("vllm.v1.core.sched.scheduler", "Scheduler"))

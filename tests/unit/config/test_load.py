@@ -44,11 +44,7 @@ def test_yaml_traps_are_texts(tmp_path: Path, text: str) -> None:
     assert load(tmp_path, BASE + f"output_dir: {text}\n").output_dir == text
 
 
-def test_an_empty_section_keeps_the_defaults(tmp_path: Path) -> None:
-    assert load(tmp_path, BASE + "fp8:\nengine:\n") == load(tmp_path, BASE)
-
-
-def test_null_means_that_a_field_is_not_set(tmp_path: Path) -> None:
+def test_null_means_that_a_field_is_not_set_and_an_empty_section_keeps_defaults(tmp_path: Path) -> None:
     """Also of a mapping, a list or a number that a base file gives; on the command line nothing after = is null too."""
     (tmp_path / "base.yaml").write_text(
         "model: {path: m}\nenvironment: {kind: math, dataset: d, columns: {prompt: q}, tools: [calculator]}\n"
@@ -61,6 +57,7 @@ def test_null_means_that_a_field_is_not_set(tmp_path: Path) -> None:
     words = ("algorithm.name=sft", "algorithm.clip_high=", "data.sources.a.path=p", "data.sources.a.columns=null")
     assert load(tmp_path, "extends: base.yaml\n", *words).data.sources["a"].columns == {}
     assert "algorithm.name" not in refusal(tmp_path, "extends: base.yaml\n", *words, "data.sources.a.path=null")
+    assert load(tmp_path, BASE + "fp8:\nengine:\n") == load(tmp_path, BASE)
 
 
 # --- extends ------------------------------------------------------------------------------------------------
@@ -116,9 +113,6 @@ def test_overrides_are_yaml_and_the_last_word(tmp_path: Path) -> None:
     assert recipe.trainer.optimizer.lr == 2e-5
     assert recipe.rollout.system_prompt == "a = b"
     assert recipe.mismatch.fail_above is None
-
-
-def test_an_override_reaches_into_parameters_and_keeps_the_rest(tmp_path: Path) -> None:
     text = "model: {path: m}\nenvironment: {dataset: d, parameters: {p: 1, q: 2}}\n"
     assert load(tmp_path, text, "environment.parameters.q=3").environment.parameters == {"p": 1, "q": 3}
     assert load(tmp_path, text, "environment.parameters={}").environment.parameters == {}
@@ -140,13 +134,10 @@ def test_precision_stands_for_three_fields(tmp_path: Path, precision: str) -> No
     assert recipe.precision == precision
 
 
-def test_fields_written_beside_precision_win(tmp_path: Path) -> None:
+def test_precision_gives_way_to_fields_beside_it_and_to_what_comes_later(tmp_path: Path) -> None:
     assert load(tmp_path, BASE + "fp8: {kv_cache: dynamic}\nprecision: fp8_full\n").fp8.kv_cache == "dynamic"
     for words in (["fp8.kv_cache=dynamic", "precision=fp8_full"], ["precision=fp8_full", "fp8.kv_cache=dynamic"]):
         assert load(tmp_path, BASE, *words).fp8.kv_cache == "dynamic"
-
-
-def test_what_comes_later_wins(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(BASE + "fp8: {train: true, kv_cache: dynamic, ignore: ['*.o_proj']}\n")
     later = load(tmp_path, "extends: base.yaml\nprecision: bf16\n")
     assert (later.fp8.train, later.fp8.kv_cache, later.fp8.ignore) == (False, "none", ("*.o_proj",))

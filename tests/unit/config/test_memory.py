@@ -38,13 +38,10 @@ def parts_of(estimate: MemoryEstimate) -> dict[str, int]:
     return {part.name: part.num_bytes for part in estimate.parts}
 
 
-def test_the_linears_and_the_rest_are_all_parameters() -> None:
+def test_parts_in_bf16() -> None:
     assert sum(linear.num_weights for _, linear in TINY.linears()) == P8
     norms, embeddings = 4 * (2 * 128 + 2 * 32) + 128, 384 * 128
     assert P8 + norms + embeddings == P == TINY.num_parameters
-
-
-def test_parts_in_bf16() -> None:
     plain = recipe(trainer={"tokens_per_micro_batch": 4096, "logprob_chunk": 100})
     parts = parts_of(estimate_memory(plain, TINY, PLAIN, on_gpu=True, device_bytes=None))
     remade = 3 * 128 + 256 + 2 * 512 + 128  # n1, n2, h1, qkv, gate_up, attention's output
@@ -72,14 +69,11 @@ def backward(tokens: int, precisions: Precisions, checkpointing: str = "layer", 
     return parts["activations"], parts["working set"]
 
 
-def test_a_layer_in_fp8_at_its_fullest_moment() -> None:
+def test_what_is_kept_of_a_layer() -> None:
     code = 1 + 4 / 128
     remade = 2 * code * 128 + 2 * (128 + 256 + 2 * 512 + 128) + 4 * 4  # n1, n2; h1, qkv, gate_up, out; lse
     at_gate = remade + 2 * 256 + 2 * 128 + 2 * code * 128 + 2 * 512 + 5 * code * 512
     assert backward(8192, FULL)[1] == int(8192 * at_gate) + 2 * 384 * 128
-
-
-def test_what_is_not_made_again_is_kept() -> None:
     layer, attention, everything = (backward(8192, FULL, keep) for keep in ("layer", "attention", "none"))
     assert attention[0] - layer[0] == 4 * 8192 * (2 * 128 + 4 * 4)
     assert everything[0] - attention[0] == 4 * 8192 * (2 * (128 + 256 + 2 * 512) + 2 * 128 * (1 + 4 / 128))
@@ -218,9 +212,6 @@ def test_codes_that_are_remade_are_there_while_generating_alone() -> None:
     shares = [estimate(codes, engine={}) for codes in ("kept", "remade")]
     free = [10**9 - one.bytes_when("always") - codes for one, codes in zip(shares, (0, P8), strict=True)]
     assert free[1] > free[0] and shares[1].kv_cache_tokens == int(free[1] * 0.85) // 512 // 128 * 128
-
-
-def test_codes_that_are_remade_beside_a_critic() -> None:
     ppo = recipe(precision="fp8_full", algorithm={"name": "ppo"}, trainer={"weight_codes": "remade"})
     critic = ScalarModel(TINY, Precisions([], LINEAR_NAMES, []))
     found = estimate_memory(ppo, TINY, FULL, on_gpu=True, device_bytes=None, critic=critic)

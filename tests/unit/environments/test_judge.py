@@ -90,14 +90,11 @@ def test_failures_that_may_pass_are_tried_again_and_others_once() -> None:
     assert [len(scored((status, "no", {}))[1].asked) for status in (400, 404)] == [1, 1]
 
 
-def test_an_endpoint_that_hangs_is_a_timeout() -> None:
+def test_an_endpoint_that_hangs_is_a_timeout_and_one_that_is_not_there_an_error() -> None:
     score, double = scored(5.0, timeout_seconds=0.5, retries=1)
     assert (score.status, score.reward) == (TIMEOUT, None) and "no answer in" in (score.detail or "")
     assert len(double.asked) == 2
     assert scored(5.0, "Score: 5", timeout_seconds=0.7)[0] == Score(SCORED, 0.5)
-
-
-def test_an_endpoint_that_is_not_there_is_an_error() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"  # nobody listens, and nobody else can take it
@@ -105,7 +102,7 @@ def test_an_endpoint_that_is_not_there_is_an_error() -> None:
     assert (score.status, score.reward) == (ERROR, None) and "ConnectError" in (score.detail or "")
 
 
-def test_many_are_asked_at_once_up_to_the_limit_and_come_back_in_order() -> None:
+def test_many_are_asked_at_once_up_to_the_limit_and_waiting_for_a_turn_is_no_timeout() -> None:
     two = threading.Barrier(2)  # the first waits for a second one
 
     def with_another(body: object) -> str:
@@ -120,9 +117,6 @@ def test_many_are_asked_at_once_up_to_the_limit_and_come_back_in_order() -> None
         mixed = judge.score([(TASK, "new"), (TASK, "3"), (TASK, "new")])
         assert [score.reward for score in mixed] == [None, 0.1, None]
         judge.close()
-
-
-def test_waiting_for_a_turn_is_no_timeout() -> None:
     with judge_double(0.2) as double:
         judge = judge_of(double, concurrency=1, timeout_seconds=2.0, retries=0, pattern=r"(0\.\d+)")
         with ThreadPoolExecutor(12) as threads:  # as rewards of many conversations call it

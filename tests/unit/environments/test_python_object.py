@@ -35,15 +35,12 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body:
     monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def test_the_example_environment_scores_in_a_worker() -> None:
+def test_the_examples_score_in_a_worker() -> None:
     environment = load_environment("examples.custom_environment:Backwards")
     task = Taskset(environment.tasks, eval_size=2, seed=0).next_batch(1)[0]
     with RewardWorkers(environment.score, timeout_seconds=60.0) as workers:
         scores = workers.score([(task, task.id[::-1]), (task, task.id), (task, "?")])
     assert [score.reward for score in scores] == [1.0, 0.5, 0.0]
-
-
-def test_the_example_reward() -> None:
     reward = PythonReward("examples.custom_reward:short_and_right")
     task = Task(id="t", prompt="3 + 4", answer="7")
     with RewardWorkers(reward, timeout_seconds=60.0) as workers:

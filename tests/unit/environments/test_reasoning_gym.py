@@ -40,12 +40,9 @@ def test_right_wrong_and_unmarked_answers_through_a_worker(environment: TaskEnvi
         assert [score.reward for score in workers.score(texts)] == [1.0, 0.0, 0.0] * len(tasks)
 
 
-def test_tasks_do_not_depend_on_the_process() -> None:
+def test_tasks_depend_neither_on_the_process_nor_on_what_was_asked_before() -> None:
     one, other = (reasoning_gym_environment("word_ladder", {}, size=20, seed=5).tasks for _ in range(2))
     assert one[7] == other[7]
-
-
-def test_tasks_do_not_depend_on_what_was_asked_before() -> None:
     generate = EntryGenerator("list_functions", {}, 40, 5)
     first = [generate.entry(index) for index in range(40)]
     assert [generate.entry(index) for index in reversed(range(40))] == first[::-1]

@@ -44,13 +44,20 @@ def test_an_unfinished_demo_is_continued(tmp_path: Path) -> None:
     assert prepare_folder(tmp_path) == [] and not (tmp_path / "model").exists(), "a finished one is replaced"
 
 
-def test_what_no_demo_wrote_is_refused_and_stays(tmp_path: Path) -> None:
+def test_what_no_demo_wrote_or_a_run_of_another_model_is_refused_and_stays(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").touch()
     with pytest.raises(UserError, match=f"holds model, and no demo is known to have written that.*{MARKER}"):
         prepare_folder(tmp_path)
     assert (tmp_path / "model" / "mine").exists()
     assert not (tmp_path / MARKER).exists()
+    recipe = tiny_recipe(tmp_path / "model", tmp_path / "grpo")
+    (tmp_path / "grpo").mkdir()
+    own = tmp_path / "grpo" / "config.yaml"
+    own.write_text(dump_recipe(tiny_recipe(tmp_path / "mine", tmp_path / "grpo")))
+    with pytest.raises(UserError, match=r"it trains '.*/mine', and the demo '.*/model'; move the run away"):
+        demo.train_or_resume(recipe)
+    assert own.exists()
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -70,16 +77,6 @@ def test_a_run_that_is_there_before_the_cold_start_is_no_run_of_the_demo(
     note_phase(tmp_path, MADE)
     note_phase(tmp_path, COLD_START)
     assert prepare_folder(tmp_path) != [] and own.exists(), "the demo's own"
-
-
-def test_a_run_of_another_model_is_neither_continued_nor_removed(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path / "model", tmp_path / "grpo")
-    (tmp_path / "grpo").mkdir()
-    own = tmp_path / "grpo" / "config.yaml"
-    own.write_text(dump_recipe(tiny_recipe(tmp_path / "mine", tmp_path / "grpo")))
-    with pytest.raises(UserError, match=r"it trains '.*/mine', and the demo '.*/model'; move the run away"):
-        demo.train_or_resume(recipe)
-    assert own.exists()
 
 
 @pytest.mark.parametrize(

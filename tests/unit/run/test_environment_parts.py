@@ -51,13 +51,10 @@ def test_one_with_turns_makes_conversations_of_all() -> None:
         assert isinstance(scorers, kind)
 
 
-def test_a_model_without_tools_is_refused_and_the_environment_is_named() -> None:
+def test_what_a_run_cannot_use_is_refused_and_the_environment_is_named() -> None:
     recipe = several(plain="Plain", agent="Agent")
     tokenizer: Any = train_tokenizer(["1 + 2 ="])
     with pytest.raises(UserError, match=r"environments\.agent: it has tools \(look_up\)"):
         build_scorers(recipe, build_environments(recipe), tokenizer)
-
-
-def test_a_task_may_not_name_an_environment_itself() -> None:
     with pytest.raises(UserError, match=r"environments\.a\.dataset: .*its environment is 'kitchen', but the run sets"):
         build_environments(several(a="Kitchen"))

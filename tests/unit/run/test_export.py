@@ -64,7 +64,7 @@ def same(weights: dict[str, torch.Tensor], expected: Decoder) -> bool:
     return all(torch.equal(weights[name], parameter) for name, parameter in expected.named_parameters())
 
 
-def test_a_run_exports_its_last_checkpoint_and_a_checkpoint_itself(run: Path, tmp_path: Path) -> None:
+def test_a_run_exports_its_own_newest_checkpoint_or_the_one_that_is_named(run: Path, tmp_path: Path) -> None:
     """The export can be named wherever a model can, and has nothing of the training. An empty folder may be given."""
     (tmp_path / "first").mkdir()
     for asked, step, out in ((run, 2, "last"), (run / CHECKPOINTS / "step_000001", 1, "first")):
@@ -72,10 +72,7 @@ def test_a_run_exports_its_last_checkpoint_and_a_checkpoint_itself(run: Path, tm
         assert same(weights_of(tmp_path / out), model(seed=step))
         names = {path.name for path in (tmp_path / out).iterdir()}
         assert not {"optimizer.safetensors", "cursor.json", checkpoint.MANIFEST} & names
-
-
-def test_a_run_exports_its_own_newest_not_an_older_runs(run: Path, tmp_path: Path) -> None:
-    """Checkpoints of steps 98 and 100 of another run lie in the folder."""
+    # Checkpoints of steps 98 and 100 of another run lie in the folder.
     for step in (98, 100):
         checkpoint.save(run / CHECKPOINTS, step, {}, write_more=lambda f: save_weights(model(seed=5), f), run_id="old")
     with pytest.raises(UserError, match="checkpoints of 2 runs"):

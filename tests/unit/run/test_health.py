@@ -48,7 +48,7 @@ def test_a_first_step_without_any_reward_ends_the_run(metrics: dict[str, float],
         steps.check(1, metrics)
 
 
-def test_a_later_step_without_any_reward_is_one_of_three() -> None:
+def test_a_later_step_without_any_reward_is_one_of_three_and_zero_never_ends_it() -> None:
     steps = empty_steps()
     for step, now in enumerate((TRAINED, FAILING, FAILING), start=1):
         steps.warning(step, now)
@@ -56,6 +56,12 @@ def test_a_later_step_without_any_reward_is_one_of_three() -> None:
     steps.warning(4, FAILING)
     with pytest.raises(RunFailed, match="3 steps in a row have no trained token"):
         steps.check(4, FAILING)
+    steps = empty_steps(0)
+    for step in range(1, 20):
+        assert steps.warning(step, FAILING) is not None
+        steps.check(step, FAILING)
+    steps = empty_steps(past=[TRAINED, ZERO, ZERO, ZERO])
+    assert len(said(steps, (ZERO, ZERO, ZERO), 5)) == 4
 
 
 @pytest.mark.parametrize(
@@ -132,11 +138,6 @@ def test_a_resumed_run_says_and_ends_as_one_that_was_not_stopped(rows: Sequence[
         assert said(empty_steps(past=past), rows[stop:], stop + 1) == unbroken[stop:], stop
 
 
-def test_a_run_that_ended_by_empty_steps_has_its_patience_again() -> None:
-    steps = empty_steps(past=[TRAINED, ZERO, ZERO, ZERO])
-    assert len(said(steps, (ZERO, ZERO, ZERO), 5)) == 4
-
-
 def test_an_environment_that_always_fails_is_told_once() -> None:
     tree = {"model": {"path": "m"}, "environments": {name: {"dataset": "chain_sum"} for name in "abc"}}
     steps = EmptySteps(recipe_from_mapping(tree))
@@ -192,13 +193,6 @@ def test_slow_rewards_of_several_environments_name_the_section_and_crashes() -> 
     assert "faster" not in crashed and crashed.endswith("rollouts/step_000003.jsonl says why")
     slow_too = warning_of(4, crashes, slow_call)
     assert slow_too is not None and "was task 'b/x/7'" in slow_too, "the slow call has most of the time"
-
-
-def test_zero_never_ends_it() -> None:
-    steps = empty_steps(0)
-    for step in range(1, 20):
-        assert steps.warning(step, FAILING) is not None
-        steps.check(step, FAILING)
 
 
 def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:

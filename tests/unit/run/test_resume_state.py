@@ -47,14 +47,8 @@ def test_what_is_read_equals_what_was_written() -> None:
     written = [batch(task), batch(task)]
     assert batches_from_json(json.loads(batches_to_bytes(written))) == written
     assert written[0].oldest_version == 3
-
-
-def test_a_task_of_several_environments_keeps_its_environment() -> None:
     written = batch(Task("sums/1", "1 + 2 =", "3", {"x": 0.1}, environment="sums"))
     assert batches_from_json(json.loads(batches_to_bytes([written])))[0].kept[0].task.environment == "sums"
-
-
-def test_metadata_that_json_cannot_hold_is_refused_in_one_line() -> None:
     with pytest.raises(
         UserError, match=r"checkpoint.batches_ahead: saved .* set is not JSON .*; use drawn_again"
     ) as no:

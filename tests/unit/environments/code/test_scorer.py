@@ -64,6 +64,11 @@ def test_right_answers() -> None:
     assert score(RIGHT, CALLS, function="add") == 1.0
     assert score(RIGHT_PROGRAM, PROGRAMS) == 1.0
     assert score(RIGHT, ASSERTS).detail is None
+    arrived = pickle.loads(pickle.dumps(CodeScorer(QUICK)))
+    assert arrived(Task("t", "p", metadata={"tests": CALLS, "function": "add"}), fenced(RIGHT)) == 1.0
+    program = "import sys\nprint(sum(map(int, open('/dev/stdin').read().split())), file=open('/dev/stdout', 'w'))\n"
+    answer = score(program, PROGRAMS)
+    assert answer == 1.0, answer.detail
 
 
 def test_wrong_answers_say_why() -> None:
@@ -78,11 +83,13 @@ def test_wrong_answers_say_why() -> None:
     assert "ZeroDivisionError" in str(score("1 / 0", PROGRAMS).detail)
     odd = "def add(a, b): raise ValueError('\\ud800\\x1b[2J')"
     assert score(odd, ASSERTS).detail == r"0 of 3 tests pass; test 1: ValueError: \ud800\x1b[2J"
-
-
-def test_no_code_is_a_wrong_answer() -> None:
     answer = CodeScorer(QUICK)(Task("t", "p", metadata={"tests": ASSERTS}), "It is `a + b`.")
     assert (answer, answer.detail) == (0.0, "no ```python block")
+    # Tests passed before a hang or a crash count for a share; what ended it is said.
+    code = "def add(a, b):\n    if a < 0: import os; os.abort()\n    return a + b"
+    answer = score(code, ASSERTS, partial=True)
+    assert answer == pytest.approx(1 / 3)
+    assert answer.detail == "1 of 3 tests pass; crashed"
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -191,14 +198,6 @@ def test_code_that_tries_to_look_right(name: str) -> None:
     assert score(FAKES[name], PROGRAMS, partial=True) == 0.0
 
 
-def test_a_verdict_survives_the_end_of_the_code() -> None:
-    """Tests passed before a hang or a crash count for a share; what ended it is said."""
-    code = "def add(a, b):\n    if a < 0: import os; os.abort()\n    return a + b"
-    answer = score(code, ASSERTS, partial=True)
-    assert answer == pytest.approx(1 / 3)
-    assert answer.detail == "1 of 3 tests pass; crashed"
-
-
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -240,12 +239,6 @@ def test_code_that_hangs_ends_when_the_judge_waits_no_longer() -> None:
 def test_tests_that_take_too_long_are_the_tasks_fault(code: str) -> None:
     with pytest.raises(JudgementFailed, match="take more than 1 s before they use the code"):
         timed("import time\ntime.sleep(1.1)\nassert f(1) == 1", code, 1.0)
-
-
-def test_a_program_may_open_its_input() -> None:
-    program = "import sys\nprint(sum(map(int, open('/dev/stdin').read().split())), file=open('/dev/stdout', 'w'))\n"
-    answer = score(program, PROGRAMS)
-    assert answer == 1.0, answer.detail
 
 
 @pytest.mark.parametrize(
@@ -311,11 +304,6 @@ def test_a_broken_sandbox_is_a_reward_error() -> None:
         (failed,) = workers.score([(task, fenced(RIGHT_PROGRAM))])
     assert (failed.status, failed.reward) == (RolloutStatus.REWARD_ERROR, None)
     assert "JudgementFailed: the sandbox" in str(failed.detail)
-
-
-def test_a_scorer_travels_and_finds_its_sandbox_there() -> None:
-    arrived = pickle.loads(pickle.dumps(CodeScorer(QUICK)))
-    assert arrived(Task("t", "p", metadata={"tests": CALLS, "function": "add"}), fenced(RIGHT)) == 1.0
 
 
 def test_programs_of_a_task_need_their_time() -> None:
