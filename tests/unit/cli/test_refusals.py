@@ -103,10 +103,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file, caches of modules left out."""
-    stats = {str(path): path.stat() for path in folder.rglob("*") if "__pycache__" not in path.parts}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+def contents(folder: Path) -> dict[str, tuple[int, int] | None]:
+    """Folders, and size and time of every file; caches of modules left out."""
+    paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None for path in paths}
 
 
 def words(command: str) -> list[str]:

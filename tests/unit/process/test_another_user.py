@@ -20,10 +20,17 @@ OF_CODE = REPO / "tests/unit/environments/code"
 # Limits that Linux holds for any user alike, clocks, and how many run at once; of the judge what it makes of values,
 # within the program's process.
 ONCE = (
-    "test_crashes", "test_endless_output", "test_one_that_burns_time", "test_time_burnt_by_children", "test_scorer",
+    "crash", "test_endless_output", "test_one_that_burns_time", "test_time_burnt_by_children", "test_scorer",
     "test_one_that_never_ends", "test_many_callers",
 )  # fmt: skip
-JUDGED = ("test_right_answers", "test_a_verdict_survives", "test_a_broken_sandbox", "looks for files", "huge", "killed")
+JUDGED = (
+    "test_right_answers",
+    "test_wrong_answers_say_why",
+    "test_a_broken_sandbox",
+    "looks for files",
+    "huge",
+    "killed",
+)
 
 
 @pytest.mark.slow

@@ -35,7 +35,9 @@ for number in range(3, 1000):
     except OSError: pass
 if "secret" in str(dict(os.environ)) or open("/dev/null").read() or os.listdir("."): print("DID")
 === environment and memory of other processes
-for pid in os.listdir("/proc") + [str(places["run"]), str(os.getppid())]:
+try: processes = os.listdir("/proc")
+except OSError: processes = []
+for pid in processes + [str(places["run"]), str(os.getppid())]:
     if not pid.isdigit() or int(pid) == os.getpid(): continue
     for name in ("environ", "mem", "maps", "fd", "cwd/x", "root/etc/hostname"):
         try:
@@ -187,6 +189,22 @@ for warden in {os.getppid(), 1}:
     ):
         try: attempt(); print("DID", warden)
         except OSError: pass
+=== memory that nobody counts: in files without a name, shared, in pipes and buffers, of futexes
+file, ends = os.open(__file__, os.O_RDONLY), socket.socketpair()
+for number, attempt in enumerate((
+    lambda: os.memfd_create("x"),
+    lambda: libc.shmget(0, 1 << 30, 0o1600) >= 0,
+    lambda: mmap.mmap(-1, 1 << 20),
+    lambda: libc.vmsplice(1, None, ctypes.c_ulong(0), 0) >= 0,
+    lambda: os.sendfile(1, file, 0, 1),
+    lambda: libc.splice(file, None, 1, None, 1, 0) >= 0,
+    lambda: ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20),
+    lambda: fcntl.fcntl(1, 1031, 1 << 20),
+    lambda: libc.prctl(78, 1, 1 << 20, 0) >= 0,
+)):
+    try:
+        if attempt() is not False: print("DID", number)
+    except OSError: pass
 """
 LAST = r"""
 === its own folder renamed
@@ -202,7 +220,7 @@ try: os.unlink(__file__); print("DID unlink its own program")
 except OSError: pass
 """
 PROGRAM = """
-import contextlib, ctypes, fcntl, io, json, os, resource, shutil, signal, socket, struct, sys, time
+import contextlib, ctypes, fcntl, io, json, mmap, os, resource, shutil, signal, socket, struct, sys, time
 given = json.load(sys.stdin)
 names = globals() | {"places": given["places"], "libc": ctypes.CDLL(None, use_errno=True)}
 for name, source in given["attempts"]:
