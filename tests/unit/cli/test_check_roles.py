@@ -10,22 +10,12 @@ import pytest
 from octetrl.cli.check_machine import Device
 from octetrl.cli.check_memory import MemoryPlan, role_sections
 from octetrl.cli.main import run_command
-from octetrl.config.memory import MemoryEstimate, ScalarModel
-from tests.unit.cli.test_fitting import plan, problem, ways
+from octetrl.config.memory import ScalarModel
+from tests.unit.cli.test_fitting import parts, plan, problem, ways
 
 NARROW = ("trainer.optimizer.states=8bit", "trainer.optimizer.master=stochastic_rounding")
 ROLES = ("cluster.trainer_gpus=2", "cluster.engine_gpus=1")
 GIB = 2**30
-
-
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "r.yaml"
-
-
-def parts(estimate: MemoryEstimate) -> dict[str, int]:
-    return {part.name: part.num_bytes for part in estimate.parts}
 
 
 def shown(on: MemoryPlan) -> dict[str, dict[str, str]]:

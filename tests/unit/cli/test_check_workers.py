@@ -16,21 +16,10 @@ from octetrl.cli.check_memory import (
     weight_buffer_lines,
     worker_memory_lines,
 )
-from octetrl.config.memory import MemoryEstimate
 from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
-from tests.unit.cli.test_fitting import plan
+from tests.unit.cli.test_fitting import parts, plan
 
 NARROW = ("trainer.optimizer.states=8bit", "trainer.optimizer.master=stochastic_rounding")
-
-
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "r.yaml"
-
-
-def parts(estimate: MemoryEstimate) -> dict[str, int]:
-    return {part.name: part.num_bytes for part in estimate.parts}
 
 
 @pytest.mark.parametrize("gradients", ["local", "sharded"])

@@ -13,6 +13,7 @@ from octetrl.cli.check_memory import MemoryPlan
 from octetrl.cli.fitting import Change, fits
 from octetrl.cli.main import run_command
 from octetrl.config.load import load_recipe
+from octetrl.config.memory import MemoryEstimate
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
 from octetrl.shapes.presets import preset_config
@@ -24,12 +25,6 @@ environment: {kind: jsonl, dataset: tasks.jsonl}
 """
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "r.yaml"
-
-
 def plan(path: Path, preset: str, gib: float, *overrides: str) -> MemoryPlan:
     path.write_text(RECIPE.replace("PRESET", preset))
     resolved, spec = load_recipe(path, overrides), spec_from_config(preset_config(preset))
@@ -39,6 +34,10 @@ def plan(path: Path, preset: str, gib: float, *overrides: str) -> MemoryPlan:
 
 def problem(path: Path, preset: str, gib: float, *overrides: str) -> str | None:
     return plan(path, preset, gib, *overrides).problem(lambda changes: True)
+
+
+def parts(estimate: MemoryEstimate) -> dict[str, int]:
+    return {part.name: part.num_bytes for part in estimate.parts}
 
 
 def ways(text: str) -> list[list[str]]:

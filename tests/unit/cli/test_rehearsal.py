@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.cli.main import run_command
 from octetrl.run.tiny_model import save_tokenizer
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.presets import preset_config
+from tests.unit.cli.conftest import Check
 
 RECIPE = """
 model: {path: model, init: random}
@@ -53,39 +53,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *overrides: str
-) -> tuple[int, str, str]:
+@pytest.fixture
+def check(check: Check, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.chdir(folder)
-    code = run_command(["check", "r.yaml", *overrides])
-    shown = capsys.readouterr()
-    return code, " ".join(shown.out.split()), shown.err
+    return check
 
 
-def test_it_shows_prompt_lengths_and_what_texts_are_worth(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_shows_prompt_lengths_and_what_texts_are_worth(check: Check) -> None:
     """Prompts of 1, 11, ... 191 letters, a token each, and three tokens of the template."""
-    code, out, err = check(folder, monkeypatch, capsys)
+    code, out, err = check()
     assert (code, err) == (0, "")
     assert "prompts 20 tried: median 98 tokens, 99% at most 193; limit 32, 85% too long" in out
     assert "rollout.max_prompt_tokens=193 takes 99% of them" in out
     assert "reference answer reward 1 empty text reward 0 garbage reward 0" in out
 
 
-def test_references_of_mathematics_that_cannot_be_read_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_references_of_mathematics_that_cannot_be_read_are_refused(folder: Path, check: Check) -> None:
     rows = [("1", 0.00001), ("2", "US\\$5"), ("3", "\\[7\\]"), ("4", "\\text{(B)}")]
     lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows]
     (folder / "sums.jsonl").write_text("".join(lines))
     changes = ["environment.kind=math", "environment.dataset=sums.jsonl"]
     for marker in ("=>", "null", "<answer>"):
-        code, out, err = check(folder, monkeypatch, capsys, *changes, f"environment.answer_marker={marker}")
+        code, out, err = check(*changes, f"environment.answer_marker={marker}")
         assert (code, err) == (0, "")
         assert "reference answer reward 1 empty text reward 0 garbage reward 0" in out
     (folder / "sums.jsonl").write_text("".join(lines) + '{"prompt": "5", "answer": null}\n')
-    code, _, err = check(folder, monkeypatch, capsys, *changes)
+    code, _, err = check(*changes)
     assert code == 2 and "sums.jsonl:5" in err and err.count("\n") == 1
 
 
@@ -98,11 +91,9 @@ def test_references_of_mathematics_that_cannot_be_read_are_refused(
          "reward_timeout: no reward after 0.2 s"),
     ],
 )  # fmt: skip
-def test_what_would_make_a_run_do_nothing_is_refused(
-    override: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_would_make_a_run_do_nothing_is_refused(override: str, says: str, folder: Path, check: Check) -> None:
     (folder / "long.jsonl").write_text('{"prompt": "%s", "answer": "b"}\n' % ("a" * 50))
-    code, _, err = check(folder, monkeypatch, capsys, override)
+    code, _, err = check(override)
     assert code == 2 and says in err and err.count("\n") == 1
 
 
@@ -115,42 +106,32 @@ def test_what_would_make_a_run_do_nothing_is_refused(
         ("broken", ["the score fails on every text that was tried", "AttributeError", "(rewards_to_try.py:16)"]),
     ],
 )
-def test_a_score_that_cannot_be_used_is_refused_by_name_and_line(
-    reward: str,
-    says: list[str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, _, err = check(folder, monkeypatch, capsys, f"environment.reward=rewards_to_try:{reward}")
+def test_a_score_that_cannot_be_used_is_refused_by_name_and_line(reward: str, says: list[str], check: Check) -> None:
+    code, _, err = check(f"environment.reward=rewards_to_try:{reward}")
     assert code == 2 and err.count("\n") == 1
     for said in ("environment.reward", *says):
         assert said in err
 
 
-def test_a_score_that_fails_sometimes_or_never_differs_is_a_warning(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = check(folder, monkeypatch, capsys, "environment.reward=rewards_to_try:picky")
+def test_a_score_that_fails_sometimes_or_never_differs_is_a_warning(check: Check) -> None:
+    code, out, _ = check("environment.reward=rewards_to_try:picky")
     assert code == 0 and "empty text no reward, reward_error: ZeroDivisionError" in out
     assert "warning where the score fails, a rollout has no reward" in out
-    code, out, _ = check(folder, monkeypatch, capsys, "environment.reward=rewards_to_try:equal")
+    code, out, _ = check("environment.reward=rewards_to_try:equal")
     assert code == 0 and "get the same reward; equal rewards teach nothing" in out
 
 
-def test_quick_checks_come_first(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quick_checks_come_first(folder: Path, check: Check) -> None:
     """What is wrong in names and sizes is said before a module of the user's is imported."""
     reward, kind = "environment.reward=rewards_to_try:length", ("environment.kind=python", "environment.eval_size=0")
     of_its_own = (*kind, "environment.dataset=rewards_to_try:length")
     for wrong in ("model.path=nowhere", "output_dir=r.yaml", "model.tokenizer=nowhere", "fp8.ignore=['*.none']"):
         for given in ((reward,), of_its_own) if wrong == "model.path=nowhere" else ((reward,),):
             (folder / "imported").unlink(missing_ok=True)
-            code, out, err = check(folder, monkeypatch, capsys, *given, wrong)
+            code, out, err = check(*given, wrong)
             assert code == 2 and err.count("\n") == 1, err
             assert "not tried tasks, tokenizer and score" in out and not (folder / "imported").exists()
-    assert check(folder, monkeypatch, capsys, reward)[0] == 0 and (folder / "imported").exists()
+    assert check(reward)[0] == 0 and (folder / "imported").exists()
 
 
 def test_the_process_of_the_tokenizer_ends_with_the_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +144,7 @@ def test_the_process_of_the_tokenizer_ends_with_the_check(folder: Path, monkeypa
     assert not Path("/proc", str(worker)).exists()
 
 
-def test_it_needs_neither_torch_nor_transformers_in_its_own_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_needs_neither_torch_nor_transformers_in_its_own_process(folder: Path, check: Check) -> None:
     """Their import takes longer than all the rest. The process that loads the tokenizer instead counts the same."""
     program = (
         "import sys\n"
@@ -175,7 +154,7 @@ def test_it_needs_neither_torch_nor_transformers_in_its_own_process(
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
     assert shown.stderr == "" and shown.stdout.endswith("no problems\n0 []\n")
-    _, out, _ = check(folder, monkeypatch, capsys)
+    _, out, _ = check()
     assert out.split("rehearsal")[1] in " ".join(shown.stdout.split())
     (folder / "model/tokenizer.json").rename(folder / "kept.json")
     (folder / "model/tokenizer.json").write_text("{}")
@@ -186,7 +165,7 @@ def test_it_needs_neither_torch_nor_transformers_in_its_own_process(
 
 
 def test_an_answer_that_the_chat_template_cannot_show_is_named_with_its_row(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, check: Check
 ) -> None:
     user, thought = {"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nc\n</think>b"}
     rows = [[user, thought], [user, {"role": "assistant", "content": "b"}]]
@@ -196,5 +175,5 @@ def test_an_answer_that_the_chat_template_cannot_show_is_named_with_its_row(
     opening = "{% if add_generation_prompt %}<think>\n{% endif %}"
     (tmp_path / "r1" / "chat_template.jinja").write_text(template + opening)
     changes = [f"model.tokenizer={tmp_path / 'r1'}", "algorithm={name: sft, conversations: cut.jsonl, batch_size: 2}"]
-    code, _, err = check(folder, monkeypatch, capsys, *changes, "environment.dataset=null")
+    code, _, err = check(*changes, "environment.dataset=null")
     assert code == 2 and err.count("cut.jsonl:") == 1 and "cut.jsonl:2: " in err, err
