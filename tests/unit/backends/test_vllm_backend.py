@@ -104,6 +104,7 @@ def test_a_parameter_of_nobody_or_of_another_layout_is_an_error(fp8_full: Settin
     place.weight_scale_inv = torch.nn.Parameter(place.weight_scale_inv.data.T.contiguous(), requires_grad=False)
     with pytest.raises(RuntimeError, match=r"gate_up_proj.weight_scale_inv' is \(1, 2\) in torch.float32, and the"):
         fp8_full.adapter.put_weights(fp8_full.weights)
+    fp8_full = Setting("fp8_full")
     model = fp8_full.double.model.model.layers  # type: ignore[union-attr]
     getattr(model, "1").mlp.register_parameter("extra", torch.nn.Parameter(torch.zeros(2)))
     with pytest.raises(RuntimeError, match=r"'model.layers.1.mlp.extra' is none of ours and would keep its random"):

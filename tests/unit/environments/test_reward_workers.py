@@ -97,7 +97,7 @@ NO_REWARD = {  # text -> its status, its detail
     [
         (RolloutStatus.REWARD_ERROR, 0, {}),
         (RolloutStatus.REWARD_CRASH, 8, {}),  # a kill by signal 9 may have come from outside: once more
-        (RolloutStatus.REWARD_MEMORY, 3, {"memory_mib": 200}),
+        (RolloutStatus.REWARD_MEMORY, 2, {"memory_mib": 200}),  # one asked for much, and its worker goes on
         (RolloutStatus.REWARD_TIMEOUT, 2, {"timeout_seconds": 1.5, "processes": 2}),
     ],
 )

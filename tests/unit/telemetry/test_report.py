@@ -327,7 +327,7 @@ def test_a_runs_files_are_read_as_they_were_written_and_damaged_lines_counted(tm
     assert findings(run)[0] == "3 lines of metrics.jsonl can't be read; their steps are missing here"
     assert "3 lines of metrics.jsonl can&#x27;t be read" in page_of([run])
     # YAML 1.2: an environment may be named `no`. And float32 is not called BF16.
-    folder = make_run(tmp_path / "run", steps=1)
+    folder = make_run(tmp_path / "named", steps=1)
     (folder / "config.yaml").write_text("model: {dtype: float32}\nenvironments: {no: {weight: 1}, en: {weight: 2}}\n")
     run = read_run(folder)
     assert list(run.environments) == ["no", "en"]
