@@ -114,7 +114,7 @@ def test_what_calls_may_return(function: str, args: list[Any], expected: object)
 @pytest.mark.parametrize("name", FORGERS)
 def test_code_that_writes_to_the_link(name: str) -> None:
     """It gets a 0, and never a broken judgement: that would spare the rollout."""
-    judge = CodeScorer(QUICK.model_copy(update={"wall_seconds": 4.0, "cpu_seconds": 1}), partial=True)
+    judge = CodeScorer(QUICK.model_copy(update={"wall_seconds": 2.0, "cpu_seconds": 1}), partial=True)
     calls = [*CALLS, {"args": [1, 1], "expected": [2]}, {"args": [], "expected": {"a": 1}}]
     for tests, function in ((FORGED_TESTS, {}), (calls, {"function": "add"})):
         answer = judge(Task("t", "p", metadata={"tests": tests, **function}), fenced(SERVE + FORGERS[name]))
@@ -267,10 +267,10 @@ def test_packages_that_the_sandbox_lacks() -> None:
 
 
 def test_wall_time_is_of_all_programs_together() -> None:
-    config = SandboxConfig(wall_seconds=5.0)
+    config = SandboxConfig(wall_seconds=2.5)
     tests = [{"stdin": "", "stdout": ""}] * 9
     task = Task("t", "p", metadata={"tests": tests})
-    answer = CodeScorer(config, partial=True)(task, fenced("import time; time.sleep(1.2)"))
+    answer = CodeScorer(config, partial=True)(task, fenced("import time; time.sleep(0.6)"))
     assert 0.0 < answer < 0.5
     assert "wall_timeout" in str(answer.detail)
 
