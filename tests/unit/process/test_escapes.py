@@ -237,6 +237,17 @@ def attempts_of(table: str) -> list[tuple[str, str]]:
     return [(name, source) for name, _, source in (part.partition("\n") for part in table.split("\n=== ")[1:])]
 
 
+def local_socket(name: str, kind: socket.SocketKind) -> socket.socket:
+    """At the path `name`, for everybody, or under a name that begins with NUL, which only the kernel knows."""
+    local = socket.socket(socket.AF_UNIX, kind)
+    local.bind(name)
+    if not name.startswith("\0"):
+        Path(name).chmod(0o777)
+    if kind is socket.SOCK_STREAM:
+        local.listen()
+    return local
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """What attempts aim at, readable by everybody and where another user may come, unlike a test's own folder."""
@@ -264,18 +275,12 @@ def places(tmp_path: Path) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(OSError):  # a home that can't be written
             home.write_text("secret at home")
             secrets.append(home)
-        kinds = (socket.SOCK_STREAM, socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_DGRAM)
-        local = [stack.enter_context(socket.socket(socket.AF_UNIX, kind)) for kind in kinds]
         tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         udp.bind(("127.0.0.1", 0))
         names = [f"{others}/s", f"\0octetrl-test-{os.getpid()}", f"{others}/d", f"\0octetrl-test-d-{os.getpid()}"]
-        for listener, name in zip(local, names, strict=True):
-            listener.bind(name)
-            if not name.startswith("\0"):
-                Path(name).chmod(0o777)
-        for listener in local[:2]:
-            listener.listen()
+        kinds = (socket.SOCK_STREAM, socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_DGRAM)
+        local = [stack.enter_context(local_socket(*one)) for one in zip(names, kinds, strict=True)]
         victim = stack.enter_context(subprocess.Popen(["sleep", "60"]))
         stack.callback(victim.kill)
         maps = [("self", name) for name in ("uid_map", "gid_map", "setgroups")]
