@@ -1,21 +1,15 @@
 """Runs the attention kernels in Triton's interpreter, on CPU tensors, and prints their distance from the references.
 
-Started by test_attention_triton.py in a process of its own: the interpreter must be chosen before Triton is imported,
-and it changes every kernel of the process. Two faults of the interpreter are mended first: it multiplies the bit
-patterns of BF16 tensors as integers, and with NumPy 2.4 it can't use a loaded number as a loop's bound. Its FP8 cast
-rounds some values to the neighbouring code, so codes are compared by distance here and by bytes on a GPU.
+Started by test_attention_triton.py in a process of its own, because constants of these kernels are changed for good.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
-import numpy as np
 import torch
 import triton.language as tl
-import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from octetrl.fp8.quantize import quantize_activation_reference
@@ -33,32 +27,11 @@ from octetrl.kernels.attention.attention_packed_backward import BackwardTiles, T
 from octetrl.kernels.attention.records import Replay
 from octetrl.shapes.blocks import KVMode, KVTensors
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, replay_of, scales_of
-from tests.unit.kernels.interpreting import quicken_interpreter
+from tests.unit.kernels.interpreting import mend_interpreter
 
 LENGTHS = [3, 130]
 STORED = 30  # tokens that the Triton store and replay are given: the interpreter takes its time over each
 SCALE = 0.2
-
-
-def mend_interpreter() -> None:
-    quicken_interpreter()
-    create_dot = interpreter.InterpreterBuilder.create_dot
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def widen(x: Any) -> Any:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, widen(a), widen(b), *rest)
-
-    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter.InterpreterBuilder.create_dot = create_dot_of_values
-    interpreter._patch_lang_tensor = patch_tensor_with_index
 
 
 def distance(got: Tensor, want: Tensor) -> float:
@@ -179,49 +152,49 @@ def compare_packs(
     return errors | {"past": float(sum(g[used:].count_nonzero() for g in got))}
 
 
+CASES: dict[str, tuple[Any, ...]] = {
+    "none": ("none", "both", 64, 16, 2),
+    "calibrated": ("calibrated", "both", 32, 128, 2),
+    "dynamic": ("dynamic", "both", 32, 32, 1),
+    "calibrated-v": ("calibrated", "v", 32, 32, 1),
+    "dynamic-v": ("dynamic", "v", 16, 128, 1),
+    "int8": ("int8", "both", 64, 128, 1),
+    "int8-v": ("int8", "v", 16, 128, 1),
+    "calibrated-k": ("calibrated", "k", 32, 128, 1),
+    "dynamic-k": ("dynamic", "k", 32, 32, 2),
+    "int8-k": ("int8", "k", 16, 128, 1),
+    "head-80": ("calibrated", "both", 80, 32, 1),
+    "head-96-window-2": ("none", "both", 96, 128, 1, 2),
+}
+DECODES: dict[str, tuple[Any, ...]] = {
+    "decode-none": ("none", "both", 64, 128),
+    "decode-calibrated": ("calibrated", "both", 128, 128),
+    "decode-dynamic": ("dynamic", "both", 64, 128),
+    "decode-calibrated-v": ("calibrated", "v", 64, 128),
+    "decode-dynamic-v": ("dynamic", "v", 64, 128),
+    "decode-int8": ("int8", "both", 64, 128),
+    "decode-int8-v": ("int8", "v", 128, 32),
+    "decode-calibrated-k": ("calibrated", "k", 64, 128),
+    "decode-dynamic-k": ("dynamic", "k", 64, 128),
+    "decode-int8-k": ("int8", "k", 64, 32),
+    "decode-small-pages": ("calibrated", "both", 64, 32),
+    "decode-192": ("dynamic", "both", 192, 128),
+    "decode-80-window-100": ("calibrated", "both", 80, 32, 100),
+}
+PACKS: dict[str, tuple[Any, ...]] = {
+    "packs-of-whole-tiles": ([1, 75, 32, 131], 9, "none", "both", 16, (32, 16), (16, 32)),
+    "packs-calibrated": ([1, 75, 32, 131], 0, "calibrated", "both", 32, (16, 32), (32, 32)),
+    "packs-dynamic-with-an-empty-sequence": ([1, 75, 0, 32, 131], 9, "dynamic", "both", 16, (32, 16), (16, 32)),
+    "packs-dynamic-k": ([1, 75, 32], 9, "dynamic", "k", 16, (32, 16), (16, 32)),
+    "packs-of-more-than-one-search": ([3] * 22 + [40], 5, "calibrated", "v", 16, (32, 16), (16, 32)),
+}
+
+
 if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") == "1"
-    torch.set_num_threads(1)
     mend_interpreter()
     for module in (attention_decode, attention_reference, attention_rows, decode_layout):
         module.KV_CHUNK = 128  # one tile, so that short sequences have several chunks
-    cases = {
-        "none": ("none", "both", 64, 16, 2),
-        "calibrated": ("calibrated", "both", 32, 128, 2),
-        "dynamic": ("dynamic", "both", 32, 32, 1),
-        "calibrated-v": ("calibrated", "v", 32, 32, 1),
-        "dynamic-v": ("dynamic", "v", 16, 128, 1),
-        "int8": ("int8", "both", 64, 128, 1),
-        "int8-v": ("int8", "v", 16, 128, 1),
-        "calibrated-k": ("calibrated", "k", 32, 128, 1),
-        "dynamic-k": ("dynamic", "k", 32, 32, 2),
-        "int8-k": ("int8", "k", 16, 128, 1),
-        "head-80": ("calibrated", "both", 80, 32, 1),
-        "head-96-window-2": ("none", "both", 96, 128, 1, 2),
-    }
-    decodes = {
-        "decode-none": ("none", "both", 64, 128),
-        "decode-calibrated": ("calibrated", "both", 128, 128),
-        "decode-dynamic": ("dynamic", "both", 64, 128),
-        "decode-calibrated-v": ("calibrated", "v", 64, 128),
-        "decode-dynamic-v": ("dynamic", "v", 64, 128),
-        "decode-int8": ("int8", "both", 64, 128),
-        "decode-int8-v": ("int8", "v", 128, 32),
-        "decode-calibrated-k": ("calibrated", "k", 64, 128),
-        "decode-dynamic-k": ("dynamic", "k", 64, 128),
-        "decode-int8-k": ("int8", "k", 64, 32),
-        "decode-small-pages": ("calibrated", "both", 64, 32),
-        "decode-192": ("dynamic", "both", 192, 128),
-        "decode-80-window-100": ("calibrated", "both", 80, 32, 100),
-    }
-    packs = {
-        "packs-of-whole-tiles": ([1, 75, 32, 131], 9, "none", "both", 16, (32, 16), (16, 32)),
-        "packs-calibrated": ([1, 75, 32, 131], 0, "calibrated", "both", 32, (16, 32), (32, 32)),
-        "packs-dynamic-with-an-empty-sequence": ([1, 75, 0, 32, 131], 9, "dynamic", "both", 16, (32, 16), (16, 32)),
-        "packs-dynamic-k": ([1, 75, 32], 9, "dynamic", "k", 16, (32, 16), (16, 32)),
-        "packs-of-more-than-one-search": ([3] * 22 + [40], 5, "calibrated", "v", 16, (32, 16), (16, 32)),
-    }
-    errors = {name: compare(*case) for name, case in cases.items()}
-    errors |= {name: compare_decode(*case) for name, case in decodes.items()}
+    errors = {name: compare(*case) for name, case in CASES.items()}
+    errors |= {name: compare_decode(*case) for name, case in DECODES.items()}
     attention_packed_backward.SEARCH = tl.constexpr(16)
-    print(json.dumps(errors | {name: compare_packs(*case) for name, case in packs.items()}))
+    print(json.dumps(errors | {name: compare_packs(*case) for name, case in PACKS.items()}))

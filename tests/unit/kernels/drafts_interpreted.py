@@ -7,7 +7,6 @@ column by column here. On a tensor core, too, no bit of a column depends on the 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from octetrl.kernels.attention.attention_decode import attention_decode_triton
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout
 from octetrl.shapes.blocks import KVTensors
 from tests.unit.kernels.attention_cases import DraftedRows, PagedCache, random_qkv
-from tests.unit.kernels.attention_interpreted import distance, mend_interpreter
+from tests.unit.kernels.attention_interpreted import distance
+from tests.unit.kernels.interpreting import mend_interpreter
 
 SCALE = 0.2
 KV_HEADS = 2
@@ -77,8 +77,10 @@ def bytes_of(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-FEW = [(130, 3), (5, 1), (0, 1), (127, 6), (1, 2), (0, 1)]  # over the end of a tile; inactive rows between and behind
-RAGGED = [(number * 31, number) for number in (1, 2, 3, 7, 8, 9, 16)]  # programs that are full, and ones that are not
+FEW = [(130, 3), (5, 1), (0, 1), (124, 6), (1, 2), (0, 1)]  # the last draft enters a chunk; inactive rows between
+SOME = [(130, 3), (0, 1), (5, 2)]
+RAGGED = [(number * 31, number) for number in (1, 2, 9, 16)]  # programs that are full, and ones that are not
+FOURS = [(number * 31, number) for number in (1, 3, 4, 5, 9)]  # the same with four rows a program
 CASES: dict[str, tuple[Any, ...]] = {
     "none": ("none", "both", 64, 128, 2, FEW),
     "calibrated": ("calibrated", "both", 128, 128, 4, FEW),
@@ -93,15 +95,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "head-80-window-100": ("calibrated", "both", 80, 16, 5, FEW, None, 100),
     "head-192": ("dynamic", "both", 192, 128, 4, FEW, 16),
     "head-256-window-2": ("none", "both", 256, 16, 2, FEW, 16, 2),
-    "group-20": ("none", "both", 64, 128, 20, FEW, 64),
+    "group-20": ("none", "both", 64, 128, 20, SOME, 64),
     "group-1-of-1-to-16-rows": ("calibrated", "both", 64, 128, 1, RAGGED),
-    "group-7-of-1-to-16-rows-window-130": ("none", "both", 64, 64, 7, RAGGED, None, 130),
+    "group-7-of-1-to-9-rows-window-130": ("none", "both", 64, 64, 7, FOURS, None, 130),
 }
 
 
 if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") == "1"
-    torch.set_num_threads(1)
     mend_interpreter()
     multiply_by_columns()
     for module in (attention_decode, attention_reference, decode_layout):

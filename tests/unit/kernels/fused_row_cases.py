@@ -1,38 +1,12 @@
-"""What the tests of the fused row kernels share: running them in Triton's interpreter, and judging their codes.
-
-The interpreter rounds to BF16 and to E4M3 in its own way (quantize_cases.py) and takes sums in another order than a
-GPU, so here float32 results are compared closely and codes by distance. Bits are compared on a GPU, with the chain
-that a kernel replaces (tests/gpu/test_fused_rows.py).
-"""
+"""Inputs of the fused row kernels' tests, and how codes are judged: by distance, as the interpreter rounds some to a
+neighbour. Bits are compared on a GPU, with the chain that a kernel replaces (tests/gpu/test_fused_rows.py)."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-import octetrl.kernels.attention.kv_codes as kv_codes
-import octetrl.kernels.attention.kv_store as kv_store
-import octetrl.kernels.attention.qkv_store as qkv_store
-import octetrl.kernels.instructions as instructions
-import octetrl.kernels.quantize.count_poisoned as count_poisoned
-import octetrl.kernels.quantize.quantize_activation as quantize_activation
-import octetrl.kernels.rows.add_rms_norm as add_rms_norm
-import octetrl.kernels.rows.combine_experts as combine_experts
-import octetrl.kernels.rows.silu_mul_quantize as silu_mul_quantize
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
-from tests.unit.kernels.interpreting import interpret
-
-KERNELS = (
-    add_rms_norm, combine_experts, count_poisoned, instructions, kv_codes, kv_store, qkv_store, quantize_activation,
-    silu_mul_quantize,
-)  # fmt: skip
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the fused kernels, and the device functions that they call, in Triton's interpreter."""
-    interpret(monkeypatch, *KERNELS)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -6,31 +6,16 @@ from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import pytest
 import torch
-import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention import (
-    attention_order,
-    latent_decode,
-    latent_order,
-    latent_rows,
     latent_store,
 )
 from octetrl.kernels.attention.records import CachedPages
-from tests.unit.kernels.gemm_cases import create_dot_of_values, patch_tensor_with_index
-from tests.unit.kernels.interpreting import interpret
 
 SCALE = 0.17
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot_of_values)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
-    interpret(monkeypatch, attention_order, latent_order, latent_rows, latent_decode, latent_store)
 
 
 class Latents(NamedTuple):

@@ -1,35 +1,17 @@
-"""What the three quantise kernels' tests share: a way to interpret a kernel on the CPU, and inputs to judge
-it by.
+"""Inputs of the quantise kernels' tests, of two kinds, because the interpreter rounds some codes to a neighbour.
 
-Triton's interpreter rounds to E4M3 in its own way: about 3% of codes come out a neighbour of the right one (a
-step of the mantissa, or a missed carry into the exponent), and it flushes BF16 subnormals. So two kinds of
-input: `on_the_grid`, where every scaled value is an E4M3 value already and all bytes must agree, and
-`off_the_grid`, where scales must agree to the bit and codes nearly. The kernels' own rounding is judged on a
-GPU (tests/gpu/test_quantize.py).
+`on_the_grid` every scaled value is an E4M3 value already, and all bytes must agree. `off_the_grid` scales must agree to
+the bit and codes nearly. The kernels' own rounding is judged on a GPU (tests/gpu/test_quantize.py).
 """
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-import octetrl.kernels.instructions as instructions
-import octetrl.kernels.quantize.quantize_activation as quantize_activation
-import octetrl.kernels.quantize.quantize_tokens as quantize_tokens
-import octetrl.kernels.quantize.quantize_weight as quantize_weight
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.quantize import Quantized
-from tests.unit.kernels.interpreting import interpret
 
 SHAPES = [(1, 1), (3, 130), (128, 128), (70, 300), (257, 65)]
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the quantise kernels, and the device functions they call (Triton's own included), in Triton's
-    interpreter.
-    """
-    interpret(monkeypatch, instructions, quantize_activation, quantize_tokens, quantize_weight)
 
 
 def on_the_grid(shape: tuple[int, int]) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import octetrl.kernels.optimizer.adamw as adamw_module
 from octetrl.kernels.optimizer.adamw import (
     STATE_BLOCK,
     AdamScalars,
@@ -16,7 +15,6 @@ from octetrl.kernels.optimizer.adamw import (
     decode_moment,
     decode_square,
 )
-from tests.unit.kernels.interpreting import interpret
 
 ONE = torch.ones(())
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
@@ -49,15 +47,10 @@ def uneven_gradient(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, generator=generator) * 10 ** (2 * torch.randn(count, generator=generator))
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, adamw_module)
-
-
 @pytest.mark.parametrize("count", [1, 100, 5000])
 @pytest.mark.parametrize("states", FORMATS)
 @pytest.mark.parametrize("kind", ["master", "by chance", "float32"])
-def test_the_kernel_has_the_references_bits(interpreted: None, count: int, states: str, kind: str) -> None:
+def test_the_kernel_has_the_references_bits(count: int, states: str, kind: str) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     ours, theirs = (State(count, states, master=kind == "master", dtype=dtype) for _ in range(2))
     for step in range(1, 4):

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import octetrl.kernels.optimizer.add_gradient as module
 from octetrl.kernels.optimizer.add_gradient import PROGRAM_ELEMENTS, add_gradient, add_gradient_triton
-from tests.unit.kernels.interpreting import interpret
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, module)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

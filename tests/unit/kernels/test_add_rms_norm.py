@@ -16,7 +16,7 @@ from octetrl.kernels.rows.add_rms_norm import (
 )
 from octetrl.kernels.rows.combine_experts import ExpertSum, combine_experts, combine_experts_triton
 from octetrl.kernels.rows.rms_norm import rms_norm_reference
-from tests.unit.kernels.fused_row_cases import assert_near, bytes_of, interpreted, normal  # noqa: F401
+from tests.unit.kernels.fused_row_cases import assert_near, bytes_of, normal
 
 EPS = 1e-6
 SHAPES = [(3, 1024), (5, 96), (2, 1136), (0, 256)]
@@ -44,8 +44,6 @@ def test_is_the_sum_then_the_norm_then_the_codes(quantize: bool) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel_is_near_the_reference(shape: tuple[int, int], power_of_two: bool) -> None:
@@ -61,8 +59,6 @@ def test_kernel_is_near_the_reference(shape: tuple[int, int], power_of_two: bool
         assert_near(codes, quantize_activation_reference(got, power_of_two))
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 def test_a_non_finite_value_poisons_its_row_alone() -> None:
     delta, residual, weight = _inputs((3, 1024))
     delta[1, 700] = torch.nan
@@ -81,8 +77,6 @@ def test_both_forms_are_those_of_one_at_a_time(given: bool) -> None:
     assert bytes_of(codes) == bytes_of(quantize_activation_reference(want))
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 2048), (7, 2048), (300, 512)])
@@ -144,8 +138,6 @@ def test_what_the_kernel_would_misread_is_an_error() -> None:
                 add(delta, residual, weight, EPS)
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize(
     ("shape", "slots", "dtype"),

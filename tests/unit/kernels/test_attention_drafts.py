@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout, KeySplit
-
-CASES = [
-    "none", "calibrated", "dynamic", "int8", "calibrated-v", "dynamic-v", "int8-v", "calibrated-k", "dynamic-k",
-    "int8-k", "head-80-window-100", "head-192", "head-256-window-2", "group-20", "group-1-of-1-to-16-rows",
-    "group-7-of-1-to-16-rows-window-130",
-]  # fmt: skip
+from tests.unit.kernels.drafts_interpreted import CASES
+from tests.unit.kernels.interpreting import run_interpreted
 
 
 @pytest.fixture(scope="module")
 def found():
-    script = [sys.executable, "-m", "tests.unit.kernels.drafts_interpreted"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return run_interpreted("tests.unit.kernels.drafts_interpreted")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,7 +17,6 @@ from octetrl.kernels.gemm.bf16_gemm import (
     straight_config,
 )
 from octetrl.kernels.gemm.fp8_gemm import Config, gemm_table
-from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +24,6 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(m, k, generator=generator).bfloat16(), torch.randn(n, k, generator=generator).bfloat16()
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [

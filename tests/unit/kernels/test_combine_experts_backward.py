@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import octetrl.kernels.rows.combine_experts_backward as module
 from octetrl.kernels.rows.combine_experts_backward import combine_experts_backward, combine_experts_backward_triton
-from tests.unit.kernels.interpreting import interpret
 
 
 @pytest.mark.parametrize("size", [48, 1100])
-def test_gradients_are_those_of_the_sum(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, module)
+def test_gradients_are_those_of_the_sum(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     y_PE, dout_TE = torch.randn(30, size, generator=generator), torch.randn(10, size, generator=generator)
     weight_TS = torch.rand(10, 3, generator=generator)

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from octetrl.kernels.quantize.count_poisoned import count_poisoned_reference, count_poisoned_triton
-from tests.unit.kernels.fused_row_cases import interpreted  # noqa: F401
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("count", [count_poisoned_reference, count_poisoned_triton])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_poisoned_rows_are_added_to_the_count(count, dtype: torch.dtype) -> None:

@@ -6,17 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import octetrl.kernels.rows.embedding_gradient as module
 from octetrl.kernels.rows.embedding_gradient import TILE, embedding_gradient_reference, embedding_gradient_triton
-from tests.unit.kernels.interpreting import interpret
 
 VOCAB = 9
 BOTH = pytest.mark.parametrize("gradient", [embedding_gradient_reference, embedding_gradient_triton])
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, module)
 
 
 def tokens(*counts: int) -> Tensor:

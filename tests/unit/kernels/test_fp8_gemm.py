@@ -26,7 +26,6 @@ from octetrl.kernels.gemm.fp8_gemm import SCALED_MM, Config, choose_config, fp8_
 from octetrl.kernels.gemm.fp8_gemm_gluon import RING_LIMIT, ring_bytes
 from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.workers.kernel_paths import FallbackWatch, path_metrics
-from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 
 def operands(m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
@@ -38,7 +37,6 @@ def operands(m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
     return Quantized(x.codes, x.scale.t().contiguous().t()), quantize_weight_reference(w_NK.bfloat16())
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [

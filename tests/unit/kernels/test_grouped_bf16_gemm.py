@@ -19,7 +19,6 @@ from octetrl.kernels.gemm.grouped_bf16_gemm import (
     grouped_wgrad_triton,
 )
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, MANY, SOME, Tile
-from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import LOADS, first_rows
 
 N, K = 200, 192
@@ -48,7 +47,6 @@ def test_each_row_is_multiplied_by_its_experts_matrix(load: tuple[int, ...]) -> 
     torch.testing.assert_close(found, dw_XNK.flatten(0, 1).float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("tile", [FEW, SOME, MANY, BF16_MANY])
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_the_kernels_are_near_the_references(load: tuple[int, ...], tile: Tile) -> None:
@@ -67,7 +65,6 @@ def test_the_kernels_are_near_the_references(load: tuple[int, ...], tile: Tile) 
                 torch.testing.assert_close(dw_CK, want_CK, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("tile", [FEW, MANY])
 def test_a_part_of_each_matrix_is_read_where_it_lies(tile: Tile) -> None:
     """As `kv_b`'s two parts are: 64 rows and 40 of each expert, both ways, with the bits of a copy of these rows."""

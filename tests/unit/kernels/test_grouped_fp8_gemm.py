@@ -21,7 +21,6 @@ from octetrl.kernels.gemm.grouped_fp8_gemm import (
 )
 from octetrl.kernels.rows import sort_by_expert
 from octetrl.kernels.rows.sort_by_expert import owners_of_tiles, rows_of_tiles
-from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import LOADS, first_rows
 
 N, K = 256, 384
@@ -52,7 +51,6 @@ def test_each_row_is_multiplied_by_its_experts_matrix(load: tuple[int, ...]) -> 
         assert stop == start or relative_error(dx_PK[start:stop], want) < 5e-3
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("tile", [FEW, SOME, MANY, FP8_MANY, Tile(16, 128, 2, swap=True)])
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_the_kernel_is_near_the_reference(load: tuple[int, ...], tile: Tile) -> None:
@@ -63,7 +61,6 @@ def test_the_kernel_is_near_the_reference(load: tuple[int, ...], tile: Tile) -> 
     assert not sum(load) or ((y_PN.float() - want_PN).norm(dim=1) <= 8e-3 * want_PN.norm(dim=1)).all()
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("rows", "load"),
     [(16, (5, 0, 1, 17, 30)), (32, LOADS["ragged"]), (64, (30, 66)), (128, (129, 0, 60, 127, 1)), (128, (0, 190))],
@@ -79,7 +76,6 @@ def test_tiles_with_owners_compute_the_same_rows(
     assert torch.equal(grouped_fp8_gemm_triton(x, w, first_rows(load), owner_O3=owner_O3), want_PN)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_the_kernel_multiplies_by_turned_codes() -> None:
     load = LOADS["ragged"]
     dy, w = operands(load, N)[0], operands(load, K)[1]

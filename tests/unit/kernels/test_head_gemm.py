@@ -24,7 +24,6 @@ from octetrl.kernels.gemm.head_gemm import (
 )
 from octetrl.kernels.quantize.quantize_activation import quantize_activation_triton
 from tests.unit.kernels.fused_row_cases import bytes_of
-from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 HEADS, NOPE, ROTARY, VALUE, LATENT = 3, 64, 16, 40, 128
 KEYS, VALUES = Part(0, NOPE), Part(NOPE)
@@ -56,7 +55,6 @@ def test_each_head_is_multiplied_by_its_own_rows() -> None:
     assert head_gemm(o_THC[:0], kv_b, part=VALUES).shape == (0, HEADS, VALUE)
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("tile", [FEW, SOME, MANY, NARROW])
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_the_kernel_has_the_bits_of_the_grouped_one(tokens: int, tile: Tile) -> None:
@@ -115,8 +113,6 @@ def test_no_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launches.count == 2, "TMA describes no empty tensor"
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("tile", CODES_TILES)
 @pytest.mark.parametrize("tokens", [1, 7, 66])

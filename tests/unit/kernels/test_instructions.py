@@ -8,11 +8,8 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-import octetrl.kernels.instructions as module
-import octetrl.kernels.quantize.quantize_activation as quantize_activation
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.instructions import bf16_to_float, e4m3_code, e4m3_to_bf16, sigmoid, to_bf16
-from tests.unit.kernels.interpreting import interpret
 
 
 @triton.jit
@@ -28,8 +25,7 @@ def _each_kernel(x_ptr, narrow_ptr, sigmoid_ptr, wide_ptr, rounded_ptr, code_ptr
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, module, quantize_activation)
+def own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bf16_to_float", "e4m3_code", "e4m3_to_bf16", "sigmoid", "to_bf16", "_each_kernel"):
         monkeypatch.setitem(globals(), name, InterpretedFunction(globals()[name].fn))
 

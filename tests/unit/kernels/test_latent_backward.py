@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.runtime.interpreter as interpreter
 
-from octetrl.kernels.attention import attention_packed_backward, latent_backward, latent_backward_kernels
+from octetrl.kernels.attention import latent_backward
 from octetrl.kernels.attention.attention_packed_backward import Tile
 from octetrl.kernels.attention.latent_backward import LatentGradients, LatentTiles
-from tests.unit.kernels.gemm_cases import create_dot_of_values, patch_tensor_with_index
-from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.latent_gradient_cases import SCALE, Arguments, cu_seqlens, draw, errors, written_out
 
 SMALL = LatentTiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1))
@@ -21,13 +18,6 @@ CASES = {  # lengths, rows past them, heads, tiles
 }
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot_of_values)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_with_index)
-    interpret(monkeypatch, attention_packed_backward, latent_backward_kernels, latent_backward)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_derivative(name: str) -> None:
     lengths, rest, heads, _ = CASES[name]
@@ -36,7 +26,6 @@ def test_the_reference_is_the_derivative(name: str) -> None:
     assert max(errors(found, written_out(arguments, lengths))) < 1e-5
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_compute_it_and_nothing_crosses_over(name: str) -> None:
     """Rows past the sequences are NaN here: what a tile reads of them must not reach a sequence."""

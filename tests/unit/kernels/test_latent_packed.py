@@ -7,7 +7,7 @@ import torch
 
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.attention.latent_packed import latent_packed, latent_packed_triton
-from tests.unit.kernels.latent_cases import SCALE, interpreted, latents, written_out  # noqa: F401
+from tests.unit.kernels.latent_cases import SCALE, latents, written_out
 
 CASES = {"ragged": ((70, 1, 20), 3, 40, 8), "many heads": ((1, 9), 20, 32, 16)}
 
@@ -28,7 +28,6 @@ def test_chunks_of_keys_are_merged() -> None:
     assert relative_error(found, written_out(case)) < 4e-3
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_near_the_reference(name: str) -> None:
     case = latents(*CASES[name], torch.bfloat16)

@@ -10,7 +10,7 @@ from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.attention.latent_decode import latent_decode
 from octetrl.kernels.attention.latent_packed import latent_packed
 from octetrl.kernels.attention.latent_paged import latent_paged, latent_paged_triton
-from tests.unit.kernels.latent_cases import SCALE, interpreted, latents, paged, written_out  # noqa: F401
+from tests.unit.kernels.latent_cases import SCALE, latents, paged, written_out
 
 LENGTHS = (70, 1, 130)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
@@ -29,7 +29,6 @@ def test_the_reference_has_the_packed_forwards_bits(counts: tuple[int, ...], dty
 
 
 @DTYPES
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("counts", "heads", "page_size"), [((1, 1), 20, 128), ((1, 14), 5, 16)])
 def test_the_kernels_are_near_the_formula(
     counts: tuple[int, ...], heads: int, page_size: int, dtype: torch.dtype
@@ -42,7 +41,6 @@ def test_the_kernels_are_near_the_formula(
     assert not found[-1].any()
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_decode_by_chunks_has_the_bits_of_decode_in_one_program() -> None:
     case = latents((1_100, 40), 2, 32, 16, torch.bfloat16)
     cache, token_Q = paged(case, (1, 1), 128, torch.bfloat16)

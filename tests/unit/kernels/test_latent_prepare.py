@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import octetrl.kernels.attention.latent_prepare as latent_prepare_file
 import octetrl.kernels.attention.latent_store as latent_store_file
 import octetrl.kernels.rows.rms_norm as rms_norm_file
 import octetrl.kernels.rows.rope as rope_file
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.latent_prepare import can_fuse, latent_prepare_triton
 from octetrl.kernels.attention.records import CachedPages
-from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.latent_cases import bytes_of_pages, empty_pages
 
 PAGES, PAGE_SIZE = 3, 4
@@ -36,10 +34,7 @@ def separate(
 @pytest.mark.parametrize(
     ("dtype", "interleaved", "heads", "latent"), [(E4M3, True, 16, 512), (torch.bfloat16, False, 3, 320)]
 )
-def test_one_kernel_has_the_bytes_of_four(
-    dtype: torch.dtype, interleaved: bool, heads: int, latent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interpret(monkeypatch, latent_prepare_file, latent_store_file, rms_norm_file, rope_file)
+def test_one_kernel_has_the_bytes_of_four(dtype: torch.dtype, interleaved: bool, heads: int, latent: int) -> None:
     generator, rotary = torch.Generator().manual_seed(0), 8
     q_THX = torch.randn(len(SLOTS), heads, 24 + rotary, generator=generator).bfloat16()
     kv_a_TX = torch.randn(len(SLOTS), latent + rotary, generator=generator)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import octetrl.kernels.attention.latent_store as latent_store_file
 from octetrl.fp8.format import E4M3, decode_e4m3
 from octetrl.fp8.quantize import quantize_kv_per_token
 from octetrl.kernels.attention.latent_store import (
@@ -19,7 +18,6 @@ from octetrl.kernels.attention.latent_store import (
     latent_values,
 )
 from octetrl.kernels.attention.records import CachedPages
-from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.latent_cases import bytes_of_pages, empty_pages
 
 PAGES, PAGE_SIZE, LATENT, ROTARY = 3, 4, 40, 8
@@ -78,9 +76,8 @@ def test_fp8_pages_without_scales_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
-def test_the_kernels_have_the_references_bytes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_have_the_references_bytes(dtype: torch.dtype) -> None:
     """Values that need no rounding but the code's place: the interpreter's rounding is not a GPU's."""
-    interpret(monkeypatch, latent_store_file)
     latent_TC, key_TR = tokens()
     codes_TC = torch.randint(0, 126, latent_TC.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     codes_TC[:, 7] = 126  # 448: scales are powers of two

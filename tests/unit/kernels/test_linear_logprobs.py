@@ -18,7 +18,6 @@ from octetrl.kernels.gemm.linear_logprobs import (
     statistics_reference,
     statistics_triton,
 )
-from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 N, V, E = 11, 301, 24
 
@@ -73,7 +72,6 @@ def test_temperature_zero_is_refused() -> None:
         logprobs_of(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), 0.0)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_kernels_are_near_the_reference() -> None:
     """Two chunks of the vocabulary, the last one ragged; one logit excluded, then a whole chunk."""
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +84,6 @@ def test_kernels_are_near_the_reference() -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_temperature_one_has_the_bits_of_a_division_by_one() -> None:
     """Its kernel leaves the division out; a temperature next to 1 does not."""
     logits_NV = 30 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
@@ -98,7 +95,6 @@ def test_temperature_one_has_the_bits_of_a_division_by_one() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, divided, strict=True))
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_a_row_has_the_same_bits_alone_and_without_the_entropy() -> None:
     generator = torch.Generator().manual_seed(0)
     logits_NV = 3 * torch.randn(3, 2 * VOCAB_CHUNK + 8, generator=generator)

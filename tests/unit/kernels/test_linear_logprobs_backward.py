@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
 
-from octetrl.kernels.gemm import linear_logprobs_backward
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, statistics_reference
 from octetrl.kernels.gemm.linear_logprobs_backward import (
     GATHERED,
@@ -19,16 +17,8 @@ from octetrl.kernels.gemm.linear_logprobs_backward import (
     logits_gradient_reference,
     logits_gradient_triton,
 )
-from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 N, V, E = 11, 301, 24
-
-
-@pytest.fixture
-def interpreted_backward(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """`interpreted`, which does not know the backward's file."""
-    kernel = linear_logprobs_backward._logits_gradient_kernel
-    monkeypatch.setattr(linear_logprobs_backward, "_logits_gradient_kernel", InterpretedFunction(kernel.fn))
 
 
 def _inputs(num_rows: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +100,6 @@ def test_never_more_than_a_few_chunks_of_logits_exist() -> None:
     assert largest.elements <= max(GATHERED * chunk * V, rows * E, V * E) < rows * V
 
 
-@pytest.mark.usefixtures("interpreted_backward")
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_kernel_is_near_the_reference(with_entropy: bool) -> None:
     """Two blocks of the vocabulary, the last one ragged; one logit excluded, then a whole block."""

@@ -8,7 +8,6 @@ import torch
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straight
 from octetrl.kernels.gemm.lora_up import lora_up, lora_up_reference, lora_up_triton
-from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 
 
 def operands(m: int, n: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,7 +18,6 @@ def operands(m: int, n: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, tor
     return y_MN, t_MR, torch.randn(n, rank, generator=generator).bfloat16()
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("m", "n", "rank"), [(3, 64, 16), (70, 100, 8), (65, 40, 1), (1, 17, 12), (20, 130, 100), (0, 8, 8)]
 )

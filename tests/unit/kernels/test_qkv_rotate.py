@@ -16,7 +16,8 @@ from octetrl.models.blocks.attention.module import observe_amax
 from octetrl.shapes.blocks import KVMode, KVTensors
 from tests.unit.kernels.attention_cases import CACHES
 from tests.unit.kernels.fused_row_cases import distance, normal
-from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 EPS = 1e-6
 TOKENS = 11
@@ -69,8 +70,6 @@ def test_is_the_chain(kv_mode: KVMode, quantized: KVTensors, norm: bool) -> None
     assert torch.equal(got_amax, want_amax) and (got_amax[:, 0] > 0.5).all()
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "norm", "kv_mode", "quantized"), CASES)
 def test_kernel_is_near_the_reference(
     heads: int, kv_heads: int, size: int, norm: bool, kv_mode: KVMode, quantized: KVTensors
@@ -92,8 +91,6 @@ def test_kernel_is_near_the_reference(
             assert distance(ours, theirs) < (1e-5 if kv_mode == "none" else rounded)
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:.* encountered in divide")
 def test_a_scale_without_a_finite_inverse_leaves_zeros_zero() -> None:
     inputs = _inputs(2, 3, 32, False, torch.float32)
     inputs[0][:, 2:] = 0.0
@@ -103,7 +100,6 @@ def test_a_scale_without_a_finite_inverse_leaves_zeros_zero() -> None:
     assert torch.equal(kv.k_TKD, want.k_TKD) and torch.equal(kv.v_TKD, want.v_TKD) and not kv.v_TKD.any()
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_amax_is_raised_never_lowered_and_nan_sticks() -> None:
     inputs = _inputs(2, 3, 32, False, torch.float32)
     inputs[0][4, 2 + 1, 5] = float("nan")  # K's second head
@@ -116,7 +112,6 @@ def test_amax_is_raised_never_lowered_and_nan_sticks() -> None:
     assert amax[0, 1].isnan() and amax[0, 2] == 50 and amax[1, 0].isnan() and amax[1, 2].isinf()
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_v_stays_a_view_where_it_is_not_quantised() -> None:
     inputs = _inputs(4, 2, 32, True, torch.float32)
     _, kv = qkv_rotate_triton(*inputs, Replay(), None)

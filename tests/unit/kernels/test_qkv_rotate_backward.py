@@ -16,7 +16,8 @@ from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
 from tests.unit.kernels.fused_row_cases import normal
-from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 EPS = 1e-6
 TOKENS = 11
@@ -82,7 +83,6 @@ def test_bf16_is_rounded_once() -> None:
         assert ((ours.double() - exact).abs() <= exact.abs() * 2**-7.99 + 1e-5).all()
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), SHAPES)
 def test_kernel_is_near_the_reference(heads: int, kv_heads: int, size: int, norm: bool) -> None:
     dq, dk, dv, qkv, rotation = _inputs(heads, kv_heads, size, norm)
@@ -95,7 +95,6 @@ def test_kernel_is_near_the_reference(heads: int, kv_heads: int, size: int, norm
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_no_tokens_give_weights_no_gradient() -> None:
     dq, dk, dv, qkv, rotation = _inputs(4, 2, 32, True)
     nowhere = rotation._replace(cos_SR=rotation.cos_SR[:0], sin_SR=rotation.sin_SR[:0])

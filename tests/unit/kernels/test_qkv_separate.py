@@ -5,26 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.kernels.attention import kv_store, qkv_rotate, qkv_rotate_backward, qkv_separate, qkv_store
+from octetrl.kernels.attention import qkv_rotate, qkv_rotate_backward, qkv_separate, qkv_store
 from octetrl.kernels.attention.records import Replay, Rotation
-from octetrl.kernels.rows import rms_norm, rms_norm_backward, rope
 from octetrl.layers.rotary import RotaryTable
 from octetrl.shapes.blocks import KVMode, KVTensors
 from tests.unit.kernels.attention_cases import CACHES, PagedCache
 from tests.unit.kernels.fused_row_cases import distance, normal
-from tests.unit.kernels.interpreting import interpret
-from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 TOKENS, HEADS, KV_HEADS = 7, 4, 2
 SHAPES = pytest.mark.parametrize(
     ("size", "norm", "rotated"), [(80, True, 80), (96, False, 96), (192, True, 192), (64, True, 32), (32, False, 24)]
 )
 CODES = 0.12  # the interpreter rounds some FP8 values to the neighbouring code
-
-
-@pytest.fixture
-def separate(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    interpret(monkeypatch, kv_store, rms_norm, rms_norm_backward, rope)
 
 
 def _inputs(size: int, norm: bool, rotated: int) -> tuple[torch.Tensor, Rotation]:
@@ -43,8 +37,6 @@ def _scales(mode: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (torch.full((KV_HEADS,), 0.006), torch.full((KV_HEADS,), 0.004)) if mode == "calibrated" else (None, None)
 
 
-@pytest.mark.usefixtures("separate")
-@pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @SHAPES
 @pytest.mark.parametrize(("kv_mode", "quantized"), [*CACHES[:3], CACHES[-3]])
 def test_store_writes_the_references_pages(
@@ -63,8 +55,6 @@ def test_store_writes_the_references_pages(
     assert all(distance(x.pages, y.pages) < CODES for x, y in ((got.k, want.k), (got.v, want.v)))
 
 
-@pytest.mark.usefixtures("separate")
-@pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @SHAPES
 @pytest.mark.parametrize(
     ("kv_mode", "quantized"),
@@ -92,7 +82,6 @@ def test_rotate_replays_and_observes_as_the_reference(
         assert ours is None or theirs is None or distance(ours, theirs) < (1e-5 if kv_mode == "none" else CODES)
 
 
-@pytest.mark.usefixtures("separate")
 @SHAPES
 def test_backward_is_near_the_reference(size: int, norm: bool, rotated: int) -> None:
     qkv, rotation = _inputs(size, norm, rotated)

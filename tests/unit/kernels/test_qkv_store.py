@@ -15,7 +15,7 @@ from octetrl.kernels.rows.rope import rope
 from octetrl.layers.rotary import RotaryTable
 from octetrl.shapes.blocks import KVTensors
 from tests.unit.kernels.attention_cases import CACHES, PagedCache
-from tests.unit.kernels.fused_row_cases import distance, interpreted, normal  # noqa: F401
+from tests.unit.kernels.fused_row_cases import distance, normal
 
 EPS = 1e-6
 TOKENS = 11
@@ -81,8 +81,6 @@ def test_is_the_chain(kv_mode: str, quantized: KVTensors, norm: bool) -> None:
     )
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "norm", "kv_mode", "quantized", "many"), CASES)
 def test_kernel_is_near_the_reference(
     heads: int,
@@ -108,7 +106,6 @@ def test_kernel_is_near_the_reference(
     assert ((got_count - want_count).abs() <= 1 + want_count / 10).all()  # some lie on the border
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_zeros_keep_the_references_sign() -> None:
     """Zeros of both signs and values, in all pairs that RoPE makes, at position 0 (sin is 0) and at others."""
     inputs = _inputs(4, 2, 32, False, torch.float32)
@@ -123,7 +120,6 @@ def test_zeros_keep_the_references_sign() -> None:
         assert torch.equal(result[zero].signbit(), reference[zero].signbit())
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
     inputs = _inputs(4, 2, 32, True, torch.float32)
     cache = _pages(2, 32, "calibrated", True)
@@ -135,7 +131,6 @@ def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
     torch.testing.assert_close(q, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("many", [False, True])
 def test_a_counter_for_each_token_has_the_tokens_own_values(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1024)

@@ -11,13 +11,10 @@ from tests.unit.kernels.quantize_cases import (
     SHAPES,
     assert_nearly_same_codes,
     assert_same_bytes,
-    interpreted,  # noqa: F401
     off_the_grid,
     on_the_grid,
     poisoned,
 )
-
-pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.filterwarnings("ignore:.* encountered in divide")]
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

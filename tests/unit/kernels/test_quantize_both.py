@@ -8,26 +8,14 @@ import torch
 import octetrl.kernels.quantize.quantize_both as module
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference, quantize_tokens_reference
 from octetrl.kernels.quantize.quantize_both import BothWays, quantize_both, quantize_both_triton
-from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.quantize_cases import (
     SHAPES,
     assert_nearly_same_codes,
     assert_same_bytes,
-    interpreted,  # noqa: F401
     off_the_grid,
     on_the_grid,
     poisoned,
 )
-
-pytestmark = [
-    pytest.mark.usefixtures("both_interpreted"),
-    pytest.mark.filterwarnings("ignore:.* encountered in divide"),
-]
-
-
-@pytest.fixture
-def both_interpreted(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    interpret(monkeypatch, module)
 
 
 def separately(x: torch.Tensor, power_of_two: bool = False, square: bool = False) -> tuple[Quantized, Quantized]:

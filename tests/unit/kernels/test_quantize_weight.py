@@ -20,12 +20,9 @@ from tests.unit.kernels.quantize_cases import (
     SHAPES,
     assert_nearly_same_codes,
     assert_same_bytes,
-    interpreted,  # noqa: F401
     off_the_grid,
     on_the_grid,
 )
-
-pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.filterwarnings("ignore:.* encountered in divide")]
 
 
 def room_for(w: torch.Tensor) -> Quantized:

@@ -8,7 +8,6 @@ import torch
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.quantize import Quantized, quantize_weight_reference
-from octetrl.kernels.quantize import quantize_weights
 from octetrl.kernels.quantize.quantize_weight import check_scales
 from octetrl.kernels.quantize.quantize_weights import (
     QuantizedWeight,
@@ -16,24 +15,15 @@ from octetrl.kernels.quantize.quantize_weights import (
     quantize_weights_triton,
 )
 from octetrl.kernels.quantize.quantize_weights import quantize_weights as run
-from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.quantize_cases import (
     assert_nearly_same_codes,
     assert_same_bytes,
-    interpreted,  # noqa: F401
     off_the_grid,
     on_the_grid,
 )
 
-pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.filterwarnings("ignore:.* encountered in divide")]
-
 SHAPES = [(128, 128), (256, 304), (70, 48), (3, 16), (384, 128)]
 ODD = [(128, 130), (5, 7)]
-
-
-@pytest.fixture(autouse=True)
-def interpreted_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, quantize_weights)
 
 
 def job(w: torch.Tensor, transposed: bool = False) -> QuantizedWeight:

@@ -7,7 +7,6 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octetrl.kernels.rows.rms_norm import rms_norm, rms_norm_reference, rms_norm_triton
-from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 EPS = 1e-6
 
@@ -63,7 +62,6 @@ def test_gradients_equal_autograd_in_float64(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(weight_C.grad.double(), weight64.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("shape", [(5, 96), (3, 2, 32), (1, 1000), (0, 96)])
 def test_kernel_is_near_the_reference(shape: tuple[int, ...]) -> None:
     x, weight_C = _inputs(shape, torch.float32)

@@ -12,7 +12,8 @@ from octetrl.kernels.rows.rms_norm_backward import (
     rms_norm_backward_triton,
 )
 from tests.unit.kernels.fused_row_cases import normal
-from tests.unit.kernels.training_row_cases import interpreted  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 EPS = 1e-6
 SHAPES = [(5, 96), (3, 2, 32), (1, 1000), (70, 4, 16)]
@@ -53,7 +54,6 @@ def test_bf16_is_rounded_once() -> None:
     assert ((dweight.double() - exact_dweight).abs() <= exact_dweight.abs() * 2**-7.99 + 1e-5).all()
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 96)])
 def test_kernel_is_near_the_reference(shape: tuple[int, ...], with_residual: bool) -> None:
@@ -64,7 +64,6 @@ def test_kernel_is_near_the_reference(shape: tuple[int, ...], with_residual: boo
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_kernel_takes_views_of_heads() -> None:
     """Tokens and heads lie differently far apart in each input; a gradient may even be expanded."""
     dy, x, weight, residual = _inputs((9, 6, 32))

@@ -11,7 +11,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from octetrl.kernels.rows.rope import rope, rope_reference, rope_triton
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.shapes.rope import Llama3Scaling
-from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 HEAD_SIZE, THETA = 32, 500_000.0
 
@@ -95,7 +94,6 @@ def test_a_strided_view_and_bfloat16() -> None:
     assert torch.equal(rope(view_THD, *rotary), exact_THD.bfloat16())
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_kernel_has_the_bits_of_the_reference(sign: int, interleaved: bool) -> None:

@@ -16,18 +16,15 @@ from octetrl.kernels.rows.sample_tokens import (
     sample_tokens_reference,
     sample_tokens_triton,
 )
-from tests.unit.kernels.interpreting import interpret
 
 BLOCK = CHUNK // 2
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the kernels, and the device functions of Triton that they call, in Triton's interpreter, in larger tiles: it
-    takes its time by the operation, not by the element."""
+@pytest.fixture(autouse=True)
+def larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time by the operation, not by the element."""
     monkeypatch.setattr(module, "ROWS", 16)
     monkeypatch.setattr(module, "BLOCK", BLOCK)
-    interpret(monkeypatch, module)
 
 
 def _rows(num_rows: int, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +38,6 @@ def _logits(num_rows: int, vocab_size: int, spread: float) -> Tensor:
     return spread * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("vocab_size", [5, BLOCK, CHUNK + 1, 3 * CHUNK - 700])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 25.0])
 def test_kernels_draw_the_tokens_of_the_reference(vocab_size: int, spread: float) -> None:
@@ -49,7 +45,6 @@ def test_kernels_draw_the_tokens_of_the_reference(vocab_size: int, spread: float
     assert torch.equal(sample_tokens_triton(logits_NV, *rows), sample_tokens_reference(logits_NV, *rows))
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_near_ties_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal logits throughout: nothing but the hash decides, in float32 as in float64."""
     monkeypatch.setattr(module, "ROWS", 512)
@@ -58,7 +53,6 @@ def test_near_ties_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_N.sum() >= 2046
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_the_time_of_the_race_is_right_over_its_whole_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry against another whose logit is moved until the race turns: the scores' difference, to 2e-5."""
     monkeypatch.setattr(module, "ROWS", 512)
@@ -76,7 +70,6 @@ def test_the_time_of_the_race_is_right_over_its_whole_range(monkeypatch: pytest.
         assert (sample_tokens_triton(logits_NV, key_N, counter_N, temperature_N) == winner).all()
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_kernels_draw_in_proportion_to_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("ROWS", 2048), ("CHUNK", 8), ("BLOCK", 8)):
         monkeypatch.setattr(module, name, size)
@@ -89,7 +82,6 @@ def test_kernels_draw_in_proportion_to_the_softmax(monkeypatch: pytest.MonkeyPat
     assert float(((counts_V - expected_V) ** 2 / expected_V).sum()) < 30  # 7 degrees of freedom: p = 1e-4
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_greedy_rows_take_the_smaller_of_equal_ids_and_mix_with_drawn_ones() -> None:
     logits_NV, (key_N, counter_N, temperature_N) = _logits(8, CHUNK + 600, 2.0), _rows(8)
     highest = logits_NV.max() + 1
@@ -103,7 +95,6 @@ def test_greedy_rows_take_the_smaller_of_equal_ids_and_mix_with_drawn_ones() -> 
     assert torch.equal(tokens[1::2], drawn[1::2])
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("draw", [sample_tokens_reference, sample_tokens_triton])
@@ -115,7 +106,6 @@ def test_rows_that_are_not_finite_give_minus_one(draw, bad: float, temperature: 
     assert tokens[[1, 5]].tolist() == [-1, -1] and (tokens[[0, 2, 3, 4]] >= 0).all()
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("draw", [sample_tokens_reference, sample_tokens_triton])
 def test_a_row_draws_the_same_alone_and_in_company(draw) -> None:
     logits_NV, rows = _logits(11, 1000, 2.0), _rows(11)

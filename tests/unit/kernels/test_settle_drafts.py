@@ -9,18 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import octetrl.kernels.rows.settle_drafts as op
 from octetrl.kernels.rows.settle_drafts import settle_drafts_reference, settle_drafts_triton
-from tests.unit.kernels.interpreting import interpret
 
 IDLE = 6
 Settle = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(params=[settle_drafts_reference, settle_drafts_triton])
-def settle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Settle:
-    interpret(monkeypatch, op)
-    return request.param
+BOTH = pytest.mark.parametrize("settle", [settle_drafts_reference, settle_drafts_triton])
 
 
 def state() -> Tensor:
@@ -41,6 +34,7 @@ def one_by_one(drawn: list[int], plan: list[tuple[int, int, int]], integers_5R: 
         integers_5R[1, row] += 1
 
 
+@BOTH
 def test_sequences_move_on_by_their_right_drafts(settle: Settle) -> None:
     draw = random.Random(0)
     for _ in range(20):
@@ -58,6 +52,7 @@ def test_sequences_move_on_by_their_right_drafts(settle: Settle) -> None:
         assert bits_2N[0].tolist() == drawn and bits_2N[1].equal(logprob_N.view(torch.int32))
 
 
+@BOTH
 def test_nothing_moves_if_a_row_was_not_finite(settle: Settle) -> None:
     plan_3N = torch.tensor([[2, 2, 0, IDLE], [0, 5, 0, 0], [0, 1, 0, 0]])
     for drawn in ([5, 6, -1, 3], [5, -1, 6, 3], [-1, 5, 6, 3]):

@@ -13,7 +13,6 @@ from octetrl.kernels.rows.silu_mul import (
     silu_mul_reference,
     silu_mul_triton,
 )
-from tests.unit.kernels.row_cases import interpreted  # noqa: F401
 
 
 def _gate_up(num_tokens: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,7 +52,6 @@ def test_gradient_equals_autograd_in_float64() -> None:
     torch.testing.assert_close(gate_up_T2F.grad.double(), exact_T2F.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("size", [37, 1500])
 def test_kernels_are_near_the_reference(size: int) -> None:
     gate_up_T2F, dy_TF = _gate_up(3, size, torch.float32), _gate_up(3, size, torch.float32)[:, :size].contiguous()

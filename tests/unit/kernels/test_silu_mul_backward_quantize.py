@@ -20,15 +20,9 @@ from octetrl.kernels.rows.silu_mul_backward_quantize import (
     silu_mul_backward_quantize_triton,
 )
 from tests.unit.kernels.fused_row_cases import assert_near, normal
-from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.quantize_cases import assert_same_bytes
 
 KERNELS = (instructions, quantize_activation, quantize_both, quantize_tokens, silu_mul_module, module)
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, *KERNELS)
 
 
 def three(result: tuple[quantize_both.BothWays, Quantized]) -> tuple[Quantized, Quantized, Quantized]:
@@ -45,8 +39,6 @@ def test_is_the_separate_references(square: bool) -> None:
     assert_same_bytes(y, quantize_tokens_reference(silu_mul(gate_up), square=square))
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:.* encountered in")
 @pytest.mark.parametrize(
     ("shape", "options", "blocks_together"),
     [
@@ -78,8 +70,6 @@ def test_kernel_is_the_separate_kernels(
             assert_near(ours, reference)
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:.* encountered in")
 def test_the_order_of_the_programs_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up, dy = normal(300, 2 * 256), normal(300, 256, seed=1)
     adjacent = three(silu_mul_backward_quantize_triton(gate_up, dy))
@@ -88,8 +78,6 @@ def test_the_order_of_the_programs_changes_no_byte(monkeypatch: pytest.MonkeyPat
         assert_same_bytes(ours, theirs)
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 def test_a_poisoned_token_poisons_its_blocks_alone() -> None:
     gate_up, dy = normal(130, 2 * 256), normal(130, 256, seed=1)
     dy[129, 200] = torch.nan
@@ -99,7 +87,6 @@ def test_a_poisoned_token_poisons_its_blocks_alone() -> None:
     assert tokens.codes[200, 128:].float().isnan().all() and y.scale.isfinite().all()
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_scales_have_the_strides_that_scaled_mm_asks_for() -> None:
     gate_up, dy = normal(130, 2 * 256), normal(130, 256, seed=1)
     rows, tokens, y = three(silu_mul_backward_quantize_triton(gate_up, dy, square=True))

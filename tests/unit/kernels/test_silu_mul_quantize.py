@@ -9,7 +9,7 @@ import octetrl.kernels.rows.silu_mul_quantize as module
 from octetrl.fp8.quantize import quantize_activation_reference
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize, silu_mul_quantize_triton
-from tests.unit.kernels.fused_row_cases import assert_near, bytes_of, interpreted, normal  # noqa: F401
+from tests.unit.kernels.fused_row_cases import assert_near, bytes_of, normal
 
 
 def test_is_the_product_then_its_codes() -> None:
@@ -18,8 +18,6 @@ def test_is_the_product_then_its_codes() -> None:
     assert torch.equal(got.codes.float(), want.codes.float()) and torch.equal(got.scale, want.scale)
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:.* encountered in divide")
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("shape", [(3, 1024), (2, 2048), (1, 4096), (2, 1232), (5, 80), (0, 128)])
 def test_kernel_is_near_the_reference(shape: tuple[int, int], power_of_two: bool) -> None:
@@ -30,8 +28,6 @@ def test_kernel_is_near_the_reference(shape: tuple[int, int], power_of_two: bool
     assert_near(got, silu_mul_quantize(gate_up, power_of_two))
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 def test_blocks_of_zeros_and_of_nan() -> None:
     gate_up = normal(2, 2 * 384)
     gate_up[:, :128] = 0
@@ -42,8 +38,6 @@ def test_blocks_of_zeros_and_of_nan() -> None:
     assert codes[:, 128:256].float().isfinite().all()
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings("ignore:(invalid value|.* encountered)")
 @pytest.mark.parametrize("shape", [(7, 1408), (4, 1408), (1, 768), (37, 384), (5, 200), (300, 128)])
 def test_a_tile_may_hold_blocks_of_several_tokens(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the bytes of one block a tile. NaN and infinity stay in their blocks."""

@@ -7,7 +7,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-import octetrl.kernels.rows.gather_codes as gather_module
 import octetrl.kernels.rows.sort_and_gather as op
 import octetrl.kernels.rows.sort_by_expert as sort_module
 from octetrl.fp8.quantize import Quantized, quantize_activation_reference
@@ -15,7 +14,6 @@ from octetrl.kernels.rows.gather_codes import gather_codes_triton
 from octetrl.kernels.rows.sort_and_gather import sort_and_gather, sort_and_gather_triton
 from octetrl.kernels.rows.sort_by_expert import sort_by_expert_triton
 from tests.unit.kernels.fused_row_cases import bytes_of
-from tests.unit.kernels.interpreting import interpret
 from tests.unit.kernels.test_sort_by_expert import CASES, chosen
 
 
@@ -39,7 +37,6 @@ def codes_of(tokens: int, columns: int) -> Quantized:
 def test_one_launch_has_the_bytes_of_two(
     name: str, programs: int, step_bytes: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interpret(monkeypatch, op, sort_module, gather_module)
     monkeypatch.setattr(op, "PROGRAMS", programs)
     monkeypatch.setattr(op, "STEP_BYTES", step_bytes)
     monkeypatch.setattr(sort_module, "TILES_WRITTEN", tl.constexpr(1))
@@ -52,9 +49,8 @@ def test_one_launch_has_the_bytes_of_two(
 
 
 @pytest.mark.parametrize("tokens", [1, 300])
-def test_one_expert_may_have_most_rows(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_expert_may_have_most_rows(tokens: int) -> None:
     """Expert 3 is every token's, most experts are nobody's."""
-    interpret(monkeypatch, op, sort_module, gather_module)
     expert_TS = torch.stack((torch.full((tokens,), 3), 5 + torch.arange(tokens) % 2), 1)
     x = codes_of(tokens, 256)
     found, codes = sort_and_gather_triton(expert_TS, 64, x)

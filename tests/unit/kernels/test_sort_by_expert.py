@@ -9,7 +9,6 @@ from torch import Tensor
 
 import octetrl.kernels.rows.sort_by_expert as op
 from octetrl.kernels.rows.sort_by_expert import SortedSlots, sort_by_expert_reference, sort_by_expert_triton
-from tests.unit.kernels.interpreting import interpret
 
 CASES = {  # tokens, slots, experts
     "one token": (1, 8, 128),
@@ -31,7 +30,6 @@ def chosen(tokens: int, slots: int, experts: int) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("blocks", [False, True])
 def test_the_kernels_sort_as_the_stable_sort(name: str, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, op)
     if blocks:  # the way of many slots, with several blocks, and several reads of their counts
         for constant, value in (("ONE_TILE", -1), ("BLOCK", 16), ("STEP", 8), ("BLOCKS_READ", 4)):
             monkeypatch.setattr(op, constant, value)

@@ -9,7 +9,6 @@ from octetrl.kernels.rows import sum_words
 from octetrl.kernels.rows.sum_words import BYTES, PAIRS, STRIDE, WORDS, sum_words_reference, sum_words_triton
 from octetrl.kernels.rows.sum_words import sum_words as run
 from octetrl.kernels.table import ALIGNED, Table, table_of
-from tests.unit.kernels.interpreting import interpret
 
 ANY = 1 << 62
 
@@ -64,7 +63,6 @@ SHAPES = [(1, 1), (4, 512), (5, 700), (3, 1500), (9, 64), (0, 8), (2, 0)]
 
 @pytest.mark.parametrize("shapes", [[shape] for shape in SHAPES] + [SHAPES], ids=str)
 def test_the_kernel_has_the_integers_of_torch(shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, sum_words)
     monkeypatch.setattr(sum_words, "SPAN", 1024)  # so that two programs share a long row
     tensors = [draw(*shape) for shape in shapes]
     if len(shapes) > 1:  # an odd number of words, of bytes, a row, and words that begin between two pairs
@@ -81,7 +79,6 @@ def test_pairs_of_words_are_loaded_only_where_every_row_begins_at_one(monkeypatc
         kinds.extend(kind for _, kind, *_ in entries)
         return table_of(entries, programs, device)
 
-    interpret(monkeypatch, sum_words)
     monkeypatch.setattr(sum_words, "table_of", kept)
     words = draw(1, 65)[0]
     assert words.data_ptr() % ALIGNED == 0
@@ -91,9 +88,8 @@ def test_pairs_of_words_are_loaded_only_where_every_row_begins_at_one(monkeypatc
     assert kinds == [PAIRS, WORDS, WORDS, BYTES]
 
 
-def test_a_tensor_that_moved_or_changed_has_another_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_moved_or_changed_has_another_sum() -> None:
     """A table is kept while the addresses stay the same, and the bytes behind them are read each time."""
-    interpret(monkeypatch, sum_words)
 
     def sums(*tensors: torch.Tensor) -> list[int]:
         return sum_words_triton(tensors, torch.zeros(2, dtype=torch.int64)).tolist()

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from octetrl.fp8.format import E4M3
-from octetrl.kernels.quantize import quantize_tokens, transpose_codes, transpose_many_codes
 from octetrl.kernels.quantize.transpose_many_codes import (
     fits_table,
     transpose_many_codes_reference,
     transpose_many_codes_triton,
 )
 from octetrl.kernels.quantize.transpose_many_codes import transpose_many_codes as transpose
-from tests.unit.kernels.interpreting import interpret
 
 SHAPES = [(128, 128), (256, 384), (16, 16), (1280, 144), (400, 16)]
 
@@ -28,8 +26,7 @@ def assert_transposed(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         assert torch.equal(out.view(torch.uint8), codes.view(torch.uint8).t()), codes.shape
 
 
-def test_every_byte_is_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, transpose_many_codes, transpose_codes, quantize_tokens)
+def test_every_byte_is_at_its_place() -> None:
     pairs = [pair_of(*shape) for shape in SHAPES]
     assert all(fits_table(*pair) for pair in pairs)
     transpose_many_codes_triton(pairs)

@@ -24,8 +24,8 @@ from octetrl.models.peft_adapters import load_adapter, merge_adapters, read_adap
 from octetrl.shapes.presets import preset_config
 from tests.parity.shapes import MIXTURES
 from tests.saved_adapter import save_adapter
-from tests.unit.kernels.gemm_cases import interpreted  # noqa: F401
 from tests.unit.kernels.grouped_cases import first_rows
+from tests.unit.kernels.interpreting import interpreted  # noqa: F401
 from tests.unit.models.tiny_families import made, packed
 
 LORA = LoraConfig(rank=8, alpha=12.0, experts=True)
