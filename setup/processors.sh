@@ -17,7 +17,7 @@ tests=(
     tests/parity
     tests/unit/{algorithms,doctor,engine,fp8,kernels,layers,models,trainer}
     tests/unit/workers/test_{many_kinds,reward_scorer}.py
-    tests/unit/workers/test_{tail,tensor_parallel,whole_runs,workers}.py
+    tests/unit/workers/test_{tail,whole_runs,workers}.py
 )
 
 failed=()

@@ -1,86 +1,86 @@
-"""Which worker draws what: every sibling once, no worker idle while another has two shares, and turns go back."""
+"""Which worker draws which siblings, and which runs which micro-batch: each once, and no worker far above its share."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
-from octetrl.records import GenerationRequest, SamplingParams
-from octetrl.workers.assignment import Assignment, RequestPiece, Room
+import pytest
 
-LARGE = Room(sequences=256, tokens=1 << 20)
+from octetrl.models.families import spec_from_config
+from octetrl.records import GenerationRequest, Sample, SamplingParams
+from octetrl.shapes.presets import preset_config
+from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.workers.assignment import Assignment, Costs, RequestPiece, Room, deal, shared_out
+
+LARGE, ONE_EACH = Room(sequences=256, tokens=1 << 20), Room(sequences=1, tokens=1 << 20)
+COSTS = Costs.of(spec_from_config(preset_config("qwen3-8b")))
 
 
-def request(name: str, siblings: int = 1, expected: int | None = 10, **more: object) -> GenerationRequest:
+def request(name: str, siblings: int = 1, expected: int | None = 10, **more: Any) -> GenerationRequest:
+    """With a prompt of 2 tokens."""
     sampling = SamplingParams(max_new_tokens=100)
-    return GenerationRequest(name, (1, 2), sampling, num_siblings=siblings, expected_tokens=expected, **more)  # type: ignore[arg-type]
+    return GenerationRequest(name, (1, 2), sampling, num_siblings=siblings, expected_tokens=expected, **more)
 
 
-def siblings_of(pieces: list[RequestPiece]) -> Counter[int]:
-    counts: Counter[int] = Counter()
+def assignment_of(rooms: list[Room], *requests: GenerationRequest) -> Assignment:
+    assignment = Assignment(rooms)
+    for one in requests:
+        assignment.add(one)
+    return assignment
+
+
+def siblings_of(pieces: list[RequestPiece]) -> dict[int, int]:
+    """Siblings by worker."""
+    counts = Counter[int]()
     for piece in pieces:
         counts[piece.worker] += piece.request.num_siblings
-    return counts
+    return dict(counts)
+
+
+def drawn_by(pieces: list[RequestPiece]) -> list[tuple[int, str, str, int]]:
+    """(worker, id of the piece, id of the request, sibling) of each sibling."""
+    spans = [(one, one.request.first_sibling, one.request.num_siblings) for one in pieces]
+    return [(one.worker, one.request.id, one.of, first + i) for one, first, count in spans for i in range(count)]
 
 
 def test_few_large_groups_are_shared_equally_and_many_small_ones_stay_together() -> None:
-    few = Assignment([LARGE] * 3)
-    for name in ("a", "b"):
-        few.add(request(name, siblings=8))
-    pieces = list(few.give())
+    pieces = list(assignment_of([LARGE] * 3, request("a", 8), request("b", 8)).give())
     assert sorted(siblings_of(pieces).values()) == [5, 5, 6]
-    drawn = sorted(
-        (piece.of, piece.request.first_sibling + i) for piece in pieces for i in range(piece.request.num_siblings)
-    )
-    assert drawn == [(name, sibling) for name in ("a", "b") for sibling in range(8)]
-
-    many = Assignment([LARGE] * 2)
-    for number in range(20):
-        many.add(request(str(number), siblings=4))
-    pieces = list(many.give())
+    assert sorted(one[2:] for one in drawn_by(pieces)) == [(name, n) for name in "ab" for n in range(8)]
+    pieces = list(assignment_of([LARGE] * 2, *(request(str(number), 4) for number in range(20))).give())
     assert len(pieces) == 20 and siblings_of(pieces) == {0: 40, 1: 40}
 
 
 def test_the_longest_go_first_and_what_has_no_room_waits_for_the_first_that_has() -> None:
-    assignment = Assignment([Room(sequences=1, tokens=1 << 20)] * 2)
-    for name, expected in (("short", 5), ("long", 50), ("unknown", None), ("middle", 20)):
-        assignment.add(request(name, expected=expected))
+    lengths = {"short": 5, "long": 50, "unknown": None, "middle": 20}
+    assignment = assignment_of([ONE_EACH] * 2, *(request(name, expected=length) for name, length in lengths.items()))
     first = list(assignment.give())
     assert [piece.of for piece in first] == ["unknown", "long"] and assignment.num_waiting == 2
     assert list(assignment.give()) == []
     assignment.finish(first[1].worker, first[1].request.id, 0)
-    (next_one,) = assignment.give()
-    assert (next_one.of, next_one.worker) == ("middle", first[1].worker)
+    assert [(piece.of, piece.worker) for piece in assignment.give()] == [("middle", first[1].worker)]
 
 
 def test_tokens_of_the_cache_are_room_too() -> None:
-    assignment = Assignment([Room(sequences=64, tokens=50), LARGE])
-    for number in range(20):
-        assignment.add(request(str(number), expected=18))
-    counts = siblings_of(list(assignment.give()))
-    assert counts == {0: 3, 1: 17}  # 20 tokens each: the third is begun below 50
+    assignment = assignment_of([Room(64, tokens=50), LARGE], *(request(str(n), expected=18) for n in range(20)))
+    assert siblings_of(list(assignment.give())) == {0: 3, 1: 17}  # 20 tokens each: the third is begun below 50
 
 
-def test_a_turn_goes_back_to_its_pages_where_there_is_room() -> None:
-    assignment = Assignment([Room(sequences=2, tokens=1 << 20)] * 2)
-    assignment.add(request("first", siblings=2))
-    pieces = {piece.request.first_sibling: piece for piece in assignment.give()}
-    for sibling, piece in pieces.items():
-        assignment.finish(piece.worker, piece.request.id, sibling)
-    for sibling, piece in pieces.items():
-        assignment.add(request(f"second {sibling}", continues=("first", sibling)))
-        (turn,) = assignment.give()
-        assert turn.worker == piece.worker
-    full = Assignment([Room(sequences=1, tokens=1 << 20)] * 2)
-    full.add(request("first"))
-    (piece,) = full.give()
-    full.finish(piece.worker, piece.request.id, 0)
-    full.add(request("other"))
-    (other,) = full.give()
-    assert other.worker == piece.worker
-    full.add(request("second", continues=("first", 0)))
-    (turn,) = full.give()
-    assert turn.worker != piece.worker
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_turn_goes_back_to_its_pages_where_there_is_room(has_room: bool) -> None:
+    assignment = assignment_of([Room(2, 1 << 20)] * 2, request("first", 2))
+    pieces = list(assignment.give())
+    for worker, piece_id, _, sibling in drawn_by(pieces):
+        assignment.finish(worker, piece_id, sibling)
+    for piece in pieces:
+        place = ("first", piece.request.first_sibling)
+        if not has_room:
+            assignment.close(piece.worker)
+        assignment.add(request(f"second {place}", continues=place))
+        turns = [turn.worker == piece.worker for turn in assignment.give()]
+        assert turns == ([True] if has_room else [False] if piece is pieces[0] else [])
 
 
 def test_every_sibling_is_drawn_once_whatever_comes_and_goes() -> None:
@@ -89,23 +89,16 @@ def test_every_sibling_is_drawn_once_whatever_comes_and_goes() -> None:
         assignment = Assignment([Room(draw.randint(1, 6), draw.randint(50, 300)) for _ in range(count)])
         running: list[tuple[int, str, str, int]] = []
         asked, drawn, cancelled = Counter[str](), Counter[tuple[str, int]](), set[str]()
-        for number in range(60):
-            siblings = draw.randint(1, 9)
-            name = str(number)
-            asked[name] = siblings
-            assignment.add(request(name, siblings, draw.choice([None, 5, 40])))
+        for name in map(str, range(60)):
+            asked[name] = draw.randint(1, 9)
+            assignment.add(request(name, asked[name], draw.choice([None, 5, 40])))
             if draw.random() < 0.1:
                 cancelled.add(name)
-                for piece in assignment.cancel(name):
-                    running = [one for one in running if one[2] != piece.of]
+                dropped = {piece.of for piece in assignment.cancel(name)}
+                running = [one for one in running if one[2] not in dropped]
             while True:
-                for piece in assignment.give():
-                    first = piece.request.first_sibling
-                    running += [
-                        (piece.worker, piece.request.id, piece.of, sibling)
-                        for sibling in range(first, first + piece.request.num_siblings)
-                    ]
-                if not running or (number < 59 and draw.random() < 0.3):
+                running += drawn_by(list(assignment.give()))
+                if not running or (name != "59" and draw.random() < 0.3):
                     break
                 worker, piece_id, whole, sibling = running.pop(draw.randrange(len(running)))
                 assignment.finish(worker, piece_id, sibling)
@@ -116,13 +109,10 @@ def test_every_sibling_is_drawn_once_whatever_comes_and_goes() -> None:
 
 
 def test_a_worker_s_unfinished_siblings_move_with_what_they_have_said() -> None:
-    assignment = Assignment([Room(8, 10_000), Room(8, 10_000)])
-    sampling = SamplingParams(max_new_tokens=20)
-    assignment.add(GenerationRequest("whole", (1, 2, 3), sampling, num_siblings=6, seed=1))
-    assignment.add(GenerationRequest("new", (4,), sampling, num_siblings=2, seed=2))
+    assignment = assignment_of([Room(8, 10_000)] * 2, request("whole", 6, None), request("new", 2, None))
     pieces = list(assignment.give())
     mine = [piece for piece in pieces if piece.worker == 0]
-    assert mine and assignment.tail_tokens == 6 * 13 + 2 * 11
+    assert mine and assignment.tail_tokens == 8 * 52
     first = mine[0].request
     assignment.finish(0, first.id, first.first_sibling)
     begun = range(first.first_sibling + 1, first.first_sibling + first.num_siblings)
@@ -136,5 +126,44 @@ def test_a_worker_s_unfinished_siblings_move_with_what_they_have_said() -> None:
     for piece in moved:  # those that had not begun have said nothing
         assert piece.of == mine[0].of or piece.request.said == ((), ())
         assignment.finish(1, piece.request.id, piece.request.first_sibling)
-    assignment.add(GenerationRequest("later", (1,), sampling))
+    assignment.add(request("later"))
     assert [piece.worker for piece in assignment.give()] == [1]
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+def test_costs_are_those_of_the_model() -> None:
+    """Qwen3-8B. Moonlight: 27 layers, the first dense; 6 of 64 experts and 2 shared of 1,408; heads of 128 + 64 and
+    128."""
+    assert COSTS.token == 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    assert COSTS.pair == 36 * 4096
+    costs = Costs.of(spec_from_config(preset_config("moonlight-16b-a3b")))
+    attention = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 * 16 * 256 + 16 * 128 * 2048
+    experts = 3 * 2048 * 1408 * (6 + 2) + 64 * 2048
+    assert costs.token == 27 * attention + 3 * 2048 * 11264 + 26 * experts
+    assert costs.pair == 27 * 16 * ((512 + 512 + 64) + 5 * 192 + 4 * 128) / 7
+
+
+def test_every_micro_batch_once_and_the_longest_sequences_apart() -> None:
+    lengths = [4000, 4000, *[500] * 16, *[100] * 40]
+    samples = [Sample((1,) * n, (False, *[True] * (n - 1)), None, 1.0, None) for n in lengths]
+    batch = pack(samples, PackingLayout(4000, minibatches=2), "token")
+    parts = deal(batch, 2, COSTS)
+    assert all(part.loss_denominators == batch.loss_denominators for part in parts)
+    for number, minibatch in enumerate(batch.minibatches):
+        dealt = [one for part in parts for one in part.minibatches[number]]
+        assert sorted(map(id, dealt)) == sorted(map(id, minibatch))
+    assert [sum(one.max_seqlen == 4000 for one in part.minibatches[0]) for part in parts] == [1, 1]
+    alone = deal(pack(samples[:1], PackingLayout(4000), "token"), 3, COSTS)
+    assert [len(part.minibatches[0]) for part in alone] == [1, 0, 0]
+
+
+def test_no_worker_has_much_more_than_its_share() -> None:
+    draw = random.Random(0)
+    for workers in (2, 3, 8):
+        costs = [draw.lognormvariate(0, 1) for _ in range(10 * workers)]
+        loads = [0.0] * workers
+        for cost, owner in zip(costs, shared_out(costs, workers), strict=True):
+            loads[owner] += cost
+        assert max(loads) <= max(sum(costs) / workers * 1.1, max(costs))

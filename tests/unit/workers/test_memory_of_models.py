@@ -1,9 +1,12 @@
-"""The memory estimate of the models that a run has beside its policy, against what they allocate."""
+"""The memory estimate of `octetrl check` against what is allocated: by the models that a run has beside its policy, and
+by a worker that only generates."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +15,17 @@ import torch
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.memory import ScalarModel, estimate_memory
 from octetrl.config.schema import Recipe
-from octetrl.config.worker_memory import on_each_worker
+from octetrl.config.worker_memory import of_engine, on_each_worker
 from octetrl.fp8.policy import precision_policy, scoring_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
+from octetrl.run.tiny_model import save_tokenizer
 from octetrl.shapes.presets import preset_config
 from octetrl.trainer.critic import Critic
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.shared_weights import keep_owned_rows
-from octetrl.workers.build import fill_weights
+from octetrl.workers.build import build_worker, fill_weights
+from octetrl.workers.model_shape import model_spec
 from octetrl.workers.models import ModelBuilder
 from octetrl.workers.scalar_models import scalar_decoder
 from tests.allocated import Allocated
@@ -32,8 +37,8 @@ PRECISIONS = ["bf16", "fp8_rollout", "fp8_full"]
 
 
 def recipe_of(precision: str, **sections: Any) -> Recipe:
-    model = {"preset": "tiny", "tokenizer": "t", "init": "random"}
-    return recipe_from_mapping({"model": model, "environment": {"dataset": "d"}, "precision": precision, **sections})
+    model = {"model": {"preset": "tiny", "tokenizer": "t", "init": "random"}}
+    return recipe_from_mapping({**model, "environment": {"dataset": "d"}, "precision": precision, **sections})
 
 
 def estimated(recipe: Recipe, name: str, **models: Any) -> int:
@@ -52,31 +57,27 @@ def allocated_by(build: Callable[[], tuple[Decoder, Any]]) -> int:
     return kept
 
 
+@pytest.mark.parametrize("kind", ["reference", "reward model"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_reference_is_codes_and_what_is_not_fp8(precision: str) -> None:
-    recipe = recipe_of(precision, algorithm={"kl_coefficient": 0.1})
-    policy = precision_policy(SPEC, recipe.fp8)
+def test_a_model_that_scores_is_codes_and_what_is_not_fp8(kind: str, precision: str) -> None:
+    recipe = recipe_of(precision, algorithm={"kl_coefficient": 0.1 if kind == "reference" else 0.0})
+    policy = precision_policy(SPEC, recipe.fp8) if kind == "reference" else scoring_policy(SPEC, recipe.fp8)
 
-    def build() -> tuple[Decoder, None]:
+    def reference() -> tuple[Decoder, None]:
         built = ModelBuilder(recipe, SPEC, policy, CPU, lambda model, rows: fill_weights(model, recipe, rows), ALONE)
         return built._first_policy(Decoder(SPEC, policy, "train", device="meta")), None
 
-    assert allocated_by(build) == pytest.approx(estimated(recipe, "reference model"), rel=0.005)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_reward_model_that_scores_is_codes_and_what_is_not_fp8(precision: str) -> None:
-    recipe = recipe_of(precision)
-    policy = scoring_policy(SPEC, recipe.fp8)
-
-    def build() -> tuple[Decoder, None]:
+    def reward_model() -> tuple[Decoder, None]:
         model = scalar_decoder(recipe, SPEC, policy, CPU, fp8_weights=False)
         model.random_init(0)
         model.drop_fp8_weights()
         return model, None
 
+    if kind == "reference":
+        assert allocated_by(reference) == pytest.approx(estimated(recipe, "reference model"), rel=0.005)
+        return
     scorer = ScalarModel(SPEC, replace(policy.precisions(), fp8_rollout=[]))
-    assert allocated_by(build) == pytest.approx(estimated(recipe, "reward model", scorer=scorer), rel=0.005)
+    assert allocated_by(reward_model) == pytest.approx(estimated(recipe, "reward model", scorer=scorer), rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,28 @@ def test_a_critic_on_several_workers(precision: str, count: int, gradients: Any)
     expected = estimated(recipe, "critic", critic=critic) - transposed
     assert sum(found) / count == pytest.approx(expected, rel=0.005)
     assert max(found) <= 1.15 * expected, "shares differ by at most a block of 128 rows of each weight"
+
+
+TABLES = 200_000  # bytes: RoPE's tables, and the rows of the engine's batch
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {}}], ids=["full", "lora"])
+@pytest.mark.parametrize("precision", ["fp8_full", "fp8_rollout", "bf16"])
+def test_the_weights_of_a_worker_that_generates(precision: str, lora: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    save_tokenizer(["a b"], tokenizer)
+    limits = {"max_prompt_tokens": 16, "max_new_tokens": 16, "prompts_per_step": 2, "group_size": 2}
+    model = {"preset": "tiny", "init": "random", "tokenizer": str(tokenizer), "context_length": 1024, **lora}
+    roles = {"trainer_cpus": 1, "engine_cpus": 1}
+    recipe = recipe_of(precision, model=model, rollout=limits, cluster=roles)
+    with Allocated() as allocated:
+        worker = build_worker(recipe, CPU, role="generates")
+        gc.collect()
+        held = allocated.now()
+    assert worker.worker is not None
+    spec = model_spec(recipe)
+    precisions = precision_policy(spec, recipe.fp8).precisions()
+    both = estimate_memory(recipe, spec, precisions, on_gpu=False, device_bytes=None)
+    estimate = of_engine(recipe, spec, precisions, both, on_gpu=False, available=None)
+    (weights,) = [part.num_bytes for part in estimate.parts if part.name == "weights"]
+    assert 0 <= held - weights < TABLES < weights / 5

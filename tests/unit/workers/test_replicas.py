@@ -12,38 +12,18 @@ import pytest
 
 import octetrl
 from octetrl.cli.main import run_command
-from octetrl.config.schema import ClusterConfig, Recipe
-from octetrl.data.tokenizer import Tokenizer
+from octetrl.config.schema import ClusterConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.models.weight_files import SINGLE
 from octetrl.records import SamplingParams
 from octetrl.run import device
 from octetrl.run.generate import generate_text
 from octetrl.trainer.peers import ALONE
-from octetrl.workers.build_workers import build_workers
-from octetrl.workers.workers import Workers
 from tests.e2e.live_server import Live, live_server
-from tests.unit.workers.thread_team import ThreadTeam, workers_of
+from tests.unit.workers.thread_team import ThreadTeam
 
 TWO = {"cpus": 2, "cpu_threads": 1}
 PROMPTS = ["3 + 1 =", "hello", "a much longer prompt than the other two"]
-
-
-@pytest.fixture
-def teams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadTeam]]:
-    """Those that were built. Their workers are threads instead of Ray's processes."""
-    built: list[ThreadTeam] = []
-
-    def build(recipe: Recipe, spec: Any, tokenizer: Tokenizer, *rest: Any, trains: bool) -> Workers:
-        if not recipe.cluster.uses_ray:
-            return build_workers(recipe, spec, tokenizer, *rest, trains=trains)
-        built.append(ThreadTeam(recipe, recipe.cluster.num_workers, trains=trains))
-        return workers_of(built[-1], recipe, spec, tokenizer, *rest, trains=trains)
-
-    monkeypatch.setattr("octetrl.run.generate.build_workers", build)
-    yield built
-    for team in built:
-        team.close()
 
 
 def submitted_to(team: ThreadTeam) -> set[int]:
@@ -136,12 +116,6 @@ def test_an_error_of_one_replica_fails_its_requests_and_the_next_ones_are_served
     runner.launch = launch  # type: ignore[method-assign]
     answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200 and len(teams) == 1
-
-
-def test_two_kinds_of_workers_are_refused_in_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["generate", str(model), "-p", "a", "--gpus", "2", "--cpus", "2"]) == 2
-    error = capsys.readouterr().err
-    assert "cluster.cpus: 2 " in error and "cluster.gpus: 2" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("verb", [["generate", "-p", "a"], ["serve"]])

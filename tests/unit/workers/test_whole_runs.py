@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from octetrl.cli.main import run_command
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.load import dump_recipe
-from octetrl.config.schema import Recipe
 from octetrl.run import device
 from octetrl.run.build import build_run
 from octetrl.run.loop import train
@@ -31,18 +29,6 @@ ROWS = {
     "pairs": [{"prompt": f"{n} + 1 =", "chosen": f"{n + 1} 1 1", "rejected": f"{n + 2}"} for n in range(12)],
     "answered": [{"prompt": f"{n} + 1 =", "answer": f"so {n + 1}" + " 1" * n} for n in range(12)],
 }
-
-
-@pytest.fixture
-def teams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadTeam]]:
-    started: list[ThreadTeam] = []
-
-    def start(recipe: Recipe, folder: Path | None, _: object, **__: object) -> ThreadTeam:
-        started.append(ThreadTeam(recipe, recipe.cluster.num_workers, trains=folder is not None))
-        return started[-1]
-
-    monkeypatch.setattr(build, "start_team", start)
-    yield started
 
 
 def learnt_from(rows: str, name: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""On 1, 2 and 3 workers, a run draws the same tokens and log-probs bit for bit, with metrics equal up to rounding."""
+"""Any number of workers, some of which may share a model, draws the same tokens and log-probs bit for bit, with metrics
+equal up to rounding."""
 
 from __future__ import annotations
 
@@ -23,31 +24,38 @@ from octetrl.workers.workers import WorkersDiffer
 from tests.e2e.test_turns import TALK
 from tests.unit.workers.thread_team import assert_same_measures, run_on, steps_of, team_of
 
+LEARNING = {"rollout.prompts_per_step": 4, "rollout.stop": ["e", "a", "1"], "steps": 1}
+CONVERSATIONS = {**TALK, "rollout.prompts_per_step": 3, "precision": "fp8", "trainer.optimizer.lr": 0.0, "steps": 1}
+LR_0 = {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2, "steps": 3}
+
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "count", "size"),
     [
-        {"rollout.prompts_per_step": 4, "rollout.stop": ["e", "a", "1"], "steps": 1},
-        {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2, "steps": 5},
-        {**TALK, "rollout.prompts_per_step": 3, "precision": "fp8", "trainer.optimizer.lr": 0.0, "steps": 1},
+        (LEARNING, 3, 1),
+        (LR_0, 4, 1),
+        (CONVERSATIONS, 2, 1),
+        ({"steps": 1}, 4, 2),
+        ({**CONVERSATIONS, "rollout.prompts_per_step": 2, "precision": "bf16", "steps": 2}, 2, 2),
     ],
-    ids=["learning", "lr 0", "conversations"],
+    ids=["learning", "lr 0", "conversations", "groups", "conversations of a group"],
 )
 def test_any_number_of_workers_draws_the_same_and_measures_the_same(
-    changes: dict[str, Any], model: Path, tmp_path: Path
+    changes: dict[str, Any], count: int, size: int, model: Path, wide: Path, tmp_path: Path
 ) -> None:
+    """`size`: of the groups of workers that share one model, of which only the first are asked."""
     changes = changes | {"trainer.tokens_per_micro_batch": 64}  # several for each worker
+    model = model if size == 1 else wide
     with run_on(0, model, tmp_path, **changes) as run:
         expected, lines = steps_of(run, changes["steps"])
-    for count in (4,) if changes["steps"] > 1 else (2, 3):
-        with run_on(count, model, tmp_path, **changes) as run:
-            drawn, shared = steps_of(run, changes["steps"])
-            team = team_of(run)
-            assert drawn == expected
-            for line, mine in zip(lines, shared, strict=True):
-                assert_same_measures(mine, line)
-                assert mine["mismatch/max_abs_diff"] == 0.0
-            assert {worker for worker, verb in team.begun if verb == "submit"} == set(range(count))
+    with run_on(count, model, tmp_path, size=size, **changes) as run:
+        drawn, shared = steps_of(run, changes["steps"])
+        team = team_of(run)
+    assert drawn == expected
+    for line, mine in zip(lines, shared, strict=True):
+        assert_same_measures(mine, line)
+        assert mine["mismatch/max_abs_diff"] == 0.0
+    assert {worker for worker, verb in team.begun if verb == "submit"} == set(range(0, count, size))
 
 
 @pytest.mark.parametrize("engines", [0, 2], ids=["all", "separate"])
@@ -61,9 +69,13 @@ def test_every_worker_that_generates_remembers_earlier_answers(engines: int, mod
             assert [answer.tokens() for answer in answers] == [[3, 4], [5]]
 
 
-def test_a_request_that_cannot_be_served_and_one_that_is_cancelled(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_request_that_cannot_be_served_and_one_that_is_cancelled(
+    size: int, model: Path, wide: Path, tmp_path: Path
+) -> None:
     sampling = SamplingParams(max_new_tokens=40)
-    with run_on(2, model, tmp_path, precision="bf16") as run, run.workers.session() as session:
+    running = run_on(2, model if size == 1 else wide, tmp_path, size=size, precision="bf16")
+    with running as run, run.workers.session() as session:
         with pytest.raises(UserError, match="the prompt has no tokens"):
             session.submit(GenerationRequest("empty", (), sampling))
         for name in ("kept", "dropped"):
