@@ -98,6 +98,14 @@ class WithoutModel(HostedWorker):
         self._update = SimpleNamespace(add=lambda part: None)  # type: ignore[assignment]
 
 
+def opened_worker() -> WithoutModel:
+    """With an open session, while it learns beside its tail."""
+    worker = WithoutModel()
+    worker.begin_update(1.0)
+    worker.open_session()
+    return worker
+
+
 class InterruptedTeam(ThreadTeam):
     """Ctrl-C comes while the driver waits for `withdraw`: when it has ended, or as it begins."""
 
@@ -117,18 +125,15 @@ class InterruptedTeam(ThreadTeam):
 
 def test_a_poll_sees_its_session_end_while_another_call_closes_it() -> None:
     """The other call closes the session between two of the poll's looks at it."""
-    worker = WithoutModel()
-    worker.begin_update(1.0)
-    worker.open_session()
+    worker = opened_worker()
     end, own = worker._session_end, threading.get_ident()
     assert end is not None
 
     class ClosedMeanwhile(Future[None]):
         def done(self) -> bool:
             if threading.get_ident() == own:
-                other = threading.Thread(target=worker.withdraw)
-                other.start()
-                other.join(120)
+                with ThreadPoolExecutor(1) as other:
+                    other.submit(worker.withdraw).result(120)
                 assert worker._session is None
             return end.done()
 
@@ -141,9 +146,7 @@ def test_a_poll_sees_its_session_end_while_another_call_closes_it() -> None:
 
 
 def test_a_session_that_is_closed_twice_says_the_same() -> None:
-    worker = WithoutModel()
-    worker.begin_update(1.0)
-    worker.open_session()
+    worker = opened_worker()
     withdrawn = worker.withdraw()
     assert worker.close_session() == withdrawn.record
     assert worker.freed == 1  # a second time would take the cache from a backward
@@ -169,40 +172,21 @@ def test_ctrl_c_while_answers_move_ends_as_ctrl_c(ended: bool) -> None:
 
 def test_who_waits_behind_a_command_that_fails_is_answered() -> None:
     """A session ends by one command; the next was taken together with it."""
-    session, heard = HostedSession(), list[Any]()
-
-    def adopt() -> None:
-        try:
-            session.adopt(lambda: pytest.fail("nothing is put"), keeps_cache=True)
-        except RuntimeError as error:
-            heard.append(str(error))
-
-    calls = [adopt, lambda: heard.append(session.measure())]
-    waiting = [threading.Thread(target=call, daemon=True) for call in calls]
-    for count, thread in enumerate(waiting, 1):
-        thread.start()
-        while len(session._commands) < count:
-            time.sleep(0.001)
-    with pytest.raises(RuntimeError, match="no weights"):
-        session.run(Endless())
-    for thread in waiting:
-        thread.join(120)
-    assert sorted(heard, key=str) == [None, "no weights"]
+    session = HostedSession()
+    calls = [lambda: session.adopt(lambda: pytest.fail("nothing is put"), keeps_cache=True), session.measure]
+    with ThreadPoolExecutor(2) as threads:
+        waiting = []
+        for call in calls:
+            waiting.append(threads.submit(call))
+            while len(session._commands) < len(waiting):
+                time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="no weights"):
+            session.run(Endless())
+        assert str(waiting[0].exception(120)) == "no weights" and waiting[1].result(120) is None
 
 
 def test_a_call_whose_read_fails_says_why() -> None:
-    worker, raised = WithoutModel(), list[str]()
-    worker.begin_update(1.0)
-    worker.open_session()
+    worker = opened_worker()
     worker.submit([GenerationRequest("broken", (5, 6), SamplingParams(max_new_tokens=20))], False)
-
-    def withdraw() -> None:
-        try:
-            worker.withdraw()
-        except RuntimeError as error:
-            raised.append(str(error))
-
-    call = threading.Thread(target=withdraw, daemon=True)
-    call.start()
-    call.join(120)
-    assert raised == ["out of memory"]
+    with ThreadPoolExecutor(1) as other:
+        assert str(other.submit(worker.withdraw).exception(120)) == "out of memory"

@@ -35,6 +35,9 @@ from octetrl.workers.team import Call, Deadlines
 
 TOKEN, MICRO_BATCH, GROUPS, SHORT, LONG = 0.01, 1.0, 8, 100, 1500  # seconds, seconds, groups of 2, tokens
 LAYOUT = PackingLayout(tokens_per_micro_batch=1 << 20)
+ADMISSION = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
+PART = pack([Sample((5, 6, 7), (False, False, True), (0.0, 0.0, -1.0), 1.0, 0)], LAYOUT, "sequence")
+Answer = tuple[float, Callable[[], Any]]  # when a call ends, and its result
 
 
 @dataclass
@@ -102,32 +105,34 @@ class SimulatedTeam:
     def close(self) -> None:
         pass
 
-    def _at_once(self, _: SimulatedWorker, *__: Any) -> tuple[float, Callable[[], Any]]:
-        return self.now, lambda: None
+    def _at_once(self, result: Any) -> Answer:
+        return self.now, lambda: result
 
-    _begin_update = _at_once
+    def _begin_update(self, *_: Any) -> Answer:
+        return self._at_once(None)
 
-    def _build(self, *_: Any) -> tuple[float, Callable[[], Any]]:
-        return self.now, lambda: WorkerState(LAYOUT, 0, needs_calibration=False, weights_are_whole=True)
+    def _build(self, *_: Any) -> Answer:
+        return self._at_once(WorkerState(LAYOUT, 0, needs_calibration=False, weights_are_whole=True))
 
     _state = _build
 
-    def _open_session(self, *_: Any) -> tuple[float, Callable[[], Any]]:
-        return self.now, lambda: Room(8, 1 << 20)
+    def _open_session(self, *_: Any) -> Answer:
+        return self._at_once(Room(8, 1 << 20))
 
-    def _close_session(self, *_: Any) -> tuple[float, Callable[[], Any]]:
-        return self.now, lambda: SessionRecord({"time/rollout": 0.0})
+    def _close_session(self, *_: Any) -> Answer:
+        return self._at_once(SessionRecord({"time/rollout": 0.0}))
 
-    def _submit(
-        self, worker: SimulatedWorker, requests: list[GenerationRequest], _: bool
-    ) -> tuple[float, Callable[[], Any]]:
+    def _finish_update(self, *_: Any) -> Answer:
+        return self._at_once(PolicyUpdate(1, {}))
+
+    def _submit(self, worker: SimulatedWorker, requests: list[GenerationRequest], _: bool) -> Answer:
         for one in requests:
             for sibling in range(one.first_sibling, one.first_sibling + one.num_siblings):
                 length = self._lengths[one.id.split("#")[0], sibling]
                 worker.drawing.append(Drawing(one, sibling, len(one.said[0]), self.now, length))
-        return self.now, lambda: None
+        return self._at_once(None)
 
-    def _poll(self, worker: SimulatedWorker, wait: float, linger: float) -> tuple[float, Callable[[], Any]]:
+    def _poll(self, worker: SimulatedWorker, wait: float, linger: float) -> Answer:
         first = min((one.ends for one in worker.drawing), default=math.inf)
         ends = min(self.now + wait, max(self.now, first) + linger)
         return ends, lambda: SessionNews(self._ended(worker, ends), None)
@@ -137,32 +142,33 @@ class SimulatedTeam:
         worker.drawing = [one for one in worker.drawing if one.ends > by]
         return [SessionEvent(one.request.id, one.sibling, (), (), completion(one.length)) for one in ended]
 
-    def _withdraw(self, worker: SimulatedWorker) -> tuple[float, Callable[[], Any]]:
-        events, now = self._ended(worker, self.now), self.now
-        answers = {}
+    def _withdraw(self, worker: SimulatedWorker) -> Answer:
+        events, answers = self._ended(worker, self.now), {}
         for one in worker.drawing:
-            count = one.said + int((now - one.began) / TOKEN)
+            count = one.said + int((self.now - one.began) / TOKEN)
             answers[one.request.id, one.sibling] = ([5] * count, [-1.0] * count)
         worker.drawing = []
-        return now, lambda: Withdrawn(answers, events, SessionRecord({"time/rollout": 0.0}))
+        return self._at_once(Withdrawn(answers, events, SessionRecord({"time/rollout": 0.0})))
 
-    def _train_part(self, worker: SimulatedWorker, part: PackedBatch) -> tuple[float, Callable[[], Any]]:
+    def _train_part(self, worker: SimulatedWorker, part: PackedBatch) -> Answer:
         assert not worker.drawing, "it draws"
         worker.free_at = max(self.now, worker.free_at) + len(part.minibatches[0]) * MICRO_BATCH
         return worker.free_at, lambda: None
 
-    def _finish_update(self, *_: Any) -> tuple[float, Callable[[], Any]]:
-        return self.now, lambda: PolicyUpdate(1, {})
-
-
-def call_with_result(team: SimulatedTeam, call: Call) -> Call:
-    """The call, which the worker has answered."""
-    result = team.result(call)
-    return Call(call.worker, (call.reference[0], lambda: result))
-
 
 def completion(length: int) -> Completion:
     return Completion((5,) * length, (-1.0,) * length, "", FinishReason.STOP, 0, "digest")
+
+
+def request(name: str, siblings: int = 1) -> GenerationRequest:
+    return GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=2000), num_siblings=siblings)
+
+
+def opened_on(team: SimulatedTeam, tokens: int = 1 << 20) -> TailSession:
+    """A session with room for so many tokens on each worker, while one micro-batch waits."""
+    queue = PartQueue(team, Costs(1.0, 0.0))
+    queue.offer(PART)
+    return TailSession(queue, team, [Room(8, tokens)] * team.size, ADMISSION, Deadlines(DeadlineConfig()))
 
 
 def seconds_of_step(
@@ -174,32 +180,24 @@ def seconds_of_step(
     team = SimulatedTeam(2, lengths)
     for module in (sampling, tail):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: team.now))
-    admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
-    sampler = TailSampler(team, admission, Deadlines(DeadlineConfig()))
+    sampler = TailSampler(team, ADMISSION, Deadlines(DeadlineConfig()))
     workers = TailWorkers(team, Console("quiet", 1), sampler, costs=Costs(1.0, 0.0))
-    requests = [
-        GenerationRequest(f"g{group}", (5, 6), SamplingParams(max_new_tokens=2000), num_siblings=2)
-        for group in range(GROUPS)
-    ]
+    requests = [request(f"g{group}", 2) for group in range(GROUPS)]
     ended: dict[int, int] = {}
-
-    def offer(group: int) -> None:
-        sample = Sample((5, 6, 7), (False, False, True), (0.0, 0.0, -1.0), 1.0, 0)
-        workers.offer(pack([sample], LAYOUT, "sequence"))
 
     def on_completions(new: Sequence[tuple[int, int, Completion]]) -> None:
         for group, _, _ in new:
             ended[group] = ended.get(group, 0) + 1
             if ended[group] == 2 and not waits:
-                offer(group)
+                workers.offer(PART)
 
     workers.begin_step(2.0 * GROUPS)
     drawn = workers.generate(requests, on_completions)
     assert [[len(one.token_ids) for one in of_group] for of_group in drawn] == [
         [lengths[f"g{group}", sibling] for sibling in range(2)] for group in range(GROUPS)
     ]
-    for group in range(GROUPS) if waits else []:
-        offer(group)
+    for _ in range(GROUPS if waits else 0):
+        workers.offer(PART)
     if not waits:
         assert ended == dict.fromkeys(range(GROUPS), 2)
     update = workers.finish_step()
@@ -226,17 +224,12 @@ def test_answers_move_where_both_workers_draw(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("tokens", "fits"), [(2 * (2 + 1000), True), (2 * (2 + 1000) - 1, False)])
 def test_a_tail_has_room_on_one_worker_and_nothing_waits(tokens: int, fits: bool) -> None:
     """Two running answers, each expected to have its prompt's 2 tokens and half of 2000 more."""
-    team = SimulatedTeam(2, {(name, 0): LONG for name in "abc"})
-    queue = PartQueue(team, Costs(1.0, 0.0))
-    queue.offer(pack([Sample((5, 6, 7), (False, False, True), (0.0, 0.0, -1.0), 1.0, 0)], LAYOUT, "sequence"))
-    admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
-    opened = TailSession(queue, team, [Room(8, tokens)] * 2, admission, Deadlines(DeadlineConfig()))
-    a, b, c = (GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=2000)) for name in "abc")
-    for one in (a, b):
-        opened.submit(one)
+    opened = opened_on(SimulatedTeam(2, {(name, 0): LONG for name in "abc"}), tokens)
+    for name in "ab":
+        opened.submit(request(name))
     opened._give_out()
     assert opened._is_tail() is fits
-    opened.submit(c)
+    opened.submit(request("c"))
     assert not opened._is_tail()
 
 
@@ -244,16 +237,15 @@ def test_a_tail_has_room_on_one_worker_and_nothing_waits(tokens: int, fits: bool
 def test_an_answer_that_ended_since_the_last_poll_is_not_lost(polled: bool) -> None:
     """`polled`: a poll has it, and the driver has not read the poll. Otherwise no poll has seen it."""
     team = SimulatedTeam(2, {("long", 0): LONG, ("short", 0): SHORT})
-    queue = PartQueue(team, Costs(1.0, 0.0))
-    admission = Admission(1 << 16, 1 << 14, frozenset((1,)), lambda _: "")
-    opened = TailSession(queue, team, [Room(8, 1 << 20)] * 2, admission, Deadlines(DeadlineConfig()))
+    opened = opened_on(team)
     for name in ("long", "short"):
-        opened.submit(GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=2000)))
+        opened.submit(request(name))
     assert opened.events(0.0) == [] and [len(worker.drawing) for worker in team._workers] == [1, 1]
     if polled:
         (short,) = (n for n, worker in enumerate(team._workers) if worker.drawing[0].request.id.startswith("short"))
         poll = team.begin(short, "poll", SHORT * TOKEN, 0.0)
-        opened._polls = {short: call_with_result(team, poll)}
+        news = team.result(poll)  # the worker has answered
+        opened._polls = {short: Call(short, (poll.reference[0], lambda: news))}
         assert not team._workers[short].drawing
     else:
         opened._polls.clear()
