@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,54 +37,45 @@ class Machines:
         return f"worker {worker} (host b, GPU 0)"
 
 
-def checked(machines: Machines, recipe: Recipe, folder: Path | None) -> None:
-    team: Any = machines
-    check_nodes(team, recipe, folder)
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """It names a folder of this machine, a name of a hub, and a module that the run has imported."""
+    for name in ("model", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "my_losses.py").write_text("def bandit(fields):\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_losses", raising=False)
+    importlib.import_module("my_losses")
+    model = ModelConfig(path=str(tmp_path / "model"), tokenizer="a name of a hub")
+    return Recipe(model=model, algorithm=OwnObjectiveConfig(name="my_losses:bandit"))
 
 
 @pytest.mark.parametrize(
-    ("machines", "message"),
+    ("versions", "unseen", "field", "named"),
     [
-        (
-            Machines("torch 2.0 and OctetRL 0.1.0"),
-            r"worker 1 \(host b, GPU 0\) has torch 2\.0 and .*, this machine has",
-        ),
-        (Machines(unseen="model"), r"model\.path: worker 1 \(.*\) does not see '.*/model'; put it on a file system"),
-        (Machines(unseen=".seen"), r"output_dir: worker 1 \(.*\) does not see '.*/run'; put it on a file system"),
+        ("torch 2.0 and OctetRL 0.1.0", "", "cluster.address", "torch 2.0 and OctetRL 0.1.0"),
+        (None, "model", "model.path", "/model'"),
+        (None, ".seen", "output_dir", "/run'"),
+        (None, "my_losses", "algorithm.name", "/my_losses.py'"),
     ],
 )
-def test_a_machine_that_differs(machines: Machines, message: str, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "run").mkdir()
-    recipe = Recipe(model=ModelConfig(path=str(tmp_path / "model")))
-    with pytest.raises(UserError, match=message) as refused:
-        checked(machines, recipe, tmp_path / "run")
-    assert "\n" not in str(refused.value)
+def test_a_machine_that_differs(
+    versions: str | None, unseen: str, field: str, named: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    team: Any = Machines(versions, unseen)
+    with pytest.raises(UserError) as refused:
+        check_nodes(team, recipe, tmp_path / "run")
+    line = str(refused.value)
+    assert line.startswith(f"{field}: worker 1 (host b, GPU 0) ") and named in line and "\n" not in line
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_equal_machines(tmp_path: Path) -> None:
-    machines = Machines()
-    (tmp_path / "model").mkdir()
-    recipe = Recipe(model=ModelConfig(path=str(tmp_path / "model"), tokenizer="a name of a hub"))
-    checked(machines, recipe, None)
-    assert machines.asked == [str(tmp_path / "model")]  # what this machine lacks is refused elsewhere
+def test_equal_machines(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines: Any = Machines()
+    check_nodes(machines, recipe, None)
+    assert machines.asked == [str(tmp_path / name) for name in ("model", "my_losses.py")]  # what is here
     assert look(("/", str(tmp_path / "gone"))).missing == (str(tmp_path / "gone"),)
-
-
-def test_another_checkout_of_the_same_version_differs() -> None:
-    assert look(()).versions.endswith(f"(source {source_digest(ending='.py')[:8]})")
-
-
-def test_the_file_of_an_own_objective_must_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_losses.py").write_text("def bandit(fields):\n    return None\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module("my_losses")
-    recipe = Recipe(
-        model=ModelConfig(preset="tiny", init="random"), algorithm=OwnObjectiveConfig(name="my_losses:bandit")
-    )
-    message = r"algorithm\.name: worker 1 \(.*\) does not see '.*/my_losses\.py'; put it on a file system"
-    with pytest.raises(UserError, match=message):
-        checked(Machines(unseen="my_losses"), recipe, None)
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    checked(Machines(unseen="my_losses"), recipe, None)  # installed
+    assert look(()).versions.endswith(f"(source {source_digest(ending='.py')[:8]})"), "another checkout differs"
+    monkeypatch.setattr("sys.prefix", str(tmp_path))  # the module is installed
+    check_nodes(machines, recipe, None)
+    assert machines.asked == [str(tmp_path / "model")]

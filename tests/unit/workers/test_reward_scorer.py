@@ -104,24 +104,17 @@ def test_fp8_where_the_rollout_is(causal: Path, reward_model: Path) -> None:
     assert torch.corrcoef(torch.tensor([plain, fp8]))[0, 1] > 0.98
 
 
-def test_what_is_longer_than_the_model_reads_is_an_error_and_not_a_zero(causal: Path, reward_model: Path) -> None:
+def test_what_has_no_score_is_an_error_and_not_a_zero(causal: Path, reward_model: Path) -> None:
     (task, _text), other = completions(2)
-    scores = scorer(causal, reward_model).score([(task, "x" * 300), other])
-    assert scores[0].status is RolloutStatus.REWARD_ERROR and scores[0].reward is None
-    assert "the reward model has 128 positions" in str(scores[0].detail)
-    assert scores[1].status is RolloutStatus.SCORED
-
-
-def test_a_score_that_is_no_number_is_an_error(causal: Path, reward_model: Path) -> None:
-    broken = scorer(causal, reward_model)
+    held = scorer(causal, reward_model)
+    assert held.score([]) == []
+    too_long, scored = held.score([(task, "x" * 300), other])
     with torch.no_grad():
-        broken._forward.model.score.weight.fill_(float("inf"))
-    (score,) = broken.score(completions(1))
-    assert score.status is RolloutStatus.REWARD_ERROR and "not a finite number" in str(score.detail)
-
-
-def test_nothing_to_score(causal: Path, reward_model: Path) -> None:
-    assert scorer(causal, reward_model).score([]) == []
+        held._forward.model.score.weight.fill_(float("inf"))
+    (not_finite,) = held.score([other])
+    assert scored.status is RolloutStatus.SCORED
+    for score, reason in ((too_long, "128 positions"), (not_finite, "not a finite number")):
+        assert (score.status, score.reward) == (RolloutStatus.REWARD_ERROR, None) and reason in str(score.detail)
 
 
 def test_a_causal_model_is_no_reward_model(causal: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from octetrl.models.weight_files import SINGLE
 from octetrl.records import Published
 from octetrl.workers import transfer
-from octetrl.workers.hosted import HostedWorker
 from tests.unit.workers.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
 
 SENT = "publish/sent_gb"  # what only such a run has, beside its times
@@ -77,20 +76,16 @@ def test_a_tensor_as_large_as_a_bucket_travels_without_one(
     assert all(alone) if bucket_bytes == 1 else {True, False} == set(alone)
 
 
-def let_it_take(worker: HostedWorker, seconds: float) -> None:
+def let_it_take(worker: Any, seconds: float) -> None:
     """From now on the worker reports that weights took so long to arrive, and generation paused twice as long."""
-    receive, adopt = type(worker).receive_weights, type(worker).adopt_weights
-
-    def receive_weights() -> float:
-        receive(worker)
-        return seconds
+    adopt, clock = type(worker).adopt_weights, {"time/publish_pause": 2 * seconds, "time/receive_weights": seconds}
 
     def adopt_weights() -> Published:
         published = adopt(worker)
-        clock = {"time/publish_pause": 2 * seconds, "time/receive_weights": seconds}
         return replace(published, metrics={**published.metrics, **clock})
 
-    worker.receive_weights, worker.adopt_weights = receive_weights, adopt_weights  # type: ignore[method-assign]
+    worker.receive_weights = lambda: (type(worker).receive_weights(worker), seconds)[1]
+    worker.adopt_weights = adopt_weights
 
 
 @pytest.mark.parametrize("buffer", ["single", "double"])

@@ -14,10 +14,8 @@ import torch
 
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import EarlierAnswer, GenerationRequest, SamplingParams, SessionEvent
-from octetrl.run.evaluate import evaluate
 from octetrl.run.loop import one_step
 from octetrl.system.errors import UserError
-from octetrl.trainer.shared_weights import SharedWeights
 from octetrl.workers.sampler import BACKLOG_SECONDS, SCORING_SECONDS, ManySampler
 from octetrl.workers.team import WorkerLost
 from octetrl.workers.workers import WorkersDiffer
@@ -127,38 +125,32 @@ def test_a_worker_that_accepts_no_request_is_lost_at_the_limit(
             released.set()
 
 
-def test_weights_are_not_whole_if_their_codes_could_not_be_renewed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("count", "fails", "error", "state"),
+    [
+        (2, "octetrl.trainer.shared_weights.SharedWeights.renew", NonFiniteError, (False, 0)),  # codes are not those
+        (0, "octetrl.workers.worker.mismatch_of", KeyboardInterrupt, (True, 1)),  # must not be saved as step 0's
+    ],
+)
+def test_what_an_error_leaves_is_known(
+    count: int,
+    fails: str,
+    error: type[BaseException],
+    state: tuple[bool, int],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(_: SharedWeights) -> None:
-        raise NonFiniteError("a weight is not finite")
+    """Whether the weights are whole, and which version they are."""
 
-    with run_on(2, model, tmp_path) as run:
-        monkeypatch.setattr(SharedWeights, "renew", fail)
-        with pytest.raises(NonFiniteError, match="a weight is not finite"):
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("a weight")
+
+    with run_on(count, model, tmp_path, **{} if count else {"precision": "bf16"}) as run:
+        monkeypatch.setattr(fails, fail)
+        with pytest.raises(error):
             one_step(run, 1)
-        assert not run.workers.weights_are_whole
-
-
-def test_weights_that_an_error_leaves_updated_have_their_version(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are whole, and those of the next step: they must not be saved as those of the step before."""
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with run_on(0, model, tmp_path, precision="bf16") as run:
-        monkeypatch.setattr("octetrl.workers.worker.mismatch_of", stop)
-        with pytest.raises(KeyboardInterrupt):
-            one_step(run, 1)
-        assert run.workers.weights_are_whole and run.workers.policy_version == 1
-
-
-def test_evaluation_and_scores_are_those_of_one_worker(model: Path, tmp_path: Path) -> None:
-    changes = {"precision": "bf16", "evaluation.samples": 3, "evaluation.temperature": 1.0}
-    with run_on(0, model, tmp_path, **changes) as one, run_on(3, model, tmp_path, **changes) as three:
-        assert evaluate(one).groups == evaluate(three).groups
+        assert (run.workers.weights_are_whole, run.workers.policy_version) == state
 
 
 def test_a_backlog_of_rewards_is_looked_after_soon(monkeypatch: pytest.MonkeyPatch) -> None:
