@@ -37,7 +37,7 @@ with uncollected():  # a worker's process begins with this module
     from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes
     from octetrl.workers.ray_watcher import LOGS, remove_logs
     from octetrl.workers.status import STATUS_FILE, StatusReport, WorkerStatus, last_lines, write_status
-    from octetrl.workers.team import Call, Deadlines, WorkerLost
+    from octetrl.workers.team import Call, Deadlines, ProcessTeam, WorkerLost
 
 CALLS_AT_ONCE = 8  # of one worker: a verb, a poll, a submission, a status
 LOOK_SECONDS = 0.2  # between two looks at the other workers while a call is in flight
@@ -55,8 +55,8 @@ class _RayWorker(HostedWorker):
         super().__init__(plan, ",".join(gpus))
 
 
-class RayTeam:
-    """The actors of a run; a `ProcessTeam` (team.py). `folder`: the run's, for logs and status; None: it has none."""
+class RayTeam(ProcessTeam):
+    """The actors of a run. `folder`: the run's, for logs and status; None: it has none."""
 
     def __init__(
         self,
@@ -183,12 +183,6 @@ class RayTeam:
         small = (int, str, type(None))  # travels with the call
         stored = [one if isinstance(one, small) else ray.put(one) for one in arguments]  # once, not once a worker
         return self.collect(phase, [self.begin(worker, verb, *stored) for worker in range(self.size)])
-
-    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self.collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
-
-    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
-        return self.collect(phase, [self.begin(worker, verb, *arguments)])[0]
 
     def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
         self._check_ray()

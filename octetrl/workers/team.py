@@ -103,6 +103,15 @@ class Call:
 class ProcessTeam(Team, Protocol):
     """A team of processes: a verb is a method of `HostedWorker` (hosted.py), and calls may run beside one another."""
 
+    def ask(self, phase: str, verb: str, /, *arguments: Any) -> list[Any]:
+        return self.ask_each(phase, verb, [arguments] * self.size)
+
+    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]], /) -> list[Any]:
+        return self.collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
+
+    def ask_one(self, worker: int, phase: str, verb: str, /, *arguments: Any) -> Any:
+        return self.collect(phase, [self.begin(worker, verb, *arguments)])[0]
+
     def collect(self, phase: str, calls: Sequence[Call], /) -> list[Any]:
         """The results of calls that were begun, one of each worker, in their order."""
 
@@ -119,7 +128,7 @@ class ProcessTeam(Team, Protocol):
         """The WorkerLost of a worker that took too long, by the caller's clock."""
 
 
-class PartOfTeam:
+class PartOfTeam(ProcessTeam):
     """Some workers of a team, as a team: those that train, those that draw, or the first of each group that shares a
     model. Worker i of it is `members[i]` of `team`."""
 
@@ -136,15 +145,6 @@ class PartOfTeam:
 
     def place(self, worker: int) -> str:
         return self._team.place(self._members[worker])
-
-    def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
-        return self.ask_each(phase, verb, [arguments] * self.size)
-
-    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self.collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
-
-    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
-        return self._team.ask_one(self._members[worker], phase, verb, *arguments)
 
     def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
         return self._team.collect(phase, [self._theirs(call) for call in calls])

@@ -212,7 +212,7 @@ class Attempt:
 
 def _further_lines(said: str) -> list[str]:
     """Lines that belong to a message: what the lost worker printed, and how the run continues."""
-    how = ("    ", "  the last checkpoint is step ", "  no checkpoint is there yet: ")
+    how = ("    ", "  the last checkpoint is step ", "  no checkpoint is there yet: ", "  the run had not begun; ")
     return [line for line in said.splitlines() if line.startswith(how)]
 
 

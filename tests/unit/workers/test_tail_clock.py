@@ -31,7 +31,7 @@ from octetrl.workers.assignment import Costs, Room
 from octetrl.workers.build import WorkerState
 from octetrl.workers.hosted_session import SessionNews, Withdrawn
 from octetrl.workers.tail import PartQueue, TailSampler, TailSession, TailWorkers
-from octetrl.workers.team import Call, Deadlines
+from octetrl.workers.team import Call, Deadlines, ProcessTeam
 
 TOKEN, MICRO_BATCH, GROUPS, SHORT, LONG = 0.01, 1.0, 8, 100, 1500  # seconds, seconds, groups of 2, tokens
 LAYOUT = PackingLayout(tokens_per_micro_batch=1 << 20)
@@ -59,7 +59,7 @@ class SimulatedWorker:
     free_at: float = 0.0
 
 
-class SimulatedTeam:
+class SimulatedTeam(ProcessTeam):
     """Each answer takes `TOKEN` seconds a token, each micro-batch `MICRO_BATCH`, all else nothing."""
 
     host = "127.0.0.1"
@@ -74,15 +74,6 @@ class SimulatedTeam:
 
     def place(self, worker: int) -> str:
         return f"worker {worker}"
-
-    def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
-        return self.ask_each(phase, verb, [arguments] * self.size)
-
-    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self.collect(phase, [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)])
-
-    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
-        return self.collect(phase, [self.begin(worker, verb, *arguments)])[0]
 
     def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
         self.now = max([self.now, *(call.reference[0] for call in calls)])

@@ -29,7 +29,7 @@ from octetrl.workers.build_workers import admission_of, workers_on
 from octetrl.workers.hosted import HostedWorker, WorkerPlan
 from octetrl.workers.model_shape import model_spec
 from octetrl.workers.status import StatusReport
-from octetrl.workers.team import Call, Deadlines, PartOfTeam, WorkerLost
+from octetrl.workers.team import Call, Deadlines, PartOfTeam, ProcessTeam, WorkerLost
 from octetrl.workers.workers import Workers, WorkersDiffer
 from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import timeless, tiny_recipe
@@ -38,7 +38,7 @@ from tests.e2e.tiny_run import timeless, tiny_recipe
 SPREAD = UNTIMED | {"fp8/kv_saturation", "publish/bytes"}
 
 
-class ThreadTeam:
+class ThreadTeam(ProcessTeam):
     def __init__(self, recipe: Recipe, count: int, *, trains: bool = True, build: BuildWorker = build_worker) -> None:
         plans = [WorkerPlan(recipe, rank, count, trains, os.getcwd(), None, build) for rank in range(count)]
         self.workers = [HostedWorker(plan, "") for plan in plans]
@@ -57,18 +57,8 @@ class ThreadTeam:
     def lines(self) -> list[str]:
         return [StatusReport(worker.status(), 0.0).line for worker in self.workers]
 
-    def ask(self, phase: str, verb: str, *arguments: Any) -> list[Any]:
-        return self.ask_each(phase, verb, [arguments] * self.size)
-
-    def ask_each(self, phase: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        calls = [self.begin(worker, verb, *each) for worker, each in enumerate(arguments)]
-        return self.collect(phase, calls)
-
     def collect(self, phase: str, calls: Sequence[Call]) -> list[Any]:
         return [self.result(call) for call in calls]
-
-    def ask_one(self, worker: int, phase: str, verb: str, *arguments: Any) -> Any:
-        return self.result(self.begin(worker, verb, *arguments))
 
     def begin(self, worker: int, verb: str, *arguments: Any) -> Call:
         self.begun.append((worker, verb))
