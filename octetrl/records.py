@@ -8,6 +8,7 @@ here imports torch: records with tensors name the type for the type checker only
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from octetrl.fp8.kv_scales import KVScales
 
 
+Message = Mapping[str, Any]  # role, content, and other keys that the chat template reads
+Prompt = str | Sequence[Message]  # the user's message, or a conversation whose next answer is the policy's
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem, created by a taskset.
@@ -30,10 +35,50 @@ class Task:
     """
 
     id: str  # unique within the taskset, stable across resumes
-    prompt: str  # the user's message, before any chat template
+    prompt: Prompt  # before any chat template
     answer: str | None = None  # the reference answer; None when the scorer needs none
     metadata: Mapping[str, Any] = field(default_factory=dict)  # data for the scorer
     environment: str = field(default="", kw_only=True)  # its name, in a run of several
+    tools: Sequence[Any] = field(default=(), kw_only=True)  # schemas that the template writes besides the environment's
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # over the recipe's
+
+    def plain(self) -> Task:
+        """A `Task` with these fields, each read once: those of a user's own class may compute, and draw random
+        numbers, whenever they are read."""
+        return Task(
+            self.id,
+            self.prompt,
+            self.answer,
+            self.metadata,
+            environment=self.environment,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The prompt as messages."""
+        return ({"role": "user", "content": self.prompt},) if isinstance(self.prompt, str) else tuple(self.prompt)
+
+    @property
+    def text(self) -> str:
+        """The prompt as one text, for a judge or a reader: of a conversation each message below its role."""
+        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(map(_spoken, self.prompt))
+
+    @property
+    def problem(self) -> str:
+        """What the policy sees of the task: the prompt's text, or canonical JSON. Equal for equal problems."""
+        if isinstance(self.prompt, str) and not self.tools and not self.chat_template_kwargs:
+            return self.prompt
+        seen = [self.prompt, self.tools, self.chat_template_kwargs]
+        return json.dumps(seen, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _spoken(message: Message) -> str:
+    calls = [json.dumps(call, ensure_ascii=False, default=str) for call in message.get("tool_calls") or ()]
+    content = message.get("content")
+    said = content if isinstance(content, str | None) else json.dumps(content, ensure_ascii=False, default=str)
+    return "\n".join([f"{message['role']}:", *filter(None, [said]), *calls])
 
 
 @dataclass(frozen=True, slots=True)

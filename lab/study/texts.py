@@ -81,7 +81,7 @@ def _sums() -> Iterator[tuple[str, str]]:
         eval_size=16,
     )
     for task in Taskset(build_environment(config).tasks, eval_size=16, seed=0).next_batch(128):
-        yield task.prompt, f"The answer is {task.answer}."
+        yield task.text, f"The answer is {task.answer}."
 
 
 def sampled_tokens(folder: str, tokenizer: Tokenizer, tokens: int) -> list[int]:

@@ -20,6 +20,7 @@ from octetrl.config.schema import Precision, Recipe
 from octetrl.config.several_environments import alone, errors_named
 from octetrl.data.rows import Row
 from octetrl.data.tasks import make_tasks
+from octetrl.environments.prompts import with_template
 from octetrl.environments.python_object import MODULE, can_run_elsewhere, given_name, importable_name
 from octetrl.environments.rewards import ExactScorer
 from octetrl.environments.tasks import HasTasks, TaskEnvironment
@@ -214,7 +215,7 @@ def _environment(tasks: Sequence[Task | Mapping[str, Any]], recipe: Recipe) -> T
     for place, task in enumerate(tasks):
         where = f"tasks[{place}]"
         if isinstance(task, Task):
-            made.append(replace(task, prompt=config.prompt_template.replace("{prompt}", task.prompt)))
+            made.append(replace(task, prompt=with_template(task.prompt, config.prompt_template)))
         elif isinstance(task, Mapping):
             made += make_tasks([Row(place, where, dict(task))], config.prompt_template)
         else:

@@ -32,7 +32,7 @@ from octetrl.layers.weight_memory import Loading, filling
 from octetrl.models.decoder import Decoder
 from octetrl.models.random_weights import EMBEDDING_STD
 from octetrl.models.tensor_rows import cut_rows_of
-from octetrl.records import PackedBatch, PolicyUpdate, RolloutStatus, Sample, Task, joined
+from octetrl.records import PackedBatch, PolicyUpdate, Prompt, RolloutStatus, Sample, Task, joined
 from octetrl.rollout.backend import SessionRecord
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import CollectionSettings, ExpectedLengths
@@ -186,11 +186,11 @@ class RandomTokens(ChatTokens):
     def of(self, task: Task) -> Self:
         return self
 
-    def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
+    def prompt_tokens(self, prompt: Prompt, limit: int | None = None) -> tuple[int, ...]:
         draw = random.Random(f"{self._seed} {prompt}")
-        return tuple(draw.choices(range(self._vocab_size), k=int(prompt.split()[-1])))
+        return tuple(draw.choices(range(self._vocab_size), k=int(str(prompt).split()[-1])))
 
-    def first_prompt_tokens(self, prompt: str, limit: int) -> tuple[int, ...]:
+    def first_prompt_tokens(self, prompt: Prompt, limit: int) -> tuple[int, ...]:
         return self.prompt_tokens(prompt)[:limit]
 
 

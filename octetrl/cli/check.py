@@ -453,7 +453,7 @@ def _sample_lines(place: int, rollout: Rollout) -> Iterator[str]:
     yield f"  {place}. task {rollout.task.id}: {reward}, {rollout.status}, {counted(tokens, 'token')}"
     if rollout.task.answer is not None:
         yield f"     reference  {_shortened(rollout.task.answer)}"
-    yield f"     prompt     {_shortened(rollout.task.prompt)}"
+    yield f"     prompt     {_shortened(rollout.task.text)}"
     for by, text in said_in(rollout):
         yield f"     {by:<11}{_shortened(text)}"
     if rollout.detail is not None:

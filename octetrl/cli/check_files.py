@@ -25,7 +25,7 @@ from octetrl.environments.turns import components_of
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.process.sandbox import sandbox_for
-from octetrl.run.environment import build_environment
+from octetrl.run.environment import build_environment, chat_options
 from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_records, refuse_unwritable
 from octetrl.run.recipe_files import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
@@ -150,7 +150,7 @@ def _source_problems(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Iter
             rows = read_source(name, source, kind)
             if tokenizer is not None:
                 ranks = recipe.algorithm.name == "reward_model"
-                problem = tokenizer.row_problem(rows, recipe.rollout.system_prompt, ROWS_TRIED, ranks)
+                problem = tokenizer.row_problem(rows, chat_options(recipe), ROWS_TRIED, ranks)
                 yield from () if problem is None else (problem,)
         except UserError as error:
             yield str(error)

@@ -137,7 +137,7 @@ class EnvironmentConfig(Section):
     they are taken from `split`."""
     columns: dict[Literal["prompt", "answer", "id"], str] = Field(default_factory=dict)
     """For files: our key -> the file's key. A dot selects a key inside an object: {prompt: question, answer:
-    reward.ground_truth}. A prompt may be a list of one user message."""
+    reward.ground_truth}."""
     reference_marker: str | None = None
     """For files: the reference answer is the text after the last such marker in the answer's column, for example
     "####". None: the whole column."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 OURS = {
     "adv_estimator": "algorithm.name",
+    "apply_chat_template_kwargs": "rollout.chat_template_kwargs",
     "beta": "algorithm.kl_coefficient",
     "block_size": "engine.page_size",
     "clip_ratio": "algorithm.clip_low",

@@ -7,7 +7,7 @@ The classes are frozen, strict and free of torch. An unknown key is an error tha
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -199,7 +199,10 @@ class RolloutConfig(Section):
     backward, because samples are packed and the loss is divided in another way. Needs several workers that train and
     sample. See docs/scale.md."""
     system_prompt: str | None = None
-    """System message before each prompt. None: no system message."""
+    """System message before each prompt that does not begin with one. None: no system message."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}: in rollouts, evaluation, SFT, and `octetrl
+    generate` and `serve` of the run. A row's own `chat_template_kwargs` are over them."""
 
 
 class EngineConfig(Section):

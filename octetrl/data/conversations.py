@@ -4,8 +4,10 @@ A conversation is a row of one of two forms, which a file may mix:
 
     {"prompt": ..., "answer": ...}               tokenized like a rollout: the prompt with the start of the answer's
                                                  turn, then the answer and EOS
-    {"messages": [{"role", "content"}, ...]}     several turns, exactly as the chat template writes them. `tools` is
-                                                 optional and goes to the template
+    {"messages": [{"role", "content"}, ...]}     several turns, exactly as the chat template writes them
+    {"prompt": [...], "completion": [...]}       the same in two parts, as TRL has them; only the second is trained on
+
+`completion` is another name of `answer`. `tools` and `chat_template_kwargs` of a row go to the template.
 
 A pair is a better and a worse answer to the same prompt. `prompt` may also be a list of messages:
 
@@ -21,18 +23,16 @@ The loss covers only the assistant's text after the prompt, including the end of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from octetrl.data.rows import required_text
-from octetrl.environments.tools.messages import with_read_calls
-from octetrl.records import Sample
+from octetrl.environments.prompts import read_messages, read_tools, read_variables
+from octetrl.records import Message, Prompt, Sample
 from octetrl.system.errors import UserError, nearest
-from octetrl.system.json_file import kind_of
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 PAIR = ("chosen", "rejected")
-Message = Mapping[str, Any]
+VARIABLES = "chat_template_kwargs"  # of a row: variables of the chat template
 
 
 class MaskedTokens(Protocol):
@@ -51,7 +51,9 @@ class MaskedTokens(Protocol):
 class TurnTokens(Protocol):
     """The interface that tokenizes turns: `ChatTokens` (rollout/chat_tokens.py)."""
 
-    def prompt_tokens(self, prompt: str, /) -> tuple[int, ...]: ...
+    def with_template(self, tools: Sequence[Any], variables: Mapping[str, Any], /) -> TurnTokens: ...
+
+    def prompt_tokens(self, prompt: Prompt, /) -> tuple[int, ...]: ...
 
     def answer_tokens(self, answer: str, /) -> tuple[int, ...]: ...
 
@@ -78,8 +80,10 @@ class Conversation:
 
     prompt: str
     answer: str
+    variables: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the digest of rows is of their repr
 
     def tokenized(self, chat: TurnTokens) -> Tokenized:
+        chat = chat.with_template((), self.variables) if self.variables else chat
         prompt, answer = chat.prompt_tokens(self.prompt), chat.answer_tokens(self.answer)
         return Tokenized((supervised(prompt + answer, (False,) * len(prompt) + (True,) * len(answer)),))
 
@@ -91,8 +95,10 @@ class Dialogue:
     messages: tuple[Message, ...]
     learn_from: int = 0
     tools: tuple[Any, ...] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def tokenized(self, chat: TurnTokens) -> Tokenized:
+        chat = chat.with_template((), self.variables) if self.variables else chat
         parts = chat.message_tokens(self.messages, learn_from=self.learn_from, tools=self.tools)
         samples = tuple(supervised(tokens.token_ids, tokens.loss_mask) for tokens in parts)
         return Tokenized(samples, sum(tokens.across_borders for tokens in parts))
@@ -105,61 +111,37 @@ def supervised(token_ids: tuple[int, ...], loss_mask: tuple[bool, ...]) -> Sampl
 
 def read_conversation(record: Mapping[str, Any], where: str) -> Conversation | Dialogue:
     """Read the conversation of a row. Raises UserError that begins with `where`."""
-    if "messages" not in record:
-        refuse_tools(record, where)
-        return Conversation(required_text(record, "prompt", where), required_text(record, "answer", where))
-    messages = read_messages(record, "messages", where)
-    if all(message["role"] != "assistant" for message in messages):
-        raise UserError(f"{where}: 'messages' has no assistant message to train on; add its answers")
-    return Dialogue(messages, tools=read_tools(record, where))
+    if "messages" in record:
+        messages = _messages(record, "messages", where)
+        if all(message["role"] != "assistant" for message in messages):
+            raise UserError(f"{where}: 'messages' has no assistant message to train on; add its answers")
+        return Dialogue(messages, **_template(record, where))
+    answer = "completion" if "answer" not in record and "completion" in record else "answer"
+    if isinstance(record.get("prompt"), list):
+        context = _messages(record, "prompt", where)
+        return Dialogue((*context, *_answer(record, answer, where)), len(context), **_template(record, where))
+    refuse_tools(record, where)
+    texts = required_text(record, "prompt", where), required_text(record, answer, where)
+    return Conversation(*texts, _template(record, where)["variables"])
 
 
-def read_messages(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
-    """Read `record[key]`, a list of messages with known roles and text. Raises UserError for anything else."""
-    messages = record[key]
-    if not isinstance(messages, list) or not messages:
-        given = "an empty list" if messages == [] else kind_of(messages)
-        raise UserError(f'{where}: \'{key}\' is {given}; it must be a list of {{"role", "content"}}')
-    places = [f"{where}: '{key}', message {number}" for number in range(1, len(messages) + 1)]
-    for message, place in zip(messages, places, strict=True):
-        _refuse_message(message, place)
-    return tuple(map(with_read_calls, messages, places))
+def _messages(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
+    return read_messages(record[key], f"{where}: '{key}'")
 
 
-def read_tools(record: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
-    tools = record.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise UserError(f"{where}: 'tools' is {kind_of(tools)}; it must be a list of what the chat template takes")
-    return tuple(tools) if tools else None
+def _template(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The tools and variables of the chat template that a row gives."""
+    tools = read_tools(record.get("tools"), f"{where}: 'tools'") or None
+    return {"tools": tools, "variables": read_variables(record.get(VARIABLES), f"{where}: '{VARIABLES}'")}
 
 
 def refuse_tools(record: Mapping[str, Any], where: str) -> None:
     """Raise UserError if a row whose prompt is a text has tools, which only the template of messages could write."""
-    if read_tools(record, where):
+    if read_tools(record.get("tools"), f"{where}: 'tools'"):
         raise UserError(
             f"{where}: 'tools' is only read beside 'messages', which the chat template writes; give the prompt as"
             " \"messages\", or remove 'tools'"
         )
-
-
-def _refuse_message(message: Any, at: str) -> None:
-    """Raise UserError if it is not a message with a known role and text. `at`: its place."""
-    if not isinstance(message, dict):
-        raise UserError(f"{at} is {kind_of(message)}; it must be an object with role and content")
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    if role not in ROLES:
-        hint = nearest(role, ROLES) if isinstance(role, str) else ""
-        raise UserError(f"{at}: role {role!r} is not allowed; it must be one of {', '.join(ROLES)}{hint}")
-    if isinstance(content, list):
-        raise UserError(
-            f"{at}: 'content' is a list of parts; conversations are of text alone, so give the text as a string"
-        )
-    if role == "assistant" and calls and not content:
-        return
-    if not isinstance(content, str):
-        raise UserError(f"{at}: 'content' is {kind_of(content)}; it must be a string")
-    if role == "assistant" and not content.strip() and not calls:
-        raise UserError(f"{at}: the assistant's 'content' is empty; give its answer, or remove the message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +187,9 @@ def read_preference(record: Mapping[str, Any], where: str) -> Preference:
     if given is None:
         return Preference(*_two_dialogues(record, where))
     if given == "messages" or isinstance(record[given], list):
-        context, tools = read_messages(record, given, where), read_tools(record, where)
+        context, template = _messages(record, given, where), _template(record, where)
         answers = [(*context, *_answer(record, key, where)) for key in PAIR]
-        return Preference(*(Dialogue(messages, len(context), tools) for messages in answers))
+        return Preference(*(Dialogue(messages, len(context), **template) for messages in answers))
     prompt = required_text(record, "prompt", where)
     if any(isinstance(record[key], list) for key in PAIR):
         chosen, rejected = _two_dialogues(record, where)
@@ -218,7 +200,8 @@ def read_preference(record: Mapping[str, Any], where: str) -> Preference:
             )
         return Preference(chosen, rejected)
     refuse_tools(record, where)
-    return Preference(*(Conversation(prompt, required_text(record, key, where)) for key in PAIR))
+    variables = _template(record, where)["variables"]
+    return Preference(*(Conversation(prompt, required_text(record, key, where), variables) for key in PAIR))
 
 
 def _two_dialogues(record: Mapping[str, Any], where: str) -> tuple[Dialogue, Dialogue]:
@@ -226,23 +209,23 @@ def _two_dialogues(record: Mapping[str, Any], where: str) -> tuple[Dialogue, Dia
     for key in PAIR:
         if not isinstance(record[key], list):
             raise UserError(f"{where}: '{key}' is a text without a prompt; give 'prompt' or 'messages' too")
-    chosen, rejected = (read_messages(record, key, where) for key in PAIR)
+    chosen, rejected = (_messages(record, key, where) for key in PAIR)
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
-    tools = read_tools(record, where)
+    template = _template(record, where)
     for key, messages in zip(PAIR, (chosen, rejected), strict=True):
         if all(message["role"] != "assistant" for message in messages[common:]):
             raise UserError(
                 f"{where}: '{key}' has no assistant message that differs from the other's; give two answers"
             )
-    return Dialogue(chosen, common, tools), Dialogue(rejected, common, tools)
+    return Dialogue(chosen, common, **template), Dialogue(rejected, common, **template)
 
 
 def _answer(record: Mapping[str, Any], key: str, where: str) -> tuple[Message, ...]:
     if not isinstance(record[key], list):
         return ({"role": "assistant", "content": required_text(record, key, where)},)
-    messages = read_messages(record, key, where)
+    messages = _messages(record, key, where)
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(f"{where}: '{key}' has no assistant message; give its answer")
     return messages

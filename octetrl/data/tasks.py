@@ -3,14 +3,17 @@
 A row is an object: {"prompt": "...", "answer": "..."}. `answer` may be missing. A number is converted to text. `id` is
 optional (default: the row's number). All other keys go to the scorer in `task.metadata`. Empty lines are skipped.
 
-`columns` maps our keys to other keys of a file. A dot selects a key inside an object. A prompt may be a list of
-messages if it has one message, of the user. If the answer's column has a solution that ends with the answer,
-`reference_marker` is the text between them:
+A prompt may be a list of messages, whose next answer is the policy's; `messages` is another name of it, and an answer
+of the assistant at its end is left out. `tools` and `chat_template_kwargs` of a row go to the chat template. verl's
+`reward_model.ground_truth` is the answer of a row without `answer`.
+
+`columns` maps our keys to other keys of a file. A dot selects a key inside an object. If the answer's column has a
+solution that ends with the answer, `reference_marker` is the text between them:
 
     GSM8K      {"question": "...", "answer": "... #### 72"}      prompt: question; reference_marker "####"
     MATH       {"problem": "...", "solution": "... \\boxed{3}"}   prompt: problem, answer: solution (math finds the box)
     DAPO       {"prompt": [{"role": "user", "content": "..."}], "reward_model": {"ground_truth": "34"}}
-                                                                 answer: reward_model.ground_truth
+                                                                 nothing to map
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from octetrl.data.rows import Row, find_value, read_rows, required_text
+from octetrl.data.conversations import VARIABLES
+from octetrl.data.rows import Row, find_value, read_rows, required_text, without_padding
+from octetrl.environments.prompts import read_messages, read_prompt, read_tools, read_variables, with_template
 from octetrl.environments.rewards import extract_answer
-from octetrl.records import Task
+from octetrl.records import Prompt, Task
 from octetrl.system.errors import UserError, nearest
 from octetrl.system.json_file import kind_of
 
+OF_THE_TEMPLATE = ("prompt", "messages", "tools", VARIABLES)
 AnswerProblems = Callable[[Sequence[str | None]], Sequence[str | None]]
 
 
@@ -65,14 +71,16 @@ def make_tasks(
     tasks: list[Task] = []
     row_of_id: dict[str, int] = {}
     places: list[str] = []
-    taken = {columns.get("prompt", "prompt"), columns.get("answer", "answer"), columns.get("id", "id")}
-    for number, where, record, _ in rows:
+    taken = {"tools", VARIABLES, *(columns.get(key, key) for key in ("prompt", "answer", "id"))}
+    for number, where, record, is_padded in rows:
         row = dict(record)
         for ours, theirs in columns.items():
             row[ours] = _at(record, theirs, where)
-        if "prompt" in row:
-            row["prompt"] = _user_text(row["prompt"], where)
-        prompt = required_text(row, "prompt", where)
+        if is_padded:
+            row |= {key: without_padding(row[key]) for key in OF_THE_TEMPLATE if key in row}
+        if "answer" not in row and isinstance(row.get("reward_model"), Mapping):
+            row["answer"] = row["reward_model"].get("ground_truth")
+        used = taken if "prompt" in row else taken | {"messages"}
         task_id = str(number if row.get("id") is None else row["id"])
         if task_id in row_of_id:
             raise UserError(f"{where}: id '{task_id}' is also the id of row {row_of_id[task_id]}; ids must differ")
@@ -81,9 +89,11 @@ def make_tasks(
         tasks.append(
             Task(
                 id=task_id,
-                prompt=prompt_template.replace("{prompt}", prompt),
+                prompt=with_template(_prompt(row, where), prompt_template),
                 answer=_reference(row.get("answer"), reference_marker, where),
-                metadata={key: value for key, value in record.items() if key not in taken},
+                metadata={key: value for key, value in record.items() if key not in used},
+                tools=read_tools(row.get("tools"), f"{where}: 'tools'"),
+                chat_template_kwargs=read_variables(row.get(VARIABLES), f"{where}: '{VARIABLES}'"),
             )
         )
     wrong = [] if answer_problems is None else answer_problems([task.answer for task in tasks])
@@ -114,21 +124,15 @@ def _at(record: Mapping[str, Any], column: str, where: str) -> Any:
         raise UserError(f"{where}: there is no '{column}', which environment.columns names{hint}") from None
 
 
-def _user_text(prompt: object, where: str) -> object:
-    """Return the user's text if `prompt` is a list with one user message; return anything else unchanged."""
-    if not isinstance(prompt, list):
-        return prompt
-    messages = [message if isinstance(message, Mapping) else {} for message in prompt]
-    roles = [str(message.get("role")) for message in messages]
-    if roles != ["user"]:
-        raise UserError(
-            f"{where}: 'prompt' is a list of messages ({', '.join(roles) or 'empty'}); it must be a text, or one"
-            " message of the user (for a system prompt use rollout.system_prompt)"
-        )
-    content = messages[0].get("content")
-    if isinstance(content, list):
-        raise UserError(f"{where}: the content of 'prompt' is a list of parts; give its text as a string")
-    return content
+def _prompt(row: Mapping[str, Any], where: str) -> Prompt:
+    """The row's `prompt`, or its `messages` without the assistant's answer at their end."""
+    messages = row.get("messages") if "prompt" not in row else None
+    if messages is None:
+        if not isinstance(row.get("prompt"), list):
+            return required_text(row, "prompt", where)
+        return read_prompt(row["prompt"], f"{where}: 'prompt'")
+    read = read_messages(messages, f"{where}: 'messages'")
+    return read_prompt(read[:-1] if read[-1]["role"] == "assistant" else read, f"{where}: 'messages'")
 
 
 def _reference(answer: object, marker: str | None, where: str) -> str | None:

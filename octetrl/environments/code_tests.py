@@ -285,7 +285,7 @@ def read_tests(task: Task) -> TaskTests:
         raise UserError(f"{where}: 'function' is {_echo(function)}; name what its tests call, such as \"add\"")
     if form == "programs":
         return TaskTests(form, tuple(given))
-    names = names_of_code([case for case in given if isinstance(case, str)], function, task.metadata, task.prompt)
+    names = names_of_code([case for case in given if isinstance(case, str)], function, task.metadata, task.text)
     if names.unbound:
         unbound = ", ".join(sorted(names.unbound))
         remedy = "import or define it there; if the code must define it, say so in the prompt or in 'starter_code'"

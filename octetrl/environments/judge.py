@@ -89,9 +89,9 @@ class Judge:
     def _body(self, task: Task, completion_text: str) -> dict[str, Any]:
         config = self._config
         if config.kind == "reward_model":
-            messages = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": completion_text}]
+            messages = [*task.messages, {"role": "assistant", "content": completion_text}]
             return {"model": config.model, "messages": messages}
-        texts = {"prompt": task.prompt, "answer": task.answer or "", "completion": completion_text}
+        texts = {"prompt": task.text, "answer": task.answer or "", "completion": completion_text}
         question = re.sub(r"\{(prompt|answer|completion)\}", lambda match: texts[match[1]], config.template)
         return {
             "model": config.model,

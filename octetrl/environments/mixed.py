@@ -47,7 +47,7 @@ class MixedTaskset(Taskset):
         self._weights = {name: weights[name] for name in self._members}
         self._shares = shares_of(list(self._weights.values()))
         self._taken = dict.fromkeys(self._members, 0)  # since the weights are these
-        held_out = {task.prompt for member in members.values() for task in member.held_out()}
+        held_out = {task.problem for member in members.values() for task in member.held_out()}
         for name, member in members.items():
             with errors_named(name):
                 member.leave_out(held_out)

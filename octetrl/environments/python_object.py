@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octetrl.environments.calls import unchanged_process
+from octetrl.environments.prompts import read_prompt
 from octetrl.environments.scoring import Scorer, check_call, check_signature, place_of
 from octetrl.environments.tasks import Environment
 from octetrl.environments.trl_rewards import TrlRewards, has_trl_form
@@ -287,13 +288,15 @@ def _check_task(task: Any, where: str) -> None:
         raise UserError(f"{where} is {type_of(task)}, not a Task; give Task(id=..., prompt=...)")
     for field, kinds, needed in (
         ("id", str, "a text"),
-        ("prompt", str, "a text"),
+        ("prompt", str | list | tuple, "a text, or a list of messages"),
         ("answer", str | None, "a text or None"),
         ("metadata", Mapping, "a mapping"),
     ):
         value = getattr(task, field)
         if not isinstance(value, kinds):
             raise UserError(f"{where}: its {field} is {type_of(value)}; give {needed}")
+    if not isinstance(task.prompt, str):
+        read_prompt(task.prompt, f"{where}: its prompt")
     environment = getattr(task, "environment", None)
     if not isinstance(environment, str) or environment:
         raise UserError(

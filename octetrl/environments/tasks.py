@@ -71,7 +71,14 @@ class NamedTask(Task):
 def named(task: Task, environment: str) -> NamedTask:
     """`task` of the environment with this name."""
     return NamedTask(
-        f"{environment}/{task.id}", task.prompt, task.answer, task.metadata, own=task, environment=environment
+        f"{environment}/{task.id}",
+        task.prompt,
+        task.answer,
+        task.metadata,
+        own=task,
+        environment=environment,
+        tools=task.tools,
+        chat_template_kwargs=task.chat_template_kwargs,
     )
 
 
@@ -81,7 +88,7 @@ def own_task(task: Task) -> Task:
 
 
 class Environment(Protocol):
-    """Tasks and their score. Two tasks are the same problem when their prompts are equal."""
+    """Tasks and their score. Two tasks are the same problem when the policy sees the same of them (`Task.problem`)."""
 
     @property
     def tasks(self) -> Sequence[Task]: ...
@@ -173,7 +180,7 @@ class Taskset:
         self._seed = seed
         self._held_out = _choose_held_out(tasks if eval_tasks is None else eval_tasks, eval_size, seed)
         kept = self._held_out if eval_tasks is None else eval_tasks
-        self._held_out_prompts = frozenset(task.prompt for task in kept)
+        self._held_out_prompts = frozenset(task.problem for task in kept)
         if not self._has_training_tasks:
             raise UserError(
                 f"environment.eval_size: {eval_size} held-out tasks leave none of the {len(tasks)} tasks for training"
@@ -188,7 +195,7 @@ class Taskset:
         while missing := n - len(drawn):
             indices = [self._order[self._position + place] for place in range(missing)]
             tasks = tasks_at(self._tasks, indices)
-            drawn += [task for task in tasks if task.prompt not in self._held_out_prompts]
+            drawn += [task for task in tasks if task.problem not in self._held_out_prompts]
             self._position += missing
         return drawn
 
@@ -204,7 +211,7 @@ class Taskset:
 
     @property
     def _has_training_tasks(self) -> bool:
-        return not all(task.prompt in self._held_out_prompts for task in self._tasks)
+        return not all(task.problem in self._held_out_prompts for task in self._tasks)
 
     @property
     def epoch(self) -> float:
@@ -228,7 +235,7 @@ class Taskset:
         """All tasks, held out or not, in their original order; only the first of several tasks with equal prompts. If
         the held-out tasks have a source of their own: all tasks of that source."""
         tasks = self._tasks if self._eval_tasks is None else self._eval_tasks
-        return list({task.prompt: task for task in reversed(tasks)}.values())[::-1]
+        return list({task.problem: task for task in reversed(tasks)}.values())[::-1]
 
     def state(self) -> dict[str, Any]:
         """The position in the order, as plain data for JSON."""
@@ -249,7 +256,7 @@ class Taskset:
         """Hash of seed, number of tasks, held-out prompts and eight other prompts. It reads only a few tasks, because
         tasks may be generated on access."""
         probes = [self._tasks[len(self._tasks) * eighth // 8] for eighth in range(8)]
-        words = [str(self._seed), str(len(self._tasks)), *(task.prompt for task in (*self._held_out, *probes))]
+        words = [str(self._seed), str(len(self._tasks)), *(task.problem for task in (*self._held_out, *probes))]
         return hashlib.sha256(to_utf8("\0".join(words))).hexdigest()
 
 
@@ -282,7 +289,7 @@ def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[T
     position = 0
     while (missing := eval_size - len(chosen)) and position < len(order):
         for task in tasks_at(tasks, order[position : position + missing]):
-            chosen.setdefault(task.prompt, task)
+            chosen.setdefault(task.problem, task)
         position += missing
     if len(chosen) < eval_size:
         raise UserError(

@@ -109,7 +109,7 @@ def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
 def call_trl(function: TrlReward, task: Task, completion_text: str, *, messages: bool = False) -> Any:
     """Call `function` for one completion: its list, or an awaitable of it. Raises TypeError for a column that the task
     lacks."""
-    prompt: Any = [{"role": "user", "content": task.prompt}] if messages else task.prompt
+    prompt: Any = list(map(dict, task.messages)) if messages or not isinstance(task.prompt, str) else task.prompt
     completion: Any = [{"role": "assistant", "content": completion_text}] if messages else completion_text
     columns = {**task.metadata, "id": task.id, "answer": task.answer}
     given = {"prompts": [prompt], "completions": [completion], **{name: [value] for name, value in columns.items()}}

@@ -55,7 +55,7 @@ class Conversation:
     answered: str | None = None  # set by the environment for maj@k: the rollout's answer, equal texts for equal answers
 
     def __post_init__(self) -> None:
-        self.messages.append({"role": "user", "content": self.task.prompt})
+        self.messages += map(dict, self.task.messages)
 
     @staticmethod
     def current() -> Conversation:

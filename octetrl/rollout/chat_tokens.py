@@ -1,6 +1,7 @@
 """Conversations as token ids, append-only.
 
 The first prompt is rendered by the tokenizer's chat template (without one it is the plain text) and tokenized once.
+Variables of the template (`rollout.chat_template_kwargs`, a task's own) are the same in all that is rendered.
 Later, tokens are only appended. The policy's tokens stay as they were generated, and a reply adds the tokens that the
 template puts around it. It would be simpler to render the whole conversation again in each turn. But text does not
 always tokenize back to the same tokens, and templates drop earlier reasoning. The trainer would then see a sequence
@@ -14,17 +15,19 @@ a stop string, the end token is added, and masked like the replies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails, with_read_calls
-from octetrl.records import Reply, Task
+from octetrl.environments.prompts import read_messages
+from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails
+from octetrl.records import Message, Prompt, Reply, Task
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import (
     PLACEHOLDER,
-    Message,
     Template,
     TokenizedMessages,
     opened_thoughts,
@@ -59,8 +62,9 @@ class ReplyError(ValueError):
 class ChatTokens:
     """Token ids of prompts, replies and answers. Raises UserError for a tokenizer without EOS.
 
-    tools: their schemas, which the template writes into the prompt. ends: further stop tokens of the model.
-    context_length: a text that certainly has more tokens is not tokenized; every method then raises TextTooLong.
+    tools: their schemas, which the template writes into the prompt. variables: of the template, such as
+    `enable_thinking`; a UserError names one that is none. ends: further stop tokens of the model. context_length: a
+    text that certainly has more tokens is not tokenized; every method then raises TextTooLong.
     by_environment: the chat tokens of each environment of several, with its own tools and system prompt.
     """
 
@@ -73,6 +77,7 @@ class ChatTokens:
         ends: Collection[int] = (),
         context_length: int | None = None,
         by_environment: Mapping[str, ChatTokens] = MappingProxyType({}),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -81,43 +86,51 @@ class ChatTokens:
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, context_length)
         self._system_prompt = system_prompt
-        self._tools = {"tools": list(tools)} if tools else {}
+        self._tools = tuple(tools)
+        check_variables(tokenizer, variables)
+        self._variables = dict(variables)
         self._ends = frozenset((tokenizer.eos_token_id, *ends))
         self._by_environment = by_environment
 
     def of(self, task: Task) -> ChatTokens:
-        """The chat tokens of the task's environment."""
-        return self._by_environment.get(task.environment, self)
+        """The chat tokens of the task's environment, with the task's own tools and variables of the template."""
+        chat = self._by_environment.get(task.environment, self)
+        return chat.with_template(task.tools, task.chat_template_kwargs)
 
-    def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
-        """The first turn: system prompt, `prompt` as the user's message, and the opening of the answer.
+    def with_template(self, tools: Sequence[Any], variables: Mapping[str, Any]) -> ChatTokens:
+        """The same with these tools besides, and these variables over its own. Raises UserError for variables that the
+        template cannot have."""
+        if not tools and not variables:
+            return self
+        check_variables(self._tokenizer, variables)
+        chat = copy(self)
+        chat.__dict__.pop("_opened_thoughts", None)
+        chat._tools, chat._variables = (*self._tools, *tools), {**self._variables, **variables}
+        return chat
 
-        Without a chat template: the system prompt, a blank line and `prompt`, with the tokenizer's own BOS. `limit`:
-        it may raise TextTooLong above this number of tokens; None: the context length.
+    def prompt_tokens(self, prompt: Prompt, limit: int | None = None) -> tuple[int, ...]:
+        """The first turn: system prompt, `prompt` as the user's message, and the opening of the answer. Messages follow
+        the system prompt if they do not begin with one of their own.
+
+        Without a chat template: the system prompt, a blank line and `prompt`, with the tokenizer's own BOS; messages
+        are a UserError. `limit`: it may raise TextTooLong above this number of tokens; None: the context length.
         """
         text, special = self._prompt_text(prompt)
         return tuple(self._encoder.ids(text, special=special, limit=limit))
-
-    def conversation_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """A whole conversation and the opening of the next answer. Raises UserError without a chat template."""
-        if self._tokenizer.chat_template is None:
-            raise UserError("tokenizer: it has no chat template, so it can't write messages; give a prompt instead")
-        own = self._system() if messages[0]["role"] not in ("system", "developer") else []
-        said = [with_read_calls(one, f"message {place}") for place, one in enumerate(messages, 1)]
-        text = Template(self._tokenizer, self._tools.get("tools")).render([*own, *said], True)
-        return tuple(self._encoder.ids(text, special=False))
 
     def plain_tokens(self, text: str) -> tuple[int, ...]:
         """The text itself, with the tokenizer's own BOS and without the chat template."""
         return tuple(self._encoder.ids(text, special=True))
 
-    def tokens_of(self, prompt: str | Sequence[Mapping[str, str]], *, plain: bool) -> tuple[int, ...]:
+    def tokens_of(self, prompt: Prompt, *, plain: bool) -> tuple[int, ...]:
         """A user's message (`plain`: the text alone, without a template), or a conversation's messages."""
-        if not isinstance(prompt, str):
-            return self.conversation_prompt([dict(message) for message in prompt])
-        return self.plain_tokens(prompt) if plain else self.prompt_tokens(prompt)
+        return self.plain_tokens(prompt) if plain and isinstance(prompt, str) else self.prompt_tokens(prompt)
 
-    def first_prompt_tokens(self, prompt: str, limit: int) -> tuple[int, ...]:
+    def prompt_text(self, prompt: Prompt) -> str:
+        """The first turn as text, as the model reads it."""
+        return self._prompt_text(prompt)[0]
+
+    def first_prompt_tokens(self, prompt: Prompt, limit: int) -> tuple[int, ...]:
         """The first `limit` of `prompt_tokens`, of a prompt of any length."""
         text, special = self._prompt_text(prompt)
         return tuple(self._encoder.ids(self._encoder.beginning(text, limit), special=special, limit=limit + 1)[:limit])
@@ -168,36 +181,71 @@ class ChatTokens:
     ) -> tuple[TokenizedMessages, ...]:
         """A given conversation as the chat template writes it, in one or several (rollout/message_tokens.py). The
         system prompt comes before one that begins without a system message of its own."""
-        own = self._system() if messages[0]["role"] not in ("system", "developer") else []
-        return tokenize_messages(
-            self._tokenizer, self._encoder, [*own, *messages], learn_from=learn_from + len(own), tools=tools
-        )
+        said = self._with_system(messages)
+        template = Template(self._tokenizer, tools, self._variables)
+        return tokenize_messages(template, self._encoder, said, learn_from=learn_from + len(said) - len(messages))
 
     @cached_property
     def _opened_thoughts(self) -> str:
         if self._tokenizer.chat_template is None:
             return ""
         try:
-            return opened_thoughts(Template(self._tokenizer, None).render, [{"role": "user", "content": "-"}])
+            template = Template(self._tokenizer, None, self._variables)
+            return opened_thoughts(template.render, [{"role": "user", "content": "-"}])
         except UserError:  # it takes no given answers, which only rows of messages need
             return ""
 
-    def _prompt_text(self, prompt: str) -> tuple[str, bool]:
+    def _prompt_text(self, prompt: Prompt) -> tuple[str, bool]:
         """The text of the first turn, and whether the tokenizer's own BOS belongs before it."""
-        if self._tokenizer.chat_template is None:
+        has_template, tools = self._tokenizer.chat_template is not None, self._tools or None
+        if not isinstance(prompt, str):
+            if not has_template:
+                raise UserError("tokenizer: it has no chat template, so it can't write messages; give a prompt instead")
+            messages = self._with_system(read_messages(prompt, "the prompt"))
+            return Template(self._tokenizer, tools, self._variables).render(messages, True), False
+        if not has_template:
             return (prompt if self._system_prompt is None else f"{self._system_prompt}\n\n{prompt}"), True
-        messages = [*self._system(), {"role": "user", "content": prompt}]
         try:
-            return self._render(messages, **self._tools), False
+            given = {} if tools is None else {"tools": list(tools)}
+            return self._render(self._with_system([{"role": "user", "content": prompt}]), **given), False
         except TEMPLATE_ERRORS as error:
             raise template_fails(error) from error
 
-    def _system(self) -> list[dict[str, str]]:
-        return [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages after the system prompt, if they have none of their own."""
+        if self._system_prompt is None or messages[0]["role"] in ("system", "developer"):
+            return list(messages)
+        return [{"role": "system", "content": self._system_prompt}, *messages]
 
-    def _render(self, conversation: list[dict[str, str]], **options: Any) -> str:
+    def _render(self, conversation: Sequence[Message], **options: Any) -> str:
         """The rendered conversation with the opening of the next answer."""
         text: str = self._tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True, **options
+            list(conversation), tokenize=False, add_generation_prompt=True, **self._variables, **options
         )
         return text
+
+
+def check_variables(tokenizer: ChatTokenizer, variables: Iterable[str]) -> None:
+    """Raise UserError for a name that is an argument of the tokenizer's, such as `chat_template`, a program that would
+    run here."""
+    taken = {"messages", *signature(tokenizer.apply_chat_template).parameters} if variables else set()
+    for name in variables:
+        if name in taken:
+            raise UserError(f"chat_template_kwargs: {name!r} is no variable of the model's template; leave it out")
+
+
+def try_prompts(chat: ChatTokens, tasks: Iterable[Task]) -> None:
+    """Render one conversation of each shape (roles, calls, tools, variables), so that one that the template refuses is
+    found before the run. Raises UserError with the task's id."""
+    seen = set()
+    for task in tasks:
+        if isinstance(task.prompt, str) and not task.tools and not task.chat_template_kwargs:
+            continue
+        said = tuple((one.get("role"), len(one.get("tool_calls") or ()), *sorted(one)) for one in task.messages)
+        shape = (task.environment, said, bool(task.tools), *sorted(map(str, task.chat_template_kwargs.items())))
+        if shape not in seen:
+            seen.add(shape)
+            try:
+                chat.of(task).prompt_text(task.prompt)
+            except UserError as error:
+                raise UserError(f"task '{task.id}': {error}") from error

@@ -280,8 +280,7 @@ def collect_groups(
         rollouts |= _collect_answers(requests, environment, workers, collection, state)
     groups = []
     for place, task in zip(places, tasks, strict=True):
-        # A user's task may compute, and draw random numbers, whenever a field is read: here for the last time.
-        plain = Task(task.id, task.prompt, task.answer, task.metadata, environment=task.environment)
+        plain = task.plain()  # the fields of a user's own class are read here for the last time
         siblings = (replace(rollouts[place, sibling], task=plain) for sibling in range(collection.group_size))
         groups.append(RolloutGroup(plain, tuple(siblings)))
     return groups

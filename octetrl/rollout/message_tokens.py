@@ -28,14 +28,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from octetrl.environments.tools.messages import TEMPLATE_ERRORS, arguments_of, function_of, with_written_calls
+from octetrl.records import Message
 from octetrl.rollout.encode import Encoder
 from octetrl.system.errors import UserError
 from octetrl.system.text import escaped
 
-Message = Mapping[str, Any]  # role, content and other keys that the template reads
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by template
 PLACEHOLDER = "PLACEHOLDER-OF-THE-ANSWER"  # rendered in place of an answer, to find the template's text around it
 
@@ -59,24 +60,18 @@ class TokenizedMessages:
 
 
 def tokenize_messages(
-    tokenizer: OffsetTokenizer,
-    encoder: Encoder,
-    messages: Sequence[Message],
-    *,
-    learn_from: int = 0,
-    tools: Sequence[Any] | None = None,
+    template: Template, encoder: Encoder, messages: Sequence[Message], *, learn_from: int = 0
 ) -> tuple[TokenizedMessages, ...]:
     """Tokens of the conversation; those of assistant messages from number `learn_from` on are trained on. Several if
     the template leaves out parts of answers: then one for each of these messages.
 
     Raises UserError if the tokenizer has no chat template, or one whose answers cannot be located or sampled.
     """
-    if tokenizer.chat_template is None:
+    if not template.exists:
         raise UserError(
             'tokenizer: it has no chat template, which rows of "messages" need;'
             ' set one in its tokenizer_config.json, or give rows of {"prompt", "answer"}'
         )
-    template = Template(tokenizer, tools)
     said = [index for index in range(learn_from, len(messages)) if messages[index]["role"] == "assistant"]
     text = template.render(messages)
     spans = [template.span(text, messages, index) for index in said]
@@ -108,11 +103,20 @@ def without_opening(answer: str, opening: str) -> str:
 
 
 class Template:
-    """A tokenizer's chat template, with the tools that it writes into each conversation."""
+    """A tokenizer's chat template, with the tools that it writes into each conversation, and its variables."""
 
-    def __init__(self, tokenizer: OffsetTokenizer, tools: Sequence[Any] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: OffsetTokenizer,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        self._given: dict[str, Any] = {**variables, **({} if tools is None else {"tools": list(tools)})}
+
+    @property
+    def exists(self) -> bool:
+        return self._tokenizer.chat_template is not None
 
     def render(self, conversation: Sequence[Message], opens_answer: bool = False) -> str:
         """Arguments of calls are objects for most templates; for those that print them as they are, JSON text."""

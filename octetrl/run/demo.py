@@ -208,7 +208,7 @@ def make_model_and_examples(recipe: Recipe, config: dict[str, Any], answers: Ans
     taskset = build_taskset(environment, recipe.environment)
     chance = random.Random(recipe.seed)
     examples = [
-        {"prompt": task.prompt, "answer": bare(task) if chance.random() < BARE_SHARE else worked(task)}
+        {"prompt": task.text, "answer": bare(task) if chance.random() < BARE_SHARE else worked(task)}
         for task in taskset.next_batch(NUM_EXAMPLES)
     ]
     conversations.write_text("".join(json.dumps(example) + "\n" for example in examples))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -42,7 +43,7 @@ from octetrl.environments.tasks import Environment, NoTasks, TaskEnvironment, Ta
 from octetrl.environments.tools.ready import with_tools
 from octetrl.environments.verifiers_adapter import verifiers_environment
 from octetrl.records import Task
-from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens
+from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens, try_prompts
 from octetrl.shapes.spec import ModelSpec
 
 NOTHING_GIVEN: Given = MappingProxyType({})
@@ -168,16 +169,24 @@ def build_chats(
     environments each has its own; given conversations have no tools. spec: None if the model is unknown
     (engine.backend: openai)."""
     ends = () if spec is None else spec.eos_token_ids
-    prompt, length = recipe.rollout.system_prompt, recipe.model.context_length
+    build = partial(ChatTokens, tokenizer, ends=ends, context_length=recipe.model.context_length)
     chats = {}
     for name, environment in environments.items():
-        own = getattr(environment, "system_prompt", None) if prompt is None else prompt
         with errors_named(name):
-            tools = toolbox_of(environment).schemas()
-            chats[name] = ChatTokens(tokenizer, own, tools=tools, ends=ends, context_length=length)
-    if not recipe.environments:
-        return chats[""]
-    return ChatTokens(tokenizer, prompt, ends=ends, context_length=length, by_environment=chats)
+            chats[name] = build(**chat_options(recipe, environment))
+            if isinstance(environment.tasks, list | tuple):
+                try_prompts(chats[name], environment.tasks)
+    return build(**chat_options(recipe), by_environment=chats) if recipe.environments else chats[""]
+
+
+def chat_options(recipe: Recipe, environment: Environment | None = None) -> dict[str, Any]:
+    """Arguments of `ChatTokens`. environment: whose tools, and whose system prompt if the recipe has none."""
+    own, config = None if environment is None else getattr(environment, "system_prompt", None), recipe.rollout
+    return {
+        "system_prompt": own if config.system_prompt is None else config.system_prompt,
+        "tools": () if environment is None else toolbox_of(environment).schemas(),
+        "variables": config.chat_template_kwargs,
+    }
 
 
 def build_scorers(

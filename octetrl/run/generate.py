@@ -22,10 +22,10 @@ from octetrl.config.schema import OpenaiConfig, Recipe
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from octetrl.models.families import load_spec
-from octetrl.records import Completion, GenerationProgress, GenerationRequest, SamplingParams
+from octetrl.records import Completion, GenerationProgress, GenerationRequest, Prompt, SamplingParams
 from octetrl.rollout.backend import MeasuredSession, seed_in_call
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.model_source import precision_of, recipe_of_run
+from octetrl.run.model_source import precision_of, recipe_of_run, template_variables_of
 from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong
@@ -35,7 +35,6 @@ from octetrl.workers.model_shape import model_spec
 from octetrl.workers.team import WorkerLost
 from octetrl.workers.workers import Workers
 
-Prompt = str | Sequence[Mapping[str, str]]  # a user's message, or a list of messages
 CONTEXT_LENGTH = 8192  # tokens at most of a model that is no run, where none is asked for
 CALIBRATION_MARGIN = 1.5
 CALIBRATION_TEXTS = (
@@ -72,7 +71,7 @@ def generate_text(
 
     def load(folder: Path) -> tuple[Workers, list[tuple[int, ...]]]:
         trained, tokenizer, positions = model_parts(folder)
-        chat = ChatTokens(tokenizer, context_length=positions)
+        chat = ChatTokens(tokenizer, context_length=positions, variables=template_variables_of(model))
         try:
             token_lists = [chat.tokens_of(prompt, plain=plain) for prompt in prompts]
         except TextTooLong as error:
@@ -187,12 +186,15 @@ class StandingModel:
     If one of several is lost, what was in flight fails, and the next call builds all of them again.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, calibration_texts: Sequence[str]) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer: Tokenizer, calibration_texts: Sequence[str], variables: Mapping[str, Any]
+    ) -> None:
         self._recipe, self._calibration_texts = recipe, calibration_texts
         self.tokenizer, self.cluster = tokenizer, recipe.cluster
         self.vocab_size = model_spec(recipe).vocab_size
         self.context_length = recipe.model.context_length  # tokens, prompt and answer together
-        self.chat = ChatTokens(tokenizer, context_length=self.context_length)
+        self.variables = variables  # of the chat template
+        self.chat = ChatTokens(tokenizer, context_length=self.context_length, variables=variables)
         self._workers: Workers | None = self._built()
 
     def _built(self) -> Workers:
@@ -272,7 +274,7 @@ def load_standing_model(
             fp8["calibration_margin"] = max(CALIBRATION_MARGIN, fp8.get("calibration_margin", 0.0))
         engine = {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens}
         recipe = generation_recipe(trained, name, cluster, length, **{**sections, "engine": engine, "fp8": fp8})
-        return StandingModel(recipe, tokenizer, calibration_texts)
+        return StandingModel(recipe, tokenizer, calibration_texts, template_variables_of(model))
 
     return read_model(model, load)
 

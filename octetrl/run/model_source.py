@@ -91,6 +91,12 @@ def precision_of(name: str | Path, given: str | None) -> tuple[str | None, dict[
     return recipe.precision, {"fp8": fp8, "dtype": recipe.model.dtype}
 
 
+def template_variables_of(name: str | Path) -> dict[str, Any]:
+    """The variables of the chat template that the run was trained with; none if `name` is no run."""
+    path = recipe_of_run(name)
+    return {} if path is None else load_recipe(path).rollout.chat_template_kwargs
+
+
 def _checkpoint(run: Path, step: str) -> Path:
     """The folder of `RUN@STEP` or `RUN@best`. Raises UserError if the run has no such checkpoint."""
     saved = sorted(path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*"))

@@ -7,29 +7,38 @@ score can't be used, is refused before it begins.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
-from octetrl.environments.dialogue import is_dialogue, toolbox_of
+from octetrl.environments.dialogue import is_dialogue
 from octetrl.environments.judge import Judge
 from octetrl.environments.python_object import PythonReward
 from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.environments.scoring import RETURNED_BY, Score
 from octetrl.environments.tasks import Environment
 from octetrl.records import RolloutStatus, Task
-from octetrl.run.environment import build_environment, build_environments, build_tasks, build_taskset, reward_processes
+from octetrl.run.environment import (
+    build_environment,
+    build_environments,
+    build_tasks,
+    build_taskset,
+    chat_options,
+    reward_processes,
+)
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.system.errors import UserError
 
 MOST_TASKS, MOST_SECONDS = 64, 5.0  # of the sample: tasks may take long to make
 REFERENCES = 2  # tasks whose reference answers are scored
+MOST_SHOWN = 600  # characters of the first prompt
 MANY_TOO_LONG = 0.1  # share of prompts above which it is worth a line
 GARBAGE = "}{ 1e999 \\frac{ </answer> \u2603 \n\n <|nothing|> 'quote\" 0x -inf"
 
@@ -120,12 +129,15 @@ def _sample(environment: Environment, config: EnvironmentConfig) -> list[Task]:
 def _rehearse_prompts(
     found: Rehearsal, recipe: Recipe, environment: Environment, tokenizer: TokenizerProcess, tasks: Sequence[Task]
 ) -> None:
-    system_prompt = recipe.rollout.system_prompt
-    if system_prompt is None:
-        system_prompt = getattr(environment, "system_prompt", None)
-    tools, limit = toolbox_of(environment).schemas(), recipe.rollout.max_prompt_tokens
-    prompts = [task.prompt for task in tasks]
-    lengths = sorted(tokenizer.prompt_lengths(prompts, system_prompt, tools, recipe.model.context_length))
+    limit, chat = recipe.rollout.max_prompt_tokens, chat_options(recipe, environment)
+    plain = [replace(task.plain(), metadata={}) for task in tasks]  # a user's own class may not travel
+    shown = json.dumps(tokenizer.prompt_text(plain[0], chat), ensure_ascii=False)
+    found.lines.append(("first prompt", shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN - 3]}..."))
+    for name, default in tokenizer.template_variables().items():
+        given = chat["variables"].get(name)
+        set_to = f"{json.dumps(given)} by the recipe" if given is not None else default or "not set"
+        found.lines.append(("template", f"{name}: {set_to} (rollout.chat_template_kwargs)"))
+    lengths = sorted(tokenizer.prompt_lengths(plain, chat, recipe.model.context_length))
     late = lengths[math.ceil(0.99 * len(lengths)) - 1]
     too_long = sum(length > limit for length in lengths)
     found.lines.append(

@@ -7,17 +7,18 @@ adding special tokens. Long prompts take long to tokenize, so a separate thread 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from inspect import signature
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from octetrl.environments.tools.messages import TEMPLATE_ERRORS, Family, family_of, json_arguments
-from octetrl.rollout.chat_tokens import ChatTokenizer
+from octetrl.rollout.chat_tokens import ChatTokenizer, check_variables
 from octetrl.rollout.encode import Encoder
 from octetrl.server.errors import wrong
 from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong
 
 Result = TypeVar("Result")
@@ -26,14 +27,22 @@ Result = TypeVar("Result")
 class Prompts:
     """Converts prompts for one model with `vocab_size` tokens.
 
-    context_length: largest number of tokens of prompt and answer together.
+    context_length: largest number of tokens of prompt and answer together. variables: of the chat template, unless a
+    request gives others.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, *, vocab_size: int, context_length: int) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        vocab_size: int,
+        context_length: int,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._tokenizer = deepcopy(tokenizer)
         self._encoder = Encoder(self._tokenizer, context_length)
         self._vocab_size, self._context_length = vocab_size, context_length
-        self._of_tokenizer = {"self", "messages", *signature(tokenizer.apply_chat_template).parameters}
+        self._variables = dict(variables)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         template = tokenizer.chat_template
         self.family: Family | None = family_of(template) if isinstance(template, str) else None
@@ -97,15 +106,18 @@ class Prompts:
         tools = body.tool_schemas
         if tools is not None and self.family is None:
             raise wrong("tools", "tools: this model's form of tool calls is not supported; leave tools out")
-        options = {} if tools is None else {"tools": tools}
-        for name in body.chat_template_kwargs:
-            if name in self._of_tokenizer:  # such as chat_template itself, a program that would run here
-                message = f"chat_template_kwargs: {name!r} is no variable of the model's template; leave it out"
-                raise wrong("chat_template_kwargs", message, "unsupported_parameter")
+        given = {**self._variables, **body.chat_template_kwargs, **({} if tools is None else {"tools": tools})}
+        try:
+            check_variables(self._tokenizer, body.chat_template_kwargs)
+        except UserError as error:
+            raise wrong("chat_template_kwargs", str(error), "unsupported_parameter") from error
         conversation = [_message(message, place) for place, message in enumerate(body.messages)]
         try:
             text = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **body.chat_template_kwargs, **options
+                conversation,
+                tokenize=False,
+                add_generation_prompt=True,
+                **given,
             )
         except TEMPLATE_ERRORS as error:
             reason = " ".join(str(error).split())[:200]

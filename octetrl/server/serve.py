@@ -90,7 +90,7 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
     served = Served(
         name=options.name or Path(options.model).resolve().name,
         context_length=context_length,
-        prompts=Prompts(own, vocab_size=loaded.vocab_size, context_length=context_length),
+        prompts=Prompts(own, vocab_size=loaded.vocab_size, context_length=context_length, variables=loaded.variables),
         intake=intake,
         meters=Meters(intake),
         decode=decoder_of(own),

@@ -186,7 +186,7 @@ class EvalReport:
 
 def differences(report: EvalReport, baseline: EvalReport) -> Mapping[str, Estimate]:
     """Estimate `report` minus `baseline`, over the tasks for which both have a value. Both must have the same tasks."""
-    prompts = [[group.task.prompt for group in compared.groups] for compared in (report, baseline)]
+    prompts = [[group.task.problem for group in compared.groups] for compared in (report, baseline)]
     assert prompts[0] == prompts[1], "compared on different tasks"
     found: dict[str, Estimate] = {}
     for name, values in report.values_by_task.items():

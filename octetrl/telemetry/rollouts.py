@@ -103,7 +103,7 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
     last = completions[-1] if completions else None
     fields: dict[str, Any] = {
         "task_id": rollout.task.id,
-        "prompt": rollout.task.prompt,
+        "prompt": rollout.task.text,
         "answer": rollout.task.answer,
         "sibling": sibling,
         "status": rollout.status.value,

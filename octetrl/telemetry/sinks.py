@@ -313,7 +313,7 @@ def _shown(rollout: Rollout) -> str:
     title = f"**reward {rollout.reward:.3f}**, {rollout.status.value}, {size}, task {rollout.task.id}"
     said = "\n\n".join(f"{by}:\n\n{as_code(text)}" for by, text in said_in(rollout))
     reference = "" if rollout.task.answer is None else f"\n\nreference answer:\n\n{as_code(rollout.task.answer)}"
-    return f"{title}\n\n{as_code(rollout.task.prompt)}\n\n{said}{reference}\n\n---"
+    return f"{title}\n\n{as_code(rollout.task.text)}\n\n{said}{reference}\n\n---"
 
 
 def said_in(rollout: Rollout) -> list[tuple[str, str]]:

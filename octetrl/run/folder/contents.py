@@ -103,6 +103,7 @@ def rows_digest(tasks: Iterable[Task]) -> str:
     digest = hashlib.sha256()
     for task in tasks:
         row = [task.id, task.prompt, task.answer, dict(task.metadata)]
+        row += [task.tools, dict(task.chat_template_kwargs)] if task.tools or task.chat_template_kwargs else []
         digest.update(to_utf8(json.dumps(row, sort_keys=True, default=_type_name) + "\n"))
     return digest.hexdigest()[:16]
 

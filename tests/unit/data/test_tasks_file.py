@@ -53,13 +53,18 @@ def test_tasks_of_a_file_are_drawn_and_scored(tmp_path: Path) -> None:
         ("{}", ":1: no 'prompt'; the line has no keys"),
         ('{"prompt": " "}', ":1: 'prompt' is an empty string"),
         ('{"prompt": 3}', ":1: 'prompt' is a number"),
+        ('{"prompt": []}', ":1: 'prompt' is an empty list"),
+        ('{"prompt": [{"role": "user", "content": 3}]}', ":1: 'prompt', message 1: 'content' is a number"),
+        ('{"prompt": [{"role": "user", "content": " "}]}', ":1: 'prompt' is an empty string"),
+        ('{"prompt": [{"role": "system", "content": "a"}, "b"]}', ":1: 'prompt', message 2 is a string"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}', "message 1, part 1 is 'image_url'"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', ":1: 'messages' is an empty list"),
         (
-            '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
-            ":1: the content of 'prompt' is a",
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            ":1: 'prompt' ends with a message of the assistant",
         ),
-        ('{"prompt": []}', ":1: 'prompt' is a list of messages (empty)"),
-        ('{"prompt": [{"role": "user", "content": 3}]}', ":1: 'prompt' is a number"),
-        ('{"prompt": [{"role": "system", "content": "a"}, "b"]}', ":1: 'prompt' is a list of messages (system, None);"),
+        ('{"prompt": "a", "tools": "add"}', ":1: 'tools' is a string"),
+        ('{"prompt": "a", "chat_template_kwargs": true}', ":1: 'chat_template_kwargs' is a boolean"),
         ('{"prompt": "a", "answer": [1]}', ":1: 'answer' is a list"),
         ('{"prompt": "a", "answer": true}', ":1: 'answer' is a boolean"),
         ('{"prompt": "a", "id": 2}\n{"prompt": "b"}', ":2: id '2' is also the id of row 1"),
@@ -193,3 +198,51 @@ def test_a_row_that_lacks_a_column_is_named(tmp_path: Path, options: Any, messag
     with pytest.raises(UserError) as caught:
         read_tasks(write(tmp_path, json.dumps(GSM8K)), **options)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "7 + 8 = ?"}]
+VERL = {
+    "data_source": "gsm8k",
+    "prompt": ASKED,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "15"},
+    "extra_info": {"split": "train", "index": 3},
+}
+TRL = {"prompt": ASKED, "completion": [{"role": "assistant", "content": "15"}], "difficulty": 2.5}
+MESSAGES = {"messages": [*ASKED, {"role": "assistant", "content": "15"}], "chat_template_kwargs": {"x": True}}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
+def test_rows_of_verl_and_trl_need_no_mapping(tmp_path: Path, kind: str) -> None:
+    """Also where the format pads the objects of a column with the keys of other rows."""
+    path = tmp_path / f"rows.{kind}"
+    for row, answer in ((VERL, "15"), (TRL, None), (MESSAGES, None)):
+        rows: list[dict[str, Any]] = [row, json.loads(json.dumps(row))]
+        if "prompt" in row:
+            rows[1]["prompt"] = [{"role": "user", "content": "?", "name": "anna"}]
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        elif kind == "parquet":
+            pyarrow = pytest.importorskip("pyarrow")
+            pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(path)
+        first, second = read_tasks(path)
+        assert list(map(dict, first.messages)) == ASKED and first.answer == answer
+        assert second.messages[-1]["content"] == ("?" if "prompt" in row else "7 + 8 = ?")
+        kept = {key for key in row if key not in ("prompt", "messages", "chat_template_kwargs")}
+        assert set(first.metadata) == kept
+        assert first.chat_template_kwargs == row.get("chat_template_kwargs", {})
+
+
+def test_one_message_of_the_user_is_its_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "7 + "}, {"type": "text", "text": "8"}]
+    for content in ("7 + 8", parts):
+        (task,) = read_tasks(write(tmp_path, json.dumps({"prompt": [{"role": "user", "content": content}]})))
+        assert task.prompt == "7 + 8"
+
+
+def test_the_template_of_a_prompt_surrounds_the_last_question(tmp_path: Path) -> None:
+    rows = json.dumps({"prompt": [ASKED[1], {"role": "assistant", "content": "15"}, ASKED[1]]})
+    (task,) = read_tasks(write(tmp_path, rows), "Q: {prompt}")
+    assert [message["content"] for message in task.messages] == ["7 + 8 = ?", "15", "Q: 7 + 8 = ?"]

@@ -2,7 +2,7 @@
 
 chatml      roles as they are, no tools
 qwen2.5     tools in the system prompt, calls in tags, results of tools together in one turn of the user's
-qwen3       that, and thoughts left out of answers before the last question
+qwen3       that, and thoughts left out of answers before the last question; `enable_thinking` false: empty thoughts
 llama3      a system header of its own, contents trimmed, tools in the first question, results as role ipython in JSON
 r1          thoughts cut off every given answer; the generation prompt opens them
 qwen3-thinking   as qwen3, thoughts also in `reasoning_content`; the generation prompt opens them
@@ -37,6 +37,10 @@ _QWEN_RESULTS = (
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
 )
 _OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_OPENED_OR_NOT = (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 _QWEN25 = (
     _QWEN_SYSTEM + "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
     "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}" + _QWEN_CALLS + "<|im_end|>\n"
@@ -50,7 +54,7 @@ _QWEN3 = (
     "<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
     "{{ m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content else '' }}"
     "\n</think>\n\n{% endif %}{{ said }}" + _QWEN_CALLS + "<|im_end|>\n"
-    "{% elif m.role == 'tool' %}" + _QWEN_RESULTS + "{% endif %}{% endfor %}" + _OPENED
+    "{% elif m.role == 'tool' %}" + _QWEN_RESULTS + "{% endif %}{% endfor %}" + _OPENED_OR_NOT
 )
 _LLAMA3 = (
     "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n"

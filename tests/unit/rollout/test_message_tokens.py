@@ -228,8 +228,8 @@ def test_a_conversation_to_continue_has_its_arguments_once_too() -> None:
     messages = [*conversation("?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
     for family in ("qwen2.5", "text calls"):
         tokenizer = tokenizer_of(family)
-        assert '{"city": "Zürich"}' in tokenizer.decode(ChatTokens(tokenizer).conversation_prompt(messages))
-    asked = asked_of(ChatTokens(CharacterTokenizer()).conversation_prompt(messages))
+        assert '{"city": "Zürich"}' in tokenizer.decode(ChatTokens(tokenizer).prompt_tokens(messages))
+    asked = asked_of(ChatTokens(CharacterTokenizer()).prompt_tokens(messages))
     assert asked["messages"] == messages
 
 
