@@ -179,9 +179,7 @@ def test_an_answer_that_the_chat_template_cannot_show_is_named_with_its_row(
     assert code == 2 and err.count("cut.jsonl:") == 1 and "cut.jsonl:2: " in err, err
 
 
-def test_it_shows_the_first_prompt_and_the_templates_variables(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_shows_the_first_prompt_and_the_templates_variables(folder: Path, tmp_path: Path, check: Check) -> None:
     shutil.copytree(folder / "model", tmp_path / "thinking")
     closed = "{% if enable_thinking is defined and not enable_thinking %}CLOSED{% endif %}"
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}" + closed
@@ -189,10 +187,10 @@ def test_it_shows_the_first_prompt_and_the_templates_variables(
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     (folder / "asked.jsonl").write_text(json.dumps({"prompt": asked, "answer": "b"}) + "\n")
     changes = [f"model.tokenizer={tmp_path / 'thinking'}", "environment.dataset=asked.jsonl", "environment.eval_size=0"]
-    code, out, err = check(folder, monkeypatch, capsys, *changes)
+    code, out, err = check(*changes)
     assert (code, err) == (0, "") and 'first prompt "system:s;user:a;" ' in out and "enable_thinking: true (" in out
-    code, out, err = check(folder, monkeypatch, capsys, *changes, "rollout.chat_template_kwargs.enable_thinking=false")
+    code, out, err = check(*changes, "rollout.chat_template_kwargs.enable_thinking=false")
     assert (code, err) == (0, "") and 'first prompt "system:s;user:a;CLOSED" ' in out
     assert "enable_thinking: false by the recipe" in out
-    code, _, err = check(folder, monkeypatch, capsys, *changes, "rollout.chat_template_kwargs.tokenize=false")
+    code, _, err = check(*changes, "rollout.chat_template_kwargs.tokenize=false")
     assert code == 2 and err.count("\n") == 1 and "'tokenize'" in err
