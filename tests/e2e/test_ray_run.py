@@ -257,31 +257,23 @@ def test_generate_draws_on_two_workers_what_one_draws(
     assert printed[0] == printed[1] and printed[0].count("--- prompt") == 4
 
 
-def test_the_bench_of_a_step_compares_numbers_of_workers(
-    running: RayCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    where = ["--arm", "cluster.cpus=null", "--arm", "cluster.cpus=2 cluster.address=auto"]
-    assert run_command(["bench", "step", *where, "--layers", "1", "--out", str(tmp_path)]) == 0
-    assert "compare nothing" not in capsys.readouterr().out
-    embedded, two = json.loads((tmp_path / "step_tiny_1_layers.json").read_text())["rows"]
-    assert (embedded["cluster/kind"], two["cluster/kind"], two["cluster/workers"]) == ("embedded", "ray", 2)
-    assert embedded["rollout/digest"] == two["rollout/digest"] and two["mismatch/max_abs_diff"] == 0.0
-    assert two["publish/gather_ms"] > 0 and two["publish/link_gb_per_second"] > 0 and two["step/efficiency"] > 0
-    assert two["time/step"] == pytest.approx(sum(two[f"time/{part}"] for part in ("produce", "learn", "publish")))
-
-
-def test_the_bench_of_roles_compares_them_on_two_workers(
+def test_the_bench_of_a_step_compares_numbers_of_workers_and_roles(
     running: RayCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     apart = "cluster.trainer_cpus=1 cluster.engine_cpus=1 cluster.max_staleness=1 cluster.address=auto"
-    arms = ["cluster.cpus=2 cluster.address=auto", apart, f"{apart} cluster.weights_in_flight=recompute_cache"]
+    two = "cluster.cpus=2 cluster.address=auto"
+    arms = ["cluster.cpus=null", two, apart, f"{apart} cluster.weights_in_flight=recompute_cache"]
     words = [word for arm in arms for word in ("--arm", arm)]
     assert run_command(["bench", "step", *words, "--layers", "1", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     warned = [line for line in shown.err.splitlines() if "cannot be shorter than" not in line]  # of so short steps
-    assert not warned and "…" not in shown.out
-    both, *rows = json.loads((tmp_path / "step_tiny_1_layers.json").read_text())["rows"]
-    assert {row["rollout/digest"] for row in rows} == {both["rollout/digest"]} and both["mismatch/max_abs_diff"] == 0.0
+    assert not warned and "…" not in shown.out and "compare nothing" not in shown.out
+    embedded, both, *rows = json.loads((tmp_path / "step_tiny_1_layers.json").read_text())["rows"]
+    assert (embedded["cluster/kind"], both["cluster/kind"], both["cluster/workers"]) == ("embedded", "ray", 2)
+    assert {row["rollout/digest"] for row in (embedded, *rows)} == {both["rollout/digest"]}
+    assert both["mismatch/max_abs_diff"] == 0.0 and both["step/efficiency"] > 0
+    assert both["publish/gather_ms"] > 0 and both["publish/link_gb_per_second"] > 0
+    assert both["time/step"] == pytest.approx(sum(both[f"time/{part}"] for part in ("produce", "learn", "publish")))
     assert all(row["mismatch/age_0/max_abs_diff"] == 0.0 and row["step/speedup_over_both"] > 0 for row in rows)
     assert rows[0]["rollout/staleness"] == 1.0 and rows[0]["time/publish_pause"] > 0 and "time/produce" not in rows[0]
     assert [row["cluster/weights_in_flight"] for row in rows] == ["off", "recompute_cache"]

@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from octetrl.trainer import checkpoint
 from octetrl.workers.worker import Worker
 from tests.e2e import killed_run
 from tests.e2e.killed_run import Kill
+from tests.e2e.terminal import run_on_terminal
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 
 STEPS = 5
@@ -146,40 +146,32 @@ def test_killed_while_steps_run_ahead_of_a_save(first: int, model: Path, whole: 
     assert_equal_runs(folder, whole)
 
 
-def _wait(while_true: Callable[[], bool], until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while while_true() and not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 # --- Ctrl-C -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_step_and_saves(model: Path, whole: Path, tmp_path: Path) -> None:
-    changes = CHANGES | {"checkpoint.every": 0, "steps": 400}
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_tree(model, tmp_path / "run", changes)))
-    command = [sys.executable, "-m", "octetrl.cli.main", "train", str(recipe), "logging.console=plain"]
-    repository = str(Path(__file__).parents[2])
-    process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": repository}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    _wait(lambda: process.poll() is None, lambda: metrics.exists() and metrics.stat().st_size > 0)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 130, err
-    assert "stopping after this step" in err
+    """On a terminal, which is left as it was."""
+    recipe, pressed = tmp_path / "r.yaml", []
+    recipe.write_text(yaml.safe_dump(recipe_tree(model, tmp_path / "run", CHANGES | {"checkpoint.every": 0})))
+    words = ["train", str(recipe), "logging.console=auto", "steps=400"]
+
+    def on_screen(lines: list[str], press: Callable[[], None]) -> None:
+        if not pressed and any(line.startswith("step ") for line in lines):
+            pressed.append(press())
+
+    command = [sys.executable, "-m", "octetrl", *words]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = run_on_terminal(command, tmp_path, environment, on_screen, columns=400)
+    text, metrics = "\n".join(ended.screen), tmp_path / "run" / "metrics.jsonl"
+    assert ended.code == 130 and "stopping after this step" in text, text
     last = read_lines(metrics)[-1]["step"]
-    assert err.splitlines()[-1] == (
-        f"octetrl: stopped; step {last} is saved; continue with: octetrl train {recipe} logging.console=plain --resume"
-    )
+    said = f"octetrl: stopped; step {last} is saved; continue with: octetrl {' '.join(words)} --resume"
+    assert ended.screen[-2:] == [said, ""] and f"step {last:>3}/400" in text
+    assert ended.shows_cursor and not re.search("[━─]|PyTorch", text), text
     assert checkpoint.latest(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / f"step_{last:06d}"
-    assert f"step {last:>3}/400" in out
     if last <= STEPS:
-        assert run_command(["train", str(recipe), f"steps={STEPS}", "--resume"]) == 0
+        assert run_command(["train", str(recipe), "--resume"]) == 0
         assert timeless(read_lines(metrics)) == timeless(read_lines(whole / "metrics.jsonl"))
 
 

@@ -90,7 +90,7 @@ def test_the_pages_examples_and_a_drain_that_lets_all_finish(model: Path) -> Non
             check_command(command)
     (python,) = [block.text for block in code_blocks(PAGE) if block.language == "python"]
     (curl,) = [block.text for block in code_blocks(PAGE) if block.text.startswith("curl")]
-    with serving(model, "--context-length", "1024", "--drain-seconds", "600") as (process, url):
+    with serving(model, "--context-length", "1024", "--drain-seconds", "600", open_files=256) as (process, url):
         here = url.removesuffix("/v1")
         printed = StringIO()
         with redirect_stdout(printed):
@@ -99,6 +99,7 @@ def test_the_pages_examples_and_a_drain_that_lets_all_finish(model: Path) -> Non
         if shutil.which("curl"):
             shown = subprocess.run(["bash", "-c", curl.replace("http://127.0.0.1:8000", here)], capture_output=True)
             assert b'"chat.completion"' in shown.stdout
+        idle_connections(Serving(process, url), here)
         chunks = iter(Serving(process, url).client.chat.completions.create(**LONG | {"max_tokens": 300, "n": 2}))
         next(chunks)
         process.send_signal(signal.SIGTERM)
@@ -107,7 +108,23 @@ def test_the_pages_examples_and_a_drain_that_lets_all_finish(model: Path) -> Non
         *_, last = chunks
         assert last.choices[0].finish_reason == "length"
         assert ended(process) == 0
-        assert process.stderr is not None and process.stderr.read() == ""
+        assert process.stderr is not None and len(process.stderr.read()) < 1000
+
+
+def idle_connections(server: Serving, here: str) -> None:
+    """More than open files: each is accepted, the oldest make room, and an answer that is being streamed goes on."""
+    host, port = here.removeprefix("http://").split(":")
+    with ExitStack() as idle:
+        chunks = iter(server.client.chat.completions.create(**LONG | {"n": 1, "max_tokens": 100}))
+        next(chunks)
+        for number in range(330):
+            client = idle.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            client.sendall(b"not HTTP\r\n\r\n" if number < 30 else b"GET /health HT" if number % 2 else b"")
+            if number % 110 == 109:
+                assert httpx.get(f"{here}/health", timeout=30).status_code == 200
+        *_, last = chunks
+        assert last.choices[0].finish_reason == "length"
+        assert server.client.chat.completions.create(**LONG | {"stream": False, "n": 1, "max_tokens": 2}).choices
 
 
 def test_a_drain_ends_in_time_and_says_so_to_who_is_left(model: Path) -> None:
@@ -129,26 +146,6 @@ def test_a_second_signal_ends_it_at_once(model: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         assert ended(server.process) == 130
         assert server.process.stderr is not None and server.process.stderr.read() == "octetrl: stopped\n"
-
-
-def test_more_idle_connections_than_open_files(model: Path) -> None:
-    """Each is accepted, the oldest make room, an answer that is being streamed goes on, and the log stays short."""
-    with serving(model, open_files=256) as server, ExitStack() as idle:
-        here = server.url.removesuffix("/v1")
-        host, port = here.removeprefix("http://").split(":")
-        chunks = iter(server.client.chat.completions.create(**LONG | {"n": 1, "max_tokens": 100}))
-        next(chunks)
-        for number in range(330):
-            client = idle.enter_context(socket.create_connection((host, int(port)), timeout=30))
-            client.sendall(b"not HTTP\r\n\r\n" if number < 30 else b"GET /health HT" if number % 2 else b"")
-            if number % 110 == 109:
-                assert httpx.get(f"{here}/health", timeout=30).status_code == 200
-        *_, last = chunks
-        assert last.choices[0].finish_reason == "length"
-        assert server.client.chat.completions.create(**LONG | {"stream": False, "n": 1, "max_tokens": 2}).choices
-        server.process.send_signal(signal.SIGTERM)
-        assert ended(server.process) == 0 and server.process.stderr is not None
-        assert len(server.process.stderr.read()) < 1000
 
 
 def test_a_text_to_calibrate_on_ends_with_its_line(

@@ -1,4 +1,6 @@
-"""A run on a terminal: its phases at the bottom, a line a step, and Ctrl-C, which leaves nothing but whole lines."""
+"""A run on a terminal: its phases at the bottom, a line a step, and two Ctrl-C, which leave nothing but whole lines.
+
+test_resume.py presses it once."""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.e2e.terminal import run_on_terminal, screen
@@ -22,8 +23,7 @@ def test_the_small_terminal() -> None:
     assert screen(b"abcdef\r\n\x1b[31mred\x1b[0m", 4) == ["abcd", "ef", "red"]
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_run_that_is_stopped(times: int, model: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_twice(model: Path, tmp_path: Path) -> None:
     changes = {"steps": 400, "logging.console": "auto", "rollout.max_new_tokens": 24}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_tree(model, Path("run"), changes)))
     bottoms, pressed = set[str](), 0
@@ -33,7 +33,7 @@ def test_a_run_that_is_stopped(times: int, model: Path, tmp_path: Path) -> None:
         bottoms.update(re.findall(r"^  (\w+)[ \d/]+[━─]{8}", "\n".join(lines[-4:]), re.MULTILINE))
         steps = any(line.startswith("step ") for line in lines) and {"rollout", "train", "step"} <= bottoms
         stops = any("stopping after this step" in line for line in lines)
-        if (steps and pressed == 0) or (stops and pressed == 1 and times == 2):
+        if (steps and pressed == 0) or (stops and pressed == 1):
             pressed += 1
             press()
 
@@ -48,4 +48,4 @@ def test_a_run_that_is_stopped(times: int, model: Path, tmp_path: Path) -> None:
     *_, last, empty = ended.screen
     assert empty == "" and "Traceback" not in text
     assert re.match(r"octetrl: stopped", last) or "is saved; continue with" in text.replace("\n", ""), text
-    assert pressed == times
+    assert pressed == 2
