@@ -53,7 +53,7 @@ def overrides(model: Path, folder: Path) -> list[str]:
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return [
         f"model.path={model}", "model.context_length=128", f"output_dir={folder / 'run'}", "cluster.device=cpu",
-        "cluster.cpu_threads=1", "rollout.prompts_per_step=1", "rollout.group_size=12", "rollout.max_prompt_tokens=64",
+        "cluster.cpu_threads=1", "rollout.prompts_per_step=1", "rollout.group_size=8", "rollout.max_prompt_tokens=64",
         "rollout.max_new_tokens=60", "engine.page_size=16", "trainer.tokens_per_micro_batch=1024",
         "trainer.optimizer.lr=4e-3", "trainer.optimizer.warmup_steps=0", "environment.eval_size=0",
         f"environment.dataset={folder / 'tasks.jsonl'}",

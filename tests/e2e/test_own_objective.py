@@ -49,7 +49,7 @@ def test_two_workers_draw_and_measure_what_one_does_with_the_shipped(model: Path
 
 
 def test_check_finds_the_module_beside_the_recipe_and_says_what_is_wrong(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = recipe_tree(model, tmp_path / "run", {"algorithm": {"name": "beside_it:loss", "leak": 0.25}})
     recipe = tmp_path / "recipe.yaml"
@@ -68,5 +68,6 @@ def test_check_finds_the_module_beside_the_recipe_and_says_what_is_wrong(
         ("algorithm.name=beside_it:lost", "module 'beside_it' has no 'lost'; did you mean 'loss'?"),
         ("algorithm.name=beside_us:loss", "module 'beside_us' does not import, there is no such module"),
     ):
+        monkeypatch.setattr("octetrl.cli.check._rehearsal_problems", lambda *_: [])  # the first check was rehearsed
         assert run_command(["check", str(recipe), change]) == 2
         assert line in capsys.readouterr().err
