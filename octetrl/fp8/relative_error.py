@@ -14,9 +14,9 @@ from torch import Tensor
 def relative_error(measured: Tensor, reference: Tensor) -> float:
     """||measured - reference|| / ||reference||, Frobenius norms in float64; 0 if both tensors are zero.
 
-    The tensors have one shape. The result is a Python float, so a GPU is synchronised.
+    The tensors have one shape, and may be on two devices. The result is a Python float, so a GPU is synchronised.
     """
-    difference = float((measured.detach().double() - reference.detach().double()).norm())
+    difference = float((measured.detach().to(reference.device).double() - reference.detach().double()).norm())
     size = float(reference.detach().double().norm())
     if size == 0.0:
         return 0.0 if difference == 0.0 else math.inf

@@ -179,13 +179,3 @@ def bit_cases(shape: Shape, tokens: int) -> Iterator[Case]:
     yield silu_case(shape, tokens)
     for precision in CACHES:
         yield qkv_case(shape, tokens, precision)
-
-
-def differing(case: Case) -> int:
-    """How many bytes of what the kernel wrote are not the chain's."""
-    count = 0
-    for got, want in zip(case.fused(), case.chain(), strict=True):
-        assert got.shape == want.shape and got.dtype == want.dtype
-        ours, theirs = (x.clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (got, want))
-        count += int((ours != theirs).sum())
-    return count

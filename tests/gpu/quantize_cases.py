@@ -17,6 +17,7 @@ from octetrl.kernels.quantize.quantize_both import quantize_both
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.rows.silu_mul import silu_mul_backward_triton, silu_mul_triton
 from octetrl.kernels.rows.silu_mul_backward_quantize import silu_mul_backward_quantize
+from tests.gpu.compare import differing
 
 Outputs = list[Quantized]
 
@@ -58,17 +59,6 @@ def silu_case(tokens: int, size: int, square: bool, power_of_two: bool = False) 
 
     name = f"silu_mul_backward_quantize{' square' if square else ''}"
     return Case(name, fused, separate, int(tokens * size * (11 + 20 / 128)))
-
-
-def differing(got: Outputs, want: Outputs) -> int:
-    """How many bytes of codes and scales are not the same."""
-    count = 0
-    for ours, theirs in zip(got, want, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.shape == b.shape and a.dtype == b.dtype
-            a_bytes, b_bytes = (x.clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu() for x in (a, b))
-            count += int((a_bytes != b_bytes).sum())
-    return count
 
 
 def any_value(*shape: int) -> Tensor:

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.attention import attention_packed as packed
 from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
 from octetrl.kernels.attention.kv_store import kv_replay
+from tests.gpu.compare import captured
 from tests.unit.kernels.attention_cases import CACHES, cu_seqlens_of, random_qkv, replay_of
 
 pytestmark = pytest.mark.gpu
@@ -16,10 +18,6 @@ pytestmark = pytest.mark.gpu
 SCALE = 0.09
 LENGTHS = [1, 127, 129, 700, 64, 300]
 REST = 37  # rows past the last sequence
-
-
-def relative_error(got, want):
-    return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
 def saved_case(kv_mode="none", quantized="both", head_size=128, group=4, lengths=LENGTHS, rest=REST):
@@ -86,10 +84,7 @@ def test_it_runs_in_a_cuda_graph_with_other_lengths():
     saved = saved_case()
     cu_seqlens = saved[5]
     attention_packed_backward_triton(*saved)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = attention_packed_backward_triton(*saved)
+    graph, got = captured(lambda: attention_packed_backward_triton(*saved))
     lengths = [600, 64, 1, 300, 229, 127]
     cu_seqlens.copy_(cu_seqlens_of(lengths, "cuda"))
     _, q, kv, out, lse2, *shape = saved

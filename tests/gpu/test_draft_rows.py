@@ -8,6 +8,7 @@ import torch
 from octetrl.kernels.attention.attention_decode import attention_decode_triton
 from octetrl.kernels.attention.attention_paged import attention_paged
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout
+from tests.gpu.compare import captured, differing
 from tests.unit.kernels.attention_cases import CACHES, DraftedRows, PagedCache, random_qkv
 
 pytestmark = pytest.mark.gpu
@@ -54,10 +55,7 @@ class Forward:
 
 
 def assert_equal_bytes(ours, theirs):
-    pairs = [(ours, theirs)] if isinstance(ours, torch.Tensor) else list(zip(ours, theirs, strict=True))
-    for mine, other in pairs:
-        same_N = (mine.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).flatten(1).all(1)
-        assert same_N.all(), f"rows {(~same_N).nonzero().flatten().tolist()} differ"
+    assert not differing([ours], [theirs])
 
 
 @pytest.mark.parametrize("kv_mode", ONE_KIND)
@@ -105,9 +103,7 @@ def test_a_captured_graph_serves_other_rows(kv_mode):
     forward, others = (Forward(drafted, kv_mode, "both", 128, 128, 4) for drafted in (DRAFTED, OTHERS))
     want = others.attend(drafts=False)
     forward.attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = forward.attend()
+    graph, out = captured(forward.attend)
     graph.replay()
     assert_equal_bytes(out, forward.attend(drafts=False))
     for mine, other in (

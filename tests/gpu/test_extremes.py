@@ -11,6 +11,7 @@ from octetrl.kernels.attention.kv_store import kv_replay, kv_store
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_store import qkv_store
 from octetrl.kernels.attention.records import Replay, Rotation
+from tests.gpu.compare import differing
 from tests.unit.kernels.attention_cases import PagedCache
 
 pytestmark = pytest.mark.gpu
@@ -53,14 +54,9 @@ def quantised(device: str) -> dict[str, Tensor]:
     return results
 
 
-def differing(got: Tensor, want: Tensor) -> int:
-    """How many bytes of two results are not the same."""
-    return int((got.cpu().contiguous().view(torch.uint8) != want.contiguous().view(torch.uint8)).sum())
-
-
 def test_kernels_have_the_references_bytes_at_any_scale() -> None:
     want = quantised("cpu")
     assert all(decode_e4m3(result).isfinite().all() for result in want.values())
     got = quantised("cuda")
-    wrong = {name: count for name in want if (count := differing(got[name], want[name]))}
+    wrong = {name: count for name in want if (count := differing([got[name]], [want[name]]))}
     assert not wrong

@@ -13,6 +13,8 @@ from octetrl.kernels.gemm.few_rows_gluon import FewRows, few_rows_bf16, few_rows
 from octetrl.kernels.gemm.fp8_gemm import check_operands, fp8_gemm
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from tests.gpu.compare import captured
+from tests.gpu.test_small_gemm import operands
 
 pytestmark = pytest.mark.gpu
 
@@ -31,14 +33,6 @@ CONFIGS = [
     FewRows(64, 64, 3, 4, swap=True),
     FewRows(128, 64, 4, 2),
 ]
-
-
-def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """BF16, with blocks of very different size, so that a wrong scale or order shows."""
-    generator = torch.Generator(device="cuda").manual_seed(n + k)
-    x_MK = torch.randn(m, k, generator=generator, device="cuda") * torch.logspace(-2, 2, k, device="cuda")
-    w_NK = torch.randn(n, k, generator=generator, device="cuda") * torch.logspace(1, -2, k, device="cuda")
-    return x_MK.bfloat16(), w_NK.bfloat16()
 
 
 def product(x: Quantized | Tensor, w: Quantized | Tensor, config: FewRows | None) -> Tensor:
@@ -114,10 +108,7 @@ def test_chain_in_a_captured_graph(rows: int, precision: str, programmatic: bool
         return y_MN
 
     chain(config), run_behind_each_other(source_MK, config)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs, last_MN = chain(config), run_behind_each_other(source_MK, config)
+    graph, (outputs, last_MN) = captured(lambda: (chain(config), run_behind_each_other(source_MK, config)))
     for replay in range(20):
         source_MK.copy_(x_MK.roll(replay, dims=1))
         for y_MN in (*outputs, last_MN):

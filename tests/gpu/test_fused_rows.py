@@ -10,7 +10,8 @@ from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_both
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
-from tests.gpu.fused_row_cases import SHAPES, Shape, bit_cases, differing, norm_case, normal, qkv_case, silu_case
+from tests.gpu.compare import captured, differing
+from tests.gpu.fused_row_cases import SHAPES, Shape, bit_cases, norm_case, normal, qkv_case, silu_case
 
 pytestmark = pytest.mark.gpu
 
@@ -18,10 +19,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [7, 1500])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b"])
 def test_bits_are_those_of_the_chain(name: str, tokens: int) -> None:
-    wrong = {
-        f"{case.op} {case.precision}": count for case in bit_cases(SHAPES[name], tokens) if (count := differing(case))
-    }
-    assert not wrong
+    cases = bit_cases(SHAPES[name], tokens)
+    counts = {f"{case.op} {case.precision}": differing(case.fused(), case.chain()) for case in cases}
+    assert not any(counts.values()), counts
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_bits_are_those_of_the_chain(name: str, tokens: int) -> None:
 )
 def test_bits_of_other_shapes(shape: Shape) -> None:
     for case in (norm_case(shape, 33, True), silu_case(shape, 33), qkv_case(shape, 33, "fp8_calibrated")):
-        assert differing(case) == 0, case.op
+        assert differing(case.fused(), case.chain()) == 0, case.op
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -44,23 +44,16 @@ def test_both_forms_of_a_norm_have_the_bytes_of_one_after_the_other(size: int, t
         delta[1, 5], delta[2, size - 1] = torch.nan, torch.inf
     for given in (delta, None):
         hidden, values = add_rms_norm(given, residual.clone(), weight, 1e-6, quantize=False)
-        assert torch.equal(bits(values), bits(rms_norm(hidden, weight, 1e-6)))
-        found_hidden, found, codes = add_rms_norm_both(given, residual.clone(), weight, 1e-6, power_of_two)
-        want = quantize_activation(values, power_of_two)
-        for one, other in zip((found_hidden, found, *codes), (hidden, values, *want), strict=True):
-            assert torch.equal(bits(one), bits(other))
+        assert not differing([values], [rms_norm(hidden, weight, 1e-6)])
+        both = add_rms_norm_both(given, residual.clone(), weight, 1e-6, power_of_two)
+        assert not differing(both, (hidden, values, quantize_activation(values, power_of_two)))
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1408), (7, 768), (300, 2816), (1536, 1408), (5, 1232)])
 def test_tiles_that_hold_several_tokens_have_the_chains_bytes(tokens: int, size: int) -> None:
     gate_up = 2 * normal(tokens, 2 * size)
     gate_up[0, 3], gate_up[-1, size + 7] = torch.nan, torch.inf
-    for one, other in zip(silu_mul_quantize(gate_up), quantize_activation(silu_mul(gate_up)), strict=True):
-        assert torch.equal(bits(one), bits(other))
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    assert not differing([silu_mul_quantize(gate_up)], [quantize_activation(silu_mul(gate_up))])
 
 
 def test_a_graph_holds_all_three() -> None:
@@ -69,11 +62,6 @@ def test_a_graph_holds_all_three() -> None:
     want = [case.chain() for case in cases]
     for case in cases:
         case.fused()  # compiled before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = [case.fused() for case in cases]
+    graph, got = captured(lambda: [case.fused() for case in cases])
     graph.replay()
-    for ours, theirs in zip(got, want, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    assert not any(differing(ours, theirs) for ours, theirs in zip(got, want, strict=True))

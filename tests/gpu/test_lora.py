@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,11 @@ from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_reference, bf16_gemm_straig
 from octetrl.kernels.gemm.lora_up import lora_up, lora_up_reference
 from octetrl.layers.context import PackedContext
 from octetrl.models.training_forward import Keep, fused_layer_runner
-from tests.parity.shapes import FULL, TINY
+from tests.gpu.test_parity import SMALL
+from tests.parity.shapes import FULL
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
 from tests.parity.sides import Sides, random_requests, random_tokens
-from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+from tests.parity.situations import check_situations
 
 pytestmark = pytest.mark.gpu
 
@@ -29,12 +29,6 @@ LORAS = {
     "all": LoraConfig(rank=16, alpha=32.0),
     "odd": LoraConfig(rank=12, alpha=8.0, targets=("q_proj", "v_proj", "up_proj", "down_proj")),
     "one": LoraConfig(rank=1, alpha=1.0, targets=("k_proj", "o_proj", "gate_proj")),
-}
-SMALL = {
-    family: replace(
-        spec, hidden_size=512, intermediate_size=1152, num_heads=8, num_kv_heads=2, head_size=64, vocab_size=4096
-    )
-    for family, spec in TINY.items()
 }
 
 
@@ -108,15 +102,7 @@ def test_what_happens_in_engine_and_trainer_changes_nothing(family: str, precisi
     asked = random_requests(rng, spec, 1, prompts=(1, 10), answers=(120, 130), siblings=(8, 8), **sampling)
     asked += random_requests(rng, spec, 3, prompts=(1, 250), answers=(20, 60), **sampling)
     asked += random_requests(rng, spec, 1, prompts=(120, 126), answers=(18, 20), **sampling)
-
-    def make(**config: Any) -> Any:
-        return sides.engine(context_length=512, **{"kv_cache_tokens": 1 << 14} | config)
-
-    answers = make().generate(asked)
-    for name, situation in IN_THE_ENGINE.items():
-        assert situation(make, asked) == answers, name
-    for config in in_the_trainer(320).values():
-        check_trainer(sides, asked, answers, **config)
+    check_situations(sides, asked, context_length=512)
 
 
 @pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)

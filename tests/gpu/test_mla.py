@@ -40,10 +40,11 @@ from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import MixtureLayout, Routing
 from octetrl.shapes.blocks import LayerBlocks
 from octetrl.shapes.spec import ModelSpec
+from tests.gpu.compare import captured, differing
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
 from tests.parity.sides import Sides, random_requests, random_tokens
-from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+from tests.parity.situations import check_some_situations
 from tests.unit.kernels import latent_gradient_cases as gradients
 from tests.unit.kernels.latent_cases import (
     SCALE,
@@ -178,9 +179,7 @@ def test_every_way_to_decode_has_the_same_bits(count: int, heads: int, page_size
 def test_a_captured_decode_takes_other_lengths(dtype: torch.dtype) -> None:
     tables = decode_tables([3_001] * 140, HEADS, 128, dtype)
     latent_decode(*tables)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = latent_decode(*tables)
+    graph, out = captured(lambda: latent_decode(*tables))
     tables[5].copy_(torch.tensor([BORDERS[i % len(BORDERS)] for i in range(140)], dtype=torch.int32))
     graph.replay()
     assert torch.equal(out, latent_decode(*tables, split=False, gluon=False))
@@ -272,7 +271,7 @@ def test_codes_of_a_product_of_heads_are_those_of_its_values(tokens: int) -> Non
                 for tile in CODES_TILES
             ]
             for found in (chosen, *of_tiles):
-                assert torch.equal(found.codes.view(torch.uint8), want.codes.view(torch.uint8))
+                assert not differing([found.codes], [want.codes])
                 assert torch.equal(found.scale.nan_to_num(-1), want.scale.nan_to_num(-1))
 
 
@@ -338,16 +337,7 @@ def test_what_happens_in_engine_and_trainer_changes_nothing(model: str, precisio
     sides = Sides(spec, precision, "cuda", calibrate_on=[random_tokens(random.Random(0), spec, 300)])
     asked = random_requests(draw, spec, 1, prompts=(1, 10), answers=(60, 70), siblings=(8, 8), temperature=0.9)
     asked += random_requests(draw, spec, 3, prompts=(1, 250), answers=(20, 40), temperature=0.9)
-
-    def make(**config: object) -> object:
-        return sides.engine(context_length=320, **{"kv_cache_tokens": 1 << 14} | config)
-
-    answers = make().generate(asked)  # type: ignore[attr-defined]
-    for name in ("one_by_one", "small_chunks", "small_batches", "prefix_hit"):
-        assert IN_THE_ENGINE[name](make, asked) == answers, name  # type: ignore[arg-type]
-    for name, config in in_the_trainer(320).items():
-        if "logits" not in name:
-            check_trainer(sides, asked, answers, **config)
+    check_some_situations(sides, asked)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -12,6 +12,7 @@ from octetrl.config.schema import Fp8Config
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.backends import choose_backend
 from octetrl.fp8.policy import Side, precision_policy
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.linear_logprobs import logprobs_of
 from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.models.decoder import Decoder
@@ -62,11 +63,6 @@ def _tokens(device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
     positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
     cu_seqlens_B1 = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     return token_ids_T.to(device), positions_T.to(device), cu_seqlens_B1.to(device)
-
-
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    ours, exact = ours.cpu().double(), exact.cpu().double()
-    return ((ours - exact).norm() / exact.norm()).item()
 
 
 def _step(model: Decoder, device: str) -> tuple[Tensor, Tensor]:

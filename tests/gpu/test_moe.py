@@ -50,10 +50,11 @@ from octetrl.models.blocks.moe.module import gather
 from octetrl.models.families import DENSE
 from octetrl.shapes.blocks import LayerBlocks
 from octetrl.shapes.spec import ModelSpec
+from tests.gpu.compare import differing
 from tests.parity.shapes import TINY
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run
 from tests.parity.sides import Sides, random_requests, random_tokens
-from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+from tests.parity.situations import check_situations, check_some_situations
 
 pytestmark = pytest.mark.gpu
 EXPERTS, N, K = 16, 1536, 2048  # an expert's gate and up of Qwen3-30B-A3B
@@ -82,12 +83,6 @@ MIXTURES: dict[str, ModelSpec] = {name: replace(WIDE, blocks=blocks) for name, b
 def random_matrix(rows: int, columns: int, seed: int) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(rows, columns, generator=generator, device="cuda").bfloat16()
-
-
-def assert_same_bytes(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """NaN equals itself."""
-    for one, other in zip(found, want, strict=True):
-        assert torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
 
 
 def first_rows(load: list[int]) -> Tensor:
@@ -162,9 +157,7 @@ def test_gradients_are_near_the_references(name: str) -> None:
 def test_rows_of_codes_are_copied(rows: int, columns: int) -> None:
     x8 = quantize_activation(random_matrix(256, columns, 1))
     token_P = torch.randint(256, (rows,), device="cuda")
-    found, want = gather_codes(x8, token_P), gather_codes_reference(x8, token_P)
-    assert torch.equal(found.codes.view(torch.uint8), want.codes.view(torch.uint8))
-    assert torch.equal(found.scale, want.scale)
+    assert not differing([gather_codes(x8, token_P)], [gather_codes_reference(x8, token_P)])
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -233,11 +226,10 @@ def test_the_norm_adds_the_experts_with_the_bits_of_their_sum(tokens: int, size:
         experts, residual_TE = ExpertSum(rows_PE, weight_TS, row_TS, shared_TE), random_matrix(tokens, size, 4)
         delta_TE = combine_experts(*experts)
         hidden_TE, values_TE = add_rms_norm(delta_TE, residual_TE.clone(), weight_E, 1e-6, quantize=False)
-        want = hidden_TE, values_TE, *quantize_activation(values_TE)
-        found_TE, found_values_TE, codes = add_rms_norm_both(experts, residual_TE.clone(), weight_E, 1e-6)
-        assert_same_bytes((found_TE, found_values_TE, *codes), want)
-        alone_TE, alone = add_rms_norm(experts, residual_TE, weight_E, 1e-6, quantize=True)
-        assert_same_bytes((alone_TE, *alone), (hidden_TE, *want[2:]))
+        codes = quantize_activation(values_TE)
+        both = add_rms_norm_both(experts, residual_TE.clone(), weight_E, 1e-6)
+        assert not differing(both, (hidden_TE, values_TE, codes))
+        assert not differing(add_rms_norm(experts, residual_TE, weight_E, 1e-6, quantize=True), (hidden_TE, codes))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 300, 512])
@@ -250,7 +242,7 @@ def test_sorting_and_gathering_in_one_launch_have_the_bytes_of_two(tokens: int) 
         for expert_TS in (skewed_TX.topk(slots).indices.sort(1).values, first_TS.contiguous()):
             want = sort_by_expert(expert_TS, experts)
             found, codes = sort_and_gather(expert_TS, experts, x8)
-            assert_same_bytes((*found, *codes), (*want, *gather_codes(x8, want.token_P)))
+            assert not differing((*found, codes), (*want, gather_codes(x8, want.token_P)))
 
 
 def test_the_gradient_of_the_sum_is_the_references() -> None:
@@ -304,14 +296,11 @@ def test_adapters_of_experts_change_no_parity(precision: str) -> None:
     sides = Sides(spec, precision, "cuda", calibrate_on=calibrate_on, lora=lora)
     asked = random_requests(draw, spec, 4, prompts=(1, 200), answers=(20, 40), siblings=(1, 4), temperature=0.9)
 
-    def make(**config: object) -> object:
-        return sides.engine(context_length=320, **{"kv_cache_tokens": 1 << 14} | config)
-
-    answers = make().generate(asked)  # type: ignore[attr-defined]
-    for name in ("one_by_one", "small_chunks", "small_batches"):
-        assert IN_THE_ENGINE[name](make, asked) == answers, name  # type: ignore[arg-type]
-    for name in ("one sequence a micro-batch", "layers run again"):
-        check_trainer(sides, asked, answers, **in_the_trainer(320)[name])
+    engine, trainer = (
+        ("one_by_one", "small_chunks", "small_batches"),
+        ("one sequence a micro-batch", "layers run again"),
+    )
+    check_situations(sides, asked, engine=engine, trainer=trainer)
 
 
 @pytest.mark.parametrize(
@@ -326,16 +315,7 @@ def test_what_happens_in_engine_and_trainer_changes_nothing(routing: str, precis
             parameter.data.normal_(std=0.1)
     asked = random_requests(draw, spec, 1, prompts=(1, 10), answers=(60, 70), siblings=(8, 8), temperature=0.9)
     asked += random_requests(draw, spec, 3, prompts=(1, 250), answers=(20, 40), temperature=0.9)
-
-    def make(**config: object) -> object:
-        return sides.engine(context_length=320, **{"kv_cache_tokens": 1 << 14} | config)
-
-    answers = make().generate(asked)  # type: ignore[attr-defined]
-    for name in ("one_by_one", "small_chunks", "small_batches", "prefix_hit"):
-        assert IN_THE_ENGINE[name](make, asked) == answers, name  # type: ignore[arg-type]
-    for name, config in in_the_trainer(320).items():
-        if "logits" not in name:
-            check_trainer(sides, asked, answers, **config)
+    check_some_situations(sides, asked)
 
 
 @pytest.mark.parametrize("routing", ["softmax", "sigmoid"])

@@ -25,7 +25,7 @@ from tests.parity.sides import (
     random_sequences,
     random_tokens,
 )
-from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+from tests.parity.situations import check_situations, check_trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -110,15 +110,7 @@ def test_what_happens_in_engine_and_trainer_changes_nothing(family: str, precisi
     asked = random_requests(draw, sides.spec, 1, prompts=(1, 10), answers=(120, 130), siblings=(8, 8), **sampling)
     asked += random_requests(draw, sides.spec, 3, prompts=(1, 250), answers=(20, 60), **sampling)
     asked += random_requests(draw, sides.spec, 1, prompts=(120, 126), answers=(18, 20), **sampling)
-
-    def make(**config: object) -> object:
-        return sides.engine(context_length=512, **{"kv_cache_tokens": 1 << 14} | config)
-
-    answers = make().generate(asked)  # type: ignore[attr-defined]
-    for name, situation in IN_THE_ENGINE.items():
-        assert situation(make, asked) == answers, name  # type: ignore[arg-type]
-    for config in in_the_trainer(320).values():
-        check_trainer(sides, asked, answers, **config)
+    check_situations(sides, asked, context_length=512)
 
 
 def test_a_whole_context_decoded_token_by_token() -> None:

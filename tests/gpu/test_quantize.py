@@ -25,6 +25,7 @@ from octetrl.kernels.quantize.transpose_many_codes import transpose_many_codes
 from octetrl.kernels.rows.sum_words import sum_words
 from octetrl.layers.linear import Float8Linear
 from tests.golden.make import PATH
+from tests.gpu.compare import differing, no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -37,12 +38,7 @@ OPTIONS = {"float32": False, "power_of_two": True}
 
 
 def assert_same_bytes(got: Quantized, want: Quantized) -> None:
-    got_scale, want_scale = (q.scale.cpu().contiguous().view(torch.int32) for q in (got, want))
-    differ = (got_scale != want_scale).nonzero()
-    assert not len(differ), f"{len(differ)} scales differ, the first at {differ[0].tolist()}"
-    got_codes, want_codes = (q.codes.cpu().contiguous().view(torch.uint8) for q in (got, want))
-    differ = (got_codes != want_codes).nonzero()
-    assert not len(differ), f"{len(differ)} codes differ, the first at {differ[0].tolist()}"
+    assert differing([got], [want]) == 0
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -50,7 +46,8 @@ def assert_same_bytes(got: Quantized, want: Quantized) -> None:
 def test_golden_bytes(kind: str, option: str) -> None:
     golden = load_file(PATH)
     x = golden["w" if kind == "weight" else "x"].cuda()
-    want = Quantized(golden[f"{kind}.{option}.codes"], golden[f"{kind}.{option}.scale"])
+    codes = golden[f"{kind}.{option}.codes"].view(torch.float8_e4m3fn)
+    want = Quantized(codes, golden[f"{kind}.{option}.scale"])
     assert_same_bytes(KERNELS[kind][0](x, OPTIONS[option]), want)
 
 
@@ -95,19 +92,12 @@ def test_many_weights_have_the_bytes_of_each(power_of_two: bool, transposed: boo
             generator = torch.Generator().manual_seed(number)
             bits = torch.randint(0, 1 << 16, shape, generator=generator, dtype=torch.int32).to(torch.int16)
             drawn = bits.view(torch.bfloat16)
-            w = (
-                torch.where(drawn.isfinite() | (torch.rand(shape, generator=generator) < 1e-6), drawn, 0)
-                .to(dtype)
-                .cuda()
-            )
+            kept = drawn.isfinite() | (torch.rand(shape, generator=generator) < 1e-6)
+            w = torch.where(kept, drawn, 0).to(dtype).cuda()
             weights[f"{dtype} {shape}"] = QuantizedWeight(w, room(shape), turned_room(shape) if transposed else None)
     quantize_weights(weights, power_of_two)  # compiled
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         quantize_weights(weights, power_of_two)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for name, one in weights.items():
         alone = QuantizedWeight(one.w_NK, room(one.w_NK.shape), turned_room(one.w_NK.shape) if transposed else None)
         if one.w_NK.numel():
@@ -190,12 +180,8 @@ def test_many_weights_are_launched_without_a_host_read_and_the_bad_one_is_named(
     weights = {f"layers.{i}.o_proj": torch.randn(300, 400, device="cuda").bfloat16() for i in range(4)}
     weights["layers.2.o_proj"][299, 399] = torch.inf
     quantize_weight(weights["layers.0.o_proj"], check=False)  # compiled
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         made = {name: (w, quantize_weight(w, check=False).scale) for name, w in weights.items()}
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     with pytest.raises(ValueError, match=r"layers\.2\.o_proj: 1 non-finite value\(s\), the first at \(299, 399\)"):
         check_scales(made)
     del made["layers.2.o_proj"]

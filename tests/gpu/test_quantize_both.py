@@ -13,7 +13,8 @@ from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.quantize.quantize_both import quantize_both
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.rows import silu_mul_backward_quantize as silu_module
-from tests.gpu.quantize_cases import any_value, both_case, differing, differing_of, silu_case
+from tests.gpu.compare import captured, differing
+from tests.gpu.quantize_cases import any_value, both_case, differing_of, silu_case
 
 pytestmark = pytest.mark.gpu
 
@@ -34,10 +35,8 @@ def test_bytes_of_strided_rows() -> None:
     x = torch.randn(300, 700).bfloat16()
     for view in (x[:, 100:657], x[::2, :640], x.t()):
         want = [quantize_activation_reference(view), quantize_tokens_reference(view)]
-        assert (
-            differing([*quantize_both(x.cuda().as_strided(view.shape, view.stride(), view.storage_offset()))], want)
-            == 0
-        )
+        strided = x.cuda().as_strided(view.shape, view.stride(), view.storage_offset())
+        assert differing(quantize_both(strided), want) == 0
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -56,10 +55,7 @@ def test_a_graph_holds_them() -> None:
     cases = [both_case(512, 1024, True), silu_case(512, 1024, True)]
     for case in cases:
         case.fused()  # compiled before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = [case.fused() for case in cases]
+    graph, got = captured(lambda: [case.fused() for case in cases])
     graph.replay()
     for case, ours in zip(cases, got, strict=True):
         assert case.separate is not None and differing(ours, case.separate()) == 0

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from octetrl.models.families import load_spec
 from octetrl.records import GenerationRequest, SamplingParams
 from tests.parity.sides import PRECISIONS, Sides
-from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
+from tests.parity.situations import check_situations, check_trainer
 from tests.required import missing
 
 pytestmark = pytest.mark.gpu
@@ -66,13 +66,7 @@ def test_what_happens_in_engine_and_trainer_changes_nothing(folder: Path, text: 
 
     sides = Sides(load_spec(folder), precision, DEVICE, folder=folder, calibrate_on=[some_text(1000)])
 
-    def make(**config: object) -> object:
-        return sides.engine(context_length=CONTEXT, **{"kv_cache_tokens": 1 << 14} | config)
-
     asked, long = requests(ASKED), requests(LONG)
-    answers = make().generate(asked)  # type: ignore[attr-defined]
-    for name, situation in IN_THE_ENGINE.items():
-        assert situation(make, asked) == answers, name  # type: ignore[arg-type]
-    for config in in_the_trainer(320).values():
-        check_trainer(sides, asked, answers, **config)
-    check_trainer(sides, long, make().generate(long), tokens_per_micro_batch=2 * CONTEXT)  # type: ignore[attr-defined]
+    check_situations(sides, asked, context_length=CONTEXT)
+    answers = sides.engine(context_length=CONTEXT, kv_cache_tokens=1 << 14).generate(long)
+    check_trainer(sides, long, answers, tokens_per_micro_batch=2 * CONTEXT)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.linear_logprobs import linear_logprobs, lm_head_logits, logprobs_of
 from octetrl.kernels.rows.rms_norm import rms_norm, rms_norm_reference
 from octetrl.kernels.rows.rope import rope, rope_reference
@@ -24,11 +25,6 @@ COMPANIES = [1, 3, 64, 127, 256, 1000]
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    ours, exact = ours.cpu().double(), exact.cpu().double()
-    return ((ours - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("shape", [(300, 4096), (300, 1000), (100, 8, 128), (100, 4, 64)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from octetrl.engine.sampler import SamplingRows, sample, sequence_key
 from octetrl.kernels.gemm.linear_logprobs import LOGIT_ROWS, lm_head_logits, logprobs_alone, logprobs_of
 from octetrl.kernels.rows.sample_tokens import sample_tokens, sample_tokens_reference
+from tests.gpu.compare import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -95,18 +97,20 @@ def test_a_graph_samples_what_eager_code_does(top_p: float) -> None:
 
     expected = [(step().clone(), logprobs_N.clone()) for _ in range(3)]
     rows.counter_N.sub_(3)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        token_N = step()
+    graph, token_N = captured(step)
     for tokens, logprobs in expected:
         graph.replay()
         assert torch.equal(token_N, tokens) and torch.equal(logprobs_N, logprobs)
     assert not torch.equal(expected[0][0], expected[1][0])
 
 
-@pytest.mark.parametrize("vocab_size", [V, 128_256])
-@pytest.mark.parametrize("hidden_size", [896, 1024, 1536, 2048, 2560, 3584, 4096, 5120])
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size"),
+    [
+        *product((V, 128_256), (896, 1024, 1536, 2048, 2560, 3584, 4096, 5120)),
+        *((128_256, size) for size in (576, 2880, 4000)),  # no multiples of 128
+    ],
+)
 def test_logits_have_the_same_bits_in_every_padding(vocab_size: int, hidden_size: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     hidden_NE = torch.randn(LOGIT_ROWS[-1], hidden_size, generator=generator, device="cuda").bfloat16()

@@ -24,6 +24,7 @@ from octetrl.kernels.gemm.fp8_gemm import (
 )
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from tests.gpu.compare import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -112,9 +113,7 @@ def test_runs_inside_a_captured_graph() -> None:
     x, w = quantized(x_MK), quantize_weight(w_NK)
     assert {config.kernel for config in fp8_entries(n, k).values()} & {"gluon", "triton"}
     fp8_gemm(x, w), bf16_gemm(x_MK, w_NK)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y_MN, y_bf16_MN = fp8_gemm(x, w), bf16_gemm(x_MK, w_NK)
+    graph, (y_MN, y_bf16_MN) = captured(lambda: (fp8_gemm(x, w), bf16_gemm(x_MK, w_NK)))
     x_MK.neg_()
     x.codes.view(torch.uint8).bitwise_xor_(0x80)
     graph.replay()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
+from octetrl.fp8.relative_error import relative_error
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder
 from octetrl.models.training_forward import Keep, fused_layer_runner
@@ -126,10 +127,6 @@ def check_against_the_modules(spec: ModelSpec, fp8: Fp8Config) -> None:
 def replace_train(fp8: Fp8Config) -> Fp8Config:
     """The same cache, BF16 linears."""
     return fp8.model_copy(update={"rollout": False, "train": False, "ignore": ()})
-
-
-def relative_error(given: Tensor, want: Tensor) -> float:
-    return float((given.float() - want.float()).norm() / want.float().norm())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from octetrl.kernels.attention.records import Replay, Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rms_norm_backward import rms_norm_backward
 from octetrl.models.blocks.attention.module import observe_amax
+from tests.gpu.compare import captured
 from tests.gpu.training_row_cases import NEVER, SHAPES, faults, norm_case, normal, rotate_back_case, rotate_case
 
 pytestmark = pytest.mark.gpu
@@ -51,10 +52,7 @@ def test_a_graph_holds_them() -> None:
         rotate_case(shape, 200, "fp8_calibrated"), rotate_back_case(shape, 200), norm_case(normal(200, 2048), True)
     ]  # fmt: skip
     want = [case.fused() for case in cases]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = [case.fused() for case in cases]
+    graph, got = captured(lambda: [case.fused() for case in cases])
     graph.replay()
     for ours, theirs in zip(got, want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

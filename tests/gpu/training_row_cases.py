@@ -24,6 +24,7 @@ from octetrl.kernels.rows.rope import rope, rope_triton
 from octetrl.layers.rotary import RotaryTable
 from octetrl.models.blocks.attention.module import observe_amax
 from octetrl.shapes.blocks import KVMode, KVTensors
+from tests.gpu.compare import differing
 
 EPS, NEVER = 1e-6, -1.0
 REPLAYS: dict[str, tuple[KVMode, KVTensors]] = {
@@ -182,16 +183,6 @@ def sum_case(rows: int, columns: int) -> Case:
 
 
 # ---------------------------------------------------------------- right?
-
-
-def differing(got: Outputs, want: Outputs) -> int:
-    """How many bytes differ."""
-    count = 0
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        a, b = (x.clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (ours, theirs))
-        count += int((a != b).sum())
-    return count
 
 
 def too_far(got: Outputs, exact: Outputs) -> int:

@@ -6,7 +6,7 @@ engine's log-probs. Each situation says itself whether it came about: a preempti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,3 +122,29 @@ def check_trainer(sides: Sides, asked: Asked, answers: Answers, **config: Any) -
     unequal = int((engines != trainers).sum())
     largest = float((engines - trainers).abs().max())
     assert torch.equal(engines, trainers), f"{unequal} of {len(engines)} log-probs differ, by up to {largest:.2e}"
+
+
+def check_situations(
+    sides: Sides,
+    asked: Asked,
+    context_length: int = 320,
+    engine: Iterable[str] = tuple(IN_THE_ENGINE),
+    trainer: Iterable[str] = tuple(in_the_trainer(1)),
+) -> None:
+    """An engine's answers alone and in these situations, and the trainer's log-probs of them; sequences of at most 320
+    tokens."""
+
+    def make(**config: Any) -> Engine:
+        return sides.engine(context_length=context_length, **{"kv_cache_tokens": ROOM} | config)
+
+    answers = make().generate(asked)
+    for name in engine:
+        assert IN_THE_ENGINE[name](make, asked) == answers, name
+    for name in trainer:
+        check_trainer(sides, asked, answers, **in_the_trainer(320)[name])
+
+
+def check_some_situations(sides: Sides, asked: Asked) -> None:
+    """`check_situations`, of an engine whose graphs take long to capture, and of the layers alone."""
+    engine = ("one_by_one", "small_chunks", "small_batches", "prefix_hit")
+    check_situations(sides, asked, engine=engine, trainer=[name for name in in_the_trainer(1) if "logits" not in name])
