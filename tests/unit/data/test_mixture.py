@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def test_every_source_has_its_share_at_every_moment(weights: list[float], batche
             in_batch = [chr(sample.token_ids[0]) for sample in batch].count(name)
             assert mixture.metrics[f"data/share/{name}"] == pytest.approx(in_batch / size)
             assert abs(drawn.count(name) - len(drawn) * weight / sum(weights)) <= len(weights) - 1 + 1e-6
+
+
+@settings(max_examples=40)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), seed=st.integers(0, 99), batch=st.integers(1, 40))
+def test_every_prompt_of_a_source_is_drawn_equally_often(sizes: list[int], seed: int, batch: int) -> None:
+    """At every moment its prompts were drawn as often as each other, or once more."""
+    sources = [of_letter(letter, size, 1.0 + size) for letter, size in zip("abcd", sizes, strict=False)]
+    mixture, counts = mixture_of(*sources, seed=seed), [Counter[int]() for _ in sizes]
+    for sample in (sample for _ in range(3) for sample in mixture.next_batch(batch)):
+        number = sample.token_ids[0] - ord("a")
+        counts[number][sample.token_ids[2]] += 1
+        drawn = [*counts[number].values(), *[0] * (sizes[number] - len(counts[number]))]
+        assert len(drawn) == sizes[number] and max(drawn) - min(drawn) <= 1
 
 
 @pytest.mark.parametrize("cut", [0, 1, 13, 39])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -11,20 +10,12 @@ from tests.golden.make import PATH, golden_tensors
 GOLDEN = load_file(PATH)
 
 
-@pytest.fixture(scope="module")
-def made() -> dict[str, torch.Tensor]:
-    return golden_tensors()
-
-
-def test_the_file_holds_what_the_script_makes(made: dict[str, torch.Tensor]) -> None:
+def test_bytes_are_those_written_down() -> None:
+    made = golden_tensors()
     assert sorted(GOLDEN) == sorted(made)
-
-
-@pytest.mark.parametrize("name", sorted(GOLDEN))
-def test_bytes_are_those_written_down(made: dict[str, torch.Tensor], name: str) -> None:
-    ours, golden = made[name], GOLDEN[name]
-    assert ours.dtype == golden.dtype and ours.shape == golden.shape
-    assert torch.equal(ours.contiguous().view(torch.uint8), golden.view(torch.uint8))
+    for name, golden in GOLDEN.items():
+        assert made[name].dtype == golden.dtype and made[name].shape == golden.shape, name
+        assert torch.equal(made[name].contiguous().view(torch.uint8), golden.view(torch.uint8)), name
 
 
 def test_the_vectors_are_worth_keeping() -> None:

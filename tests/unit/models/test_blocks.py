@@ -1,12 +1,11 @@
 """A new kind of block is one file: everything that names linears, sites or the cache follows from its layout.
 
-The model's second layer has the block of `squared_relu.py` in the MLP's place, its first the gated MLP. A second model
-has `latent_attention.py` in attention's place. `test_fused_forms.py` compares the forms of the first.
+The model's second layer has the block of `squared_relu.py` in the MLP's place, its first the gated MLP.
+`test_fused_forms.py` compares its forms. A kind with a cache of its own is latent attention (test_mla.py).
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements, projections
-from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory, kv_bytes_per_token
+from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory
 from octetrl.config.schema import Fp8Config, LoraConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache, cache_format
-from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax, same_bits
+from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
@@ -31,15 +30,13 @@ from octetrl.shapes.blocks import LayerBlocks
 from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.forward import Forward
 from tests.parity.shapes import TINY
-from tests.parity.sides import PRECISIONS, Sides, random_requests
+from tests.parity.sides import PRECISIONS
 from tests.saved_adapter import save_adapter
-from tests.unit.models.latent_attention import LATENT, ROTARY, LatentLayout
 from tests.unit.models.squared_relu import SquaredReLULayout
 from tests.unit.models.tiny_families import made, packed
 
 GATED = replace(TINY["qwen3"], hidden_size=128, intermediate_size=256, head_size=32, num_kv_heads=4)  # whole blocks
 MIXED = replace(GATED, blocks=(*DENSE, LayerBlocks(AttentionLayout(), SquaredReLULayout())))
-LATENT_KV = replace(TINY["qwen3"], blocks=(LayerBlocks(LatentLayout(), MLPLayout()),))
 FP8 = Fp8Config(rollout=True, train=True)
 
 
@@ -114,33 +111,6 @@ def estimate_of(spec: ModelSpec) -> MemoryEstimate:
     trainer = {"tokens_per_micro_batch": 4096, "activation_checkpointing": "none"}
     recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}, "trainer": trainer})
     return estimate_memory(recipe, spec, Precisions(names, names, ["K", "V"]), on_gpu=True, device_bytes=None)
-
-
-@pytest.mark.parametrize(
-    ("precision", "bytes_per_token"),
-    [
-        ("bf16", 2 * 2 * (LATENT + ROTARY)),
-        ("fp8_full", 2 * (LATENT + 2 * ROTARY)),
-        ("fp8_dynamic", 2 * (LATENT + 4 + 2 * ROTARY)),
-    ],
-)
-def test_a_kind_with_a_cache_of_its_own(precision: str, bytes_per_token: int) -> None:
-    """One latent and one rotary key a token, in pages, copies of pages, scales and log-probs of both sides."""
-    sides = Sides(LATENT_KV, precision)
-    engine = sides.engine(page_size=16, kv_cache_tokens=320, max_batch=3, prefill_chunk=16)
-    assert engine._page.bytes_per_page == 16 * bytes_per_token
-    recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}, "precision": "bf16"})
-    recipe = recipe.model_copy(update={"fp8": PRECISIONS[precision]})
-    assert kv_bytes_per_token(recipe, LATENT_KV, sides.policy.precisions()) == bytes_per_token
-    asked = random_requests(random.Random(2), LATENT_KV, 3, prompts=(18, 30), answers=(4, 12), siblings=(2, 3))
-    engine_N, trainer_N = sides.logprobs(asked, engine.generate(asked))
-    assert engine_N.unique().numel() > 20 and torch.equal(engine_N, trainer_N)
-    if sides.scales is not None:
-        assert sides.scales.scale_LS.shape == (2, 1)
-        tensors = sides.scales.to_tensors(LATENT_KV)
-        assert tensors.keys() == {"latent_scale", "policy_version"}
-        assert same_bits(KVScales.from_tensors(tensors, LATENT_KV, torch.device("cpu")), sides.scales)
-        assert LATENT_KV.cache_scale_name(1, 0) == "latent in layer 1, scale 0"
 
 
 def test_layers_may_cache_different_tensors() -> None:

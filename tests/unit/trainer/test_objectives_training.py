@@ -162,21 +162,22 @@ def test_a_number_that_is_not_finite_stays_in_its_sample(bad: float) -> None:
 # --- numbers that are not finite --------------------------------------------------------------------------------
 
 
-def test_an_advantage_that_is_not_finite_is_named() -> None:
-    samples = [*random_samples(3), Sample((1, 2, 3), (False, True, True), (0.0, -3.0, -3.0), math.nan, 0)]
-    with pytest.raises(NonFiniteError, match="the advantage of sample 3 of the batch at position 1 is nan"):
-        run(objective(), samples, PackingLayout(16))
-
-
-def test_an_engine_logprob_that_a_mask_would_swallow_is_named() -> None:
+def broken(field: str) -> tuple[list[Sample], str]:
+    """Samples of which one has a number that is not finite, and what is said of it."""
     samples = random_samples(4)
-    values = list(samples[2].generator_logprobs or ())
-    values[-1] = -math.inf
-    samples[2] = replace(samples[2], generator_logprobs=tuple(values))
     last = len(samples[2].token_ids) - 1
-    with pytest.raises(
-        NonFiniteError, match=f"the engine's log-prob of sample 2 of the batch at position {last} is -inf"
-    ):
+    if field == "advantage":
+        samples[2] = replace(samples[2], advantage=math.nan)
+        return samples, f"the advantage of sample 2 of the batch at position {samples[2].loss_mask.index(True)} is nan"
+    values = (*(samples[2].generator_logprobs or ())[:-1], -math.inf)
+    samples[2] = replace(samples[2], generator_logprobs=values)
+    return samples, f"the engine's log-prob of sample 2 of the batch at position {last} is -inf"
+
+
+@pytest.mark.parametrize("field", ["advantage", "engine's log-prob"])
+def test_a_number_that_is_not_finite_is_named_though_a_mask_would_swallow_it(field: str) -> None:
+    samples, told = broken(field)
+    with pytest.raises(NonFiniteError, match=told):
         run(objective(corrections=("tis", "token_mask")), samples, PackingLayout(1000))
 
 
