@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from octetrl.algorithms import table
 from octetrl.algorithms.own_objective import build_fields, load_objective, try_loss
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs
+from octetrl.config import algorithm
 from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.load import dump_recipe, load_recipe
 from octetrl.system.errors import UserError
+from tests.house.markdown import code_blocks
+from tests.house.tree import REPO
 from tests.objectives import objective
 from tests.unit.algorithms import own_losses
 
@@ -134,3 +138,28 @@ def test_a_recipe_keeps_its_fields_when_it_is_written_and_read(tmp_path: Path) -
     assert load_recipe(again) == recipe
     with pytest.raises(UserError, match=r"algorithm.name: 'my losses:x' is not module:name"):
         load_recipe(path, ["algorithm.name='my losses:x'"])
+
+
+# ---------------------------------------------------------------- the worked example
+
+
+DOCUMENT = (REPO / "docs/algorithms.md").read_text(encoding="utf-8")
+
+
+def test_the_example_is_the_file_and_keeps_a_share_of_the_gradient_outside_the_clip() -> None:
+    (own,) = [block for block in code_blocks(DOCUMENT) if block.language == "python"]
+    assert own.text in (REPO / "examples/leaky_objective.py").read_text(encoding="utf-8")
+    config = algorithm.OwnObjectiveConfig(name="examples.leaky_objective:leaky", ratio_base="generator", leak=0.1)
+    logprobs_N = torch.log(torch.tensor([1.0, 1.1, 2.0])).requires_grad_()
+    zeros_N = torch.zeros(3)
+    inputs = LossInputs(logprobs_N, zeros_N, torch.ones(3), zeros_N.long(), 1, generator_logprobs_N=zeros_N)
+    loss_N = table.build_algorithm(config).loss(inputs).loss_N
+    torch.testing.assert_close(loss_N, -torch.tensor([1.0, 1.1, 1.2 + 0.08]))
+    gradient_N = torch.autograd.grad(loss_N.sum(), logprobs_N)[0]
+    torch.testing.assert_close(gradient_N, -torch.tensor([1.0, 1.1, 0.2]))
+
+
+def test_the_table_holds_every_objective() -> None:
+    rows = [line for line in DOCUMENT.split("## Fields")[0].splitlines() if line.startswith("| `")]
+    for name in table._BUILDERS:
+        assert any(row.startswith(f"| `{name}`") for row in rows), f"{name} is not in docs/algorithms.md"

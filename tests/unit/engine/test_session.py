@@ -1,5 +1,5 @@
 """An open session: when a request comes, and who else is there, changes none of its bits; who leaves gives up its
-pages at once."""
+pages at once; an unfinished answer continues in another engine."""
 
 from __future__ import annotations
 
@@ -356,3 +356,46 @@ def test_an_open_sessions_cache_on_a_cpu_holds_whole_contexts_within_reason(monk
         assert session.metrics().kv_capacity_tokens == CONTEXT_LENGTH
         session.submit(request(prompt_length=CONTEXT_LENGTH - 3, ignore_eos=True))
         assert len(drain(session)) == 1
+
+
+# ---------------------------------------------------------------- in another engine
+
+
+@pytest.mark.parametrize(
+    ("room", "precision"), [("ahead", "bf16"), ("few pages ahead", "bf16"), ("crowded", "fp8_full")]
+)
+def test_an_answer_continues_in_another_engine(room: str, precision: str) -> None:
+    """It moves with what it has said, as to another worker: tokens, log-probs, text and stops are those of one that
+    never moved. A stop string may begin before the move."""
+    for steps in (1, 9):
+        moved: list[GenerationRequest] = []
+        found: Answers = {}
+        with engine_of(room, precision).session() as session:
+            for one in ASKED:
+                session.submit(one)
+            for _ in range(steps):
+                found |= finished(session.events())
+            for (name, sibling), (token_ids, logprobs) in session.answers_so_far().items():
+                whole = next(one for one in ASKED if one.id == name)
+                said = (tuple(token_ids), tuple(logprobs))
+                moved.append(replace(whole, id=f"{name} {sibling}", first_sibling=sibling, num_siblings=1, said=said))
+        with engine_of("roomy", precision).session() as session:
+            for one in moved:
+                session.submit(one)
+            while session.has_work:
+                for (name, sibling), completion in finished(session.events()).items():
+                    found[name.split()[0], sibling] = completion
+        assert steps == 1 or any(one.said[0] for one in moved)
+        assert found == all_alone(precision)
+
+
+def test_what_cannot_continue_is_refused() -> None:
+    with engine_of("roomy").session() as session:
+        whole = request("whole", prompt_length=5, num_siblings=2, max_new_tokens=3)
+        for wrong in (
+            replace(whole, said=((5,), (-1.0,))),  # whose siblings?
+            replace(whole, num_siblings=1, said=((5, 6), (-1.0,))),
+            replace(whole, num_siblings=1, said=((5, 6, 7), (-1.0, -1.0, -1.0))),  # it has ended
+        ):
+            with pytest.raises(UserError, match=r"said is .*; give one sibling, fewer tokens than its limit"):
+                session.submit(wrong)

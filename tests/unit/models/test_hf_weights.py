@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octetrl.config.schema import Fp8Config
+from octetrl.config.load import recipe_from_mapping
+from octetrl.config.schema import Fp8Config, LoraConfig, Recipe
+from octetrl.engine.weights import weight_set, weights_digest
+from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import quantize_weight_reference
+from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
-from octetrl.models.families import load_spec
-from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
-from octetrl.models.weight_files import checked_headers
+from octetrl.models.families import load_spec, spec_from_config
+from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8, take_published_codes
+from octetrl.models.published_codes import describe_published_codes, published_codes
+from octetrl.models.weight_files import CODES, TensorHeader, checked_headers, pieces
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
+from octetrl.workers.models import ModelBuilder
 from tests.unit.models.tiny_families import decoder_of, hf_model, packed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,7 +37,7 @@ UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.we
 SCALE = f"{DOWN}_scale_inv"
 EXPERT = "model.layers.0.mlp.experts.7.down_proj.weight"
 FUSED = "model.layers.0.mlp.experts.gate_up_proj"
-CODES = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 Changes = dict[str, Tensor | None]
 
 
@@ -153,19 +162,19 @@ def test_scales_that_are_no_multipliers_are_refused(folder: Path) -> None:
         ("dense", {NORM: None, UP: None}, f"2 missing: {UP}, {NORM}"),
         ("dense", {UP.replace(".0.", ".7."): torch.zeros(1)}, f"1 extra: {UP.replace('.0.', '.7.')}"),
         ("dense", {EMBEDDING: torch.zeros(96, 64)}, f"1 misshapen: {EMBEDDING} [96, 64] instead of [97, 64]"),
-        ("dense", {DOWN: torch.zeros(64, 160).to(CODES)}, f"1 missing: {SCALE}"),
+        ("dense", {DOWN: torch.zeros(64, 160).to(E4M3)}, f"1 missing: {SCALE}"),
         ("dense", {DOWN: torch.zeros(64, 160, dtype=torch.int8)}, f"1 foreign dtype: {DOWN} I8"),
         ("dense", {SCALE: torch.ones(1, 2)}, f"1 scale beside a weight that is not FP8: {SCALE} (F32)"),
         (
             "dense",
-            {NORM: torch.ones(64).to(CODES), f"{NORM}_scale_inv": torch.ones(1)},
+            {NORM: torch.ones(64).to(E4M3), f"{NORM}_scale_inv": torch.ones(1)},
             f"1 FP8 without being a matrix: {NORM}",
         ),
         ("mixture", {EXPERT: None}, f"1 missing: {EXPERT}"),
         ("mixture", {EXPERT.replace(".7.", ".8."): torch.zeros(64, 48)}, f"1 extra: {EXPERT.replace('.7.', '.8.')}"),
         (
             "mixture",
-            {EXPERT: torch.zeros(64, 48).to(CODES), f"{EXPERT}_scale_inv": torch.ones(64)},
+            {EXPERT: torch.zeros(64, 48).to(E4M3), f"{EXPERT}_scale_inv": torch.ones(64)},
             f"1 misshapen: {EXPERT}_scale_inv [64] instead of [1, 1]",
         ),
         ("mixture", {FUSED: torch.zeros(8, 96, 64)}, f"1 extra: {FUSED}"),
@@ -247,3 +256,102 @@ def test_an_index_that_is_not_of_its_files_is_refused(folder: Path) -> None:
     save_file({name: tensors[name] for name in tensors if name not in (NORM, EMBEDDING)}, folder / "a.safetensors")
     message = refusal(folder)
     assert f"{INDEX} is not of these files: it names {EMBEDDING} in a.safetensors, which b.safetensors has" in message
+
+
+# ---------------------------------------------------------------- published codes
+
+
+FP8 = Fp8Config(rollout=True, train=True)
+SPEC = spec_from_config(preset_config("tiny-moe") | {"num_hidden_layers": 2, "num_key_value_heads": 4})
+
+
+def model_of(spec: ModelSpec = SPEC, lora: LoraConfig | None = None) -> Decoder:
+    return Decoder(spec, precision_policy(spec, FP8), "train", lora=lora)
+
+
+def published(folder: Path, spec: ModelSpec = SPEC) -> dict[str, Tensor]:
+    """A block-FP8 folder whose scales no quantiser of ours would make: 1.3 times too large."""
+    model = model_of(spec)
+    model.random_init(0)
+    save_weights_fp8(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        weight = tensors[name.removesuffix("_scale_inv")]
+        tensors[name.removesuffix("_scale_inv")] = (weight.float() / 1.3).to(weight.dtype)
+        tensors[name] = tensors[name] * 1.3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def recipe_of(folder: Path, **model: Any) -> Recipe:
+    own = {"path": str(folder), "context_length": 2048, **model}
+    return recipe_from_mapping({"model": own, "environment": {"dataset": "d"}, "precision": "fp8"})
+
+
+def codes_of(linear: Any) -> Tensor:
+    return linear.codes.view(torch.uint8)
+
+
+def test_codes_and_scales_are_the_folders(tmp_path: Path) -> None:
+    tensors = published(tmp_path)
+    plain, taken = model_of(), model_of()
+    for model in (plain, taken):
+        load_weights(model, tmp_path)
+    linears = dict(taken.float8_linears())
+    assert take_published_codes(taken, tmp_path) == len(linears)
+    experts = linears["layers.1.mlp.experts.gate_up_proj"]
+    up = "model.layers.1.mlp.experts.5.up_proj.weight"  # rows 256 to 512 of the sixth expert
+    rows, blocks = slice(5 * 512 + 256, 6 * 512), slice(5 * 4 + 2, 6 * 4)
+    assert torch.equal(codes_of(experts)[rows], tensors[up].view(torch.uint8))
+    assert torch.equal(experts.scale[blocks], tensors[up + "_scale_inv"])
+    qkv, k = linears["layers.0.attention.qkv_proj"], "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(codes_of(qkv)[SPEC.q_size : SPEC.q_size + SPEC.kv_size], tensors[k].view(torch.uint8))
+    again = dict(plain.float8_linears())["layers.1.mlp.experts.gate_up_proj"]
+    assert not torch.equal(again.scale, experts.scale), "quantising again gives other scales"
+    assert torch.equal(again.weight, experts.weight)
+
+
+def test_frozen_weights_keep_them_and_trained_ones_are_quantised_again(tmp_path: Path) -> None:
+    tensors = published(tmp_path)
+    up = "model.layers.0.mlp.experts.0.up_proj.weight_scale_inv"
+    for lora, kept in (({"rank": 8}, True), (None, False)):
+        recipe = recipe_of(tmp_path, lora=lora)
+        policy = precision_policy(SPEC, recipe.fp8)
+
+        def fill(model: Decoder, loading: Loading) -> None:
+            load_weights(model, tmp_path, loading=loading)
+
+        builder = ModelBuilder(recipe, SPEC, policy, torch.device("cpu"), fill)
+        model = builder.trainer_model()
+        engine = builder.engine_model(model)
+        for version in range(3):  # each compares another weight with a fresh quantisation, if it may change
+            weights_digest(engine, weight_set(model, version))
+        experts = dict(model.float8_linears())["layers.0.mlp.experts.gate_up_proj"]
+        assert torch.equal(experts.scale[2:4], tensors[up]) == kept
+        experts.check_codes()
+        said = describe_published_codes(recipe, SPEC)
+        assert said is not None
+        assert ("keep the folder's codes" in said) == kept and ("training changes the weights" in said) == (not kept)
+
+
+def test_tensors_that_begin_inside_a_block_are_quantised_again() -> None:
+    """Two KV heads of 32: v begins at row 192 of q, k and v."""
+    spec = replace(SPEC, num_kv_heads=2)
+    headers = {piece.name: TensorHeader(Path(), piece.shape, CODES) for piece in pieces(spec)}
+    found = published_codes(spec, headers)
+    assert list(found.ragged) == ["layers.0.attention.qkv_proj", "layers.1.attention.qkv_proj"]
+    assert len(found.fitting) == 2 * 3
+    headers["model.layers.1.mlp.experts.3.up_proj.weight"] = TensorHeader(Path(), (256, 128), "BF16")
+    assert "layers.1.mlp.experts.gate_up_proj" not in published_codes(spec, headers).fitting
+
+
+def test_a_multiplier_of_zero_is_not_taken_over(tmp_path: Path) -> None:
+    tensors = published(tmp_path)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors[name].view(torch.uint8).zero_()
+    tensors[name + "_scale_inv"].zero_()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = model_of()
+    load_weights(model, tmp_path)
+    assert take_published_codes(model, tmp_path) == len(list(model.float8_linears())) - 1
+    assert dict(model.float8_linears())["layers.0.attention.o_proj"].scale.eq(1).all()
