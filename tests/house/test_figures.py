@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lab import scaling, tutorial
+from lab.picture import PICTURE, draw
+from lab.record import RESULTS
 from octetrl.telemetry.provenance import LAB, SCRIPTS, digest_of_commit
 from tests.house.figures import NUMBER, check_paragraph, check_table, is_dirty, measured_rows
 from tests.house.markdown import Table, paragraphs, tables
@@ -177,3 +180,24 @@ def test_a_marker_may_name_several_files() -> None:
     for absent in ("lab/results/no_such_*.json", f"{first},lab/results/no_such.json"):
         with pytest.raises(AssertionError, match="no file is"):
             measured_rows(absent)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_the_picture_is_of_the_present_results() -> None:
+    drawn = PICTURE.read_text(encoding="utf-8")
+    assert drawn == draw(RESULTS), "run `python -m lab.picture`"
+
+
+def test_picture_and_table_of_several_gpus_are_of_the_present_results() -> None:
+    points = [point for path in scaling.shown_on(scaling.PAGE) for point in scaling.read_points(path)]
+    series = scaling.series_of(points)
+    _, between, _ = scaling.split_page(scaling.PAGE)
+    assert scaling.PICTURE.read_text(encoding="utf-8") == scaling.draw(series), "run `python -m lab.scaling`"
+    assert between.strip() == scaling.table(series).strip(), "run `python -m lab.scaling`"
+
+
+def test_the_tutorials_picture_is_of_its_result() -> None:
+    result = json.loads((RESULTS / "tutorial_smollm2-135m-instruct_cpu.json").read_text(encoding="utf-8"))
+    assert tutorial.PICTURE.read_text(encoding="utf-8") == tutorial.draw(result["rows"])

@@ -1,8 +1,10 @@
-"""The critic: its gradient against autograd sequence by sequence, packing, what it fits, and its state bit for bit."""
+"""Critic and reward model: gradients against autograd sequence by sequence, packing, what they fit, and their state."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.algorithms.bradley_terry import bradley_terry_loss
 from octetrl.algorithms.gae import gae_advantages
 from octetrl.algorithms.ppo import ppo_returns
 from octetrl.algorithms.sequences import last_of_each
@@ -24,6 +27,7 @@ from octetrl.records import (
     Completion,
     FinishReason,
     MicroBatch,
+    PackedBatch,
     Rollout,
     RolloutGroup,
     RolloutStatus,
@@ -35,9 +39,13 @@ from octetrl.rollout.samples import to_samples
 from octetrl.system.errors import UserError
 from octetrl.trainer.critic import Critic, explained_variance
 from octetrl.trainer.packing import PackingLayout, pack
+from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.prepared import MetricMeans, PreparedMicroBatch
-from octetrl.trainer.scalar_trainer import ScalarPart
+from octetrl.trainer.reward_trainer import RewardTrainer, pair_ends
+from octetrl.trainer.scalar_trainer import ScalarPart, ScalarState
 from tests.objectives import objective
+from tests.team import run_team, share_of
+from tests.unit.trainer.same_state import NORM, copy_of, owned_part
 from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples
 
 
@@ -95,28 +103,24 @@ def gradients(critic: Critic, micro_batches: Sequence[MicroBatch], denominator: 
     return [slot.gradient.clone() for slot in trainer.optimizer.slots]
 
 
-def test_codes_that_are_made_anew_change_no_bit_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_that_are_remade_change_no_bit_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a step that failed."""
     micro_batches, denominator = packed(random_samples(5))
     results = []
     for weight_codes in ("kept", "remade"):
-        critic, held = tiny_critic(FP8, weight_codes=weight_codes), set()
-        model, clip = critic.scalar_trainer.model, critic.scalar_trainer.optimizer.clip_gradients
+        critic, held = tiny_critic(FP8, weight_codes=weight_codes), []
+        linears = [linear for _, linear in critic.scalar_trainer.model.float8_linears()]
+        optimizer, clip = critic.scalar_trainer.optimizer, critic.scalar_trainer.optimizer.clip_gradients
+        for result in (clip, lambda: torch.tensor(torch.nan)):
 
-        def has_codes(model: ScalarDecoder = model) -> bool:
-            return all(linear.has_codes for _, linear in model.float8_linears())
+            def clipped(result: Any = result, held: list[bool] = held, linears: Any = linears) -> Tensor:
+                held.append(all(linear.has_codes for linear in linears))
+                return result()
 
-        def clipped(clip: Any = clip, held: set[bool] = held, has_codes: Any = has_codes) -> Tensor:
-            held.add(has_codes())
-            return clip()
-
-        monkeypatch.setattr(critic.scalar_trainer.optimizer, "clip_gradients", clipped)
-        metrics = step(critic, micro_batches, denominator)
-        assert held == {weight_codes == "kept"} and has_codes()
-        results.append((metrics, list(critic.state().weights.values())))
-        monkeypatch.setattr(critic.scalar_trainer.optimizer, "clip_gradients", lambda: torch.tensor(torch.nan))
-        with pytest.raises(NonFiniteError):
-            step(critic, micro_batches, denominator)
-        assert has_codes()
+            monkeypatch.setattr(optimizer, "clip_gradients", clipped)
+            with nullcontext() if result == clip else pytest.raises(NonFiniteError):
+                results.append((step(critic, micro_batches, denominator), list(critic.state().weights.values())))
+            assert held.pop() == (weight_codes == "kept") and all(linear.has_codes for linear in linears)
     assert results[0][0] == results[1][0]
     assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))
 
@@ -143,10 +147,12 @@ def test_the_gradient_is_that_of_the_formula_sequence_by_sequence() -> None:
         torch.testing.assert_close(gradient, one, rtol=1e-3, atol=3e-6)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "layer"])
-def test_neither_packing_nor_micro_batches_change_the_gradient(checkpointing: str) -> None:
-    critic, samples = tiny_critic(dtype=torch.float32, checkpointing=checkpointing), random_samples(6)
-    whole, parts = (gradients(critic, *packed(samples, tokens)) for tokens in (512, 32))
+def test_neither_packing_nor_checkpointing_changes_the_gradient() -> None:
+    samples = random_samples(6)
+    whole, parts = (
+        gradients(tiny_critic(dtype=torch.float32, checkpointing=checkpointing), *packed(samples, tokens))
+        for checkpointing, tokens in (("none", 512), ("layer", 32))
+    )
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=3e-6)
 
@@ -212,21 +218,16 @@ def test_several_updates_on_one_batch_stop_at_the_clip(value_clip: float | None)
         assert clipped > 0.5 and 0.05 < moved < 0.2
 
 
-@pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])
-def test_its_state_comes_back_bit_for_bit(fp8: Fp8Config) -> None:
-    critic, micro_batches = tiny_critic(fp8), packed(random_samples(6))
+def test_the_critics_state_comes_back_bit_for_bit_and_anothers_is_refused() -> None:
+    critic, micro_batches = tiny_critic(FP8), packed(random_samples(6))
     step(critic, *micro_batches)
-    other = tiny_critic(fp8)
-    other.load_state(critic.state())
+    other = tiny_critic(FP8)
+    state = critic.state()
+    other.load_state(state)
     assert step(other, *micro_batches) == step(critic, *micro_batches)
     ours, theirs = critic.state(), other.state()
     for tensors, given in ((ours.weights, theirs.weights), (ours.optimizer, theirs.optimizer)):
         assert all(torch.equal(tensors[name], given[name]) for name in tensors)
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    critic = tiny_critic()
-    state = critic.state()
     weights = {name: tensor for name, tensor in state.weights.items() if name != "score.weight"}
     with pytest.raises(UserError, match=r"'score\.weight' is missing"):
         critic.load_state(type(state)(weights, state.optimizer))
@@ -276,3 +277,146 @@ def test_values_and_returns_are_of_the_whole_batch_in_its_order() -> None:
             torch.where(last_N, one.micro_batch.advantages_N, 0.0), one.values_N, last_N, 1.0, 0.8
         )
         assert torch.equal(one.returns_N, expected_N + one.values_N)
+
+
+# ---------------------------------------------------------------- reward models
+
+
+def pairs(count: int, seed: int = 0) -> list[Sample]:
+    """Chosen answers hold even tokens, rejected ones odd; either may come first."""
+    draw, samples = random.Random(seed), random_samples(2 * count, seed, policy_version=None)
+    found: list[Sample] = []
+    for index in range(count):
+        sides = []
+        for parity, sample in enumerate(samples[2 * index : 2 * index + 2]):
+            tokens = tuple(2 * (token // 2) + parity for token in sample.token_ids)
+            sides.append(Sample(tokens, sample.loss_mask, None, 1.0, None, pair=index, chosen=parity == 0))
+        draw.shuffle(sides)
+        found += sides
+    return found
+
+
+def tiny_reward_trainer(
+    model: ScalarDecoder | None = None,
+    fp8: Fp8Config = BF16,
+    *,
+    lr: float = 1e-3,
+    peers: Peers = ALONE,
+    **config: object,
+) -> RewardTrainer:
+    trainer = TrainerConfig(
+        optimizer=OptimizerConfig(lr=lr, max_grad_norm=1e9), **{"tokens_per_micro_batch": 64} | config
+    )
+    loss = partial(bradley_terry_loss, center=0.0)
+    return RewardTrainer(model or tiny_scalar_model(fp8), trainer, loss, total_steps=10, seed=3, peers=peers)
+
+
+def packed_pairs(samples: list[Sample], tokens: int = 64, minibatches: int = 1) -> PackedBatch:
+    return pack(samples, PackingLayout(tokens, minibatches), "token")
+
+
+def test_a_pair_shares_a_micro_batch_and_stands_side_by_side() -> None:
+    samples = pairs(9)
+    batch = packed_pairs(samples, 48, 2)
+    assert len(batch.minibatches) == 2 and sum(map(len, batch.minibatches)) > 4
+    texts = {(sample.pair, sample.chosen): sample.token_ids for sample in samples}
+    met = []
+    for micro_batch in (m for minibatch in batch.minibatches for m in minibatch):
+        sequences = [
+            tuple(ids.tolist()) for ids in micro_batch.token_ids_T.split(micro_batch.cu_seqlens_B1.diff().tolist())
+        ]
+        rows = pair_ends(micro_batch).tolist()
+        last = [int(end) - 1 for end in micro_batch.cu_seqlens_B1[1:]]
+        chosen, rejected = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        for good, bad in zip(chosen, rejected, strict=True):
+            met.append((sequences[last.index(good)], sequences[last.index(bad)]))
+    assert sorted(met) == sorted((texts[index, True], texts[index, False]) for index in range(9))
+
+
+def test_a_reward_models_loss_is_that_of_the_formula_pair_by_pair() -> None:
+    model, samples = tiny_scalar_model(dtype=torch.float32), pairs(5)
+    rewards = {}
+    for sample in samples:
+        tokens_T = torch.tensor(sample.token_ids)
+        context = PackedContext(torch.tensor([0, len(tokens_T)], dtype=torch.int32), len(tokens_T))
+        hidden_TE = model(tokens_T, torch.arange(len(tokens_T)), context).detach().double()
+        rewards[sample.pair, sample.chosen] = hidden_TE[-1] @ model.score.weight[0].detach().double()
+    margins = torch.stack([rewards[index, True] - rewards[index, False] for index in range(5)])
+    metrics = tiny_reward_trainer(model).train(packed_pairs(samples)).metrics
+    assert metrics["loss"] == pytest.approx(float((1 + (-margins).exp()).log().mean()), rel=1e-4)
+    assert metrics["preference/accuracy"] == pytest.approx(float((margins > 0).double().mean()))
+    assert metrics["preference/margin"] == pytest.approx(float(margins.mean()), rel=1e-4)
+    assert metrics["train/pairs"] == 5
+
+
+def test_packing_changes_no_step() -> None:
+    whole, parts = (
+        tiny_reward_trainer(tiny_scalar_model(dtype=torch.float32)).train(packed_pairs(pairs(6), tokens)).metrics
+        for tokens in (512, 48)
+    )
+    for name in ("loss", "grad_norm", "preference/margin"):
+        assert whole[name] == pytest.approx(parts[name], rel=1e-4)
+
+
+def test_it_learns_which_is_better() -> None:
+    trainer = tiny_reward_trainer(fp8=FP8)
+    for seed in range(12):
+        trainer.train(packed_pairs(pairs(8, seed)))
+    metrics = trainer.train(packed_pairs(pairs(24, 99))).metrics
+    assert metrics["preference/accuracy"] > 0.9 and metrics["preference/margin"] > 1.0
+    assert trainer.policy_version == 13 and trainer.weights_are_whole
+
+
+def test_a_reward_trainers_state_comes_back_bit_for_bit() -> None:
+    trainer, other = tiny_reward_trainer(), tiny_reward_trainer()
+    trainer.train(packed_pairs(pairs(4)))
+    other.load_state(trainer.state(), trainer.policy_version)
+    ours, theirs = (one.train(packed_pairs(pairs(4, 1), 64, 2)) for one in (trainer, other))
+    timeless = [{n: v for n, v in update.metrics.items() if "per_second" not in n} for update in (ours, theirs)]
+    assert timeless[0] == timeless[1] and ours.policy_version == theirs.policy_version == 2
+
+
+def test_only_the_first_layers_run_again() -> None:
+    forwards: list[int] = []
+    model = tiny_scalar_model(BF16)
+    trainer = tiny_reward_trainer(model, activation_checkpointing="layer", checkpointed_layers=1)
+    layers = model.layers
+    for index, layer in enumerate(layers):
+        layer.attention.register_forward_hook(lambda *_, index=index: forwards.append(index))
+    trainer.train(packed_pairs(pairs(1)))
+    assert len(layers) > 1 and sorted(forwards) == sorted([*range(len(layers)), 0])
+
+
+def test_nothing_to_learn_from_changes_nothing() -> None:
+    update = tiny_reward_trainer().train(packed_pairs([]))
+    assert update.policy_version == 0 and update.metrics == {"train/skipped": 1.0}
+
+
+def test_samples_without_pairs_are_refused() -> None:
+    with pytest.raises(AssertionError, match="preference pairs"):
+        tiny_reward_trainer().train(packed_pairs(random_samples(2, policy_version=None)))
+
+
+def test_several_workers_train_one_reward_model() -> None:
+    """Each update of the team begins at the state that the one worker had before it."""
+    given = [packed_pairs(pairs(7, seed), 48) for seed in range(3)]
+    states: list[ScalarState] = []
+
+    def work(peers: Peers) -> list[dict[str, float]]:
+        trainer = tiny_reward_trainer(fp8=FP8, peers=peers)
+        metrics = []
+        for step, batch in enumerate(given):
+            state = trainer.state()
+            if peers.share.count == 1:
+                states.append(copy_of(state))
+            else:
+                trainer.load_state(owned_part(states[step], state, trainer.scalar_trainer), step)
+            metrics.append(dict(trainer.train(share_of(batch, peers)).metrics))
+        return metrics
+
+    alone, teams = work(ALONE), run_team(2, work, gradients="sharded")
+    for step, want in enumerate(alone):
+        for metrics in teams:
+            assert metrics[step].keys() == want.keys()
+            for key in want.keys() - {"train/tokens_per_second"}:
+                assert metrics[step][key] == pytest.approx(want[key], rel=NORM, abs=1e-7), key

@@ -14,7 +14,7 @@ from octetrl.trainer.optimizer import learning_rate
 from octetrl.trainer.packing import pack
 from octetrl.trainer.streamed import StreamedCall
 from tests.e2e.tiny_run import make_model, tiny_recipe
-from tests.unit.trainer.test_reward_trainer import packed, pairs, tiny_reward_trainer
+from tests.unit.trainer.test_critic import packed_pairs, pairs, tiny_reward_trainer
 from tests.unit.trainer.tiny_trainer import random_samples, tiny_trainer
 
 
@@ -86,6 +86,6 @@ def test_each_trainer_follows_the_step_of_its_batch() -> None:
     found = [
         trainer.train(batch, KVReplay(), None),
         streamed.finish(batch, KVReplay(), None),
-        rewards.train(replace(packed(pairs(4)), step=10)),
+        rewards.train(replace(packed_pairs(pairs(4)), step=10)),
     ]
     assert [update.metrics["lr"] for update in found] == pytest.approx([0.1] * 3)

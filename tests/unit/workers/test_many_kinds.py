@@ -27,7 +27,7 @@ from tests.objectives import objective
 from tests.parity.short_run import worker_of
 from tests.parity.sides import PRECISIONS
 from tests.team import run_team
-from tests.unit.trainer.test_reward_trainer import pairs
+from tests.unit.trainer.test_critic import pairs
 from tests.unit.trainer.tiny_trainer import random_samples
 from tests.unit.workers.test_checkpoint_state import MOE, SPEC
 
