@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.quantize import (
     Quantized,
     dequantize_activation,
@@ -21,7 +22,10 @@ from octetrl.fp8.quantize import (
     quantize_weight_reference,
 )
 from octetrl.fp8.relative_error import relative_error
+from octetrl.layers.embedding import Embedding
 from octetrl.layers.linear import Float8Linear
+from octetrl.layers.many_linears import LinearRows, adopt_codes, quantize_rows, requantize
+from octetrl.layers.stacked import Float8StackedLinear
 from octetrl.layers.unquantized_linear import Linear
 
 
@@ -245,3 +249,107 @@ def test_no_rows() -> None:
     assert y.shape == (0, 30)
     y.sum().backward()
     assert linear.weight.grad.eq(0).all() and Linear(40, 30)(x).shape == (0, 30)
+
+
+# ---------------------------------------------------------------- the embedding, whose gradient is summed in float32
+
+
+def test_rows_and_gradient_equal_torch() -> None:
+    embedding = Embedding(11, 4, dtype=torch.float32, device="cpu")
+    torch.nn.init.normal_(embedding.weight)
+    token_ids_T = torch.tensor([3, 3, 0, 10])
+    dy_TE = torch.randn(4, 4)
+    reference = embedding.weight.detach().clone().requires_grad_()
+    torch.nn.functional.embedding(token_ids_T, reference).backward(dy_TE)
+    embedding(token_ids_T).backward(dy_TE)
+    assert torch.equal(embedding(token_ids_T), embedding.weight[token_ids_T])
+    assert embedding.weight.grad is not None
+    torch.testing.assert_close(embedding.weight.grad, reference.grad)
+
+
+def test_a_frequent_token_does_not_stop_growing_in_bfloat16() -> None:
+    embedding = Embedding(2, 1, dtype=torch.bfloat16, device="cpu")
+    embedding(torch.zeros(4096, dtype=torch.int64)).backward(torch.ones(4096, 1, dtype=torch.bfloat16))
+    assert embedding.weight.grad is not None and embedding.weight.grad[0].item() == 4096
+
+
+# ---------------------------------------------------------------- many linears at once
+
+
+def linears(seed: int = 0) -> dict[str, Float8Linear]:
+    """Of several shapes and both roundings of scales; experts whose rows are whole blocks, and others."""
+    made: dict[str, Float8Linear] = {
+        "plain": Float8Linear(64, 300),
+        "power": Float8Linear(160, 128, power_of_two=True),
+        "experts": Float8StackedLinear(32, 128, 3),
+        "ragged experts": Float8StackedLinear(32, 72, 3),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    for linear in made.values():
+        assert linear.weight is not None
+        linear.weight.data.normal_(generator=generator)
+    return made
+
+
+def assert_equal(ours: dict[str, Float8Linear], theirs: dict[str, Float8Linear]) -> None:
+    for name, linear in ours.items():
+        assert torch.equal(linear.codes.view(torch.uint8), theirs[name].codes.view(torch.uint8)), name
+        assert torch.equal(linear.scale, theirs[name].scale), name
+
+
+def test_all_are_requantized_in_place() -> None:
+    ours, theirs = linears(), linears()
+    ours["plain"].requantize()
+    ours["plain"].release_codes()
+    ours["power"].codes_transposed = torch.zeros(160, 128, dtype=torch.float8_e4m3fn)
+    versions = [linear.codes._version for linear in ours.values()]
+    requantize(ours)
+    for linear in theirs.values():
+        linear.requantize()
+    assert_equal(ours, theirs)
+    assert torch.equal(ours["power"].codes_transposed.view(torch.uint8), ours["power"].codes.t().view(torch.uint8))
+    for linear, version in zip(ours.values(), versions, strict=True):
+        linear.check_codes()
+        assert linear.codes._version > version, "values that were decoded before are renewed"
+
+
+def test_rows_of_several_workers_make_the_whole() -> None:
+    ours, theirs = linears(), linears()
+    requantize(theirs)
+    for part in range(2):
+        parts = {}
+        for name, linear in ours.items():
+            unit = linear.rows_per_unit if isinstance(linear, Float8StackedLinear) else 128
+            assert linear.weight is not None
+            rows = slice(0, unit) if part == 0 else slice(unit, None)
+            parts[name] = LinearRows(linear, part * unit, linear.weight.detach()[rows])
+        quantize_rows({name: one for name, one in parts.items() if len(one.rows_RK)})
+    assert_equal(ours, theirs)
+
+
+def test_codes_of_others_are_adopted_and_transposed() -> None:
+    ours, theirs = linears(), linears()
+    requantize(theirs)
+    for name, linear in ours.items():
+        linear.codes.view(torch.uint8).copy_(theirs[name].codes.view(torch.uint8))
+        linear.codes_transposed = None if name == "experts" else torch.zeros_like(linear.codes.t().contiguous())
+        with pytest.raises(RuntimeError, match="stale"):
+            linear.check_codes()
+    adopt_codes(ours.values())
+    for linear in ours.values():
+        linear.check_codes()
+        if linear.codes_transposed is not None:
+            assert torch.equal(linear.codes_transposed.view(torch.uint8), linear.codes.t().view(torch.uint8))
+    assert ours["experts"].codes_transposed is None
+
+
+@pytest.mark.parametrize("name", ["power", "ragged experts"])
+def test_a_weight_among_many_that_is_not_finite_is_named(name: str) -> None:
+    ours = linears()
+    weight = ours[name].weight
+    assert weight is not None
+    weight.data[3, 5] = torch.inf
+    with pytest.raises(NonFiniteError, match=name):
+        requantize(ours)
+    with pytest.raises(RuntimeError, match="stale"):
+        ours[name].check_codes()
