@@ -217,12 +217,11 @@ class ProcessGroupPeers(WholeModel):
         try:
             if self._device.type != "cuda":
                 return ProcessGroupGloo(store, rank, count, timedelta(seconds=self._deadline_seconds))
-            from torch.distributed import ProcessGroupNCCL  # only CUDA builds of torch have it
-
-            options = ProcessGroupNCCL.Options()
+            nccl = torch.distributed.ProcessGroupNCCL  # only CUDA builds of torch have it
+            options = nccl.Options()
             options._timeout = timedelta(seconds=2 * self._deadline_seconds)  # ours comes first and names the phase
             with torch.cuda.device(self._device):
-                return ProcessGroupNCCL(store, rank, count, options)
+                return nccl(store, rank, count, options)
         except RuntimeError as error:
             raise self._lost("connect", self._deadline_seconds, error) from error
 

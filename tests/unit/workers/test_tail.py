@@ -35,17 +35,21 @@ CHANGES: dict[str, Any] = {
     "trainer.optimizer.decay": "linear",  # so that equal metrics are those of equal steps
     "algorithm": {"name": "grpo", "token_weighting": "sequence", "drop_zero_variance": False},
 }
+PAUSE = 0.015
 ONLY_WITH = {"rollout/moved_answers", "train/beside_tail_share"}
 
 
 @pytest.fixture(autouse=True)
-def always_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+def pause(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """There is always a tail. The seconds before each forward, so that rewards arrive before the last answer has
+    ended; 0 for a run that waits for all."""
     monkeypatch.setattr(tail, "TAIL_SHARE", 1.5)
+    seconds = [PAUSE]
     advance, nobody_waits = Session._advance, threading.Event()
     nobody_waits.set()
 
     def slowly(self: Session) -> Any:
-        time.sleep(0.015)  # so that rewards arrive before the last answer has ended
+        time.sleep(seconds[0])
         nobody_waits.wait(60.0)
         return advance(self)
 
@@ -60,6 +64,7 @@ def always_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "_advance", slowly)
     monkeypatch.setattr(RewardRound, "advance", until_done)
     monkeypatch.setattr(sampler, "LINGER_SECONDS", 0.0)
+    return seconds
 
 
 def start_rewards(run: Run) -> None:
@@ -98,7 +103,7 @@ def weights_of(run: Run) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize(("count", "precision"), [(2, "fp8_full"), (3, "bf16")])
 def test_a_streamed_step_has_the_bits_of_one_that_waits(
-    count: int, precision: str, model: Path, tmp_path: Path, backwards: dict[int, list[MicroBatch]]
+    count: int, precision: str, model: Path, tmp_path: Path, backwards: dict[int, list[MicroBatch]], pause: list[float]
 ) -> None:
     changes = {**CHANGES, "precision": precision, "steps": 1}
     with run_on(count, model, tmp_path, beside_tail=True, **changes) as run:
@@ -110,6 +115,7 @@ def test_a_streamed_step_has_the_bits_of_one_that_waits(
     assert line["mismatch/max_abs_diff"] == 0.0
     assert line["rollout/moved_answers"] > 0 and line["train/beside_tail_share"] > 0
     assert verbs.count("withdraw") == count - 1 and all(parts)
+    pause[0] = 0.0
     with run_on(count, model, tmp_path, **changes) as run:
         _calibrate_first(run)
         samples = to_samples(produce(run, 1).kept, run.algorithm)
@@ -127,7 +133,9 @@ def test_a_streamed_step_has_the_bits_of_one_that_waits(
 
 
 @pytest.mark.parametrize("refills", [0, 1])
-def test_a_step_draws_the_same_and_measures_the_same(refills: int, model: Path, tmp_path: Path) -> None:
+def test_a_step_draws_the_same_and_measures_the_same(
+    refills: int, model: Path, tmp_path: Path, pause: list[float]
+) -> None:
     """Without equal micro-batches, and with a denominator that is not known before: up to rounding. Refills open
     further sessions in the step, and some groups are not kept."""
     algorithm = {**CHANGES["algorithm"], "token_weighting": "token", "kl_coefficient": 0.1, "max_refills": refills}
@@ -137,9 +145,11 @@ def test_a_step_draws_the_same_and_measures_the_same(refills: int, model: Path, 
     def keeps(group: RolloutGroup) -> bool:
         return not refills or sum(map(len, (one.text for one in group.rollouts))) % 3 > 0
 
+    pause[0] = 0.0
     with run_on(2, model, tmp_path, **changes) as run:
         run = replace(run, algorithm=replace(run.algorithm, keeps=keeps))
         expected, lines = steps_of(run, 1)
+    pause[0] = PAUSE
     with run_on(2, model, tmp_path, beside_tail=True, **changes) as run:
         start_rewards(run)
         run = replace(run, algorithm=replace(run.algorithm, keeps=keeps))
@@ -153,11 +163,15 @@ def test_a_step_draws_the_same_and_measures_the_same(refills: int, model: Path, 
         assert_same_measures(*({n: v for n, v in one.items() if n not in packing} for one in (mine, line)))
 
 
-def test_a_step_whose_worker_dies_is_drawn_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_worker_dies_is_drawn_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: list[float]
+) -> None:
     """The run draws what one draws that nobody kills, with the tail or without. The learning rate is 0."""
     steps = {"steps": 2, "checkpoint.every": 1, "cluster.cpus": 2, "cluster.device": "auto", "precision": "bf16"}
     changes = {**CHANGES, **steps, "trainer.optimizer.lr": 0.0, "rollout.prompts_per_step": 3}
+    pause[0] = 0.0
     run_with(RunTeam, recipe_tree(model, tmp_path / "whole", changes), monkeypatch)
+    pause[0] = PAUSE
     killed = {"rollout.learn_beside_tail": True, "cluster.max_restarts": 1}
     team = struck((1, "finish_update", 1))  # in the second step, when all has been trained on
     run_with(team, recipe_tree(model, tmp_path / "killed", changes | killed), monkeypatch)
