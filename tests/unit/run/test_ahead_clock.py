@@ -130,7 +130,7 @@ class Line:
         self.clock.sleep(self._draws[step - 1])
         self.drawn += 1
         sample = Sample((1,), (True,), (-1.0,), 0.0, version)
-        return SimpleNamespace(groups=[sample], kept=[sample], counts={}, measured={})
+        return SimpleNamespace(groups=[sample], kept=[sample], counts={}, measured={}, reward_times=None)
 
     def _learn(self, run: Any, _: list[Sample], step: int) -> dict[str, float]:
         self.clock.sleep(self._learns[step - 1])
