@@ -1,17 +1,21 @@
-"""Ctrl-C, once and twice, as early as the imports: every verb ends with 130 and a word, and leaves no traceback."""
+"""Ctrl-C, once and twice, as early as the imports: every verb ends with 130 and a word, and leaves no traceback and no
+bars on a terminal."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.e2e.terminal import run_on_terminal, screen
 from tests.e2e.tiny_run import recipe_tree
 
 REPOSITORY = Path(__file__).parents[2]
@@ -159,3 +163,36 @@ sys.exit(3)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
     assert (done.returncode, done.stdout) == (3, "no problems\n")
     assert done.stderr == (f"octetrl: ended with threads that still ran: {name}\n" if name else "")
+
+
+def test_the_small_terminal() -> None:
+    assert screen(b"one\r\ntwo\x1b[2K\rthree\x1b[1A\r\x1b[2Kfour\n", 80) == ["four", "three"]
+    assert screen(b"abcdef\r\n\x1b[31mred\x1b[0m", 4) == ["abcd", "ef", "red"]
+
+
+def test_a_run_that_is_stopped_twice(model: Path, tmp_path: Path) -> None:
+    changes = {"steps": 400, "logging.console": "auto", "rollout.max_new_tokens": 24}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_tree(model, Path("run"), changes)))
+    bottoms, pressed = set[str](), 0
+
+    def on_screen(lines: list[str], press: Callable[[], None]) -> None:
+        nonlocal pressed
+        bottoms.update(re.findall(r"^  (\w+)[ \d/]+[━─]{8}", "\n".join(lines[-4:]), re.MULTILINE))
+        steps = any(line.startswith("step ") for line in lines) and {"rollout", "train", "step"} <= bottoms
+        stops = any("stopping after this step" in line for line in lines)
+        if (steps and pressed == 0) or (stops and pressed == 1):
+            pressed += 1
+            press()
+
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "octetrl", "train", "r.yaml"]
+    ended = run_on_terminal(command, tmp_path, environment, on_screen)
+    text = "\n".join(ended.screen)
+    assert ended.code == 130, text
+    assert ended.received.startswith(b"  loading PyTorch\r") and "PyTorch" not in text, text
+    assert {"rollout", "train", "step"} <= bottoms
+    assert ended.shows_cursor and not re.search("[━─]", text), text
+    *_, last, empty = ended.screen
+    assert empty == "" and "Traceback" not in text
+    assert re.match(r"octetrl: stopped", last) or "is saved; continue with" in text.replace("\n", ""), text
+    assert pressed == 2

@@ -38,7 +38,7 @@ from octetrl.workers.status import STATUS_FILE
 from octetrl.workers.team import Deadlines, WorkerLost
 from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.grid import WIDE
-from tests.unit.backends.vllm_workers import build_worker_with_double
+from tests.unit.backends.vllm_double import build_worker_with_double
 from tests.unit.workers.paused_worker import build_paused_worker, pause_file
 from tests.unit.workers.test_tail import CHANGES as OF_A_TAIL
 from tests.unit.workers.thread_team import run_on, steps_of, unspread

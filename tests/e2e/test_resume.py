@@ -337,3 +337,99 @@ def test_a_recipe_begins_from_a_run(model: Path, tmp_path: Path) -> None:
     assert all(torch.equal(first[name], branch[name]) for name in first)
     assert any(not torch.equal(first[name], later[name]) for name in first)
     assert "checkpoints/step_000001" in (tmp_path / "branch/config.yaml").read_text()
+
+
+Finished = Callable[[str], Path]
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> str:
+    """Of one step with a learning rate that warms up, so that the start of the schedule is seen."""
+    changes = {"precision": "fp8_full", "steps": 1, "seed": 9, "trainer.optimizer.warmup_steps": 4}
+    path = tmp_path / "r.yaml"
+    tree = recipe_tree(model, tmp_path / "run", changes)
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def test_a_branch_with_optimizer_and_one_without(recipe: str, finished: Finished, tmp_path: Path) -> None:
+    source = finished("fp8_full")
+    states, lines = {}, {}
+    for name, options in {"alone": [], "both": ["--with-optimizer"]}.items():
+        words = ["train", recipe, f"output_dir={tmp_path / name}", "--from", f"{source}@2", *options]
+        assert run_command(words) == 0
+        states[name] = load_file(tmp_path / name / "checkpoints" / "step_000001" / "optimizer.safetensors")
+        (lines[name],) = read_lines(tmp_path / name / "metrics.jsonl")
+    assert int(states["alone"]["step_count"]) == 1 and int(states["both"]["step_count"]) == 3
+    assert lines["alone"]["reward/mean"] == lines["both"]["reward/mean"]  # the same weights drew the same answers
+    assert lines["alone"]["lr"] == lines["both"]["lr"] == pytest.approx(1e-3 / 4)
+    assert all(line["mismatch/unequal_tokens"] == 0 for line in lines.values())
+    saved = yaml.safe_load((tmp_path / "both" / "config.yaml").read_text())
+    assert saved["model"]["path"].endswith("checkpoints/step_000002")
+
+
+def test_what_is_no_run_is_refused(
+    recipe: str, finished: Finished, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(finished("fp8_full"))
+    for options, says in [
+        (["--from", str(model)], "is no run, RUN@STEP or checkpoint; for another model set model.path"),
+        (["--from", f"{source}@7"], "the run has no checkpoint of step 7; it has 2, 3"),
+        (["--from", source, "model.path=x"], "--from: 'model.path=x' names other weights"),
+        (["--with-optimizer"], "--with-optimizer: it belongs to --from RUN"),
+    ]:
+        assert run_command(["train", recipe, *options]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1, error
+    assert not (tmp_path / "run").exists()
+
+
+TASKS = Path(__file__).with_name("sums.jsonl")
+DRAFTED: dict[str, Any] = {
+    "engine.speculation": {"name": "ngram", "ngrams": [2, 1], "min_gain": 0.0, "max_draft_tokens": 3},
+    "engine.max_batch": 32,
+    "environment.eval_size": 1,
+    "evaluation.every": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": 4,
+    "steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def drafting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that meets two tasks again and again."""
+    folder = tmp_path_factory.mktemp("drafted")
+    (folder / "tasks.jsonl").write_text("".join(TASKS.read_text().splitlines(keepends=True)[1:4]))
+    run(model, folder / "run", DRAFTED | {"environment.dataset": str(folder / "tasks.jsonl")})
+    return folder / "run"
+
+
+def resumed(model: Path, drafting: Path, folder: Path, drafted: dict[str, Any] = DRAFTED) -> list[dict[str, Any]]:
+    """The metrics of a run that goes on from step 3 of `drafting`, with the rollouts and evaluations that it finds."""
+    shutil.rmtree(folder / "checkpoints/step_000004")
+    changes = drafted | {"environment.dataset": str(drafting.parent / "tasks.jsonl")}
+    train(tiny_recipe(model, folder, changes), resume=True)
+    drawn = [[row["token_ids"] for row in read_lines(one / "rollouts/step_000004.jsonl")] for one in (folder, drafting)]
+    assert drawn[0] == drawn[1]
+    return timeless(read_lines(folder / "metrics.jsonl"))
+
+
+def test_a_resumed_run_makes_the_same_drafts(model: Path, drafting: Path, tmp_path: Path) -> None:
+    shutil.copytree(drafting, tmp_path / "run")
+    metrics = resumed(model, drafting, tmp_path / "run")
+    assert metrics == timeless(read_lines(drafting / "metrics.jsonl"))
+    assert metrics[-1]["rollout/drafted_tokens"] > 0
+
+
+def test_answers_that_cannot_be_read_are_named(
+    model: Path, drafting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts = shutil.copytree(drafting, tmp_path / "run") / "rollouts"
+    (rollouts / "step_000001.jsonl").unlink()
+    (rollouts / "step_000003.jsonl").write_text("{")
+    metrics = resumed(model, drafting, tmp_path / "run")
+    assert metrics[-1] != timeless(read_lines(drafting / "metrics.jsonl"))[-1], "fewer answers, other drafts"
+    said = capsys.readouterr().err
+    assert f"{rollouts} has no rollouts of step 1: no drafts are made from their answers" in said
+    assert f"{rollouts / 'step_000003.jsonl'}, line 1: " in said and "no drafts are made from its answers" in said

@@ -27,7 +27,7 @@ from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.gpu import vllm_smoke
 from tests.grid import WIDE
 from tests.parity.short_run import worker_of
-from tests.unit.backends.vllm_workers import CountingDouble, build_double
+from tests.unit.backends.vllm_double import CountingDouble, build_double
 from tests.unit.workers.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
 
 CASES: dict[str, dict[str, Any]] = {"answers": {}, "turns": TALK, "fp8 rollout": {"precision": "fp8_rollout"}}

@@ -38,8 +38,7 @@ from octetrl.workers.build_engine import build_vllm
 from tests.grid import smallest_shape
 from tests.parity.sides import PRECISIONS
 from tests.unit.backends.setting import CONTEXT_LENGTH, SPEC, Letters
-from tests.unit.backends.vllm_double import VllmDouble, tensors_of
-from tests.unit.backends.vllm_modules import installed_vllm
+from tests.unit.backends.vllm_double import VllmDouble, installed_vllm, tensors_of
 from tests.unit.config.test_validate import recipe_with
 
 GIB = 1 << 30

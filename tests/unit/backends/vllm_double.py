@@ -16,18 +16,29 @@ preempts a request, and prefills any prompt in the forward that samples its firs
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.names import attention_name, vllm_name
+from octetrl.backends.vllm.ranks import Ranks
+from octetrl.config.backends import VLLM_VERSION
+from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.models.decoder import Decoder
 from octetrl.shapes.spec import ModelSpec
+from octetrl.workers import build_engine
+from octetrl.workers.build import BuiltWorker, build_worker
 
 VOCABULARY_PAD = 64  # vLLM pads the rows of embedding and lm_head to a multiple of it
 
@@ -234,3 +245,63 @@ class VllmDouble:
 
     def collective_rpc(self, method: Callable[[Any], Any]) -> list[Any]:
         return [method(SimpleNamespace(model_runner=SimpleNamespace(kv_caches=self.cached)))]
+
+
+class CountingDouble(VllmDouble):
+    """Counts how often it slept. On ranks its forwards meet: all must run the same requests."""
+
+    sleeps = 0
+    ranks: Ranks | None = None
+
+    def step(self) -> list[Any]:
+        outputs = super().step()
+        if self.ranks is not None:
+            met = self.ranks.commands.gather_records([one.name for one in self.launched or ()], "forward")
+            assert all(names == met[0] for names in met), f"the ranks run different forwards: {met}"
+        return outputs
+
+    def sleep(self, level: int = 1) -> None:
+        self.sleeps += 1
+        super().sleep(level)
+
+
+def build_double(
+    recipe: Recipe,
+    spec: ModelSpec,
+    *,
+    policy: PrecisionPolicy,
+    tokenizer: Any,
+    ranks: Ranks | None = None,
+    **_: Any,
+) -> VllmBackend:
+    """In place of `build_vllm` of workers/build_engine.py."""
+    shapes = Decoder(spec.whole, policy, "train", device="meta", backend="emulated")
+    ours = {name: one.detach() for name, one in shapes.named_parameters()}
+    context = recipe.model.context_length
+    how = {"vocab_size": spec.vocab_size, "num_pages": 256, "max_model_len": context}
+    double = CountingDouble(tensors_of(spec, policy, ours, spec.tensor.size), **how)
+    double.ranks = ranks
+    settings: dict[str, Any] = {"config": recipe.engine, "context_length": context, "tokenizer": tokenizer}
+    return VllmBackend(double, spec=spec, policy=policy, ranks=ranks, **settings)
+
+
+def build_worker_with_double(*arguments: Any, **settings: Any) -> BuiltWorker:
+    """In place of `build_worker`, in a process of its own."""
+    build_engine.build_vllm = build_double  # type: ignore[assignment]
+    return build_worker(*arguments, **settings)
+
+
+@contextmanager
+def installed_vllm(monkeypatch: pytest.MonkeyPatch, contents: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """`contents`: the names of each module. Environment variables that are set within are gone afterwards."""
+    for name, names in contents.items():
+        module = ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("octetrl.config.backends.version", lambda _: VLLM_VERSION)
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)

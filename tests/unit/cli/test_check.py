@@ -1,16 +1,29 @@
+"""`octetrl check`: what it shows of a recipe, the device, and the headers of weight files that no loader would take."""
+
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from octetrl.models.families import spec_from_config
+from octetrl.cli.check_files import file_problems
+from octetrl.cli.check_machine import Device, find_device, missing_fp8
+from octetrl.cli.main import run_command
+from octetrl.config.load import load_recipe
+from octetrl.config.schema import Recipe
+from octetrl.models.families import load_spec, spec_from_config
+from octetrl.models.weight_files import SCORE, SINGLE, pieces
 from octetrl.run.tiny_model import TOOL_TEMPLATE, save_tokenizer
 from octetrl.shapes.presets import preset_config
 from tests.unit.cli.conftest import Check
+from tests.unit.config.test_validate import recipe_with
 
 RECIPE = """
 precision: fp8_full
@@ -23,7 +36,7 @@ cluster: {device: cpu}
 @pytest.fixture
 def rehearsed(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe, the config.json of a tiny model with a tokenizer, and a file of tasks, in the working directory.
-    The model has no weights: `test_check_weights.py` looks at those."""
+    The model has no weights: `model` below has them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(RECIPE)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
@@ -280,3 +293,169 @@ def test_an_output_folder_that_holds_a_run_is_said_and_none_is_made(folder: Path
     assert code == 0 and "held already holds a run; only --resume continues it" in out
     check("output_dir=new/run")
     assert not (folder / "new").exists()
+
+
+A100 = "8.0, 81920, NVIDIA A100-SXM4-80GB"
+ANSWERS = (
+    (A100, ("NVIDIA A100-SXM4-80GB, 80.0 GiB", 80 << 30, "8.0")),
+    ("9.0, 143771, NVIDIA H200, odd", ("NVIDIA H200, odd, 140.4 GiB", 143771 << 20, "9.0")),
+    ("No devices were found", None),
+    ("8.0, [N/A], A GPU", None),
+)
+
+
+@pytest.mark.parametrize(("answer", "expected"), ANSWERS)
+def test_a_gpu_is_what_nvidia_smi_says(
+    answer: str, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    device = find_device(recipe_with(), None)
+    if expected is None:
+        assert not device.on_gpu
+    else:
+        assert device.on_gpu and (device.name, device.num_bytes, device.capability) == expected
+
+
+def test_fp8_on_a_gpu_that_has_none() -> None:
+    a100 = Device("A100, 80.0 GiB", True, 80 << 30, capability="8.0")
+    (text,) = missing_fp8(recipe_with(("precision", "fp8")), a100)
+    assert text == (
+        "fp8: A100, 80.0 GiB, has no block-scaled FP8 GEMM (compute capability 8.0, and a Hopper GPU has 9.0); use"
+        " precision=bf16, or fp8.emulate=true for its numbers without its speed"
+    )
+    (of_vllm,) = missing_fp8(recipe_with(("precision", "fp8_rollout"), ("engine.backend", "vllm")), a100)
+    assert of_vllm.endswith("use precision=bf16"), "vLLM does not emulate"
+    for recipe, device in (
+        (recipe_with(("precision", "bf16")), a100),
+        (recipe_with(("precision", "fp8"), ("fp8.emulate", True)), a100),
+        (recipe_with(("precision", "fp8"), ("cluster.address", "host:6379")), a100),
+        (recipe_with(("precision", "fp8")), Device("H100", True, 80 << 30, capability="9.0")),
+        (recipe_with(("precision", "fp8")), Device("a GPU", True, 80 << 30)),
+        (recipe_with(("precision", "fp8")), Device("CPU", False, 80 << 30)),
+    ):
+        assert missing_fp8(recipe, device) == []
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
+def test_a_calibrated_cache_of_vllm_needs_hopper(capability: str) -> None:
+    """On others vLLM chooses an attention that may keep old scales."""
+    vllm, cache = ("engine.backend", "vllm"), ("fp8.kv_cache", "calibrated")
+    other = Device("A GPU, 80.0 GiB", True, 80 << 30, capability=capability)
+    (text,) = missing_fp8(recipe_with(("precision", "bf16"), vllm, cache), other)
+    assert text == (
+        "fp8.kv_cache: calibrated with engine.backend: vllm needs a Hopper GPU (compute capability 9.0), and A GPU,"
+        f" 80.0 GiB, has {capability}; elsewhere vLLM's attention may keep old scales; use none, or engine.backend:"
+        " octetrl"
+    )
+    hopper = Device("H100", True, 80 << 30, capability="9.0")
+    assert missing_fp8(recipe_with(("precision", "bf16"), vllm, cache), hopper) == []
+    assert missing_fp8(recipe_with(("precision", "bf16"), vllm), other) == []
+    assert missing_fp8(recipe_with(("precision", "bf16"), cache), other) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "assumed"),
+    [("models/Qwen3-8B", "qwen3-8b"), ("models/Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("models/Mine", None)],
+)
+def test_memory_before_the_model_is_downloaded(
+    model: str, assumed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = ["check", "grpo_math_qwen3-8b_1gpu_fp8-full", "--memory-gib", "80", "model.init=random"]
+    assert run_command([*there, f"model.path={model}"]) == 2
+    out, err = capsys.readouterr()
+    assert f"'{model}'" in err
+    assert ("memory: it needs" in err) == ("KV cache" in out) == (assumed is not None)
+    if assumed is not None:
+        Path(model).mkdir(parents=True)
+        (Path(model) / "config.json").write_text(json.dumps(preset_config(assumed)))
+        run_command([*there, f"model.path={model}"])
+        sections = [
+            text[text.index("  parameters") : text.index("rehearsal")] for text in (out, capsys.readouterr().out)
+        ]
+        assert sections[0] == sections[1] and f"not there; the shape of the preset {assumed} is assumed" in out
+
+
+OF_WEIGHTS = """
+model: {path: model}
+environment: {kind: jsonl, dataset: tasks.jsonl}
+cluster: {device: cpu}
+"""
+NORM, UP = "model.norm.weight", "model.layers.3.mlp.up_proj.weight"
+
+Headers = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
+
+
+def headers(folder: Path, *, scalar: bool = False) -> Headers:
+    return {piece.name: ("BF16", piece.shape) for piece in pieces(load_spec(folder, scalar=scalar), scalar=scalar)}
+
+
+def write(file: Path, tensors: Headers) -> None:
+    """A safetensors file of these headers, its tensors a hole: nobody may read them."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * 2
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(content)) + content)
+        stream.truncate(stream.tell() + end)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder beside a recipe, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(OF_WEIGHTS)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    folder = tmp_path / "model"
+    save_tokenizer(["a b"], folder)
+    (folder / "config.json").write_text(json.dumps(preset_config("tiny") | {"max_position_embeddings": 4096}))
+    write(folder / SINGLE, headers(folder))
+    return folder
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe("r.yaml", list(overrides))
+
+
+def the_problem(*overrides: str) -> str:
+    (problem,) = file_problems(recipe(*overrides), load_spec("model"))
+    assert "\n" not in problem
+    return problem
+
+
+def test_a_tensor_that_is_missing_is_named(model: Path) -> None:
+    assert not list(file_problems(recipe(), load_spec("model")))
+    tensors = headers(model)
+    del tensors[NORM]
+    write(model / SINGLE, tensors)
+    assert f"1 missing: {NORM}" in the_problem()
+    assert not list(file_problems(recipe("model.init=random"), load_spec("model")))
+    (model / SINGLE).write_bytes((model / SINGLE).read_bytes()[:1000])
+    assert f"{SINGLE} can't be read as safetensors" in the_problem()
+    (model / SINGLE).unlink()
+    assert "has neither model.safetensors nor" in the_problem()
+
+
+def test_every_model_of_the_run_is_looked_at(model: Path) -> None:
+    def folder(name: str, architecture: str, tensors: Headers) -> None:
+        (model.parent / name).mkdir()
+        config = json.loads((model / "config.json").read_text()) | {"architectures": [architecture]}
+        (model.parent / name / "config.json").write_text(json.dumps(config))
+        write(model.parent / name / SINGLE, tensors)
+
+    causal, scalar = headers(model), headers(model, scalar=True)
+    del causal[UP]
+    folder("causal", "Qwen3ForCausalLM", causal)
+    folder("headless", "Qwen3ForSequenceClassification", {name: scalar[name] for name in scalar if name != SCORE})
+    ppo = "algorithm.name=ppo"
+    assert not list(file_problems(recipe(ppo, "critic.path=headless"), load_spec("model")))  # its head begins at zero
+    assert the_problem(ppo, "critic.path=causal").startswith("critic.path: 'causal' does not hold")
+    judged = the_problem("environment.reward_model=headless")
+    assert judged.startswith("environment.reward_model: 'headless'") and f"1 missing: {SCORE}" in judged
+    taught = the_problem("algorithm.name=distill", "algorithm.teacher=causal")
+    assert taught.startswith("algorithm.teacher: 'causal'") and f"1 missing: {UP}" in taught

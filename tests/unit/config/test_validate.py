@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octetrl.config.environment import JudgeConfig, MixedEnvironmentConfig
 from octetrl.config.json_schema import recipe_json_schema
 from octetrl.config.load import load_recipe, recipe_from_mapping
-from octetrl.config.schema import Recipe
-from octetrl.config.validate import validate_with_spec
+from octetrl.config.problems import field_names
+from octetrl.config.rules_running import openai_problems
+from octetrl.config.schema import OpenaiConfig, Recipe
+from octetrl.config.validate import build_recipe, validate_with_spec
+from octetrl.endpoint import Endpoint
 from octetrl.models.families import spec_from_config
 from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec
@@ -208,3 +213,81 @@ def test_every_whole_number_of_a_recipe_has_an_upper_limit() -> None:
         for key, value in schema.get("properties", {}).items():
             look(f"{section}.{key}", value)
     assert unlimited == ["Recipe.seed", "EnvironmentConfig.seed", "MixedEnvironmentConfig.seed"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1/v1",
+        "http://127.0.0.1:abc/v1",
+        "http://127.0.0.1:99999/v1",
+        "http://a..b/v1",
+        "http://\u00e9\u00e9..x/v1",
+        "http://xn--/v1",
+        f"http://{'a' * 300}/v1",
+    ],
+)
+def test_an_address_that_the_client_refuses_is_no_address(url: str) -> None:
+    (problem,) = openai_problems(OpenaiConfig(base_url=url, model="m"))
+    assert problem.text.startswith("engine.openai.base_url: this is not an address")
+    with pytest.raises(ValueError, match="it is not an address"):
+        JudgeConfig(base_url=url, model="m")
+    with pytest.raises(UserError, match=r"engine.openai.base_url: this is not an address"):
+        Endpoint(OpenaiConfig(base_url=url, model="m"), "engine.openai")
+
+
+SERVER = {"base_url": "http://localhost:8000/v1", "model": "m"}
+ONE = {
+    "model": {"path": "m"},
+    "environment": {"kind": "jsonl", "dataset": "x.jsonl", "judge": {**SERVER}},
+    "engine": {"backend": "openai", "openai": SERVER},
+    "algorithm": {"name": "dpo", "conversations": "c.jsonl"},
+    "data": {"sources": {"s": {"path": "p.jsonl", "weight": 1.0}}},
+}
+SEVERAL = {
+    "model": {"path": "m"},
+    "environments": {"a": {"kind": "jsonl", "dataset": "x", "judge": SERVER}, "b": {"kind": "math", "dataset": "y"}},
+}
+VALUES = ["nonsense", 5, None, {}, [["a"]], "http://["]
+
+
+def with_value(tree: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    tree = deepcopy(tree)
+    node = tree
+    *sections, last = field.split(".")
+    for section in sections:
+        if not isinstance(node.get(section), dict):
+            node[section] = {}
+        node = node[section]
+    node[last] = value
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "fields"),
+    [
+        (ONE, [*dict.fromkeys(field_names(Recipe)), "data.sources.s", "data.sources.s.path", "engine.openai.z"]),
+        (SEVERAL, [f"environments.a.{name}" for name in (*field_names(MixedEnvironmentConfig), "z")]),
+    ],
+)
+def test_any_value_in_any_field_gives_a_recipe_or_problems(tree: dict[str, Any], fields: list[str]) -> None:
+    for field in fields:
+        for value in VALUES:
+            recipe, problems = build_recipe(with_value(tree, field, value))
+            assert recipe is not None or problems, f"{field}={value!r}"
+            assert all("\n" not in one.text and "validation error" not in one.text for one in problems)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("environment.judge.base_url", "nonsense"),
+        ("environment.judge.model", 5),
+        ("environment.judge.template", "without the place for it"),
+        ("engine.openai.base_url", 7),
+        ("engine.openai.model", ["m"]),
+    ],
+)
+def test_a_field_that_its_section_needs_is_named(field: str, value: Any) -> None:
+    recipe, problems = build_recipe(with_value(ONE, field, value))
+    assert recipe is None and [one.text for one in problems if one.fields == (field,)]

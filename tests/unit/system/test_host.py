@@ -1,15 +1,22 @@
-"""How many cores a process may use, and how many are free, counted from two looks at the kernel's times."""
+"""Cores that a process may use and those that are free; freed memory that stays; imports without the collector."""
 
 from __future__ import annotations
 
+import gc
 import os
+import platform
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from octetrl.system import host
-from octetrl.system.host import free_cores, num_cores
+from octetrl.system.host import free_cores, keep_freed_memory, num_cores
+from octetrl.system.process import uncollected
+from tests.house.tree import REPO
 
 IDLE, BUSY, WAITS = "0 0 0 9 0 0 0 0 0 0", "5 2 2 0 0 0 0 0 9 9", "0 0 1 0 8 0 0 0 0 0"
 START = "0 0 0 0 0 0 0 0 0 0"
@@ -83,3 +90,76 @@ def test_cores_are_those_of_the_affinity_within_the_quota_of_the_container(
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(text)
     assert num_cores() == cores
+
+
+GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
+FAULTS = """
+import ctypes, resource
+from octetrl.system.host import keep_freed_memory
+if {keep}:
+    assert keep_freed_memory({{}})
+libc, size = ctypes.CDLL(None), 16 << 20
+def use():  # as torch allocates
+    place = ctypes.c_void_p()
+    assert libc.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
+    ctypes.memset(place, 1, size)
+    libc.free(place)
+for _ in range(20):  # malloc keeps the first seven remainders of its alignment apart
+    use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@GLIBC
+def test_memory_that_is_used_again_is_not_cleared_again() -> None:
+    """In processes of their own: the thresholds hold for a whole process."""
+
+    def pages(keep: bool) -> int:
+        environment = {"MALLOC_MMAP_THRESHOLD_": "131072"} if not keep else {}
+        command = [sys.executable, "-c", FAULTS.format(keep=keep)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+
+    page = resource.getpagesize()
+    assert pages(keep=False) * page >= 4 * (16 << 20) // 2  # half: the kernel may use larger pages
+    assert pages(keep=True) * page < 1 << 20
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_thresholds_that_the_user_has_set_stay(name: str) -> None:
+    assert not keep_freed_memory({name: "1"})
+
+
+IN_A_PROCESS = """
+import gc
+from octetrl.system.process import uncollected
+try:
+    with uncollected():
+        assert not gc.isenabled()
+        made = [{} for _ in range(1000)]
+        raise ImportError
+except ImportError:
+    pass
+assert gc.isenabled() and gc.get_freeze_count() > 1000
+gc.unfreeze()
+gc.disable()
+with uncollected():
+    pass
+assert not gc.isenabled() and gc.get_freeze_count() == 0
+"""
+
+
+def test_modules_are_imported_without_collections_and_stay_out_of_later_ones() -> None:
+    ended = subprocess.run([sys.executable, "-S", "-c", IN_A_PROCESS], cwd=REPO, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_process_that_has_pytorch_keeps_its_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it froze could be tensors that nobody uses."""
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", gc))
+    frozen = gc.get_freeze_count()
+    with uncollected():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
