@@ -22,14 +22,14 @@ from octetrl.kernels.gemm.linear_logprobs import (
 N, V, E = 11, 301, 24
 
 
-def _inputs(num_rows: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(num_rows: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden_NE = torch.randn(num_rows, E, generator=generator).to(dtype)
     weight_VE = torch.randn(V, E, generator=generator).to(dtype)
     return hidden_NE, weight_VE, torch.randint(V, (num_rows,), generator=generator)
 
 
-def _exact(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def exact(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     log_p_NV = torch.log_softmax(hidden_NE @ weight_VE.t() / temperature, dim=-1)
     return log_p_NV.gather(1, targets_N[:, None]).squeeze(1), -(log_p_NV.exp() * log_p_NV).sum(-1)
 
@@ -37,14 +37,14 @@ def _exact(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_equals_log_softmax(dtype: torch.dtype, temperature: float) -> None:
-    hidden_NE, weight_VE, targets_N = _inputs(dtype=dtype)
-    expected = _exact(hidden_NE.double(), weight_VE.double(), targets_N, temperature)
-    for ours, exact in zip(linear_logprobs(hidden_NE, weight_VE, targets_N, temperature), expected, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+    hidden_NE, weight_VE, targets_N = inputs(dtype=dtype)
+    expected = exact(hidden_NE.double(), weight_VE.double(), targets_N, temperature)
+    for ours, wanted in zip(linear_logprobs(hidden_NE, weight_VE, targets_N, temperature), expected, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_engine_and_trainer_get_the_same_bits_in_any_company() -> None:
-    hidden_NE, weight_VE, targets_N = _inputs(dtype=torch.bfloat16)
+    hidden_NE, weight_VE, targets_N = inputs(dtype=torch.bfloat16)
     trainer = linear_logprobs(hidden_NE, weight_VE, targets_N, 0.7, chunk=4)
     for row in range(N):
         engine = logprobs_of(lm_head_logits(hidden_NE[row : row + 1], weight_VE), targets_N[row : row + 1], 0.7)
@@ -52,7 +52,7 @@ def test_engine_and_trainer_get_the_same_bits_in_any_company() -> None:
 
 
 def test_a_temperature_for_each_row() -> None:
-    hidden_NE, weight_VE, targets_N = _inputs()
+    hidden_NE, weight_VE, targets_N = inputs()
     logits_NV = lm_head_logits(hidden_NE, weight_VE)
     temperature_N = torch.linspace(0.5, 2.0, N)
     mixed_N, _ = logprobs_of(logits_NV, targets_N, temperature_N)
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_alone_and_without_the_entropy() -> None:
 
 
 def test_logprobs_alone_are_those_of_both() -> None:
-    hidden_NE, weight_VE, targets_N = _inputs()
+    hidden_NE, weight_VE, targets_N = inputs()
     logits_NV = lm_head_logits(hidden_NE, weight_VE)
     assert torch.equal(logprobs_alone(logits_NV, targets_N, 0.7), logprobs_of(logits_NV, targets_N, 0.7)[0])
 

@@ -17,28 +17,15 @@ from octetrl.kernels.gemm.linear_logprobs_backward import (
     logits_gradient_reference,
     logits_gradient_triton,
 )
-
-N, V, E = 11, 301, 24
-
-
-def _inputs(num_rows: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden_NE = torch.randn(num_rows, E, generator=generator).to(dtype)
-    weight_VE = torch.randn(V, E, generator=generator).to(dtype)
-    return hidden_NE, weight_VE, torch.randint(V, (num_rows,), generator=generator)
-
-
-def _exact(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    log_p_NV = torch.log_softmax(hidden_NE @ weight_VE.t() / temperature, dim=-1)
-    return log_p_NV.gather(1, targets_N[:, None]).squeeze(1), -(log_p_NV.exp() * log_p_NV).sum(-1)
+from tests.unit.kernels.test_linear_logprobs import E, N, V, exact, inputs
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])  # three groups of chunks, one of ragged chunks, one chunk
 def test_gradients_of_logprob_and_entropy(chunk: int) -> None:
-    hidden_NE, weight_VE, targets_N = _inputs()
+    hidden_NE, weight_VE, targets_N = inputs()
     upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
     exact_hidden, exact_weight = hidden_NE.double().requires_grad_(), weight_VE.double().requires_grad_()
-    torch.autograd.backward(_exact(exact_hidden, exact_weight, targets_N, 0.7), tuple(upstream.double()))
+    torch.autograd.backward(exact(exact_hidden, exact_weight, targets_N, 0.7), tuple(upstream.double()))
     hidden_NE.requires_grad_()
     weight_VE.requires_grad_()
     torch.autograd.backward(linear_logprobs(hidden_NE, weight_VE, targets_N, 0.7, chunk), tuple(upstream))
@@ -50,18 +37,18 @@ def test_gradients_of_logprob_and_entropy(chunk: int) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradient_of_one_result_alone(which: int) -> None:
     """The half that nobody differentiates is left out, not guessed."""
-    hidden_NE, weight_VE, targets_N = _inputs()
+    hidden_NE, weight_VE, targets_N = inputs()
     gradients = []
-    for function in (lambda h, w: linear_logprobs(h, w, targets_N, 0.7, 2), lambda h, w: _exact(h, w, targets_N, 0.7)):
+    for function in (lambda h, w: linear_logprobs(h, w, targets_N, 0.7, 2), lambda h, w: exact(h, w, targets_N, 0.7)):
         leaves = [hidden_NE.double() if gradients else hidden_NE, weight_VE.double() if gradients else weight_VE]
         leaves = [leaf.clone().requires_grad_() for leaf in leaves]
         gradients.append(torch.autograd.grad(function(*leaves)[which].sum(), leaves))
-    for ours, exact in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
+    for ours, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_no_rows_have_no_gradient() -> None:
-    hidden_NE, weight_VE, targets_N = (tensor[:0] if tensor.shape[0] == N else tensor for tensor in _inputs())
+    hidden_NE, weight_VE, targets_N = (tensor[:0] if tensor.shape[0] == N else tensor for tensor in inputs())
     hidden_NE.requires_grad_()
     weight_VE.requires_grad_()
     linear_logprobs(hidden_NE, weight_VE, targets_N)[0].sum().backward()
@@ -70,7 +57,7 @@ def test_no_rows_have_no_gradient() -> None:
 
 
 def test_a_frozen_head_costs_no_gradient() -> None:
-    hidden_NE, weight_VE, targets_N = _inputs()
+    hidden_NE, weight_VE, targets_N = inputs()
     hidden_NE.requires_grad_()
     linear_logprobs(hidden_NE, weight_VE, targets_N)[0].sum().backward()
     assert hidden_NE.grad is not None and weight_VE.grad is None
@@ -91,7 +78,7 @@ class _LargestTensor(TorchDispatchMode):
 
 def test_never_more_than_a_few_chunks_of_logits_exist() -> None:
     rows, chunk = 500, 16
-    hidden_NE, weight_VE, targets_N = _inputs(rows)
+    hidden_NE, weight_VE, targets_N = inputs(rows)
     hidden_NE.requires_grad_()
     weight_VE.requires_grad_()
     with _LargestTensor() as largest:
