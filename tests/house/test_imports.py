@@ -12,54 +12,29 @@ import networkx
 from tests.house.tree import REPO, python_files, syntax
 
 BASE = {"config", "records", "shapes", "system", "version"}  # every room with an entry below may import these
+NUMERICS = {"fp8", "kernels", "layers", "models"}
 ARROWS: dict[str, set[str]] = {
-    "version": set(),
-    "system": set(),
-    "records": set(),
+    **{room: set() for room in ("version", "system", "records")},
     "shapes": {"system"},
     "config": {"shapes", "system"},
     "fp8": {"config", "shapes", "system"},
     "kernels": {"fp8", "config", "shapes", "system"},
     "layers": {"kernels", "fp8", "config", "shapes", "system"},
     "models": {"layers", "kernels", "fp8", "config", "shapes", "system"},
-    "algorithms": BASE,
-    "endpoint": BASE,
-    "process": BASE,
+    **{room: BASE for room in ("algorithms", "endpoint", "process", "telemetry")},
     "environments": {"endpoint", "process", *BASE},
-    "data": {"environments", "process", *BASE},
-    "rollout": {"environments", "process", *BASE},
-    "telemetry": BASE,
-    "engine": {"models", "layers", "kernels", "fp8", *BASE},
-    "trainer": {"models", "layers", "kernels", "fp8", "algorithms", *BASE},
+    **{room: {"environments", "process", *BASE} for room in ("data", "rollout")},
+    "engine": NUMERICS | BASE,
+    "trainer": {"algorithms", *NUMERICS, *BASE},
+    "backends": {"engine", "endpoint", *NUMERICS, *BASE},  # other engines, which are ours to drive
 }
-ARROWS["backends"] = {
-    "engine",
-    "endpoint",
-    *ARROWS["engine"],
-}  # other engines: they follow rollout/backend.py, and are ours to drive; a server's by octetrl/endpoint.py
-ARROWS["workers"] = {
-    "trainer",
-    "engine",
-    "backends",
-    "rollout",
-    "environments",
-    "algorithms",
-    "data",
-    "telemetry",
-    *ARROWS["trainer"],
-    *ARROWS["engine"],
-}
+ARROWS["workers"] = set(ARROWS) - {"endpoint", "process", "workers"}
 ARROWS["run"] = set(ARROWS)
 ARROWS["server"] = {"run", "engine", "rollout", "environments", *BASE}  # HTTP around the engine: only cli imports it
 ARROWS["doctor"] = set(ARROWS)
 ARROWS["bench"] = set(ARROWS) - {"doctor"}
 ARROWS["cli"] = set(ARROWS)
-ARROWS["api"] = set(ARROWS) - {
-    "cli",
-    "doctor",
-    "bench",
-    "server",
-}  # the library: nothing but octetrl/__init__.py imports it
+ARROWS["api"] = set(ARROWS) - {"cli", "doctor", "bench", "server"}  # only octetrl/__init__.py imports it
 
 ONLY_IN: dict[str, set[str]] = {
     "lab": set(),  # the scripts behind our own figures: not shipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -39,20 +40,6 @@ def feed(stops: tuple[str, ...], tokens: list[int]) -> tuple[int | None, str]:
     return None, watch.cut(decode_bytes()(tuple(tokens)))
 
 
-@settings(max_examples=200)
-@given(st.lists(st.integers(0, 299), max_size=40))
-def test_the_stream_ends_with_the_text_of_all_tokens(tokens: list[int]) -> None:
-    """Random tokens: broken characters, special tokens and stray bytes included."""
-    stream = TextStream(decode_bytes())
-    whole = decode_bytes()(tuple(tokens))
-    for token in tokens:
-        before = stream.text
-        stream.push(token)
-        assert stream.text.startswith(before)
-        assert whole.startswith(stream.text)
-    assert stream.finish() == whole
-
-
 def test_a_character_of_several_tokens_appears_whole() -> None:
     tokens = pieces("a€b")  # not in the training texts: three byte tokens
     assert len(tokens) == 5
@@ -87,16 +74,6 @@ def test_without_a_match_the_text_is_all_of_it() -> None:
     assert feed(("@@",), pieces("hello @ world")) == (None, "hello @ world")
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 299), max_size=30), st.text("abel o#", min_size=1, max_size=3))
-def test_stopping_early_equals_searching_the_whole_text(tokens: list[int], stop: str) -> None:
-    count, text = feed((stop,), tokens)
-    whole = decode_bytes()(tuple(tokens))
-    assert text == (whole if stop not in whole else whole[: whole.find(stop)])
-    if count is not None:
-        assert stop in decode_bytes()(tuple(tokens[:count]))
-
-
 @pytest.mark.parametrize(
     ("token_ids", "reason", "length", "text"),
     [
@@ -126,28 +103,34 @@ def test_stop_tokens_and_the_limit(token_ids: list[int], reason: FinishReason, l
 BYTES = st.integers(FIRST_BYTE, FIRST_BYTE + 255) | st.sampled_from(
     [FIRST_BYTE + byte for byte in (0x0A, 0x23, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0xFF)]
 )
-FALLBACK = st.lists(st.integers(0, SIZE - 1) | BYTES, max_size=30)
+FALLBACK = (byte_fallback, st.lists(st.integers(0, SIZE - 1) | BYTES, max_size=30))
+BYTE_LEVEL = (tokenizer, st.lists(st.integers(0, 299), max_size=40))
+DRAWN = st.one_of(*(st.tuples(st.just(made), tokens) for made, tokens in (BYTE_LEVEL, FALLBACK)))
 
 
-@settings(max_examples=200)
-@given(FALLBACK)
-def test_with_byte_fallback_the_stream_is_a_beginning_of_the_whole_text(tokens: list[int]) -> None:
-    decode = decoder_of(byte_fallback())
+@settings(max_examples=300)
+@given(DRAWN)
+def test_the_stream_is_a_beginning_of_the_whole_text_and_ends_with_it(drawn: tuple[Any, list[int]]) -> None:
+    """Random tokens: broken characters, special tokens and stray bytes included."""
+    made, tokens = drawn
+    decode = decoder_of(made())
     stream, whole = TextStream(decode), decode(tuple(tokens))
     for count, token in enumerate(tokens, start=1):
+        before = stream.text
         stream.push(token)
-        assert whole.startswith(stream.text)
-        assert stream.finish() == decode(tuple(tokens[:count]))
+        assert stream.text.startswith(before) and whole.startswith(stream.text)
+        assert made is tokenizer or stream.finish() == decode(tuple(tokens[:count]))
     assert stream.finish() == whole
 
 
-@settings(max_examples=200)
-@given(FALLBACK, st.lists(st.text("ab \n#é中.", min_size=1, max_size=3), min_size=1, max_size=2))
-def test_with_byte_fallback_a_completion_ends_with_the_first_token_that_completes_a_stop_string(
-    tokens: list[int], stops: list[str]
+@settings(max_examples=300)
+@given(DRAWN, st.lists(st.text("abel \no#é中.", min_size=1, max_size=3), min_size=1, max_size=2))
+def test_a_completion_ends_with_the_first_token_that_completes_a_stop_string(
+    drawn: tuple[Any, list[int]], stops: list[str]
 ) -> None:
     """Stop strings that the text does not contain change neither its tokens nor its text."""
-    decode = decoder_of(byte_fallback())
+    made, tokens = drawn
+    decode = decoder_of(made())
     stopping = Stopping(frozenset(), stops, limit=len(tokens), decode=decode)
     texts = [decode(tuple(tokens[:count])) for count in range(1, len(tokens) + 1)]
     for count, (token, text) in enumerate(zip(tokens, texts, strict=True), start=1):

@@ -85,61 +85,38 @@ cases = given(
 )
 
 
-@cases
-@settings(max_examples=15, deadline=None)
-def test_activation_follows_the_contract(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
-    x = awkward((min(rows, 7), columns), kind, seed)
-    q = quantize_activation_reference(x, power_of_two)
-    assert q.scale.shape == (x.shape[0], -(-columns // BLOCK))
-    assert_blocks(x, q, (1, BLOCK), power_of_two)
+def padded_columns(x: torch.Tensor, depth: int) -> torch.Tensor:
+    """x transposed, its rows padded with zeros to `depth`."""
+    padded = torch.zeros(depth, x.shape[1], dtype=x.dtype)
+    padded[: len(x)] = x
+    return padded.t().contiguous()
 
 
 @cases
-@settings(max_examples=15, deadline=None)
-def test_weight_follows_the_contract(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
-    w = awkward((rows, columns), kind, seed)
-    assert_blocks(w, quantize_weight_reference(w, power_of_two), (BLOCK, BLOCK), power_of_two)
-
-
-@cases
-@settings(max_examples=15, deadline=None)
-def test_tokens_follow_the_contract(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
-    x = awkward((rows, min(columns, 7)), kind, seed)
-    q = quantize_tokens_reference(x, power_of_two)
-    assert q.codes.shape == (x.shape[1], -(-rows // BLOCK) * BLOCK)
-    padded = torch.zeros(q.codes.shape[1], x.shape[1], dtype=x.dtype)
-    padded[:rows] = x
-    assert_blocks(padded.t().contiguous(), q, (1, BLOCK), power_of_two)
-
-
-@cases
-@settings(max_examples=15, deadline=None)
-def test_square_tokens_are_the_transposed_tensor_as_a_weight(
-    rows: int, columns: int, kind: str, seed: int, power_of_two: bool
-) -> None:
+@settings(max_examples=25, deadline=None)
+def test_quantisers_follow_the_contract(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
+    """Activations by row, weights by square, tokens as the transposed tensor, by row or by square; and the forms that
+    keep values have the codes' values."""
     x = awkward((rows, columns), kind, seed)
+    few_rows, few_columns = x[:7], x[:, :7].contiguous()
+    q = quantize_activation_reference(few_rows, power_of_two)
+    assert q.scale.shape == (len(few_rows), -(-columns // BLOCK))
+    assert_blocks(few_rows, q, (1, BLOCK), power_of_two)
+    assert_blocks(x, quantize_weight_reference(x, power_of_two), (BLOCK, BLOCK), power_of_two)
+    q = quantize_tokens_reference(few_columns, power_of_two)
+    assert q.codes.shape == (few_columns.shape[1], -(-rows // BLOCK) * BLOCK)
+    assert_blocks(padded_columns(few_columns, q.codes.shape[1]), q, (1, BLOCK), power_of_two)
     q = quantize_tokens_reference(x, power_of_two, square=True)
     assert q.scale.shape == (-(-columns // BLOCK), -(-rows // BLOCK)) and q.scale.is_contiguous()
     assert is_square(q) or columns == 1
-    padded = torch.zeros(q.codes.shape[1], columns, dtype=x.dtype)
-    padded[:rows] = x
-    assert_blocks(padded.t().contiguous(), q, (BLOCK, BLOCK), power_of_two)
+    assert_blocks(padded_columns(x, q.codes.shape[1]), q, (BLOCK, BLOCK), power_of_two)
     assert torch.equal(dequantize_tokens(q), dequantize_weight(q).t())
-    values = quantize_tokens_values(x, power_of_two, square=True)
-    assert torch.equal(decode_e4m3(q.codes), values.codes) and torch.equal(q.scale, values.scale)
-
-
-@cases
-@settings(max_examples=15, deadline=None)
-def test_values_are_the_codes_values(rows: int, columns: int, kind: str, seed: int, power_of_two: bool) -> None:
-    x = awkward((rows, columns), kind, seed)
-    for reference, values in (
-        (quantize_activation_reference, quantize_activation_values),
-        (quantize_tokens_reference, quantize_tokens_values),
+    for codes, held in (
+        (quantize_activation_reference(x, power_of_two), quantize_activation_values(x, power_of_two)),
+        (quantize_tokens_reference(x, power_of_two), quantize_tokens_values(x, power_of_two)),
+        (q, quantize_tokens_values(x, power_of_two, square=True)),
     ):
-        codes, held = reference(x, power_of_two), values(x, power_of_two)
-        assert torch.equal(decode_e4m3(codes.codes), held.codes)
-        assert torch.equal(codes.scale, held.scale)
+        assert torch.equal(decode_e4m3(codes.codes), held.codes) and torch.equal(codes.scale, held.scale)
 
 
 def test_both_divisions_are_ieee_divisions() -> None:

@@ -31,26 +31,10 @@ from octetrl.system.errors import UserError
 from tests.parity.sides import PRECISIONS
 from tests.unit.models.tiny_families import ROUTED, SHAPE
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_hidden_layers": 28,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "tie_word_embeddings": True,
+QWEN3: dict[str, Any] = {
+    **{key: value for key, value in preset_config("qwen3-0.6b").items() if key not in ("model_type", "attention_bias")},
     "sliding_window": None,
-    "use_sliding_window": False,
     "max_window_layers": 28,
-    "eos_token_id": 151645,
-    "bos_token_id": 151643,
-    "hidden_act": "silu",
 }
 GLM = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -58,28 +42,14 @@ GLM = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-LLAMA3: dict[str, Any] = {
-    "kind": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
-def scaled(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"rope_scaling": {"rope_type": kind, **fields}}
+def scaled(rope_type: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": rope_type, **fields}}
 
 
-LLAMA = {
-    **{key: QWEN3[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")},
-    "architectures": ["LlamaForCausalLM"],
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "rope_theta": 500000.0,
-    **scaled(**LLAMA3),
-    "eos_token_id": [128001, 128008, 128009],
-}
+LLAMA = preset_config("llama-3.1-8b") | {"eos_token_id": [128001, 128008, 128009]}
+LLAMA3: dict[str, Any] = LLAMA["rope_scaling"]
 MIXTURE = preset_config("tiny-moe") | {"num_hidden_layers": 2}
 LATENT = preset_config("tiny-mla-moe")
 MISTRAL = {**SHAPE, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
@@ -102,7 +72,7 @@ def test_transformers_5_spelling_gives_the_same_spec() -> None:
     new["rope_parameters"] = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
     spec = spec_from_config(LLAMA)
     assert spec_from_config(new) == spec
-    assert (spec.rope_scaling, spec.head_size) == (Llama3Scaling(8.0, 1.0, 4.0, 8192), 64)
+    assert (spec.rope_scaling, spec.head_size) == (Llama3Scaling(8.0, 1.0, 4.0, 8192), 128)
     assert spec.eos_token_ids == (128001, 128008, 128009)
     old = {key: value for key, value in LLAMA["rope_scaling"].items() if key != "rope_type"}
     assert spec_from_config({**LLAMA, "rope_scaling": {**old, "type": "llama3"}}) == spec
