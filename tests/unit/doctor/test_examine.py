@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,28 +96,73 @@ def test_every_bit_is_equal(model: Path, precision: str, changes: dict[str, Any]
 # --- a fault in one op of one side ----------------------------------------------------------------------------
 
 
+Fault = Callable[[ExaminedWorker], None]
+
+
+def ulp(side: str, name: str) -> Fault:
+    return lambda one: hook_one_ulp(getattr(one.worker, f"{side}_model").get_submodule(name))
+
+
+def no_fault(one: ExaminedWorker) -> None:
+    """The recipe's formats differ."""
+
+
+def wrong_scale(scale: int) -> Fault:
+    def plant(one: ExaminedWorker) -> None:
+        scales = one.worker.kv_scales
+        assert scales is not None
+        wrong_LS = scales.scale_LS.clone()
+        wrong_LS[1, scale] *= 1.01
+        one.worker.kv_scales = replace(scales, scale_LS=wrong_LS)
+
+    return plant
+
+
+def one_code_of_one_weight(one: ExaminedWorker) -> None:
+    linear: Any = one.worker.engine_model.get_submodule("layers.1.attention.o_proj")
+    codes = linear.codes.clone()
+    codes.view(torch.uint8)[5, 7] ^= 8
+    assert codes.dtype == E4M3
+    linear.codes = codes
+
+
+def other_row_of_the_lm_head(one: ExaminedWorker) -> None:
+    head: Any = one.worker.engine_model.lm_head
+    weight = head.weight.detach().clone()
+    weight[7] *= 2
+    head._parameters["weight"] = nn.Parameter(weight)
+
+
 @pytest.mark.parametrize(
-    ("side", "name", "op"),
+    ("precision", "plant", "site", "element"),
     [
-        ("trainer", "layers.1.attention_norm", "norm"),
-        ("engine", "layers.1.attention.qkv_proj", "qkv_proj"),
-        ("engine", "layers.1.attention.k_norm", "rotated k"),
-        ("trainer", "layers.1.attention.o_proj", "o_proj"),
-        ("trainer", "layers.1.mlp.gate_up_proj", "gate_up_proj"),
-        ("engine", "layers.1.mlp.down_proj", "down_proj"),
-        ("trainer", "layers.1", "residual after MLP"),
-        ("engine", "norm", "final norm"),
-        ("trainer", "embedding", "embedding"),
+        ("bf16", ulp("trainer", "layers.1.attention_norm"), Site(1, "norm"), None),
+        ("bf16", ulp("engine", "layers.1.attention.qkv_proj"), Site(1, "qkv_proj"), None),
+        ("bf16", ulp("engine", "layers.1.attention.k_norm"), Site(1, "rotated k"), None),
+        ("bf16", ulp("trainer", "layers.1.attention.o_proj"), Site(1, "o_proj"), None),
+        ("bf16", ulp("trainer", "layers.1.mlp.gate_up_proj"), Site(1, "gate_up_proj"), None),
+        ("bf16", ulp("engine", "layers.1.mlp.down_proj"), Site(1, "down_proj"), None),
+        ("bf16", ulp("trainer", "layers.1"), Site(1, "residual after MLP"), None),
+        ("bf16", ulp("engine", "norm"), Site(None, "final norm"), None),
+        ("bf16", ulp("trainer", "embedding"), Site(None, "embedding"), None),
+        ("bf16", other_row_of_the_lm_head, Site(None, "logits"), 7),
+        ("fp8", one_code_of_one_weight, Site(1, "o_proj"), 5),
+        ("fp8_full", wrong_scale(1), Site(1, "k as cached"), 1),  # the head
+        ("fp8_full", wrong_scale(3), Site(1, "v as cached"), 1),
+        ("fp8_rollout", no_fault, Site(0, "qkv_proj"), None),
+        ("no replay", no_fault, Site(0, "k as cached"), None),
     ],
 )
-def test_one_ulp_in_a_module_is_named(model: Path, side: str, name: str, op: str) -> None:
-    one = subject(model, "bf16", SHORT)
-    decoder: Decoder = getattr(one.worker, f"{side}_model")
-    hook_one_ulp(decoder.get_submodule(name))
+def test_a_fault_in_one_op_of_one_side_is_named(
+    model: Path, precision: str, plant: Fault, site: Site, element: int | None
+) -> None:
+    changes = {"fp8__kv_replay": False} if precision == "no replay" else {}
+    one = subject(model, "fp8_full" if changes else precision, SHORT, **changes)
+    plant(one)
     first = report_of(one).first
-    assert first is not None
-    assert first.site == Site(1 if name.startswith("layers.1") else None, op)
-    assert abs(first.values[0] - first.values[1]) < 0.05 * max(map(abs, first.values))
+    assert first is not None and first.site == site
+    assert element in (None, first.element[0])
+    assert precision != "bf16" or element or abs(first.values[0] - first.values[1]) < 0.05 * max(map(abs, first.values))
 
 
 def test_where_and_what_is_told(model: Path) -> None:
@@ -139,50 +185,6 @@ def test_an_attention_kernel_that_is_an_ulp_off(model: Path, monkeypatch: pytest
     assert first is not None
     assert (first.site, first.other) == (Site(0, "attention out"), "engine, decode")
     assert first.shape == (4, 16)
-
-
-@pytest.mark.parametrize(("scale", "op"), [(1, "k as cached"), (3, "v as cached")])
-def test_a_wrong_scale_of_one_head_is_named(model: Path, scale: int, op: str) -> None:
-    one = subject(model, "fp8_full", SHORT)
-    scales = one.worker.kv_scales
-    assert scales is not None
-    wrong_LS = scales.scale_LS.clone()
-    wrong_LS[1, scale] *= 1.01
-    one.worker.kv_scales = replace(scales, scale_LS=wrong_LS)
-    first = report_of(one).first
-    assert first is not None
-    assert first.site == Site(1, op)
-    assert first.element[0] == 1  # the head
-
-
-def test_one_code_of_one_weight(model: Path) -> None:
-    one = subject(model, "fp8", SHORT)
-    linear: Any = one.worker.engine_model.get_submodule("layers.1.attention.o_proj")
-    codes = linear.codes.clone()
-    codes.view(torch.uint8)[5, 7] ^= 8
-    assert codes.dtype == E4M3
-    linear.codes = codes
-    first = report_of(one).first
-    assert first is not None
-    assert (first.site, first.element) == (Site(1, "o_proj"), (5,))
-
-
-def test_other_weights_of_the_lm_head(model: Path) -> None:
-    one = subject(model, "bf16", SHORT)
-    head: Any = one.worker.engine_model.lm_head
-    weight = head.weight.detach().clone()
-    weight[7] *= 2
-    head._parameters["weight"] = nn.Parameter(weight)
-    first = report_of(one).first
-    assert first is not None
-    assert (first.site, first.element) == (Site(None, "logits"), (7,))
-
-
-def test_formats_that_differ_show_at_the_first_linear(model: Path) -> None:
-    first = report_of(subject(model, "fp8_rollout", SHORT)).first
-    assert first is not None and first.site == Site(0, "qkv_proj")
-    first = report_of(subject(model, "fp8_full", SHORT, fp8__kv_replay=False)).first
-    assert first is not None and first.site == Site(0, "k as cached")
 
 
 def test_a_branch_that_adds_nothing_yet_hides_nothing(model: Path) -> None:
