@@ -12,8 +12,10 @@ from torch import Tensor
 
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.kv_store import kv_store, v_pages_shape
-from octetrl.kernels.attention.records import CachedPages, Replay
+from octetrl.kernels.attention.records import CachedPages, Replay, Rotation
+from octetrl.layers.rotary import RotaryTable
 from octetrl.shapes.blocks import SCALE_PER_TOKEN, KVMode, KVTensors
+from tests.unit.kernels.fused_row_cases import normal
 
 CACHES = [  # kv_mode, quantized
     pytest.param("none", "both", id="none"),
@@ -47,6 +49,23 @@ def random_qkv(
     heads = kv_heads * (group + 2)
     fused = torch.randn(sum(lengths), heads, head_size, generator=generator).to(device, dtype)
     return fused.split([kv_heads * group, kv_heads, kv_heads], dim=1)
+
+
+ROTATED = 11  # tokens
+
+
+def qkv_to_rotate(
+    heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16, planes: int | None = None
+) -> tuple[Tensor, Rotation]:
+    """ROTATED tokens at positions 0, 7, 14 and so on; of a head, 2 * `planes` numbers are rotated, or all."""
+    qkv = normal(ROTATED, heads + 2 * kv_heads, size, dtype=dtype)
+    q_norm, k_norm = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
+    table = RotaryTable(size if planes is None else 2 * planes, 1e4, None, 99, device="cpu")
+    return qkv, Rotation(q_norm, k_norm, 1e-6, table.cos_SR, table.sin_SR, torch.arange(ROTATED) * 7)
+
+
+def by_token(rotation: Rotation) -> Rotation:
+    return Rotation(*rotation[:3], *rotation.angles_of_tokens())
 
 
 def scales_of(k: Tensor, v: Tensor, kv_mode: str) -> tuple[Tensor | None, Tensor | None]:

@@ -11,16 +11,13 @@ from octetrl.kernels.attention.qkv_rotate import qkv_rotate, qkv_rotate_triton
 from octetrl.kernels.attention.records import Replay, Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
-from octetrl.layers.rotary import RotaryTable
 from octetrl.models.blocks.attention.module import observe_amax
 from octetrl.shapes.blocks import KVMode, KVTensors
-from tests.unit.kernels.attention_cases import CACHES
-from tests.unit.kernels.fused_row_cases import distance, normal
+from tests.unit.kernels.attention_cases import CACHES, by_token, qkv_to_rotate
+from tests.unit.kernels.fused_row_cases import distance
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
-EPS = 1e-6
-TOKENS = 11
 NEVER = -1.0
 Inputs = tuple[Tensor, Rotation, int]
 REPLAYS: list[tuple[KVMode, KVTensors]] = [cache.values for cache in CACHES]  # type: ignore[misc]
@@ -33,10 +30,8 @@ CASES = [  # each kind of replay with a norm, in one of three sizes, and without
 
 
 def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    qkv = normal(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
-    q_weight, k_weight = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
-    rotary = RotaryTable(size, 1e4, None, 99, device="cpu")(torch.arange(TOKENS) * 7)
-    return qkv, Rotation(q_weight, k_weight, EPS, *rotary), kv_heads
+    qkv, rotation = qkv_to_rotate(heads, kv_heads, size, norm, dtype)
+    return qkv, by_token(rotation), kv_heads
 
 
 def _replay(kv_heads: int, kv_mode: KVMode, quantized: KVTensors) -> Replay:

@@ -14,23 +14,19 @@ from octetrl.kernels.attention.qkv_rotate_backward import (
 from octetrl.kernels.attention.records import Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
-from octetrl.layers.rotary import RotaryTable
+from tests.unit.kernels.attention_cases import by_token, qkv_to_rotate
 from tests.unit.kernels.fused_row_cases import normal
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
-EPS = 1e-6
-TOKENS = 11
 SHAPES = [(6, 3, 32, True), (9, 5, 64, False), (10, 5, 128, True), (2, 1, 16, True)]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Rotation]
 
 
 def _inputs(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.float32) -> Inputs:
-    qkv = 2 * normal(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
-    dq, dk, dv = normal(TOKENS, heads + 2 * kv_heads, size, seed=5, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
-    q_weight, k_weight = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
-    rotary = RotaryTable(size, 1e4, None, 99, device="cpu")(torch.arange(TOKENS) * 7)
-    return dq, dk, dv, qkv, Rotation(q_weight, k_weight, EPS, *rotary)
+    qkv, rotation = qkv_to_rotate(heads, kv_heads, size, norm, dtype)
+    dq, dk, dv = normal(*qkv.shape, seed=5, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
+    return dq, dk, dv, 2 * qkv, by_token(rotation)
 
 
 def _exact(inputs: Inputs) -> list[Tensor]:

@@ -6,31 +6,18 @@ import pytest
 import torch
 
 from octetrl.kernels.attention import qkv_rotate, qkv_rotate_backward, qkv_separate, qkv_store
-from octetrl.kernels.attention.records import Replay, Rotation
-from octetrl.layers.rotary import RotaryTable
+from octetrl.kernels.attention.records import Replay
 from octetrl.shapes.blocks import KVMode, KVTensors
-from tests.unit.kernels.attention_cases import CACHES, PagedCache
+from tests.unit.kernels.attention_cases import CACHES, ROTATED, PagedCache, by_token, qkv_to_rotate
 from tests.unit.kernels.fused_row_cases import distance, normal
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
-TOKENS, HEADS, KV_HEADS = 7, 4, 2
+HEADS, KV_HEADS = 4, 2
 SHAPES = pytest.mark.parametrize(
     ("size", "norm", "rotated"), [(80, True, 80), (96, False, 96), (192, True, 192), (64, True, 32), (32, False, 24)]
 )
 CODES = 0.12  # the interpreter rounds some FP8 values to the neighbouring code
-
-
-def _inputs(size: int, norm: bool, rotated: int) -> tuple[torch.Tensor, Rotation]:
-    """Angles by position, at positions 0, 7, 14 and so on."""
-    qkv = normal(TOKENS, HEADS + 2 * KV_HEADS, size, dtype=torch.float32)
-    q_norm, k_norm = (1 + 0.1 * normal(size, seed=seed, dtype=torch.float32) if norm else None for seed in (1, 2))
-    table = RotaryTable(rotated, 1e4, None, 64, device="cpu")
-    return qkv, Rotation(q_norm, k_norm, 1e-6, table.cos_SR, table.sin_SR, torch.arange(TOKENS) * 7)
-
-
-def _by_token(rotation: Rotation) -> Rotation:
-    return Rotation(*rotation[:3], *rotation.angles_of_tokens())
 
 
 def _scales(mode: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -42,12 +29,12 @@ def _scales(mode: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 def test_store_writes_the_references_pages(
     size: int, norm: bool, rotated: int, kv_mode: str, quantized: KVTensors
 ) -> None:
-    qkv, rotation = _inputs(size, norm, rotated)
+    qkv, rotation = qkv_to_rotate(HEADS, KV_HEADS, size, norm, torch.float32, rotated // 2)
     got, want = (
-        PagedCache([TOKENS], KV_HEADS, size, 16, kv_mode, torch.float32, *_scales(kv_mode), "cpu", quantized)
+        PagedCache([ROTATED], KV_HEADS, size, 16, kv_mode, torch.float32, *_scales(kv_mode), "cpu", quantized)
         for _ in range(2)
     )
-    slots = got.slots([TOKENS])
+    slots = got.slots([ROTATED])
     slots[2] = -1
     q = qkv_separate.qkv_store_separate(qkv.flatten(1), rotation, got.k, got.v, slots)
     want_q = qkv_store.qkv_store(qkv, rotation, want.k, want.v, slots)
@@ -70,8 +57,8 @@ def test_store_writes_the_references_pages(
 def test_rotate_replays_and_observes_as_the_reference(
     size: int, norm: bool, rotated: int, kv_mode: KVMode, quantized: KVTensors
 ) -> None:
-    qkv, rotation = _inputs(size, norm, rotated)
-    inputs = (qkv, _by_token(rotation), KV_HEADS, Replay(kv_mode, *_scales(kv_mode), quantized))
+    qkv, rotation = qkv_to_rotate(HEADS, KV_HEADS, size, norm, torch.float32, rotated // 2)
+    inputs = (qkv, by_token(rotation), KV_HEADS, Replay(kv_mode, *_scales(kv_mode), quantized))
     got_amax, want_amax = (torch.full((2, KV_HEADS), -1.0) for _ in range(2))
     q, kv = qkv_separate.qkv_rotate_separate(*inputs, got_amax)
     want_q, want_kv = qkv_rotate.qkv_rotate_reference(*inputs, want_amax)
@@ -84,12 +71,12 @@ def test_rotate_replays_and_observes_as_the_reference(
 
 @SHAPES
 def test_backward_is_near_the_reference(size: int, norm: bool, rotated: int) -> None:
-    qkv, rotation = _inputs(size, norm, rotated)
-    gradients = normal(TOKENS, HEADS + 2 * KV_HEADS, size, seed=5, dtype=torch.float32).split(
+    qkv, rotation = qkv_to_rotate(HEADS, KV_HEADS, size, norm, torch.float32, rotated // 2)
+    gradients = normal(ROTATED, HEADS + 2 * KV_HEADS, size, seed=5, dtype=torch.float32).split(
         (HEADS, KV_HEADS, KV_HEADS), 1
     )
-    got = qkv_separate.qkv_rotate_backward_separate(*gradients, qkv, _by_token(rotation))
-    want = qkv_rotate_backward.qkv_rotate_backward_reference(*gradients, qkv, _by_token(rotation))
+    got = qkv_separate.qkv_rotate_backward_separate(*gradients, qkv, by_token(rotation))
+    want = qkv_rotate_backward.qkv_rotate_backward_reference(*gradients, qkv, by_token(rotation))
     for ours, theirs in zip(got, want, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:

@@ -9,16 +9,12 @@ from torch import Tensor
 import octetrl.kernels.attention.qkv_store as module
 from octetrl.kernels.attention.kv_store import by_key, kv_store
 from octetrl.kernels.attention.qkv_store import qkv_store, qkv_store_triton
-from octetrl.kernels.attention.records import Rotation
 from octetrl.kernels.rows.rms_norm import rms_norm
 from octetrl.kernels.rows.rope import rope
-from octetrl.layers.rotary import RotaryTable
 from octetrl.shapes.blocks import KVTensors
-from tests.unit.kernels.attention_cases import CACHES, PagedCache
-from tests.unit.kernels.fused_row_cases import distance, normal
+from tests.unit.kernels.attention_cases import CACHES, ROTATED, PagedCache, qkv_to_rotate
+from tests.unit.kernels.fused_row_cases import distance
 
-EPS = 1e-6
-TOKENS = 11
 CASES = [  # every pair of a shape, a cache, and few or many tokens
     (*shape, *cache.values, (number + which) % 2 == 0)
     for number, cache in enumerate(CACHES)
@@ -37,20 +33,11 @@ def _pages(
     """Per-head scales so small that a few values saturate."""
     v_scale = torch.full((kv_heads,), 0.004) if kv_mode == "calibrated" else None
     k_scale = v_scale * 1.5 if v_scale is not None and quantized != "v" else None
-    return PagedCache([TOKENS], kv_heads, size, page_size, kv_mode, dtype, k_scale, v_scale, "cpu", quantized)
-
-
-def _inputs(
-    heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Rotation]:
-    qkv = normal(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
-    q_norm, k_norm = (1 + 0.1 * normal(size, seed=seed, dtype=dtype) if norm else None for seed in (1, 2))
-    rotary = RotaryTable(size, 1e4, None, 64, device="cpu")
-    return qkv, Rotation(q_norm, k_norm, EPS, rotary.cos_SR, rotary.sin_SR, torch.arange(TOKENS) * 5)
+    return PagedCache([ROTATED], kv_heads, size, page_size, kv_mode, dtype, k_scale, v_scale, "cpu", quantized)
 
 
 def _slots(cache: PagedCache) -> Tensor:
-    slots = cache.slots([TOKENS])
+    slots = cache.slots([ROTATED])
     slots[[2, -1]] = -1
     return slots
 
@@ -64,14 +51,14 @@ def _stored(cache: PagedCache) -> list[Tensor]:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 def test_is_the_chain(kv_mode: str, quantized: KVTensors, norm: bool) -> None:
-    qkv, rotation = inputs = _inputs(4, 2, 32, norm)
-    q_norm, k_norm, *_ = rotation
+    qkv, rotation = inputs = qkv_to_rotate(4, 2, 32, norm)
+    q_norm, k_norm, eps, *_ = rotation
     got, want = (_pages(2, 32, kv_mode, quantized) for _ in range(2))
     got_count, want_count = (torch.zeros(2, 2, dtype=torch.int64) for _ in range(2))
     q = qkv_store(*inputs, got.k, got.v, _slots(got), saturated_2K=got_count)
     want_q, k, v = qkv.split((4, 2, 2), dim=1)
     if q_norm is not None and k_norm is not None:
-        want_q, k = rms_norm(want_q, q_norm, EPS), rms_norm(k, k_norm, EPS)
+        want_q, k = rms_norm(want_q, q_norm, eps), rms_norm(k, k_norm, eps)
     want_q, k = (rope(x, *rotation.angles_of_tokens()) for x in (want_q, k))
     kv_store(k, v, want.k, want.v, _slots(want), saturated_2K=want_count)
     assert torch.equal(q, want_q) and q.is_contiguous()
@@ -93,7 +80,7 @@ def test_kernel_is_near_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1024)
-    inputs = _inputs(heads, kv_heads, size, norm, torch.float32)
+    inputs = qkv_to_rotate(heads, kv_heads, size, norm, torch.float32)
     got, want = (_pages(kv_heads, size, kv_mode, quantized, 8, torch.float32) for _ in range(2))
     got_count, want_count = (torch.zeros(2, kv_heads, dtype=torch.int64) for _ in range(2))
     want_q = qkv_store(*inputs, want.k, want.v, _slots(want), saturated_2K=want_count)
@@ -108,7 +95,7 @@ def test_kernel_is_near_the_reference(
 
 def test_zeros_keep_the_references_sign() -> None:
     """Zeros of both signs and values, in all pairs that RoPE makes, at position 0 (sin is 0) and at others."""
-    inputs = _inputs(4, 2, 32, False, torch.float32)
+    inputs = qkv_to_rotate(4, 2, 32, False, torch.float32)
     signs = torch.tensor([0.0, -0.0, 1.5, -1.5])
     inputs[0][:] = torch.cat([signs.repeat_interleave(4), signs.repeat(4)])
     got, want = (_pages(2, 32, "none", False, dtype=torch.float32) for _ in range(2))
@@ -121,10 +108,10 @@ def test_zeros_keep_the_references_sign() -> None:
 
 
 def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
-    inputs = _inputs(4, 2, 32, True, torch.float32)
+    inputs = qkv_to_rotate(4, 2, 32, True, torch.float32)
     cache = _pages(2, 32, "calibrated", True)
     count = torch.zeros(2, 2, dtype=torch.int64)
-    nowhere = torch.full((TOKENS,), -1)
+    nowhere = torch.full((ROTATED,), -1)
     q = qkv_store_triton(inputs[0].flatten(1), inputs[1], cache.k, cache.v, nowhere, saturated_2K=count)
     assert all(x.count_nonzero() == 0 for x in (cache.k.pages.float(), cache.v.pages.float(), count))
     want = qkv_store(*inputs, cache.k, cache.v, nowhere)
@@ -134,17 +121,17 @@ def test_padding_has_a_q_and_leaves_the_pages_alone() -> None:
 @pytest.mark.parametrize("many", [False, True])
 def test_a_counter_for_each_token_has_the_tokens_own_values(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1024)
-    inputs = _inputs(4, 2, 32, True, torch.float32)
+    inputs = qkv_to_rotate(4, 2, 32, True, torch.float32)
     cache = _pages(2, 32, "calibrated", True, 8, torch.float32)
     slots = _slots(cache)
     for store in (qkv_store, qkv_store_triton):
         shared = torch.zeros(2, 2, dtype=torch.int64)
-        by_token = torch.zeros(TOKENS + 2, 3, 4, dtype=torch.int64)[:, 1].unflatten(1, (2, 2))  # more rows than tokens
+        by_token = torch.zeros(ROTATED + 2, 3, 4, dtype=torch.int64)[:, 1].unflatten(1, (2, 2))  # more rows than tokens
         first = (inputs[0].flatten(1), inputs[1], cache.k, cache.v)
         store(*first, slots, saturated_2K=shared)
         store(*first, slots, saturated_2K=by_token)
         assert shared.sum() > 0 and torch.equal(by_token.sum(0), shared)
-        for token in (0, 2, TOKENS - 2):
+        for token in (0, 2, ROTATED - 2):
             alone = torch.zeros(2, 2, dtype=torch.int64)
             nowhere = torch.full_like(slots, -1)
             nowhere[token] = slots[token]
@@ -153,7 +140,7 @@ def test_a_counter_for_each_token_has_the_tokens_own_values(many: bool, monkeypa
 
 
 def test_one_norm_without_the_other_is_refused() -> None:
-    qkv, rotation = _inputs(4, 2, 32, True)
+    qkv, rotation = qkv_to_rotate(4, 2, 32, True)
     cache = _pages(2, 32, "none", False)
     with pytest.raises(AssertionError, match="only one of q and k"):
         qkv_store(qkv, rotation._replace(k_norm_D=None), cache.k, cache.v, _slots(cache))
