@@ -10,8 +10,9 @@ weights and moments to the bit. What is equal on all workers (reference, KV scal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from octetrl.models.row_shards import RowShards
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
+from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.prepared import TrainerState
+from octetrl.trainer.reward_trainer import RewardTrainer
 from octetrl.trainer.scalar_trainer import ScalarState, ScalarTrainer
 from octetrl.trainer.sharded_state import (
     OwnedState,
@@ -37,12 +40,43 @@ from octetrl.trainer.sharded_state import (
     read_weights,
     shard_files,
 )
-from octetrl.trainer.state_writer import Content, in_shards
+from octetrl.trainer.state_writer import Content, Files, StateWriter, in_shards
 from octetrl.trainer.trainer import Trainer
 
 CRITIC, CRITIC_OPTIMIZER, CRITIC_STEM = "critic.safetensors", "critic_optimizer.safetensors", "critic"
 REFERENCE, KV_SCALES = "reference.safetensors", "kv_scales.safetensors"
 EARLIER_SCALES = "earlier_kv_scales.safetensors"  # by policy version: that of a tensor's name, before the first dot
+
+
+class SavedWorker:
+    """What every worker has that trains and is saved. `state_files`: its files, by name."""
+
+    def __init__(
+        self, trainer: Trainer | RewardTrainer, state_files: Callable[[], Files], device: torch.device
+    ) -> None:
+        self._trainer, self._state = trainer, StateWriter(state_files, device)
+
+    @property
+    def policy_version(self) -> int:
+        return self._trainer.policy_version
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """False while an update changes the weights: such weights must not be saved."""
+        return self._trainer.weights_are_whole
+
+    def prepare_saving(self) -> None:
+        """Allocates the host memory that `copy_state` needs; on a CPU beside what follows."""
+        self._state.prepare()
+
+    def copy_state(self) -> str | None:
+        """Copies the state into host memory, for `write_state`. Returns None, or why the host has no room for it."""
+        return self._state.copy()
+
+    def write_state(self, folder: Path, copied: bool) -> list[WrittenFile]:
+        """Writes the copied state, or the live one: the model in Hugging Face form (with LoRA: the adapter in PEFT's,
+        with the head of a reward model), and all that `load` needs."""
+        return self._state.write(folder, copied=copied)
 
 
 def state_files(

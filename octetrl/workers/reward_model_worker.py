@@ -7,7 +7,6 @@ of a rollout are never called: a recipe for a reward model has no tasks.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.schema import Recipe
@@ -15,17 +14,16 @@ from octetrl.engine.weights import digest_of, weight_set
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, PolicyUpdate, Published
 from octetrl.trainer.checkpoint import Checkpoint
-from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.reward_trainer import RewardTrainer
-from octetrl.trainer.state_writer import Content, StateWriter
-from octetrl.workers.checkpoint_state import load_reward_model, reward_model_files
+from octetrl.trainer.state_writer import Content
+from octetrl.workers.checkpoint_state import SavedWorker, load_reward_model, reward_model_files
 from octetrl.workers.clock import Clock
 from octetrl.workers.kernel_paths import path_metrics
 
 
-class RewardModelWorker:
+class RewardModelWorker(SavedWorker):
     """Built once. `model` comes loaded and quantised."""
 
     def __init__(
@@ -48,15 +46,7 @@ class RewardModelWorker:
             seed=recipe.seed,
             peers=peers,
         )
-        self._state = StateWriter(self._state_files, self.device)
-
-    @property
-    def policy_version(self) -> int:
-        return self.trainer.policy_version
-
-    @property
-    def weights_are_whole(self) -> bool:
-        return self.trainer.weights_are_whole
+        super().__init__(self.trainer, self._state_files, self.device)
 
     @property
     def layout(self) -> PackingLayout:
@@ -79,16 +69,6 @@ class RewardModelWorker:
         return Published(policy_version, digest_of(policy_version, [*codes, *held.tensors.values()]), metrics=paths)
 
     # ------------------------------------------------------------ saving and loading
-
-    def prepare_saving(self) -> None:
-        self._state.prepare()
-
-    def copy_state(self) -> str | None:
-        return self._state.copy()
-
-    def write_state(self, folder: Path, copied: bool) -> list[WrittenFile]:
-        """The reward model in Hugging Face form (with LoRA: adapter and head in PEFT form), and the optimizer."""
-        return self._state.write(folder, copied=copied)
 
     def _state_files(self) -> dict[str, Content]:
         return reward_model_files(self.trainer.scalar_trainer, self.recipe.model.path)

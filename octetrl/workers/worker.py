@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -58,21 +57,20 @@ from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.mismatch import mismatch_of
 from octetrl.trainer.checkpoint import Checkpoint
-from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
-from octetrl.trainer.state_writer import Content, StateWriter
+from octetrl.trainer.state_writer import Content
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import observe_kv
 from octetrl.workers.build_engine import build_engine, with_own_engine
-from octetrl.workers.checkpoint_state import load_state, saved_earlier_scales, saved_scales, state_files
+from octetrl.workers.checkpoint_state import SavedWorker, load_state, saved_earlier_scales, saved_scales, state_files
 from octetrl.workers.clock import Clock
 from octetrl.workers.kernel_paths import path_metrics
 from octetrl.workers.models import LoadWeights, ModelBuilder
 
 
-class Worker:
+class Worker(SavedWorker):
     """Built once. `load_weights` fills the trainer's model (and the reference's); the engine's shares its tensors.
 
     `trains` false makes no optimizer state: for evaluation and generation. `draws` false: others generate, and our
@@ -125,17 +123,8 @@ class Worker:
         )
         self.kv_scales: KVScales | None = None
         self.earlier_scales: dict[int, KVScales] = {}  # by policy version, where batches are drawn ahead
-        self._state = StateWriter(self._state_files, device)
+        super().__init__(self.trainer, self._state_files, device)
         self._put_into_engine(self.trainer.policy_version)
-
-    @property
-    def policy_version(self) -> int:
-        return self.trainer.policy_version
-
-    @property
-    def weights_are_whole(self) -> bool:
-        """False while an update changes the weights: such weights must not be saved."""
-        return self.trainer.weights_are_whole
 
     @property
     def layout(self) -> PackingLayout:
@@ -218,19 +207,6 @@ class Worker:
         return Published(policy_version, digest, {"publish/policy_version": float(policy_version), **took, **paths})
 
     # ------------------------------------------------------------ saving and loading
-
-    def prepare_saving(self) -> None:
-        """Allocates the host memory that `copy_state` needs; on a CPU beside what follows."""
-        self._state.prepare()
-
-    def copy_state(self) -> str | None:
-        """Copies the state into host memory, for `write_state`. Returns None, or why the host has no room for it."""
-        return self._state.copy()
-
-    def write_state(self, folder: Path, copied: bool) -> list[WrittenFile]:
-        """Writes the copied state, or the live one: the model in Hugging Face form (with LoRA: the adapter in PEFT's),
-        and all that `load` needs."""
-        return self._state.write(folder, copied=copied)
 
     def _state_files(self) -> dict[str, Content]:
         base = self.recipe.model.path
