@@ -21,6 +21,8 @@ from tests.e2e.test_objectives import dotted
 from tests.e2e.tiny_run import make_model, read_lines, recipe_tree, run, timeless
 from tests.house.tree import REPO
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 MESSAGES = [
     {
         "messages": [

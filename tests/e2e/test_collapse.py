@@ -15,6 +15,8 @@ from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepResult
 from tests.e2e.tiny_run import recipe_tree, tiny_recipe
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 RUINED_FROM = 4
 CHANGES: dict[str, Any] = {"steps": 10, "checkpoint.every": 1, "checkpoint.keep_last": 1}
 

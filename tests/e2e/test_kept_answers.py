@@ -22,6 +22,8 @@ from octetrl.run.model_source import precision_of, recipe_of_run
 from octetrl.system.errors import UserError
 from tests.e2e.tiny_run import read_lines, run, tiny_recipe
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 Finished = Callable[[str], Path]
 EVALUATED = {"precision": "fp8", "evaluation.every": 1, "checkpoint.every": 1, "steps": 2}
 

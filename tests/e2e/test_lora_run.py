@@ -29,6 +29,8 @@ from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 from tests.house.tree import REPO
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 LORA: dict[str, Any] = {
     "model.lora": {"rank": 4, "alpha": 16.0},
     "trainer.optimizer.lr": 2e-2,

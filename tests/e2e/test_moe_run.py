@@ -14,6 +14,8 @@ from octetrl.run.loop import train
 from octetrl.system.errors import UserError
 from tests.e2e import tiny_run
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

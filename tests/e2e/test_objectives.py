@@ -15,6 +15,8 @@ from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 from tests.house.tree import REPO
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 ELSEWHERE = ("demo_rft", "demo_distill", "demo_ppo", "demo_grpo_lora", "demo_tools")  # in files of their own
 RECIPES = sorted(
     path

@@ -19,6 +19,8 @@ from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
 from tests.unit.workers.test_checkpoint_state import owned, same, whole_of
 from tests.unit.workers.thread_team import ThreadTeam
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 CHANGES: dict[str, Any] = {
     "checkpoint.every": 1,
     "rollout.max_new_tokens": 6,

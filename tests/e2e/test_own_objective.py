@@ -14,6 +14,8 @@ from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_reci
 from tests.house.tree import REPO
 from tests.unit.workers.thread_team import run_on, steps_of
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 MANY_UPDATES = {"trainer.minibatches": 2, "trainer.epochs": 2, "trainer.optimizer.lr": 0.01, "precision": "bf16"}
 SHIPPED = {**MANY_UPDATES, "algorithm": {"name": "dual_clip", "dual_clip": 1.1, "clip_high": 0.3}}
 MINE = {

@@ -20,6 +20,8 @@ from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import make_model, read_lines, recipe_tree, run, timeless, tiny_recipe
 from tests.house.tree import REPO
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 PPO: dict[str, Any] = {
     "algorithm.name": "ppo",
     "critic.optimizer.lr": 1e-3,
