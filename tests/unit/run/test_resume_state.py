@@ -44,7 +44,8 @@ def batch(task: Task) -> BufferedBatch:
 
 def test_what_is_read_equals_what_was_written() -> None:
     task = Task("t/1", "1 + 2 =", "3", {"level": [1, {"of": None}], "x": 0.1})
-    written = [batch(task), batch(task)]
+    talk = replace(task, prompt=({"role": "user", "content": "1 + 2 ="},), tools=({"name": "add"},))
+    written = [batch(task), batch(talk)]
     assert batches_from_json(json.loads(batches_to_bytes(written))) == written
     assert written[0].oldest_version == 3
     written = batch(Task("sums/1", "1 + 2 =", "3", {"x": 0.1}, environment="sums"))
