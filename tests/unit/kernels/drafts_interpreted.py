@@ -79,8 +79,8 @@ def bytes_of(x: Tensor) -> Tensor:
 
 FEW = [(130, 3), (5, 1), (0, 1), (124, 6), (1, 2), (0, 1)]  # the last draft enters a chunk; inactive rows between
 SOME = [(130, 3), (0, 1), (5, 2)]
-RAGGED = [(number * 31, number) for number in (1, 2, 9, 16)]  # programs that are full, and ones that are not
-FOURS = [(number * 31, number) for number in (1, 3, 4, 5, 9)]  # the same with four rows a program
+RAGGED = [(number * 12, number) for number in (1, 2, 9, 16)]  # programs that are full, and ones that are not
+FOURS = [(number * 20, number) for number in (3, 4, 9)]  # the same with four rows a program
 CASES: dict[str, tuple[Any, ...]] = {
     "none": ("none", "both", 64, 128, 2, FEW),
     "calibrated": ("calibrated", "both", 128, 128, 4, FEW),
