@@ -64,6 +64,24 @@ class KVRows:
         return k_operand, operand_dtype(self.v_ND.dtype, mode_of(self.v_scale))
 
 
+class PieceKeys(NamedTuple):
+    """The keys of one piece, in float64, and the scales of its columns: one for all (of a head), or one for each."""
+
+    k_NSD: Tensor
+    v_NSD: Tensor
+    score_scale_N1S: Tensor
+    v_scale_N1S: Tensor | None
+
+    def part(self, keys: slice) -> PieceKeys:
+        scale, v_scale = self.score_scale_N1S, self.v_scale_N1S
+        return PieceKeys(
+            self.k_NSD[:, keys],
+            self.v_NSD[:, keys],
+            scale if scale.shape[-1] == 1 else scale[..., keys],
+            None if v_scale is None else v_scale[..., keys],
+        )
+
+
 @dataclass(frozen=True)
 class PaddedGroup:
     """Sequences of similar length, padded to one length. Padding queries are at key 0 and are never written back."""
@@ -175,11 +193,10 @@ def attend_reference(
     """
     T, H, D = q_THD.shape
     K = num_kv_heads
-    k_operand, v_operand = kv.operands
     k_scale_K, k_scale_N = by_head_or_row(kv.k_scale)
     v_scale_K, v_scale_N = by_head_or_row(kv.v_scale)
     score_scale_K = head_scales(softmax_scale, k_scale_K, K, q_THD.device)
-    q_rounded = q_THD.to(k_operand)
+    q_rounded = q_THD.to(kv.operands[0])
     out_THD = torch.zeros(T, H, kv.v_ND.shape[-1], dtype=q_THD.dtype)
     lse2_TH = torch.zeros(T, H, dtype=torch.float32)
     for piece in pieces(cu_seqlens_q, contexts, H, D, MOST_PADDING):
@@ -190,20 +207,11 @@ def attend_reference(
         if k_scale_N is not None:
             column_N1S = k_scale_N[row_JKS].flatten(0, 1)[:, None] * column_N1S
         v_scale_N1S = None if v_scale_N is None else v_scale_N[row_JKS].flatten(0, 1)[:, None]
+        keys = PieceKeys(k_NSD, v_NSD, column_N1S, v_scale_N1S)
         for block, num_keys in query_blocks(piece):
             q_NRD = fold_heads(q_rounded[piece.query_JM[:, block]], K)
             position_NR = fold_positions(piece.position_JM[:, block], K, H // K)
-            o_NRD, m_NR, l_NR = _chunks(
-                q_NRD,
-                k_NSD[:, :num_keys],
-                v_NSD[:, :num_keys],
-                position_NR,
-                column_N1S,
-                v_scale_N1S,
-                v_operand,
-                kv.tile,
-                window,
-            )
+            o_NRD, m_NR, l_NR = _chunks(q_NRD, keys.part(slice(num_keys)), position_NR, kv, window)
             inverse_NR = (1.0 if v_scale_K is None else v_scale_K.repeat(J)[:, None]) / l_NR
             num_queries = q_NRD.shape[1] * K // H
             out_JMHD = unfold_heads(o_NRD * inverse_NR[..., None], J, num_queries).to(q_THD.dtype)
@@ -214,32 +222,21 @@ def attend_reference(
 
 
 def _chunks(
-    q_NRD: Tensor,
-    k_NSD: Tensor,
-    v_NSD: Tensor,
-    position_NR: Tensor,
-    column_N1S: Tensor,
-    v_scale_N1S: Tensor | None,
-    v_operand: torch.dtype,
-    tile: int,
-    window: int | None,
+    q_NRD: Tensor, keys: PieceKeys, position_NR: Tensor, kv: KVRows, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The chunks merged one after another: unnormalised o [N, R, D], m and l [N, R], all float32.
 
     Chunks that lie outside of all rows' windows are skipped; they would change nothing.
     """
-    o_NRD = torch.zeros(*q_NRD.shape[:2], v_NSD.shape[-1])
+    o_NRD = torch.zeros(*q_NRD.shape[:2], keys.v_NSD.shape[-1])
     m_NR = torch.full(q_NRD.shape[:2], FLOOR)
     l_NR = torch.zeros(q_NRD.shape[:2])
     q_NRD = q_NRD.double()
     oldest = 0 if window is None else max(0, int(position_NR.min()) - window + 1)
     first = oldest // KV_CHUNK * KV_CHUNK
-    for start in range(first, k_NSD.shape[1], KV_CHUNK):
-        keys = slice(start, min(start + KV_CHUNK, k_NSD.shape[1]))
-        column = column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., keys]
-        v_scale = None if v_scale_N1S is None else v_scale_N1S[..., keys]
-        arguments = (position_NR - start, column, v_scale, v_operand, tile, window)
-        o_chunk, m_chunk, l_chunk = _tiles(q_NRD, k_NSD[:, keys], v_NSD[:, keys], *arguments)
+    for start in range(first, keys.k_NSD.shape[1], KV_CHUNK):
+        chunk = keys.part(slice(start, start + KV_CHUNK))
+        o_chunk, m_chunk, l_chunk = _tiles(q_NRD, chunk, position_NR - start, kv, window)
         if start == first:  # merged with nothing; adding 0 makes -0 a 0, as the merge would
             o_NRD, m_NR, l_NR = o_chunk.add_(0.0), m_chunk, l_chunk
             continue
@@ -252,25 +249,17 @@ def _chunks(
 
 
 def _tiles(
-    q_NRD: Tensor,
-    k_NSD: Tensor,
-    v_NSD: Tensor,
-    position_NR: Tensor,
-    column_N1S: Tensor,
-    v_scale_N1S: Tensor | None,
-    v_operand: torch.dtype,
-    width: int,
-    window: int | None,
+    q_NRD: Tensor, keys: PieceKeys, position_NR: Tensor, kv: KVRows, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The online softmax over the ascending tiles, of `width` keys, of one chunk; `position_NR` counts from the chunk's
-    first key."""
-    o = torch.zeros(*q_NRD.shape[:2], v_NSD.shape[-1])
+    """The online softmax over the ascending tiles of one chunk; `position_NR` counts from the chunk's first key."""
+    o = torch.zeros(*q_NRD.shape[:2], keys.v_NSD.shape[-1])
     m = torch.full(q_NRD.shape[:2], FLOOR)
     l = torch.zeros(q_NRD.shape[:2])  # noqa: E741 (the letter every paper uses)
-    for start in range(0, k_NSD.shape[1], width):
-        tile = slice(start, start + width)
-        s = torch.bmm(q_NRD, k_NSD[:, tile].mT).float()
-        s.mul_(column_N1S if column_N1S.shape[-1] == 1 else column_N1S[..., tile])
+    _, v_operand = kv.operands
+    for start in range(0, keys.k_NSD.shape[1], kv.tile):
+        tile = keys.part(slice(start, start + kv.tile))
+        s = torch.bmm(q_NRD, tile.k_NSD.mT).float()
+        s.mul_(tile.score_scale_N1S)
         key_S = torch.arange(start, start + s.shape[-1])
         s.masked_fill_(hidden_keys(key_S, position_NR, window), -math.inf)
         m_new = torch.maximum(m, s.amax(-1))
@@ -282,9 +271,9 @@ def _tiles(
             alpha = _exp2(m - m_new)
             l = (l * alpha) + l_tile  # noqa: E741
             carried = (o * alpha[..., None]).double()
-        if v_scale_N1S is not None:
-            p = p * v_scale_N1S[..., tile]
-        o = carried.baddbmm_(p.to(v_operand).double(), v_NSD[:, tile]).float()
+        if tile.v_scale_N1S is not None:
+            p = p * tile.v_scale_N1S
+        o = carried.baddbmm_(p.to(v_operand).double(), tile.v_NSD).float()
         m = m_new
     return o, m, l
 
