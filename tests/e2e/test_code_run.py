@@ -90,14 +90,8 @@ def test_check_accepts_it_and_shows_the_sandbox(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            "environment.reward_timeout_seconds=9",
-            "environment.reward_timeout_seconds: 9",
-        ),
-        (
-            "environment.reward_memory_mib=1000",
-            "environment.reward_memory_mib: 1000",
-        ),
+        ("environment.reward_timeout_seconds=9", "environment.reward_timeout_seconds: 9"),
+        ("environment.reward_memory_mib=1000", "environment.reward_memory_mib: 1000"),
         ("environment.sandbox.level=jail", "'jail' is not allowed; choose one of landlock, bubblewrap"),
         ("environment.sandbox.python=/bin/false", "'/bin/false' does not run as a Python"),
         ("environment.dataset=null", 'kind code needs the path of a JSONL file of {"prompt": ..., "tests": [...]}'),

@@ -42,10 +42,7 @@ def test_a_run_whose_processes_are_killed_is_the_run_that_nobody_killed(
     with monkeypatch.context() as patch:
         patch.setattr("octetrl.workers.build_workers.start_team", RunTeam)
         train(tiny_recipe(model, whole, CHANGES | AHEAD))
-    strikes = [
-        Moment("driver", signal.SIGKILL, 0, 0.1),
-        Moment("raylet", signal.SIGKILL, 0, 0.2, restarts=1),
-    ]
+    strikes = [Moment("driver", signal.SIGKILL, 0, 0.1), Moment("raylet", signal.SIGKILL, 0, 0.2, restarts=1)]
     struck_run(model, tmp_path / "struck", AHEAD, strikes, seed=5)
     assert_same_run(tmp_path / "struck" / "run", whole, aside={"cursor.json"})  # the random generators of this process
 

@@ -122,11 +122,7 @@ def test_a_worker_that_dies_changes_nothing(
 
 
 def test_a_run_that_draws_ahead_takes_every_task_once_when_workers_die(
-    running: RayCluster,
-    finished: Callable[[str], Path],
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    running: RayCluster, finished: Callable[[str], Path], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First the worker that draws, while it draws ahead; of the workers after them, the one that trains."""
     folder = tmp_path / "run"

@@ -238,12 +238,7 @@ def _alter(file: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_name(
-    name: str,
-    damage: Callable[[Path], None],
-    whole: Path,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, damage: Callable[[Path], None], whole: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(whole, tmp_path / "run")
     last = tmp_path / "run" / "checkpoints" / f"step_{STEPS:06d}"

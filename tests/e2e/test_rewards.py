@@ -98,11 +98,7 @@ def unchanged(folder: Path, model: Path) -> bool:
     ids=["every reward fails", "all rewards equal", "every prompt too long", "every answer masked"],
 )
 def test_steps_that_teach_nothing(
-    changes: dict[str, Any],
-    counted: dict[str, float],
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any], counted: dict[str, float], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are said, they change nothing, and the run goes on."""
     lines = run(model, tmp_path / "run", NOTHING | changes)

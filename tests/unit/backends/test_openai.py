@@ -444,8 +444,7 @@ SLASHED = "sk-123/x+9=abc"
 
 
 @pytest.mark.parametrize(
-    "echoed",
-    ["sk-123%2Fx%2b9%3Dabc", "%73k-123/x+9=abc", r"sk-123\/x+9=abc", r"sk-123\u002Fx+9\u003dabc"],
+    "echoed", ["sk-123%2Fx%2b9%3Dabc", "%73k-123/x+9=abc", r"sk-123\/x+9=abc", r"sk-123\u002Fx+9\u003dabc"]
 )
 def test_a_key_is_masked_as_urls_and_json_write_it(echoed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SLASHED)

@@ -51,7 +51,7 @@ ENGINE_ARGUMENTS = {
     *("gpu_memory_utilization", "logprobs_mode", "enable_sleep_mode", "disable_log_stats", "enforce_eager", "seed"),
 }
 ON_RANKS = {
-    *("tensor_parallel_size", "distributed_executor_backend", "disable_custom_all_reduce", "compilation_config"),
+    *("tensor_parallel_size", "distributed_executor_backend", "disable_custom_all_reduce", "compilation_config")
 }  # those of a tensor-parallel vLLM
 
 

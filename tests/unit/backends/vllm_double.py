@@ -266,13 +266,7 @@ class CountingDouble(VllmDouble):
 
 
 def build_double(
-    recipe: Recipe,
-    spec: ModelSpec,
-    *,
-    policy: PrecisionPolicy,
-    tokenizer: Any,
-    ranks: Ranks | None = None,
-    **_: Any,
+    recipe: Recipe, spec: ModelSpec, *, policy: PrecisionPolicy, tokenizer: Any, ranks: Ranks | None = None, **_: Any
 ) -> VllmBackend:
     """In place of `build_vllm` of workers/build_engine.py."""
     shapes = Decoder(spec.whole, policy, "train", device="meta", backend="emulated")

@@ -40,10 +40,7 @@ def test_another_kind_of_environment_drops_the_parameters_of_the_former() -> Non
     assert load_recipe("demo_grpo", ["environment.kind=reasoning_gym"]) == load_recipe("demo_grpo")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "config.json", "chat_template.jinja"],
-)
+@pytest.mark.parametrize("name", ["", "config.json", "chat_template.jinja"])
 def test_a_link_that_leads_nowhere_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As of a hub's cache from which the files were removed."""
     model, blob = tmp_path / "model", tmp_path / "blobs/1f"

@@ -12,13 +12,7 @@ from pathlib import Path
 import pytest
 
 from octetrl.cli.check_machine import Device, worker_lines
-from octetrl.cli.check_memory import (
-    MemoryPlan,
-    memory_lines,
-    role_sections,
-    weight_buffer_lines,
-    worker_memory_lines,
-)
+from octetrl.cli.check_memory import MemoryPlan, memory_lines, role_sections, weight_buffer_lines, worker_memory_lines
 from octetrl.cli.fitting import Change, fits
 from octetrl.cli.main import run_command
 from octetrl.config.load import load_recipe

@@ -19,16 +19,7 @@ from octetrl.cli.generate import completions_text
 from octetrl.cli.main import run_command
 from octetrl.cli.output import whole_file
 from octetrl.config.load import load_recipe
-from octetrl.records import (
-    Completion,
-    FinishReason,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    SamplingParams,
-    Task,
-    Turn,
-)
+from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, SamplingParams, Task, Turn
 from octetrl.system.errors import UserError
 from octetrl.telemetry.eval_report import EvalReport, Scoring, differences
 from octetrl.telemetry.sample_estimates import Estimate
@@ -135,10 +126,7 @@ def test_eval_hands_over_targets_and_recipe(
     arguments = ["eval", "runs/x", "rollout.top_p=0.9", "runs/y", "--recipe", str(recipe)]
     assert run_command(arguments) == 0
     assert run_command([*arguments, "--k", "4,1", "--temperature", "0.5", "--all-tasks"]) == 0
-    assert seen == [
-        (["runs/x", "runs/y"], 0.9, 1, (), 0.0, False),
-        (["runs/x", "runs/y"], 0.9, 4, (1, 4), 0.5, True),
-    ]
+    assert seen == [(["runs/x", "runs/y"], 0.9, 1, (), 0.0, False), (["runs/x", "runs/y"], 0.9, 4, (1, 4), 0.5, True)]
     assert "accuracy         0.5000 [" in capsys.readouterr().out
     assert run_command([*arguments, "environment.eval_size=0"]) == 2
     assert "no task is held out" in capsys.readouterr().err

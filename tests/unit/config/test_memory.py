@@ -11,13 +11,7 @@ import pytest
 
 from octetrl.cli.fitting import fewest_checkpointed_layers
 from octetrl.config.load import load_recipe, recipe_from_mapping
-from octetrl.config.memory import (
-    MemoryEstimate,
-    Precisions,
-    ScalarModel,
-    estimate_memory,
-    logits_bytes,
-)
+from octetrl.config.memory import MemoryEstimate, Precisions, ScalarModel, estimate_memory, logits_bytes
 from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config

@@ -45,11 +45,7 @@ def problem_of(*fields: tuple[str, Any]) -> str:
 
 SFT = (("algorithm.name", "sft"), ("algorithm.conversations", "c.jsonl"))
 
-SERVER = (
-    ("engine.backend", "openai"),
-    ("engine.openai.base_url", "http://host:8000/v1"),
-    ("engine.openai.model", "m"),
-)
+SERVER = (("engine.backend", "openai"), ("engine.openai.base_url", "http://host:8000/v1"), ("engine.openai.model", "m"))
 JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 
 IMPOSSIBLE = [  # fields that the objective or the section does not have, or that are wrong by themselves

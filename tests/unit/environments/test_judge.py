@@ -171,12 +171,7 @@ def test_a_reward_model_that_gives_none_is_an_error(answer: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("base_url", "http://user:key@host/v1"),
-        ("template", "no place"),
-        ("pattern", "score"),
-        ("highest", 0.0),
-    ],
+    [("base_url", "http://user:key@host/v1"), ("template", "no place"), ("pattern", "score"), ("highest", 0.0)],
 )
 def test_a_config_that_cannot_work_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValidationError, match=field):

@@ -88,12 +88,7 @@ def test_modules_are_found_in_the_working_directory(tmp_path: Path, monkeypatch:
     ],
 )
 def test_what_can_not_be_loaded_is_one_line_and_does_not_end_the_run(
-    path: str,
-    body: str,
-    environment_says: str,
-    reward_says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    path: str, body: str, environment_says: str, reward_says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_module(tmp_path, monkeypatch, "ending", body)
     seconds = 0.5 if "sleep" in body else 60.0

@@ -15,16 +15,7 @@ import torch
 
 from octetrl.config.worker_memory import sent_bytes
 from octetrl.engine.session import Session
-from octetrl.records import (
-    Completion,
-    FinishReason,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    SessionEvent,
-    Task,
-    Turn,
-)
+from octetrl.records import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, SessionEvent, Task, Turn
 from octetrl.rollout.collect import CollectedBatch, collect_batch
 from octetrl.rollout.samples import versions_by_token
 from octetrl.run.ahead import Ahead

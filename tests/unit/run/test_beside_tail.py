@@ -9,16 +9,7 @@ import pytest
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.algorithm import GrpoConfig
-from octetrl.records import (
-    Completion,
-    FinishReason,
-    PackedBatch,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Task,
-    Turn,
-)
+from octetrl.records import Completion, FinishReason, PackedBatch, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.rollout.samples import to_samples
 from octetrl.run.beside_tail import Blocks, divisor, groups_per_block
 from octetrl.trainer.packing import PackingLayout, pack
@@ -74,8 +65,7 @@ def test_micro_batches_do_not_depend_on_the_order_in_which_groups_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "tokens", "expected"),
-    [(64, 16_384, 8), (64, 100, 4), (64, 20, 1), (6, 16_384, 1), (16, 16_384, 2)],
+    ("prompts", "tokens", "expected"), [(64, 16_384, 8), (64, 100, 4), (64, 20, 1), (6, 16_384, 1), (16, 16_384, 2)]
 )
 def test_a_block_fills_some_micro_batches_and_a_step_has_several(prompts: int, tokens: int, expected: int) -> None:
     changes = {"rollout.prompts_per_step": prompts, "trainer.tokens_per_micro_batch": tokens}

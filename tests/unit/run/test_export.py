@@ -85,11 +85,7 @@ def test_a_run_exports_its_own_newest_checkpoint_or_the_one_that_is_named(run: P
 
 @pytest.mark.parametrize(
     ("fp8", "value", "dtype"),
-    [
-        (False, math.nan, torch.bfloat16),
-        (False, math.inf, torch.float16),
-        (True, -math.inf, torch.float32),
-    ],
+    [(False, math.nan, torch.bfloat16), (False, math.inf, torch.float16), (True, -math.inf, torch.float32)],
 )
 def test_weights_that_are_not_finite_are_refused(fp8: bool, value: float, dtype: torch.dtype, tmp_path: Path) -> None:
     broken = model(seed=1, spec=WIDE if fp8 else SPEC).to(dtype)

@@ -46,10 +46,7 @@ def test_a_clock_times_its_block_also_when_it_raises() -> None:
 def test_times_add_up_and_the_largest_peak_and_the_slowest_worker_count() -> None:
     once = {"time/train": 2.0, "memory/peak_gb": 3.0, "loss": 1.0}
     assert joined(once, {"time/train": 1.0, "memory/peak_gb": 2.0}) == {**once, "time/train": 3.0}
-    assert worker_times("time/train", (1.0, 4.0), 2) == {
-        "time/train/worker_2": 1.0,
-        "time/train/worker_3": 4.0,
-    }
+    assert worker_times("time/train", (1.0, 4.0), 2) == {"time/train/worker_2": 1.0, "time/train/worker_3": 4.0}
     assert worker_times("time/train", ()) == {}
     calibrated = worker_times("time/calibrate", (5.0, 1.0))
     later = {**worker_times("time/calibrate", (1.0, 2.0)), **worker_times("time/train", (1.0, 4.0), 2)}

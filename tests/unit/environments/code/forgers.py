@@ -229,8 +229,5 @@ LIARS: dict[str, tuple[str, str]] = {  # what lies -> code, test
         "assert f(1) == 3\nclass TestF:\n    def setup_method(self): self.x = 3\n"
         "    def test(self): assert f(self.x) == 9",
     ),
-    "an attribute that can't be sent back": (
-        "def f(x): return 'x'",
-        "assert f(f(3).title) == 3",
-    ),
+    "an attribute that can't be sent back": ("def f(x): return 'x'", "assert f(f(3).title) == 3"),
 }
