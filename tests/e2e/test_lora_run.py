@@ -242,7 +242,9 @@ def test_exported_as_it_is_it_is_a_peft_folder(
     assert "PEFT with transformers 5 leaves out the adapters of experts" in capsys.readouterr().err
 
 
-def test_an_adapter_without_its_base_is_not_exported(adapted: Finished, tmp_path: Path) -> None:
+def test_adapters_without_base_and_runs_without_adapters_are_not_exported(
+    adapted: Finished, tmp_path: Path, finished: Finished
+) -> None:
     shutil.copytree(adapted("bf16") / "checkpoints" / "step_000004", tmp_path / "adapter")
     (tmp_path / "adapter" / "manifest.json").unlink()
     file = tmp_path / "adapter" / "adapter_config.json"
@@ -254,9 +256,6 @@ def test_an_adapter_without_its_base_is_not_exported(adapted: Finished, tmp_path
         with pytest.raises(UserError, match=what):
             export_run(str(tmp_path / "adapter"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_run_without_adapters_has_none_to_export(finished: Finished, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--adapter: .* was trained without model\.lora"):
         export_run(str(finished("bf16")), str(tmp_path / "out"), adapter=True)
 

@@ -63,11 +63,8 @@ def test_refills_draw_until_the_batch_is_full_or_the_cap_is_met(model: Path, tmp
     assert line["train/samples"] == 4 * line["rollout/kept_groups"]
     assert line["rollout/count"] == 4 * line["rollout/groups"]
     assert line["reward/penalty"] < 0  # some of its answers end at the limit
-
-
-def test_a_cap_of_refills_with_nothing_to_learn(model: Path, tmp_path: Path) -> None:
     changes = {"algorithm.name": "dapo", "algorithm.max_refills": 2, "steps": 1}
-    (line,) = run(model, tmp_path / "run", {**changes, "environment.reward": "tests.e2e.tiny_rewards:always_equal"})
+    (line,) = run(model, tmp_path / "equal", {**changes, "environment.reward": "tests.e2e.tiny_rewards:always_equal"})
     assert line["train/skipped"] == 1.0 and line["rollout/refills"] == 2 and line["rollout/groups"] == 6
 
 

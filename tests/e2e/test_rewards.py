@@ -71,6 +71,7 @@ def test_a_reward_that_hangs(model: Path, tmp_path: Path) -> None:
         "environment.reward": f"{REWARDS}:sometimes_hangs",
         "environment.reward_timeout_seconds": 0.8,
         "environment.reward_workers": 2,
+        "steps": 2,
     }
     run(model, tmp_path / "run", hangs)
     failed = assert_only_rewards_count(tmp_path / "run", "reward_timeout")

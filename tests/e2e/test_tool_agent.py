@@ -18,7 +18,7 @@ from tests.house.tree import REPO
 pytestmark = pytest.mark.slow
 QUIET = ["cluster.device=cpu", "cluster.cpu_threads=1", "logging.tensorboard=false", "logging.console=quiet"]
 
-STEPS = 11  # of the recipe's 20: it has learnt by then
+STEPS = 14  # of the recipe's 20: it has learnt by then
 
 
 @pytest.fixture(scope="module")

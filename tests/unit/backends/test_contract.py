@@ -113,7 +113,7 @@ def test_a_session_streams_and_cancels(backend: RolloutBackend) -> None:
         assert sum((part.logprobs for part in parts), ()) == completion.logprobs
 
 
-def test_what_cannot_be_served_is_refused_before_any_work(backend: RolloutBackend) -> None:
+def test_what_cannot_be_served_is_refused_before_any_work_and_never_ignored(backend: RolloutBackend) -> None:
     for asked, expected in (
         (replace(request("a"), prompt_token_ids=()), "the prompt has no tokens"),
         (replace(request("a"), prompt_token_ids=(90,)), "the model knows 0 to 89"),
@@ -122,10 +122,7 @@ def test_what_cannot_be_served_is_refused_before_any_work(backend: RolloutBacken
         with pytest.raises(UserError, match=expected):
             backend.generate([request("b"), asked])
     assert len(backend.generate([request("a")])[0]) == 2
-
-
-def test_what_an_engine_cannot_do_is_refused_and_never_ignored(backend: RolloutBackend) -> None:
-    """An answer that another engine began, and a bias that leaves one token."""
+    # An answer that another engine began, and a bias that leaves one token.
     asked = replace(request("a"), num_siblings=1)
     ((whole,),) = backend.generate([asked])
     biased = replace(asked.sampling, logits=LogitOptions(logit_bias=((7, 100.0),)))

@@ -109,13 +109,18 @@ def test_a_new_weight_holds_at_once_and_no_task_is_skipped() -> None:
         assert both == Taskset(numbered(name, 7 + place), eval_size=2, seed=place).next_batch(len(both))
 
 
-def test_a_checkpoint_of_other_environments_is_refused() -> None:
+def test_checkpoints_of_others_and_environments_without_tasks_are_refused() -> None:
     with pytest.raises(UserError, match=r"environments: a, b differ from the checkpoint's \(a, c\)"):
         mixed({"a": 1.0, "b": 1.0}).restore(mixed({"a": 1.0, "c": 1.0}).state())
     with pytest.raises(UserError, match="differ from the checkpoint's \\(one\\)"):
         mixed({"a": 1.0}).restore(Taskset(numbered("a", 7), eval_size=2, seed=0).state())
     with pytest.raises(UserError, match=r"environments\.a: its tasks or seed differ"):
         mixed({"a": 1.0, "b": 1.0}).restore(mixed({"a": 1.0, "b": 1.0}, eval_size=3).state())
+    same = numbered("same", 6)
+    held = Taskset(same, eval_size=5, seed=0)
+    members = {"a": held, "b": Taskset(held.held_out(), eval_size=0, seed=0)}
+    with pytest.raises(UserError, match=r"environments\.b\.dataset: none of its \d tasks is left for training"):
+        MixedTaskset(members, {"a": 1.0, "b": 1.0})
 
 
 def test_held_out_tasks_of_each_are_never_trained_on_by_any() -> None:
@@ -129,14 +134,6 @@ def test_held_out_tasks_of_each_are_never_trained_on_by_any() -> None:
     assert len(tasks.all_tasks()) == 24
     with pytest.raises(UserError, match=r"7 held-out tasks asked for, 6 set aside"):
         tasks.held_out(7)
-
-
-def test_an_environment_whose_tasks_are_all_held_out_by_another_is_refused() -> None:
-    same = numbered("same", 6)
-    held = Taskset(same, eval_size=5, seed=0)
-    members = {"a": held, "b": Taskset(held.held_out(), eval_size=0, seed=0)}
-    with pytest.raises(UserError, match=r"environments\.b\.dataset: none of its \d tasks is left for training"):
-        MixedTaskset(members, {"a": 1.0, "b": 1.0})
 
 
 class Recorded:

@@ -29,11 +29,14 @@ def test_each_epoch_is_a_permutation_found_from_any_place(length: int, seed: int
     assert EndlessOrder(length, seed)[epoch * length + length // 2] == indices[length // 2]
 
 
-def test_epochs_and_seeds_are_shuffled_differently() -> None:
+def test_epochs_and_seeds_are_shuffled_and_held_out_tasks_spread() -> None:
     one, other = EndlessOrder(50, 0), EndlessOrder(50, 1)
     first = [one[position] for position in range(50)]
     assert first != [one[position] for position in range(50, 100)]
     assert first != [other[position] for position in range(50)]
+    places = [int(task.id) for task in Taskset(numbered(1000), eval_size=50, seed=0).held_out()]
+    assert min(places) < 200
+    assert max(places) > 800
 
 
 @given(st.lists(st.integers(0, 12), min_size=2, max_size=60), st.integers(0, 4), st.integers(0, 3))
@@ -73,20 +76,11 @@ def test_a_resumed_order_is_the_order_never_interrupted(batch: int, killed_after
     assert resumed.next_batch(other_batch) == whole[drawn : drawn + other_batch]
 
 
-def test_held_out_tasks_are_spread_over_a_sorted_file() -> None:
-    places = [int(task.id) for task in Taskset(numbered(1000), eval_size=50, seed=0).held_out()]
-    assert min(places) < 200
-    assert max(places) > 800
-
-
-def test_other_tasks_are_not_resumed() -> None:
+def test_other_tasks_are_not_resumed_nor_more_held_out_than_there_are() -> None:
     state = Taskset(numbered(17), eval_size=4, seed=3).state()
     for tasks, seed in ((numbered(18), 3), (numbered(17), 4)):
         with pytest.raises(UserError, match="differ from the checkpoint's"):
             Taskset(tasks, eval_size=4, seed=seed).restore(state)
-
-
-def test_more_held_out_tasks_than_were_set_aside_are_refused() -> None:
     taskset = Taskset(numbered(10), eval_size=4, seed=0)
     assert taskset.held_out(3) == taskset.held_out()[:3]
     with pytest.raises(UserError, match="5 held-out tasks asked for, 4 set aside"):

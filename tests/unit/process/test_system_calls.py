@@ -152,9 +152,6 @@ def test_what_is_refused_by_argument_at_every_level(machine: str) -> None:
         for what, value in values.items() if name not in ("kill", "tgkill") else ():
             answer = verdict(mildest, architecture, BY_ARGUMENT[name][column], (*[3] * argument, value))
             assert answer == REFUSED, (name, what)
-
-
-def test_pairs_of_local_streams_alone(machine: str) -> None:
     column, architecture = MACHINES[machine]
     number = BY_ARGUMENT["socketpair"][column]
     for flags in (0, 0x800, 0x80000, 0xFFFFFFFF << 32):  # SOCK_NONBLOCK, SOCK_CLOEXEC
@@ -162,9 +159,6 @@ def test_pairs_of_local_streams_alone(machine: str) -> None:
             for family in (1, 2, 16):
                 expected = ALLOWED if family == 1 and not kind & 2 else REFUSED
                 assert verdict(strictest(), architecture, number, (family, kind | flags)) == expected, (family, kind)
-
-
-def test_the_limit_of_core_dumps_is_read_and_not_changed(machine: str) -> None:
     column, architecture = MACHINES[machine]
     number = BY_ARGUMENT["prlimit64"][column]
     for new in (1, 0xFFFF, 1 << 32, 0xFFFF << 32):

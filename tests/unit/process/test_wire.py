@@ -58,18 +58,19 @@ def test_views_of_a_dict_arrive() -> None:
     assert math.isnan(travelled(math.nan))
 
 
-def test_an_extended_type_is_no_plain_data() -> None:
+def test_an_extended_type_is_no_plain_data_and_only_the_standard_library_goes_by_name() -> None:
     """Its `__eq__` would judge."""
     for kind in (int, float, str, list, dict, set, tuple, Fraction, Decimal, deque):
         with pytest.raises(Odd):
             pack(type("Mine", (kind,), {})(), refuse)
-
-
-def test_only_the_standard_library_goes_by_name() -> None:
     assert pack_global(math.sqrt) == {"global": ["math", "sqrt"]}
     assert pack_global(len) == {"global": ["builtins", "len"]}
     for value in (travelled, Odd, lambda: 0, "len", pytest.raises):
         assert pack_global(value) is None
+    own = type("ListNode", (), {})()
+    own.value = 3
+    with pytest.raises(Odd):
+        sides()[0].pack(own, refuse)
 
 
 WRONG: list[Any] = [
@@ -136,13 +137,6 @@ def test_equality_is_of_structure() -> None:
     one.next = one
     two.next.next = two
     assert one == two
-
-
-def test_a_class_with_other_fields_is_none_of_these_nodes() -> None:
-    own = type("ListNode", (), {})()
-    own.value = 3
-    with pytest.raises(Odd):
-        sides()[0].pack(own, refuse)
 
 
 @pytest.mark.parametrize(
