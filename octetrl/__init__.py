@@ -8,9 +8,9 @@
     llm = octetrl.LLM("models/mine", precision="fp8_full")
     print(llm.generate(["2+2="], octetrl.SamplingParams(max_tokens=16))[0].text)
 
-docs/library.md explains it. `reward`, `metric`, `tool`, `Conversation` and `ToolError` are for environments of your own
-(docs/environments.md). Every name is imported when it is first used: `import octetrl` takes no time, and torch is
-not imported before a model is needed.
+docs/library.md explains it. `reward`, `metric`, `log`, `tool`, `Conversation` and `ToolError` are for environments of
+your own (docs/environments.md). Every name is imported when it is first used: `import octetrl` takes no time, and torch
+is not imported before a model is needed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octetrl.api.llm import LLM, RequestOutput
     from octetrl.api.sampling import SamplingParams
     from octetrl.api.train import train
+    from octetrl.environments.scoring import log
     from octetrl.environments.tools import ToolError, tool
     from octetrl.environments.turns import Conversation, metric, reward
     from octetrl.records import Task
@@ -45,6 +46,7 @@ __all__ = [
     "ToolError",
     "UserError",
     "__version__",
+    "log",
     "metric",
     "reward",
     "tool",
@@ -61,6 +63,7 @@ _HOMES = {
     "Task": "octetrl.records",
     "ToolError": "octetrl.environments.tools",
     "UserError": "octetrl.system.errors",
+    "log": "octetrl.environments.scoring",
     "metric": "octetrl.environments.turns",
     "reward": "octetrl.environments.turns",
     "tool": "octetrl.environments.tools",

@@ -45,13 +45,14 @@ class Task:
     def plain(self) -> Task:
         """A `Task` with these fields, each read once: those of a user's own class may compute, and draw random
         numbers, whenever they are read."""
+        prompt = self.prompt
         return Task(
             self.id,
-            self.prompt,
+            prompt if isinstance(prompt, str) else tuple(prompt),
             self.answer,
             self.metadata,
             environment=self.environment,
-            tools=self.tools,
+            tools=tuple(self.tools),
             chat_template_kwargs=self.chat_template_kwargs,
         )
 

@@ -8,6 +8,7 @@ is passed beside the recipe (environments/python_object.py).
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from octetrl.api.finished_run import FinishedRun
 
 Reward = Callable[[Task, str], float] | TrlReward
+Rewards = Sequence[Reward | str] | Mapping[str, Reward | str | Mapping[str, Any]]  # several
 Tasks = str | Path | Iterable[Task | Mapping[str, Any]] | HasTasks
 _TASKS = f"{MODULE}:tasks"
 _OF_ANOTHER_DATASET: dict[str, Any] = {"parameters": {}, "columns": {}, "reference_marker": None}
@@ -44,7 +46,7 @@ def train(
     *,
     model: str | Path | Mapping[str, Any] | None = None,
     tasks: Tasks | None = None,
-    reward: Reward | str | None = None,
+    reward: Reward | str | Rewards | None = None,
     precision: Precision | None = None,
     steps: int | None = None,
     output_dir: str | Path | None = None,
@@ -61,7 +63,9 @@ def train(
     tasks: a JSONL file of {"prompt", "answer"}; a list of `Task` or of such dictionaries; or an environment, an object
         with `tasks` and `score(task, text)`. Without a reward, an answer is right when it equals the task's.
     reward: a function of (task, completion text) that returns a number, one of TRL's form
-        `(prompts, completions, **columns)` that returns a list, or "module:name". A function at the top level
+        `(prompts, completions, **columns)` that returns a list, or "module:name"; also async. Several as a list, or by
+        name: {"accuracy": right, "polite": {"function": polite, "weight": 0.2}, "best": {"function": best, "of":
+        "group"}}, of which the reward is the weighted sum. A function at the top level
         of a module runs in a process that can be ended. A notebook's own function, a lambda or a closure runs in a
         thread of this process: a call that hangs gets the status `reward_timeout`, but can't be ended.
     precision: "bf16", "fp8_rollout", "fp8" or "fp8_full".
@@ -136,7 +140,7 @@ def _section(sections: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _environment_fields(
-    tasks: Tasks | None, reward: Reward | str | None, base: Mapping[str, Any], given: dict[str, Any]
+    tasks: Tasks | None, reward: Reward | str | Rewards | None, base: Mapping[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
     """The recipe's fields for tasks and reward. Objects that a recipe can only name go into `given`."""
     fields: dict[str, Any] = {}
@@ -147,14 +151,48 @@ def _environment_fields(
         name = given_name(tasks) if hasattr(tasks, "tasks") else _TASKS
         fields = {"kind": "python", "dataset": name, **_OF_ANOTHER_DATASET}
         given[name] = tasks if hasattr(tasks, "tasks") else _checked_list(tasks)
-    if isinstance(reward, str):
-        fields["reward"] = reward
+    if isinstance(reward, Mapping | list | tuple):
+        fields["reward"] = {name: _named_reward(name, one, given) for name, one in _by_name(reward).items()}
     elif reward is not None:
-        _check_reward(reward)
-        fields["reward"] = _reward_name(reward)
-        if fields["reward"].startswith(f"{MODULE}:"):
-            given[fields["reward"]] = reward
+        fields["reward"] = _function(reward, given)
     return fields
+
+
+def _by_name(rewards: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any]:
+    """Several rewards by name; those of a list have the names of their functions."""
+    if isinstance(rewards, Mapping):
+        return rewards
+    named: dict[str, Any] = {}
+    for place, one in enumerate(rewards):
+        name = re.sub(r"[^a-z0-9_]", "", str(getattr(one, "__name__", "")).lower()) or f"reward_{place}"
+        named[name if name not in named else f"{name}_{place}"] = one
+    return named
+
+
+def _named_reward(name: str, reward: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of one of several rewards: a function, or its fields."""
+    fields = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
+    if "function" not in fields:
+        raise UserError(f"octetrl.train: reward {name!r} has no function; give the function, or {{'function': ...}}")
+    if fields.get("of") == "group":
+        if not isinstance(fields["function"], str):
+            fields["function"] = key = given_name(None, f"reward_{name}")
+            given[key] = reward["function"]
+        return fields
+    fields["function"] = _function(fields["function"], given, f"reward_{name}")
+    return fields
+
+
+def _function(reward: Any, given: dict[str, Any], name: str | None = None) -> str:
+    """`module:name` of a reward. An object that a recipe can only name goes into `given`, by this name or its own."""
+    if isinstance(reward, str):
+        return reward
+    _check_reward(reward)
+    path = _reward_name(reward)
+    if path.startswith(f"{MODULE}:"):
+        path = path if name is None else given_name(None, name)
+        given[path] = reward
+    return path
 
 
 def _named_fields(name: str, section: Any, given: dict[str, Any]) -> Any:
@@ -187,8 +225,6 @@ def _check_reward(reward: Reward) -> None:
         raise UserError(f"octetrl.train: reward is {type_of(reward)}; give a function of (task, text)")
     if has_trl_form(reward):
         return
-    if inspect.iscoroutinefunction(reward):
-        raise UserError("octetrl.train: reward is async; give a plain function of (task, text) that returns a number")
     try:
         inspect.signature(reward).bind(Task("", ""), "")
     except TypeError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from octetrl.cli.output import refuse_unmakeable
 from octetrl.config.algorithm import DistillConfig
+from octetrl.config.environment import reward_names
 from octetrl.config.rules_environment import FILES, refuse_for_turns
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
@@ -198,7 +199,7 @@ def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if component.weight is not None
     ]
     if recipe.environment.reward is not None:
-        weighted = [recipe.environment.reward]
+        weighted = list(reward_names(recipe.environment.reward))
     elif recipe.environment.judge is not None:
         weighted = [f"the judge {recipe.environment.judge.model}"]
     elif hasattr(environment, "score"):

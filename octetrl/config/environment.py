@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Fraction, Section
@@ -100,7 +101,21 @@ class JudgeConfig(Section):  # a model behind an OpenAI-compatible endpoint (doc
         return highest
 
 
+class RewardConfig(Section):  # one of several reward functions (docs/environments.md)
+    function: str
+    """Python function `module:name`."""
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    """Factor in the sum that is the reward. 0: the function is measured and has no part in it."""
+    of: Literal["completion", "group"] = "completion"
+    """What the function is called with. completion: (task, text), as a single `reward`. group: (task, texts) with the
+    texts of all siblings, in the run's process; it returns a list with a number for each."""
+
+
 EnvironmentName = Annotated[str, Field(pattern=r"^[a-z0-9_-]+$")]
+RewardFunctions = Annotated[
+    Annotated[str, Tag("[one]")] | Annotated[dict[EnvironmentName, RewardConfig], Tag("[several]")],
+    Discriminator(lambda given: "[several]" if isinstance(given, Mapping) else "[one]"),
+]
 Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "python"]
 
 
@@ -143,9 +158,10 @@ class EnvironmentConfig(Section):
     "####". None: the whole column."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the dataset or environment (kinds reasoning_gym, verifiers, gymnasium)."""
-    reward: str | None = None
-    """Python function `module:name` that replaces the kind's own scorer. It is called as reward(task, text) ->
-    float."""
+    reward: RewardFunctions | None = None
+    """Python function `module:name` that replaces the kind's own scorer. It is called as reward(task, text) -> float.
+    Or several by name, {accuracy: {function: module:name}, polite: {function: module:name, weight: 0.2}}: the reward is
+    their weighted sum, and each is a metric."""
     reward_model: str | None = None
     """Folder of an exported reward model (algorithm reward_model) that replaces the kind's own scorer. It runs in the
     trainer's process, on its device, with its own tokenizer."""
@@ -194,6 +210,13 @@ class EnvironmentConfig(Section):
     """Share of a step's or an evaluation's rollouts that may fail in the environment. A rollout fails if the
     environment raises or exceeds a time limit. If more fail, the run stops with the first traceback of each kind. 1:
     never stop."""
+
+
+def reward_names(reward: str | Mapping[str, RewardConfig] | None) -> tuple[str, ...]:
+    """The functions, `module:name`, of `environment.reward`."""
+    if reward is None or isinstance(reward, str):
+        return () if reward is None else (reward,)
+    return tuple(each.function for each in reward.values())
 
 
 class MixedEnvironmentConfig(EnvironmentConfig):

@@ -78,6 +78,7 @@ OURS = {
     "ref_model_sync_steps": "algorithm.reference_every",
     "report_to": "logging.wandb_project",
     "reward_funcs": "environment.reward",
+    "reward_weights": "environment.reward",
     "rollout_is_threshold": "algorithm.tis_cap",
     "save_freq": "checkpoint.every",
     "save_steps": "checkpoint.every",

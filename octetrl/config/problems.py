@@ -206,7 +206,8 @@ def _missing(field: tuple[str, ...]) -> str:
 def _wrong_value(field: tuple[str, ...], detail: Any) -> str:
     name = ".".join(field)
     if len(detail["loc"]) > len(field):
-        name += "".join(f"[{part}]" for part in detail["loc"][len(field) :] if part != "[key]")
+        parts = map(str, detail["loc"][len(field) :])
+        name += "".join(f"[{part}]" for part in parts if not part.startswith("["))  # "[key]", and which of a union
     if detail["type"] == "extra_forbidden":
         return f"{name}: unknown key{nearest(str(detail['loc'][-1]), DataSource.model_fields)}"
     if field == ("trainer", "optimizer", "betas") and detail["type"] in ("missing", "too_long", "too_short"):

@@ -79,10 +79,10 @@ def _sections(name: str, field: Schema, schema: Schema, written: dict[str, str])
     written[key] = name
     yield from _table(fields, schema)
     for inner, form in fields.items():
-        of_mapping = form.get("additionalProperties") or next(iter(form.get("patternProperties", {}).values()), None)
+        of_mapping = next(filter(None, map(_of_mapping, _choices(form))), None)
         if _section(form, schema) is not None:
             yield from _sections(f"{name}.{inner}", form, schema, written)
-        elif isinstance(of_mapping, dict) and _section(of_mapping, schema) is not None:
+        elif of_mapping is not None and _section(of_mapping, schema) is not None:
             yield from _sections(f"{name}.{inner}.NAME", of_mapping, schema, written)
 
 
@@ -163,12 +163,25 @@ def _resolved(field: Schema, schema: Schema) -> Schema:
 
 def _section(field: Schema, schema: Schema) -> Schema | None:
     """The definition of a field that is a section with fields of its own."""
-    for choice in (field, *field.get("anyOf", [])):
+    for choice in _choices(field):
         reference = choice.get("$ref", "")
         if reference and "/properties/" not in reference:
             definition: Schema = schema["$defs"][reference.rpartition("/")[2]]
             return definition if "properties" in definition else None
     return None
+
+
+def _choices(field: Schema) -> Iterator[Schema]:
+    """The field, and the forms of which it may be one."""
+    yield field
+    for choice in (*field.get("anyOf", []), *field.get("oneOf", [])):
+        yield from _choices(choice)
+
+
+def _of_mapping(field: Schema) -> Schema | None:
+    """What a mapping holds; None for another field, or one that may hold anything."""
+    inner = field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), None)
+    return inner if isinstance(inner, dict) and inner else None
 
 
 def _description(field: Schema, schema: Schema) -> str:
@@ -178,8 +191,8 @@ def _description(field: Schema, schema: Schema) -> str:
 
 def _type(field: Schema, schema: Schema) -> str:
     """A field's type with its range: `a`, `b`; number, 0 to 1; list of strings."""
-    if "anyOf" in field:
-        return " or ".join(_type(choice, schema) for choice in field["anyOf"])
+    if several := field.get("anyOf") or field.get("oneOf"):
+        return " or ".join(_type(choice, schema) for choice in several)
     if "const" in field:
         return f"`{field['const']}`"
     if "enum" in field:
@@ -190,8 +203,8 @@ def _type(field: Schema, schema: Schema) -> str:
     if kind == "array":
         return _array(field, schema)
     if kind == "object":
-        inner = field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), None)
-        return f"mapping to {_type(inner, schema)}" if isinstance(inner, dict) and inner else "mapping"
+        inner = _of_mapping(field)
+        return "mapping" if inner is None else f"mapping to {_type(inner, schema)}"
     return {"null": "`null`", "boolean": "true or false", "any": "any"}.get(kind, kind + _range(field))
 
 

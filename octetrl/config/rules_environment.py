@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.environment import EnvironmentConfig, reward_names
 from octetrl.config.rules import Rule, problems_of, together
 from octetrl.config.rules_training import OBJECT
 from octetrl.config.schema import Recipe
@@ -46,6 +46,11 @@ def _no_tool(recipe: Recipe) -> str:
     return f"there is no tool '{name}'{nearest(name, READY_TOOLS)}; give {known} or module:name"
 
 
+def _no_function(recipe: Recipe) -> str | None:
+    """The first name of a reward that is none."""
+    return next((name for name in reward_names(recipe.environment.reward) if not OBJECT.fullmatch(name)), None)
+
+
 DATASET = (  # where a run draws tasks
     Rule(
         "environment.dataset=null ?environment.kind",
@@ -76,9 +81,10 @@ ENVIRONMENT = (
     ),
     Rule(
         "environment.reward",
-        "'{}' is not module:name, such as my_rewards:length",
-        value_is=lambda reward: not OBJECT.fullmatch(reward),
+        lambda r: f"'{_no_function(r)}' is not module:name, such as my_rewards:length",
+        lambda r: _no_function(r) is not None,
     ),
+    Rule("environment.reward", "it is empty; name a function, or leave it out", value_is=lambda reward: not reward),
     Rule("environment.tools", _no_tool, lambda r: _unknown_tool(r) is not None),
     Rule(
         "environment.corpus=null environment.tools",

@@ -39,6 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octetrl.environments.scoring import logged
 from octetrl.environments.turns import Conversation, current
 from octetrl.system.errors import UserError, error_line, error_trace
 
@@ -138,6 +139,7 @@ class Calls:
         context = contextvars.copy_context()
         if conversation is not None:
             context.run(current.set, conversation)
+            context.run(logged.set, conversation.logged)
         if inspect.iscoroutinefunction(function):
             self._loop = self._loop or _Loop()
             pending.task = self._loop.run(partial(self._await, ticket, function, args), context)

@@ -195,7 +195,7 @@ class Dialogue(Dialogues):
         if self._toolbox.tools:
             names = ("tool_calls", "refused_calls", "failed_calls")
             counts |= {name: float(getattr(conversation, name)) for name in names}
-        return counts
+        return {**conversation.logged, **counts}
 
     def _call_hook(self, name: str, conversation: Conversation) -> Asking[Any]:
         function, seconds = self._hooks[name], self.limits.reply_seconds

@@ -40,7 +40,9 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
+from octetrl.config.environment import EnvironmentConfig, RewardConfig
 from octetrl.environments.calls import unchanged_process
+from octetrl.environments.named_rewards import NamedReward, NamedRewards
 from octetrl.environments.prompts import read_prompt
 from octetrl.environments.scoring import Scorer, check_call, check_signature, place_of
 from octetrl.environments.tasks import Environment
@@ -88,6 +90,8 @@ def can_run_elsewhere(scorer: object) -> bool:
     """Whether a reward process could load `scorer`: a function, a bound method or a callable object."""
     if isinstance(scorer, functools.partial):
         return can_run_elsewhere(scorer.func)
+    if isinstance(scorer, NamedRewards):
+        return all(can_run_elsewhere(part.function) for part in scorer.parts)
     if inspect.isfunction(scorer) or inspect.isbuiltin(scorer):
         return importable_name(scorer) is not None
     if importable_name(type(getattr(scorer, "__self__", scorer))) is None:
@@ -308,12 +312,40 @@ def _check_task(task: Any, where: str) -> None:
 _FIELD = "environment.reward"
 
 
-def named_reward(path: str, given: Given) -> Scorer:
-    """The reward that a recipe names: an object given in Python, or the function at `module:name`."""
-    if path not in given:
-        return PythonReward(path)
-    scorer: Scorer = given[path]
+def named_reward(reward: str | Mapping[str, RewardConfig], given: Given) -> Scorer:
+    """The reward that a recipe names: an object given in Python, or the function at `module:name`; of several those
+    that score a completion."""
+    if not isinstance(reward, str):
+        several = {name: each for name, each in reward.items() if each.of == "completion"}
+        parts = [NamedReward(name, named_reward(each.function, given), each.weight) for name, each in several.items()]
+        return NamedRewards(tuple(parts))
+    if reward not in given:
+        return PythonReward(reward)
+    scorer: Scorer = given[reward]
     return TrlRewards([scorer]) if has_trl_form(scorer) else scorer
+
+
+def group_rewards(config: EnvironmentConfig, given: Given) -> tuple[NamedReward, ...]:
+    """The rewards of whole groups. Their functions are imported first in a process of their own, then here."""
+    named = {} if config.reward is None or isinstance(config.reward, str) else config.reward
+    return tuple(
+        NamedReward(
+            name,
+            given.get(each.function) or _group_function(name, each.function, config.load_timeout_seconds),
+            each.weight,
+        )
+        for name, each in named.items()
+        if each.of == "group"
+    )
+
+
+def _group_function(name: str, path: str, seconds: float) -> Any:
+    field = f"{_FIELD}.{name}"
+    function = load_object(field, path, seconds)
+    if not callable(function):
+        raise UserError(f"{field}: '{path}' is {type_of(function)}, not a function")
+    check_call(function, f"{field}: '{path}'", "task, texts")
+    return function
 
 
 @dataclass(frozen=True)

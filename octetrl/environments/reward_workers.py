@@ -34,7 +34,6 @@ from typing import Self
 
 from octetrl.environments.calls import CallResult, Calls
 from octetrl.environments.scoring import (
-    LARGEST_REWARD,
     CheckedScorer,
     Key,
     RewardTimes,
@@ -43,6 +42,7 @@ from octetrl.environments.scoring import (
     Scorer,
     ScoringRound,
     TimeoutBudget,
+    Verdict,
     score_all,
 )
 from octetrl.process.callable_process import Answer, CallableProcess, Cause, ProcessDied
@@ -392,8 +392,15 @@ def _score(answer: Answer) -> Score:
         status = RolloutStatus.REWARD_MEMORY if answer.cause == "memory" else RolloutStatus.REWARD_ERROR
         return Score(status, None, answer.error, answer.trace)
     match answer.value:
-        case (float(reward), None | str() as answered, None | str() as detail) if abs(reward) <= LARGEST_REWARD:
-            return Score(RolloutStatus.SCORED, reward, detail, answered=answered)
+        case (_, _, _, dict(), dict()) if (verdict := Verdict(*answer.value)).is_sound:
+            return Score(
+                RolloutStatus.SCORED,
+                verdict.reward,
+                verdict.detail,
+                answered=verdict.answered,
+                components=verdict.components,
+                metrics=verdict.metrics,
+            )
     return Score(RolloutStatus.REWARD_ERROR, None, "the process gave what is no reward")
 
 

@@ -15,15 +15,18 @@ score that always hangs would be waited for once per rollout.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
@@ -61,17 +64,58 @@ class Score:
     detail: str | None = None
     trace: str | None = None  # the traceback behind `detail`, where there is one
     answered: str | None = None  # the completion's answer, if the scorer has `answered`
+    components: Mapping[str, float] = field(default_factory=dict)  # of named rewards, unweighted
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of `log`
 
 
 class Explained(float):
-    """A reward with the reason for it. Rollouts show the reason as their detail."""
+    """A reward with the reason for it, which rollouts show as their detail, and its unweighted parts by name."""
 
     detail: str | None
+    components: Mapping[str, float]
 
-    def __new__(cls, reward: float, detail: str | None = None) -> Explained:
+    def __new__(
+        cls, reward: float, detail: str | None = None, components: Mapping[str, float] = MappingProxyType({})
+    ) -> Explained:
         made = super().__new__(cls, reward)
-        made.detail = detail
+        made.detail, made.components = detail, components
         return made
+
+
+logged: ContextVar[dict[str, float]] = ContextVar("logged")
+"""The metrics of the rollout whose code runs now."""
+_NAME = re.compile(r"[a-z0-9_]+")  # part of a metric's name
+
+
+def log(name: str, value: float) -> None:
+    """Log a metric of the rollout that is being scored, or whose environment or tool runs: `environment/NAME` is the
+    mean over the rollouts that have it. Raises UserError elsewhere, or for a name that is no metric's; TypeError or
+    ValueError for a value that is not a finite number."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"octetrl.log: '{name[:60]}' is not a valid name for a metric; use lower case letters and _")
+    metrics = logged.get(None)
+    if metrics is None:
+        raise UserError("octetrl.log: no reward or environment runs here; call it inside one")
+    metrics[name] = finite_number(value, f"metric '{name}'")
+
+
+class Verdict(NamedTuple):
+    """What a reward process sends of a completion."""
+
+    reward: float
+    answered: str | None
+    detail: str | None
+    components: dict[str, float]
+    metrics: dict[str, float]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is one: foreign code in the process may have sent anything."""
+        numbers = [self.reward, *self.components.values(), *self.metrics.values()]
+        texts = [*self.components, *self.metrics, *(text for text in (self.answered, self.detail) if text is not None)]
+        return all(type(one) is float and abs(one) <= LARGEST_REWARD for one in numbers) and all(
+            isinstance(one, str) for one in texts
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +125,33 @@ class CheckedScorer:
 
     scorer: Scorer
 
-    def __call__(self, task: Task, completion_text: str) -> tuple[float, str | None, str | None]:
-        reward = self.scorer(task, completion_text)
+    def __call__(self, task: Task, completion_text: str) -> tuple[Any, ...]:
+        """A `Verdict` as a plain tuple."""
+        metrics: dict[str, float] = {}
+        token = logged.set(metrics)
+        try:
+            reward: Any = self.scorer(task, completion_text)
+            if inspect.isawaitable(reward):
+                reward = asyncio.run(_awaited(reward))
+        finally:
+            logged.reset(token)
         try:
             number = finite_number(reward, "reward")
         except (TypeError, ValueError) as error:  # raised again with the place of the function that returned it
             place = getattr(self.scorer, "place", None) or place_of(self.scorer)
             raise type(error)(f"{error}{RETURNED_BY}{place}") from None
         answered = getattr(getattr(self.scorer, "__self__", self.scorer), "answered", None)
-        detail = reward.detail if isinstance(reward, Explained) else None
-        return number, None if answered is None else answered(task, completion_text), detail
+        detail, components = (reward.detail, reward.components) if isinstance(reward, Explained) else (None, {})
+        said = None if answered is None else answered(task, completion_text)
+        return tuple(Verdict(number, said, detail, dict(components), metrics))
+
+
+async def _awaited(reward: Awaitable[float]) -> float:
+    return await reward
 
 
 def check_signature(score: Any, what: str) -> None:
-    """Raises UserError unless `score` is a plain function of (task, completion_text). what: its name in the message."""
-    if inspect.iscoroutinefunction(score):
-        raise UserError(
-            f"{what} ({place_of(score)}) is async; write a plain function of (task, completion_text) that returns a"
-            " number"
-        )
+    """Raises UserError unless `score` can be called with (task, completion_text). what: its name in the message."""
     check_call(score, what, "task, completion_text")
 
 

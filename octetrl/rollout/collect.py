@@ -387,6 +387,8 @@ def _scored(
         penalty=0.0 if penalty is None else penalty(len(completion.token_ids), was_cut=was_cut),
         trace=score.trace,
         answered=score.answered,
+        components=dict(score.components),
+        metrics=dict(score.metrics),
     )
 
 

@@ -157,6 +157,8 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
     if score.reward is None:
         return replace(rollout, status=score.status, reward=None, detail=score.detail, trace=score.trace)
     components = {"score": score.reward, **rollout.components} if rollout.components else {}
+    components |= score.components
+    metrics = {**rollout.metrics, **score.metrics}
     reward, answered = rollout.reward + score.reward, score.answered or rollout.answered
     detail = score.detail or rollout.detail
-    return replace(rollout, reward=reward, components=components, answered=answered, detail=detail)
+    return replace(rollout, reward=reward, components=components, answered=answered, detail=detail, metrics=metrics)

@@ -25,11 +25,13 @@ from octetrl.environments.dialogue import ConversationLimits, Dialogue, Dialogue
 from octetrl.environments.judge import Judge
 from octetrl.environments.math_answers import MathScorer, reference_problems
 from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
+from octetrl.environments.named_rewards import WithGroupRewards
 from octetrl.environments.python_object import (
     ForeignTasks,
     Given,
     can_run_elsewhere,
     check_environment,
+    group_rewards,
     load_environment,
     load_object,
     named_reward,
@@ -206,7 +208,8 @@ def build_scorers(
 
     def scorer(one: Recipe, environment: Environment) -> OpenScorer:
         judge = one.environment.judge
-        return _rewards(environment.score, one.environment, given) if judge is None else Judge(judge)
+        own = _rewards(environment.score, one.environment, given) if judge is None else Judge(judge)
+        return _with_groups(own, one.environment, given)
 
     scorers = _for_each(recipe, environments, scorer)
     return MixedScorer(scorers) if recipe.environments else scorers[""]
@@ -237,7 +240,7 @@ def _dialogue(config: EnvironmentConfig, environment: Environment, tokenizer: To
     if config.judge is not None:
         scorer = Judge(config.judge)
     elif function is not None:
-        scorer = _rewards(function, config, given)
+        scorer = _with_groups(_rewards(function, config, given), config, given)
     limits, family = ConversationLimits.from_config(config), tool_family(tokenizer)
     return Dialogue(environment, limits, family=family, scorer=scorer, only_scorer=replaces)
 
@@ -249,6 +252,17 @@ def _rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> OpenSco
         seconds, at_once = config.reward_timeout_seconds, config.reward_workers or 1
         return FunctionRewards(scorer, timeout_seconds=seconds, at_once=at_once, gives_up=gives_up)
     return reward_processes(scorer, config, gives_up=gives_up)
+
+
+def _with_groups(scorer: OpenScorer, config: EnvironmentConfig, given: Given) -> OpenScorer:
+    """`scorer`, and the recipe's rewards of whole groups, if it has any."""
+    try:
+        parts = group_rewards(config, given)
+    except BaseException:
+        scorer.close()
+        raise
+    seconds = config.reward_timeout_seconds
+    return WithGroupRewards(scorer, parts, timeout_seconds=seconds) if parts else scorer
 
 
 def reward_processes(scorer: Scorer, config: EnvironmentConfig, *, gives_up: bool = True) -> RewardWorkers:

@@ -20,12 +20,13 @@ from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
 from octetrl.environments.dialogue import is_dialogue
 from octetrl.environments.judge import Judge
-from octetrl.environments.python_object import PythonReward
+from octetrl.environments.python_object import named_reward
 from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.environments.scoring import RETURNED_BY, Score
 from octetrl.environments.tasks import Environment
 from octetrl.records import RolloutStatus, Task
 from octetrl.run.environment import (
+    NOTHING_GIVEN,
     build_environment,
     build_environments,
     build_tasks,
@@ -160,7 +161,7 @@ def _load_reward(config: EnvironmentConfig) -> None:
     """Load the score without calling it: no task was made, or the score is not the environment's."""
     if config.reward is not None:
         RewardWorkers(
-            PythonReward(config.reward),
+            named_reward(config.reward, NOTHING_GIVEN),
             timeout_seconds=config.reward_timeout_seconds,
             memory_mib=config.reward_memory_mib,
             load_seconds=config.load_timeout_seconds,

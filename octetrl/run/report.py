@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.environment import EnvironmentConfig, reward_names
 from octetrl.config.in_words import describe_roles, describe_tail, in_flight
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
@@ -127,7 +127,7 @@ def _data(run: Run) -> str:
 
 def _tasks(environment: EnvironmentConfig) -> str:
     names = [environment.kind, str(environment.dataset)] if environment.dataset else [environment.kind]
-    reward = f", reward {environment.reward}" if environment.reward else ""
+    reward = f", reward {' + '.join(reward_names(environment.reward))}" if environment.reward else ""
     held_out = f", {environment.eval_size} tasks held out" if environment.eval_size else ""
     return f"{' '.join(names)}{reward}{held_out}"
 
@@ -206,7 +206,9 @@ def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:
         if recipe.logging.rollouts:
             commands.append((f"octetrl rollouts {place}", "what the model said, with rewards"))
         environments = recipe.each_environment.values()
-        python_only = any(is_given(name) for one in environments for name in (one.dataset or "", one.reward or ""))
+        python_only = any(
+            is_given(name) for one in environments for name in (one.dataset or "", *reward_names(one.reward))
+        )
         if any(one.eval_size for one in environments) and not python_only:
             commands.append((f"octetrl eval {place}", "held-out tasks, with intervals"))
     if recipe.algorithm.name == "reward_model":

@@ -176,11 +176,7 @@ def _fields(record: Any, **changed: Any) -> dict[str, Any]:
 
 
 def _read_group(group: Mapping[str, Any]) -> RolloutGroup:
-    fields = dict(group["task"])
-    fields["tools"] = tuple(fields.get("tools", ()))  # an earlier version wrote none
-    if not isinstance(fields["prompt"], str):
-        fields["prompt"] = tuple(fields["prompt"])
-    task = Task(**fields)
+    task = Task(**group["task"]).plain()  # JSON has lists
     return RolloutGroup(task, tuple(_read_rollout(task, rollout) for rollout in group["rollouts"]))
 
 

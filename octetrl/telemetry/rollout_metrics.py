@@ -34,7 +34,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     `reward/zero_variance_fraction` is the share of groups whose siblings all got the same reward: they teach nothing.
     Rewards that differ by rounding alone are the same, and groups with a single reward do not count.
     `SHARES` are shares of all rollouts, each of one status. `reward/component/*` are the parts of the rewards,
-    unweighted. `environment/*` are metrics of environments.
+    unweighted, with their spread and their share of zeros. `environment/*` are metrics of environments.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
@@ -55,7 +55,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if lengths:
         metrics["rollout/mean_length"] = statistics.fmean(lengths)
         metrics["rollout/max_length"] = max(lengths)
-    metrics |= _means("reward/component", [rollout.components for rollout in rollouts])
+    metrics |= _component_metrics([rollout.components for rollout in rollouts])
     return metrics | _means("environment", [rollout.metrics for rollout in rollouts])
 
 
@@ -83,6 +83,16 @@ def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, fl
     return {
         f"{family}/{name}": statistics.fmean(values[name] for values in measured if name in values) for name in names
     }
+
+
+def _component_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean, standard deviation and share of zeros of each term of the reward, over the rollouts that have it."""
+    metrics = _means("reward/component", measured)
+    for name in dict.fromkeys(name for values in measured for name in values):
+        values = [one[name] for one in measured if name in one]
+        metrics[f"reward/component_std/{name}"] = statistics.pstdev(values)
+        metrics[f"reward/component_zeros/{name}"] = values.count(0.0) / len(values)
+    return metrics
 
 
 def by_environment(groups: Sequence[RolloutGroup], names: Collection[str] = ()) -> dict[str, list[RolloutGroup]]:

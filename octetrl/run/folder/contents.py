@@ -19,7 +19,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
-from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.environment import EnvironmentConfig, reward_names
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
 from octetrl.data.mixture import Mixture
@@ -93,7 +93,7 @@ def _tasks(config: EnvironmentConfig, environment: Environment, given: Given) ->
 def _reward(config: EnvironmentConfig, given: Given) -> dict[str, str]:
     """The digest of the reward function, or of an environment's class that was given in Python."""
     if config.reward is not None:
-        return _source(config.reward, given)
+        return {file: one for name in reward_names(config.reward) for file, one in _source(name, given).items()}
     dataset = str(config.dataset)
     is_list = isinstance(given.get(dataset), TaskEnvironment)
     return _source(dataset, given) if dataset in given and not is_list else {}

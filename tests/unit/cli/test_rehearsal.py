@@ -102,7 +102,6 @@ def test_what_would_make_a_run_do_nothing_is_refused(override: str, says: str, f
     [
         ("text", ["of type str, not a number", "text, rewards_to_try.py:5", "return a finite number"]),
         ("one", ["(one, rewards_to_try.py:9) takes (task), but is called with (task, completion_text)"]),
-        ("later", ["(later, rewards_to_try.py:10) is async; write a plain function"]),
         ("broken", ["the score fails on every text that was tried", "AttributeError", "(rewards_to_try.py:16)"]),
     ],
 )

@@ -48,6 +48,9 @@ def test_what_is_read_equals_what_was_written() -> None:
     written = [batch(task), batch(talk)]
     assert batches_from_json(json.loads(batches_to_bytes(written))) == written
     assert written[0].oldest_version == 3
+    asked = ({"role": "system", "content": "ü"}, {"role": "user", "content": "1 + 2 ="})
+    told = [batch(Task("t/1", asked, tools=({"name": "add"},), chat_template_kwargs={"enable_thinking": False}))]
+    assert batches_from_json(json.loads(batches_to_bytes(told))) == told
     written = batch(Task("sums/1", "1 + 2 =", "3", {"x": 0.1}, environment="sums"))
     assert batches_from_json(json.loads(batches_to_bytes([written])))[0].kept[0].task.environment == "sums"
     with pytest.raises(

@@ -1,0 +1,215 @@
+"""Several reward functions by name. Their weighted sum is the reward, and each is a metric of its own.
+
+    environment:
+      reward:
+        accuracy: {function: "my_rewards:accuracy"}
+        polite: {function: "my_rewards:polite", weight: 0.2}
+        length: {function: "my_rewards:length", weight: 0}           measured, without a part in the reward
+        best: {function: "my_rewards:best", of: group}               (task, texts of all siblings) -> a number for each
+
+A function of a completion runs where a single reward would; it may be async, or of TRL's form. None: it does not apply
+to this completion. Functions of a group run in the run's process when all its completions are there, so that they can
+rank them, let a judge compare them, or reward the best. If one fails, no sibling has a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from octetrl.environments.calls import CallResult, Calls
+from octetrl.environments.scoring import (
+    BatchScorer,
+    Explained,
+    Key,
+    OpenScorer,
+    RestartingScorer,
+    RewardTimes,
+    Score,
+    ScoringRound,
+    begin_round,
+    finite_number,
+    place_of,
+)
+from octetrl.records import RolloutStatus, Task
+
+GroupScorer = Callable[[Task, Sequence[str]], Sequence[float | None]]  # or async
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamedReward:
+    name: str
+    function: Any  # a Scorer, or a GroupScorer
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRewards:
+    """The weighted sum of functions of a completion, as a scorer. None of a single function is left out; if none
+    applies, there is no reward. Without any function the sum is 0."""
+
+    parts: tuple[NamedReward, ...]
+
+    def __call__(self, task: Task, completion_text: str) -> Explained:
+        results = [part.function(task, completion_text) for part in self.parts]
+        if any(map(inspect.isawaitable, results)):
+            results = asyncio.run(_await_all(results))
+        values, details = {}, []
+        for part, result in zip(self.parts, results, strict=True):
+            if result is not None:
+                values[part.name] = finite_number(result, f"reward '{part.name}' of {_place(part)}")
+                details += [f"{part.name}: {result.detail}"] if isinstance(result, Explained) and result.detail else []
+        if self.parts and not values:
+            raise ValueError("every reward function returned None, so the completion has no reward")
+        return Explained(_weighted(self.parts, values), "; ".join(details) or None, values)
+
+
+def _weighted(parts: Sequence[NamedReward], values: Mapping[str, float]) -> float:
+    return finite_number(sum(part.weight * values[part.name] for part in parts if part.name in values), "weighted sum")
+
+
+async def _await_all(results: Sequence[Any]) -> list[Any]:
+    waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
+    values = dict(zip(waiting, await asyncio.gather(*(results[place] for place in waiting)), strict=True))
+    return [values.get(place, result) for place, result in enumerate(results)]
+
+
+def _place(part: NamedReward) -> str:
+    return getattr(part.function, "place", None) or place_of(part.function)
+
+
+Group = tuple[Task, list[str], list[Score]]  # the siblings' texts and scores, in their order
+
+
+class WithGroupRewards:
+    """`scorer`, and functions of whole groups. timeout_seconds: limit of one call of a function."""
+
+    def __init__(self, scorer: OpenScorer, parts: Sequence[NamedReward], *, timeout_seconds: float) -> None:
+        self._scorer, self._parts, self._seconds = scorer, tuple(parts), timeout_seconds
+        self._calls = Calls()
+
+    @property
+    def restarts(self) -> int:
+        """Reward processes of `scorer` that were replaced since the run began."""
+        return self._scorer.restarts if isinstance(self._scorer, RestartingScorer) else 0
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        """The score of each (task, completion text), in their order; neighbours with one task are a group."""
+        scores = self._scorer.score(completions)
+        groups: list[Group] = []
+        for (task, text), score in zip(completions, scores, strict=True):
+            if not groups or groups[-1][0] is not task:
+                groups.append((task, [], []))
+            groups[-1][1].append(text)
+            groups[-1][2].append(score)
+        return [score for added in self.with_groups(groups) for score in added]
+
+    def begin(self) -> GroupRound:
+        """Completions whose own functions work beside the engine; those of groups follow at the end."""
+        return GroupRound(self, self._scorer)
+
+    def with_groups(self, groups: Sequence[Group]) -> list[list[Score]]:
+        """The scores with what the functions of each group add. All functions work at once."""
+        results: list[dict[str, CallResult]] = [{} for _ in groups]
+        waiting = {
+            self._calls.start(_checked(part), (part, task, tuple(texts)), seconds=self._seconds): (place, part.name)
+            for place, (task, texts, _) in enumerate(groups)
+            for part in self._parts
+        }
+        try:
+            while waiting:
+                for ticket, called in self._calls.poll(_POLL_SECONDS):
+                    place, name = waiting.pop(ticket)
+                    results[place][name] = called
+        finally:
+            self._calls.forget()  # interrupted: the answers are no longer needed
+        return [self._added(scores, called) for (_, _, scores), called in zip(groups, results, strict=True)]
+
+    def close(self) -> None:
+        self._scorer.close()
+        self._calls.close()
+
+    def _added(self, scores: Sequence[Score], results: Mapping[str, CallResult]) -> list[Score]:
+        for name, called in results.items():
+            if called.error is not None:
+                status = RolloutStatus.REWARD_TIMEOUT if called.timed_out else RolloutStatus.REWARD_ERROR
+                late = f"no rewards after {self._seconds:g} s; raise environment.reward_timeout_seconds"
+                detail = f"{name}: {late if called.timed_out else called.error}"
+                return [Score(status, None, detail, called.trace) for _ in scores]
+        added = []
+        for place, score in enumerate(scores):
+            own = {name: value for name, called in results.items() if (value := called.value[place]) is not None}
+            if score.reward is not None:
+                reward = score.reward + _weighted(self._parts, own)
+                score = replace(score, reward=reward, components={**score.components, **own})
+            added.append(score)
+        return added
+
+
+class GroupRound(ScoringRound):
+    """A round of `scorer`, then the groups' functions. No score is final before `finish`."""
+
+    def __init__(self, rewards: WithGroupRewards, scorer: BatchScorer) -> None:
+        self._rewards, self._round = rewards, begin_round(scorer)
+        self._groups: dict[int, dict[Key, tuple[Task, str]]] = {}  # by place of the task
+
+    def __enter__(self) -> GroupRound:
+        self._round.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._round.__exit__(kind, error, trace)
+
+    def submit(self, key: Key, task: Task, completion_text: str) -> None:
+        self._groups.setdefault(key[0], {})[key] = (task, completion_text)
+        self._round.submit(key, task, completion_text)
+
+    def advance(self) -> None:
+        self._round.advance()
+
+    def so_far(self) -> dict[Key, Score]:
+        return {}
+
+    @property
+    def is_done(self) -> bool:
+        return self._round.is_done
+
+    def finish(self) -> dict[Key, Score]:
+        scores, began = self._round.finish(), time.monotonic()
+        keys = [sorted(group) for group in self._groups.values()]
+        groups: list[Group] = []
+        for of_group, group in zip(keys, self._groups.values(), strict=True):
+            task, _ = group[of_group[0]]
+            groups.append((task, [group[key][1] for key in of_group], [scores[key] for key in of_group]))
+        for of_group, added in zip(keys, self._rewards.with_groups(groups), strict=True):
+            scores |= dict(zip(of_group, added, strict=True))
+        self.times = (self._round.times or RewardTimes()).followed_by(RewardTimes(time.monotonic() - began))
+        return scores
+
+
+def _checked(part: NamedReward) -> Callable[[NamedReward, Task, Sequence[str]], Any]:
+    """What calls the function of a group: an async one on the loop that lives as long as the run."""
+    return _awaited_values if inspect.iscoroutinefunction(part.function) else _values
+
+
+async def _awaited_values(part: NamedReward, task: Task, texts: Sequence[str]) -> list[float | None]:
+    return _finite_values(part, await part.function(task, list(texts)), len(texts))
+
+
+def _values(part: NamedReward, task: Task, texts: Sequence[str]) -> list[float | None]:
+    return _finite_values(part, part.function(task, list(texts)), len(texts))
+
+
+def _finite_values(part: NamedReward, values: Any, number: int) -> list[float | None]:
+    if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != number:
+        given = f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__
+        raise ValueError(f"{_place(part)} returned {given} for {number} completions; return a list of one for each")
+    return [None if value is None else finite_number(value, f"reward of {_place(part)}") for value in values]

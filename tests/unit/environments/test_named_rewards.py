@@ -1,0 +1,151 @@
+"""Several rewards by name: their sum, None, groups, failures, and what `octetrl.log` records."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import octetrl
+from octetrl.environments.named_rewards import NamedReward, NamedRewards, WithGroupRewards
+from octetrl.environments.reward_workers import FunctionRewards, RewardWorkers
+from octetrl.environments.scoring import Score, Scorer, begin_round
+from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError
+
+TASKS = [Task("a", "say a", "a"), Task("b", "say b", "b")]
+ERROR, SCORED = RolloutStatus.REWARD_ERROR, RolloutStatus.SCORED
+
+
+def right(task: Task, text: str) -> float:
+    octetrl.log("letters", len(text))
+    return float(text == task.answer)
+
+
+def short(task: Task, text: str) -> float | None:
+    return 1.0 / len(text) if text else None
+
+
+async def later(task: Task, text: str) -> float:
+    await asyncio.sleep(0.01)
+    return 2.0
+
+
+def ranked(task: Task, texts: Sequence[str]) -> list[float]:
+    """The rank by length; what it adds to a text does not depend on the order of the texts."""
+    return [float(sum(len(other) < len(text) for other in texts)) for text in texts]
+
+
+async def longest(task: Task, texts: Sequence[str]) -> list[float | None]:
+    return [1.0 if len(text) == max(map(len, texts)) else None for text in texts]
+
+
+PARTS = (NamedReward("right", right), NamedReward("short", short, 0.5), NamedReward("later", later, 0.0))
+GROUP = (NamedReward("rank", ranked, 0.1), NamedReward("longest", longest, -1.0))
+
+
+def workers(scorer: Scorer) -> RewardWorkers:
+    return RewardWorkers(scorer, timeout_seconds=30.0, processes=2)
+
+
+def in_a_thread(scorer: Scorer) -> FunctionRewards:
+    return FunctionRewards(scorer, timeout_seconds=30.0, at_once=2)
+
+
+@pytest.mark.parametrize("build", [workers, in_a_thread])
+def test_the_reward_is_the_weighted_sum_of_what_applies(build: Any) -> None:
+    scorer = build(NamedRewards(PARTS))
+    try:
+        scores = scorer.score([(TASKS[0], "a"), (TASKS[0], "bbbb"), (TASKS[1], "")])
+    finally:
+        scorer.close()
+    assert [score.reward for score in scores] == [1.5, 0.125, 0.0]
+    assert scores[1].components == {"right": 0.0, "short": 0.25, "later": 2.0}
+    assert scores[2].components == {"right": 0.0, "later": 2.0}  # short gave None
+    assert [score.metrics for score in scores] == [{"letters": 1.0}, {"letters": 4.0}, {"letters": 0.0}]
+
+
+def test_without_a_reward_that_applies_there_is_none() -> None:
+    (score,) = in_a_thread(NamedRewards(PARTS[1:2])).score([(TASKS[0], "")])
+    assert (score.status, score.reward) == (ERROR, None) and "None" in (score.detail or "")
+    assert NamedRewards(())(TASKS[0], "x") == 0.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), "1", [1.0]])
+def test_what_is_no_number_is_an_error_with_the_rewards_name(value: Any) -> None:
+    (score,) = in_a_thread(NamedRewards((NamedReward("odd", lambda task, text: value),))).score([(TASKS[0], "x")])
+    assert (score.status, score.reward) == (ERROR, None) and "'odd'" in (score.detail or "")
+
+
+def grouped(parts: Sequence[NamedReward], seconds: float = 30.0) -> WithGroupRewards:
+    return WithGroupRewards(in_a_thread(NamedRewards(PARTS[:1])), parts, timeout_seconds=seconds)
+
+
+def test_a_group_is_scored_together_in_any_order_of_its_completions() -> None:
+    texts = {(0, 0): "a", (0, 1): "aaa", (0, 2): "aa", (1, 0): "b", (1, 1): "bbbbb"}
+    expected = {(0, 0): 1.0 + 0.0, (0, 1): 0.2 - 1.0, (0, 2): 0.1, (1, 0): 1.0, (1, 1): 0.1 - 1.0}
+    scorer = grouped(GROUP)
+    for seed in range(3):
+        with begin_round(scorer) as scoring:
+            for key in random.Random(seed).sample(sorted(texts), len(texts)):
+                scoring.submit(key, TASKS[key[0]], texts[key])
+                scoring.advance()
+            assert scoring.so_far() == {}
+            scores = scoring.finish()
+        assert {key: round(score.reward or 0.0, 9) for key, score in scores.items()} == expected
+        assert scores[0, 1].components == {"right": 0.0, "rank": 2.0, "longest": 1.0}
+        assert "longest" not in scores[0, 0].components
+    flat = scorer.score([(TASKS[place], texts[place, sibling]) for place, sibling in sorted(texts)])
+    assert [score.reward for score in flat] == pytest.approx(list(expected.values()))
+    scorer.close()
+
+
+def test_a_group_whose_function_fails_has_no_reward_and_the_others_have_theirs() -> None:
+    def picky(task: Task, texts: Sequence[str]) -> list[float]:
+        if task.id == "a":
+            raise RuntimeError("no luck")
+        return [0.0] * (len(texts) - (task.answer == "c"))
+
+    scorer = grouped([NamedReward("picky", picky)])
+    third = Task("c", "say c", "c")
+    scores = scorer.score([(TASKS[0], "a"), (TASKS[0], "b"), (TASKS[1], "b"), (third, "c")])
+    assert [score.status for score in scores] == [ERROR, ERROR, SCORED, ERROR]
+    assert [score.reward for score in scores] == [None, None, 1.0, None]
+    assert "no luck" in (scores[0].detail or "") and "returned 0 values for 1" in (scores[3].detail or "")
+    scorer.close()
+
+
+def test_a_group_whose_function_hangs_is_a_time_out() -> None:
+    scorer = grouped([NamedReward("slow", lambda task, texts: time.sleep(5))], seconds=0.2)
+    (score,) = scorer.score([(TASKS[0], "a")])
+    assert (score.status, score.reward) == (RolloutStatus.REWARD_TIMEOUT, None)
+    scorer.close()
+
+
+def test_a_completion_that_failed_alone_keeps_its_failure() -> None:
+    def fails(task: Task, text: str) -> float:
+        raise ValueError(text)
+
+    inner = in_a_thread(NamedRewards((NamedReward("fails", fails),)))
+    scorer = WithGroupRewards(inner, [NamedReward("rank", ranked)], timeout_seconds=30.0)
+    (score,) = scorer.score([(TASKS[0], "x")])
+    assert isinstance(score, Score) and (score.status, score.reward) == (ERROR, None)
+    scorer.close()
+
+
+def test_log_needs_a_rollout_a_name_and_a_number() -> None:
+    with pytest.raises(UserError):
+        octetrl.log("letters", 1.0)
+    for name, value in (("Bad name", 1.0), ("letters", float("inf")), ("letters", "x")):
+        given: tuple[str, Any] = (name, value)
+
+        def bad(task: Task, text: str, given: tuple[str, Any] = given) -> float:
+            octetrl.log(*given)
+            return 1.0
+
+        (score,) = in_a_thread(bad).score([(TASKS[0], "x")])
+        assert (score.status, score.reward) == (ERROR, None)
