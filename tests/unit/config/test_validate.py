@@ -232,17 +232,17 @@ def test_an_address_that_the_client_refuses_is_no_address(url: str) -> None:
         Endpoint(OpenaiConfig(base_url=url, model="m"), "engine.openai")
 
 
-SERVER = {"base_url": "http://localhost:8000/v1", "model": "m"}
+ENDPOINT = {"base_url": "http://localhost:8000/v1", "model": "m"}
 ONE = {
     "model": {"path": "m"},
-    "environment": {"kind": "jsonl", "dataset": "x.jsonl", "judge": {**SERVER}},
-    "engine": {"backend": "openai", "openai": SERVER},
+    "environment": {"kind": "jsonl", "dataset": "x.jsonl", "judge": {**ENDPOINT}},
+    "engine": {"backend": "openai", "openai": ENDPOINT},
     "algorithm": {"name": "dpo", "conversations": "c.jsonl"},
     "data": {"sources": {"s": {"path": "p.jsonl", "weight": 1.0}}},
 }
 SEVERAL = {
     "model": {"path": "m"},
-    "environments": {"a": {"kind": "jsonl", "dataset": "x", "judge": SERVER}, "b": {"kind": "math", "dataset": "y"}},
+    "environments": {"a": {"kind": "jsonl", "dataset": "x", "judge": ENDPOINT}, "b": {"kind": "math", "dataset": "y"}},
 }
 VALUES = ["nonsense", 5, None, {}, [["a"]], "http://["]
 
