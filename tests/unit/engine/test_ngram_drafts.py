@@ -56,32 +56,22 @@ def test_drafts_are_what_followed_the_longest_match() -> None:
     assert source.propose(sibling, 2) == [8, 30]
 
 
-def test_answers_are_kept_for_the_same_prompt_up_to_a_bound() -> None:
-    source = ngrams(memory_tokens=39)
-    prompts = [[n, 1, 2, 3] for n in range(20, 24)]
-    for prompt in prompts:
-        answer = Said(prompt)
-        answer.token_ids += [10, 11, 12, 13, prompt[0], 15]
-        source.end(answer)
-    for prompt in prompts:
-        again = Said(prompt)
-        again.say(source, 11, 12)
-        kept = [13, prompt[0], 15] if prompt is not prompts[0] else []
-        assert list(source.propose(again, 5)) == kept, "the prompt that was answered first is dropped"
-
-
 def kept_by(source: NGramDrafts) -> list[tuple[bytes, list[list[int]]]]:
     """Of each prompt, in the order in which they are dropped."""
     return [(prompt, [one.tokens() for one in answers]) for prompt, answers in source._answers.items()]
 
 
-def test_dropped_prompts_make_room_for_answers() -> None:
+def test_answers_are_kept_for_the_same_prompt_up_to_a_bound() -> None:
     source = ngrams(memory_tokens=39)
-    for number in range(20, 60):
-        answer = Said([number, 1, 2, 3])
-        answer.token_ids += [10, 11, 12, 13, 14, 15]
+    for first in range(20, 64):  # of 10 tokens each; dropped prompts make room
+        answer = Said([first, 1, 2, 3])
+        answer.token_ids += [10, 11, 12, 13, first, 15]
         source.end(answer)
-    assert [answers for _, answers in kept_by(source)] == [[[10, 11, 12, 13, 14, 15]]] * 3, "of 10 tokens each"
+    assert [answers for _, answers in kept_by(source)] == [[[10, 11, 12, 13, n, 15]] for n in (61, 62, 63)]
+    for first in (60, 61, 62, 63):
+        again = Said([first, 1, 2, 3])
+        again.say(source, 11, 12)
+        assert list(source.propose(again, 5)) == ([13, first, 15] if first > 60 else [])
 
 
 def test_prompts_and_answers_are_kept_in_four_bytes_a_token() -> None:
@@ -105,36 +95,27 @@ def test_the_oldest_answers_are_not_indexed(monkeypatch: pytest.MonkeyPatch) -> 
         assert list(source.propose(again, 4)) == follows
 
 
-def test_cancelled_answers_are_not_kept() -> None:
-    """A resumed run, which reads the others from its files, keeps the same in the same order."""
+def test_a_resumed_run_keeps_the_same_in_the_same_order() -> None:
+    """It reads from its files what ended, by sibling. Cancelled answers are not kept."""
     source, resumed = ngrams(), ngrams()
     first = [EarlierAnswer((n, 1), (7, 8, n)) for n in (1, 2, 3)]
     for one in (source, resumed):
         one.remember(first)
-    answer = Said([2, 1])
-    answer.token_ids += [7, 9, 4]
-    source.end(answer)
+    said = [(7, 9, n) for n in (20, 21, 22)]
+    for sibling in (2, 0, 1):
+        answer = Said([2, 1], sibling)
+        answer.token_ids += said[sibling]
+        source.end(answer)
     cancelled = Said([3, 1])
     cancelled.say(source, 7, 9, 30)
     source.end(cancelled, keeps=False)
-    resumed.remember([EarlierAnswer((2, 1), (7, 9, 4))])
+    resumed.remember([EarlierAnswer((2, 1), one) for one in said])
     for one in (source, resumed):
         one.reset()
-    assert kept_by(source) == kept_by(resumed) and source._kept == resumed._kept == 4 * 3 + 3 * 2
-
-
-def test_the_order_of_kept_answers_does_not_depend_on_when_they_ended() -> None:
-    ended, resumed, said = ngrams(), ngrams(), [(7, 8, n) for n in (20, 21, 22)]
-    for sibling in (2, 0, 1):
-        answer = Said([1, 2], sibling)
-        answer.token_ids += said[sibling]
-        ended.end(answer)
-    ended.reset()
-    resumed.remember([EarlierAnswer((1, 2), one) for one in said])
-    for source in (ended, resumed):
-        again = Said([1, 2])
-        again.say(source, 7, 8)
-        assert source.propose(again, 1) == [22]
+        again = Said([2, 1])
+        again.say(one, 7, 9)
+        assert one.propose(again, 1) == [22]
+    assert kept_by(source) == kept_by(resumed) and source._kept == resumed._kept == 4 * 3 + 3 * 2 + 3 * 2
 
 
 def test_bulk_and_single_tokens_have_one_index() -> None:

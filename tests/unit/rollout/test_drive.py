@@ -305,7 +305,7 @@ def test_a_call_is_answered_whatever_it_is(first: str, told: list[str], refused:
     ("first", "error"), [("crash", "ZeroDivisionError: division by zero"), ("wait", "TimeoutError")]
 )
 def test_a_tool_that_fails_ends_the_rollout_or_is_told(first: str, error: str) -> None:
-    limits = replace(LIMITS, tool_seconds=1.0) if first == "wait" else LIMITS
+    limits = replace(LIMITS, tool_seconds=0.2) if first == "wait" else LIMITS
     ended = tool_rollout(first, limits)
     assert (ended.status, ended.reward) == (RolloutStatus.TOOL_ERROR, None)
     assert str(ended.detail).startswith(error) and len(ended.turns) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -94,10 +95,10 @@ def _save_until(folder: Path, call: int) -> None:
 def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
     """The checkpoint before is valid after each kill, and the next save works and leaves nothing else behind."""
     kills = 0
+    for step in (1, 2):
+        save(tmp_path / "before", step, payload(step))
     for call in range(1, 200):
-        folder = tmp_path / str(call)
-        for step in (1, 2):
-            save(folder, step, payload(step))
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(call))
         child = os.fork()
         if child == 0:
             _save_until(folder, call)
