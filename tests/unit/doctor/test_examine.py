@@ -126,10 +126,10 @@ def one_code_of_one_weight(one: ExaminedWorker) -> None:
     linear.codes = codes
 
 
-def other_row_of_the_lm_head(one: ExaminedWorker) -> None:
+def other_rows_of_the_lm_head(one: ExaminedWorker) -> None:
     head: Any = one.worker.engine_model.lm_head
     weight = head.weight.detach().clone()
-    weight[7] *= 2
+    weight[[7, 9]] *= 2
     head._parameters["weight"] = nn.Parameter(weight)
 
 
@@ -145,7 +145,7 @@ def other_row_of_the_lm_head(one: ExaminedWorker) -> None:
         ("bf16", ulp("trainer", "layers.1"), Site(1, "residual after MLP"), None),
         ("bf16", ulp("engine", "norm"), Site(None, "final norm"), None),
         ("bf16", ulp("trainer", "embedding"), Site(None, "embedding"), None),
-        ("bf16", other_row_of_the_lm_head, Site(None, "logits"), 7),
+        ("bf16", other_rows_of_the_lm_head, Site(None, "logits"), 7),
         ("fp8", one_code_of_one_weight, Site(1, "o_proj"), 5),
         ("fp8_full", wrong_scale(1), Site(1, "k as cached"), 1),  # the head
         ("fp8_full", wrong_scale(3), Site(1, "v as cached"), 1),
@@ -174,6 +174,8 @@ def test_where_and_what_is_told(model: Path) -> None:
     assert (first.shape, first.element) == ((64,), (63,))
     assert (first.reference, first.other) == ("trainer, packed", "trainer, each alone")
     assert first.num_elements == first.num_rows == 3  # each alone touches every last token; packed, that of the last
+    later = replace(first, place=first.place + 1)
+    assert replace(report, passes=(("one", later), ("other", first), ("third", later))).first is first
     assert "element [63]" in report.verdict and f"token {first.token}" in report.verdict
     assert report.verdict.startswith("first difference: layer 0, down_proj: 3 of ")
 
