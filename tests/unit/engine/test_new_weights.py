@@ -167,6 +167,16 @@ def test_who_starts_later_finds_no_page_of_the_old_weights(keeps_cache: bool) ->
     assert not any(answers["late", sibling].updates for sibling in (0, 1))
 
 
+@pytest.mark.parametrize("keeps_cache", [True, False])
+def test_siblings_that_start_later_share_no_prefix_of_the_old_weights(keeps_cache: bool) -> None:
+    asked = request("crowd", prompt_length=40, num_siblings=9, seed=5, max_new_tokens=12, ignore_eos=True)
+    answers, _ = drawn("crowded", "bf16", [asked], (8,), keeps_cache=keeps_cache)
+    later = [sibling for sibling in range(9) if answers["crowd", sibling].policy_version == 1]
+    assert 2 < len(later) < 9
+    expected = engine_of("crowded", "bf16", 1).generate([asked])[0]
+    assert [answers["crowd", sibling] for sibling in later] == [expected[sibling] for sibling in later]
+
+
 def test_an_answer_that_begins_after_the_update_has_one_version() -> None:
     sequence_updates = drawn("crowded", "bf16", MANY, (0,), keeps_cache=False)[0]
     assert {(one.policy_version, one.updates) for one in sequence_updates.values()} == {(1, ())}
