@@ -22,6 +22,7 @@ from octetrl.run.loop import one_step
 from octetrl.run.state import Run
 from octetrl.workers.worker import Worker
 from octetrl.workers.workers import WorkersDiffer
+from tests.e2e.conftest import rewards_here  # noqa: F401 (a fixture)
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model, tiny_recipe
 from tests.gpu import vllm_smoke
@@ -29,6 +30,8 @@ from tests.grid import WIDE
 from tests.parity.short_run import worker_of
 from tests.unit.backends.vllm_double import CountingDouble, build_double
 from tests.unit.workers.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
+
+pytestmark = pytest.mark.usefixtures("rewards_here")
 
 CASES: dict[str, dict[str, Any]] = {"answers": {}, "turns": TALK, "fp8 rollout": {"precision": "fp8_rollout"}}
 SPREAD = {"trainer.tokens_per_micro_batch": 64, "rollout.prompts_per_step": 4, "engine.max_batch": 4}
