@@ -48,7 +48,7 @@ def test_tasks_depend_neither_on_the_process_nor_on_what_was_asked_before() -> N
     assert [generate.entry(index) for index in reversed(range(40))] == first[::-1]
 
 
-@pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)])
+@pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 3.0)])
 def test_a_generator_that_is_killed_or_stopped_is_replaced(
     how: signal.Signals, seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:

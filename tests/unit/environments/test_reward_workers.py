@@ -199,7 +199,7 @@ def test_a_completion_whose_worker_is_killed_or_stopped_from_outside_is_scored_a
 def test_a_worker_killed_or_late_while_it_loads_is_replaced(tmp_path: Path) -> None:
     scorer = misbehaving_rewards.Loading(tmp_path, 120.0, 3)
     killed: list[int] = []
-    with RewardWorkers(scorer, timeout_seconds=60.0, load_seconds=6.0) as workers:
+    with RewardWorkers(scorer, timeout_seconds=60.0, load_seconds=4.0) as workers:
         killer = threading.Thread(target=lambda: killed.append(kill_loading(tmp_path, number=1)))
         killer.start()
         crashed, after = scores_of(workers, "exit at once", "abc")
