@@ -71,7 +71,7 @@ DISK_CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "rmdir", "unlink")
 
 
 def _save_until(folder: Path, call: int) -> None:
-    """In a child: replaces step 2, saves step 3, hides step 1, and is killed in place of its `call`-th change of the disk."""
+    """In a child: replaces step 2, saves step 3, hides step 1; killed in place of its `call`-th change of the disk."""
     count, lock = 0, threading.Lock()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
