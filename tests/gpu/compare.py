@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 def bytes_of(x: Tensor) -> Tensor:
     """One dimension, in the order of the axes. NaN equals itself."""
-    return x.detach().contiguous().flatten().view(torch.uint8)
+    return x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def differing(got: Iterable[Tensor | Quantized], want: Iterable[Tensor | Quantized]) -> int:
