@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from octetrl.environments.tools import ToolError, tool
     from octetrl.environments.turns import Conversation, metric, reward
     from octetrl.records import Task
+    from octetrl.run.callbacks import Callback, EarlyStopping, RunView
     from octetrl.system.errors import RunFailed, UserError
 
 from octetrl.system.host import short_waits
@@ -37,10 +38,13 @@ os.environ.update(short_waits(os.environ))  # before torch is loaded, which read
 
 __all__ = [
     "LLM",
+    "Callback",
     "Conversation",
+    "EarlyStopping",
     "FinishedRun",
     "RequestOutput",
     "RunFailed",
+    "RunView",
     "SamplingParams",
     "Task",
     "ToolError",
@@ -54,11 +58,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "octetrl.run.callbacks",
     "Conversation": "octetrl.environments.turns",
+    "EarlyStopping": "octetrl.run.callbacks",
     "FinishedRun": "octetrl.api.finished_run",
     "LLM": "octetrl.api.llm",
     "RequestOutput": "octetrl.api.llm",
     "RunFailed": "octetrl.system.errors",
+    "RunView": "octetrl.run.callbacks",
     "SamplingParams": "octetrl.api.sampling",
     "Task": "octetrl.records",
     "ToolError": "octetrl.environments.tools",

@@ -32,6 +32,7 @@ from octetrl.system.errors import UserError, type_of
 
 if TYPE_CHECKING:
     from octetrl.api.finished_run import FinishedRun
+    from octetrl.run.callbacks import Callback
 
 Reward = Callable[[Task, str], float] | TrlReward
 Rewards = Sequence[Reward | str] | Mapping[str, Reward | str | Mapping[str, Any]]  # several
@@ -52,6 +53,7 @@ def train(
     output_dir: str | Path | None = None,
     resume: bool = False,
     allow: Collection[str] = (),
+    callbacks: Sequence[Callback | str] = (),
     **sections: Any,
 ) -> FinishedRun:
     """Train, and return the run when it has reached its last step.
@@ -74,6 +76,7 @@ def train(
         runs/MODEL-2, ...
     resume: continue the run in `output_dir` from its last checkpoint.
     allow: with resume, fields that may differ from the run's from here on, such as ["trainer.optimizer.lr"].
+    callbacks: objects of `octetrl.Callback`, such as `octetrl.EarlyStopping(patience=3)`, or "module:name".
     sections: any other field of a recipe, sections as dictionaries: rollout={"group_size": 16}, seed=3. Several
         environments are given by name, each with its own tasks and reward:
         environments={"sums": {"tasks": [...], "weight": 2}, "words": {"tasks": "words.jsonl", "reward": spelled}}.
@@ -87,6 +90,8 @@ def train(
     """
     given: dict[str, Any] = {}
     fields = dict(sections)
+    if named := [each for each in callbacks if isinstance(each, str)]:
+        fields["callbacks"] = named
     if model is not None:
         fields["model"] = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     for name, value in {"precision": precision, "steps": steps}.items():
@@ -121,7 +126,8 @@ def train(
     from octetrl.api.finished_run import FinishedRun
     from octetrl.run.loop import train as run_recipe
 
-    run_recipe(resolved, resume=resume, given=given, allowed=allow)
+    own = [each for each in callbacks if not isinstance(each, str)]
+    run_recipe(resolved, resume=resume, given=given, allowed=allow, callbacks=own)
     return FinishedRun(Path(resolved.output_dir), resolved, given)
 
 

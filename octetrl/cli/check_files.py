@@ -26,6 +26,7 @@ from octetrl.environments.turns import components_of
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.process.sandbox import sandbox_for
+from octetrl.run.callbacks import load_callbacks
 from octetrl.run.environment import build_environment, chat_options
 from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_records, refuse_unwritable
 from octetrl.run.recipe_files import missing_files, unknown_metric
@@ -62,6 +63,10 @@ def content_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: Tokenize
     yield from _source_problems(recipe, tokenizer)
     try:
         _read_adapter(recipe, spec)
+    except UserError as error:
+        yield str(error)
+    try:
+        load_callbacks(recipe)
     except UserError as error:
         yield str(error)
     for name, one in alone(recipe).items():

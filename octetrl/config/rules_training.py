@@ -236,6 +236,10 @@ def _ranks_nothing(recipe: Recipe) -> bool:
     return recipe.checkpoint.best_metric.startswith("eval/") and longest <= recipe.steps < _first_ranked(recipe)
 
 
+def _no_callback(recipe: Recipe) -> str | None:
+    return next((name for name in recipe.callbacks if not OBJECT.fullmatch(name)), None)
+
+
 RUN = (
     *(
         Rule(pattern, "{} must each be below 1", value_is=lambda betas: 1 in betas)
@@ -268,6 +272,16 @@ RUN = (
         "checkpoint.keep_best>0 ?checkpoint.best_metric evaluation.every=0",
         "'{r.checkpoint.best_metric}' is never measured, because evaluation.every is 0; set that, or keep_best: 0",
         lambda r: r.checkpoint.best_metric.startswith("eval/"),
+    ),
+    Rule(
+        "early_stopping evaluation.every=0",
+        "'{r.early_stopping.metric}' is never measured, because evaluation.every is 0; set that, or another metric",
+        lambda r: r.early_stopping is not None and r.early_stopping.metric.startswith("eval/"),
+    ),
+    Rule(
+        "callbacks",
+        lambda r: f"'{_no_callback(r)}' is not module:name, such as my_callbacks:Notify",
+        lambda r: _no_callback(r) is not None,
     ),
     Rule(
         "?seed ?environment.seed",

@@ -418,6 +418,17 @@ class LoggingConfig(Section):
     """Write every rollout to rollouts/step_NNNNNN.jsonl, and those of evaluations to evaluations/step_NNNNNN.jsonl."""
 
 
+class EarlyStoppingConfig(Section):  # ends a run that no longer improves (docs/evaluation.md)
+    metric: str = "eval/accuracy"
+    """Metric that has to improve. Steps without it do not count."""
+    patience: int = Field(default=3, ge=1, le=1_000_000_000)
+    """Number of values in a row without an improvement that end the run, with a checkpoint."""
+    min_delta: float = Field(default=0.0, ge=0.0, le=1e9)
+    """Smallest improvement that counts."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more or less of the metric is better."""
+
+
 class Recipe(Section):
     """All settings of a run."""
 
@@ -447,6 +458,10 @@ class Recipe(Section):
     failures: FailuresConfig = FailuresConfig()
     cluster: ClusterConfig = ClusterConfig()
     logging: LoggingConfig = LoggingConfig()
+    early_stopping: EarlyStoppingConfig | None = None
+    """Ends the run when a metric no longer improves. null: never."""
+    callbacks: tuple[str, ...] = ()
+    """Your own code beside the loop: classes or objects of `octetrl.Callback` as `module:name` (docs/library.md)."""
     seed: int = Field(default=0, ge=0)
     """Seed of random weights, of sampling and of the order of the data."""
     steps: int = Field(default=100, ge=1, le=1_000_000_000)

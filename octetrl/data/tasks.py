@@ -71,7 +71,7 @@ def make_tasks(
     tasks: list[Task] = []
     row_of_id: dict[str, int] = {}
     places: list[str] = []
-    taken = {"tools", VARIABLES, *(columns.get(key, key) for key in ("prompt", "answer", "id"))}
+    taken = {columns.get(key, key) for key in ("prompt", "answer", "id")}
     for number, where, record, is_padded in rows:
         row = dict(record)
         for ours, theirs in columns.items():

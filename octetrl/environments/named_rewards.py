@@ -146,10 +146,17 @@ class WithGroupRewards:
         for place, score in enumerate(scores):
             own = {name: value for name, called in results.items() if (value := called.value[place]) is not None}
             if score.reward is not None:
-                reward = score.reward + _weighted(self._parts, own)
-                score = replace(score, reward=reward, components={**score.components, **own})
+                score = self._sum(score, own)
             added.append(score)
         return added
+
+    def _sum(self, score: Score, own: Mapping[str, float]) -> Score:
+        assert score.reward is not None
+        try:
+            reward = finite_number(score.reward + _weighted(self._parts, own), "weighted sum")
+        except ValueError as error:
+            return Score(RolloutStatus.REWARD_ERROR, None, str(error))
+        return replace(score, reward=reward, components={**score.components, **own})
 
 
 class GroupRound(ScoringRound):

@@ -15,7 +15,7 @@ from typing import Any
 from octetrl.environments.tools.messages import with_read_calls
 from octetrl.records import Message, Prompt
 from octetrl.system.errors import UserError, nearest
-from octetrl.system.json_file import kind_of
+from octetrl.system.json_file import kind_of, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of parts, as OpenAI's two interfaces name them
@@ -44,7 +44,9 @@ def read_prompt(prompt: object, where: str) -> Prompt:
 
 
 def read_tools(tools: object, where: str) -> tuple[Any, ...]:
-    """Schemas of tools, which the chat template writes; none for null. Raises UserError."""
+    """Schemas of tools, a list or its JSON text, which the chat template writes; none for null. Raises UserError."""
+    if isinstance(tools, str) and tools.strip():
+        tools = parse_json(tools, where, "give a list of tools, or its JSON text")
     if tools is not None and not isinstance(tools, list | tuple):
         raise UserError(f"{where} is {kind_of(tools)}; it must be a list of what the chat template takes")
     return tuple(tools or ())

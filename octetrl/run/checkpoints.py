@@ -45,6 +45,7 @@ class Checkpoints:
         self._staged: StagedCheckpoint | None = None  # written from the live state, and still hidden
         self._copied: Callable[[], StagedCheckpoint] | None = None  # writes the copy
         self._figures: dict[str, float] = {}
+        self._last_written: Path | None = None
         self._has_warned = False
 
     # ------------------------------------------------------------ which there are
@@ -122,6 +123,10 @@ class Checkpoints:
         elif self._copied is not None:
             stage, self._copied = self._copied, None
             self._saving = self._thread.submit(lambda: self._commit(stage()))
+
+    def written(self) -> Path | None:
+        """The last checkpoint that this process has completed. Does not wait."""
+        return self._last_written
 
     def figures(self) -> dict[str, float]:
         """`checkpoint/*` of a save that was written since the last call: seconds on the disk, and GB/s."""
@@ -213,7 +218,7 @@ class Checkpoints:
         return stage
 
     def _commit(self, staged: StagedCheckpoint) -> None:
-        staged.commit()
+        self._last_written = staged.commit()
         self.num_saved += 1
 
     # ------------------------------------------------------------ the save in flight

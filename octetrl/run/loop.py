@@ -11,7 +11,7 @@ last checkpoint from before.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from octetrl.environments.python_object import Given
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import joined
 from octetrl.run.build import build_run
+from octetrl.run.callbacks import Callback, Callbacks
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.environment import NOTHING_GIVEN
 from octetrl.run.evaluate import calibrate, evaluate
@@ -53,19 +54,21 @@ def train(
     *,
     allowed: Collection[str] = (),
     optimizer_of: str | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Run a recipe to its last step. Raises UserError for bad input, RunFailed when the run fails.
 
     given: what the recipe names as `given:NAME` (environments/python_object.py). allowed: fields that differ from those
     of the run that is resumed (allowed_changes.py). optimizer_of: a run, RUN@STEP or checkpoint; a new run begins with
-    its weights and optimizer.
+    its weights and optimizer. callbacks: after the recipe's (callbacks.py).
     """
     recipe = with_found_model(recipe)
+    callers = Callbacks.of(recipe, Path(recipe.output_dir), callbacks)
     with terminable(), OutputFolder(recipe, resume=resume, allowed=allowed) as folder, keeps_writing(folder.path):
         restarts = recipe.cluster.max_restarts
         while True:
             try:
-                return _train(recipe, folder, given, resume=resume, optimizer_of=optimizer_of)
+                return _train(recipe, folder, given, callers, resume=resume, optimizer_of=optimizer_of)
             except WorkerLost as lost:
                 if not restarts:
                     raise WorkerLost(f"{lost}\n  {after_loss(folder.path, folder.run_id)}") from lost
@@ -90,7 +93,13 @@ def after_loss(folder: Path, run_id: str | None) -> str:
 
 
 def _train(
-    recipe: Recipe, folder: OutputFolder, given: Given, *, resume: bool, optimizer_of: str | None = None
+    recipe: Recipe,
+    folder: OutputFolder,
+    given: Given,
+    callbacks: Callbacks,
+    *,
+    resume: bool,
+    optimizer_of: str | None = None,
 ) -> None:
     """The steps after the last checkpoint, with everything built for them."""
     checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
@@ -120,8 +129,11 @@ def _train(
         journal = Journal.of(recipe, folder.path if recipe.logging.rollouts else None, start)
         sinks = open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start, run.console.warn)
         with sinks, run.console.steps(start, past):
-            _run_steps(run, start, journal, sinks, checkpoints, past)
-        _leave_ending(folder.path, None)
+            callbacks.begin(start, past)
+            _run_steps(run, start, journal, sinks, checkpoints, past, callbacks)
+            callbacks.checkpoint(checkpoints.latest() if checkpoints.num_saved else None)
+            callbacks.end()
+        _leave_ending(folder.path, None, callbacks.stopped_for)
         run.console.rows(*last_screen(folder.path, recipe))
     except BaseException as error:
         _leave_ending(folder.path, error)
@@ -131,11 +143,11 @@ def _train(
         leave_report(folder.path, run.console)
 
 
-def _leave_ending(folder: Path, error: BaseException | None) -> None:
+def _leave_ending(folder: Path, error: BaseException | None, stopped_for: str | None = None) -> None:
     """In the run folder, for `octetrl status` and the report. An earlier ending stays, so a finished run stays
     finished. A full disk does not replace the run's own error."""
     with suppress(OSError, RecursionError):
-        write_ending(folder, ending_of(error))
+        write_ending(folder, ending_of(error, stopped_for))
 
 
 def _run_steps(
@@ -145,6 +157,7 @@ def _run_steps(
     sinks: Sinks,
     checkpoints: Checkpoints,
     past: Iterable[Mapping[str, float | None]],
+    callbacks: Callbacks,
 ) -> None:
     recipe, fallbacks = run.config, FallbackWatch()
     gate = MismatchGate(recipe.mismatch, recipe.cluster.max_staleness)
@@ -155,7 +168,9 @@ def _run_steps(
             with _saved_if_cut_off(run, step, checkpoints, sound):
                 result = one_step(run, step, journal)
             metrics = result.metrics
-            is_last = stop.asked or step == recipe.steps
+            with checkpoints.saved_if_failed(run, step, metrics):
+                callbacks.step(step, result, checkpoints.written())
+            is_last = stop.asked or callbacks.stopped_for is not None or step == recipe.steps
             stop.saving = step if is_last else 0
             if is_last or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
                 with run.console.phase("checkpoint"):
@@ -190,8 +205,11 @@ def _run_steps(
                 sinks.write_warnings(step, run.console.take_warnings())
                 result.check_failures(recipe, step)
                 empty.check(step, metrics)
-            if is_last and step < recipe.steps:
+            if stop.asked and step < recipe.steps:
                 raise stop.error
+            if callbacks.stopped_for is not None:
+                run.console.note(f"stopped after step {step}: {callbacks.stopped_for}")
+                return
 
 
 def _write_samples(run: Run, step: int, result: StepResult, sinks: Sinks) -> None:

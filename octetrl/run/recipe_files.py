@@ -80,12 +80,15 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
 
 
 def unknown_metric(recipe: Recipe) -> Iterator[str]:
-    """Whether the metric that ranks checkpoints is one that no run has. An objective of one's own may add any."""
-    checkpoint = recipe.checkpoint
-    if checkpoint.keep_best and explained(checkpoint.best_metric) is None and ":" not in recipe.algorithm.name:
-        names = [metric.name for family in METRICS.values() for metric in family]
-        near = nearest(checkpoint.best_metric, names)
-        yield f"checkpoint.best_metric: no run has '{checkpoint.best_metric}'{near}; `octetrl metrics` lists all"
+    """Whether a metric that ranks checkpoints, or ends the run, is one that no run has. An objective of one's own may
+    add any."""
+    named = {"checkpoint.best_metric": recipe.checkpoint.best_metric} if recipe.checkpoint.keep_best else {}
+    if recipe.early_stopping is not None:
+        named["early_stopping.metric"] = recipe.early_stopping.metric
+    for field, metric in named.items():
+        if explained(metric) is None and ":" not in recipe.algorithm.name:
+            near = nearest(metric, [each.name for family in METRICS.values() for each in family])
+            yield f"{field}: no run has '{metric}'{near}; `octetrl metrics` lists all"
 
 
 def missing_files(recipe: Recipe) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """How a run ended, in its run.json: `"ended": {"how": "failed", "why": "step 3: ..."}`.
 
-    finished   all steps are done
+    finished   all steps are done, or a callback ended it; `why` says for what
     failed     an error ended it; `why` is its message
     stopped    Ctrl-C, SIGTERM, SIGUSR1, SIGQUIT or a closed pipe
 
@@ -29,7 +29,7 @@ LIVE: Mapping[str, None] = {"ended": None}  # in the run.json of a run that has 
 
 
 class Ending(NamedTuple):
-    """`why`: empty for a finished run."""
+    """`why`: empty for a run that finished all its steps."""
 
     how: str
     why: str = ""
@@ -39,10 +39,10 @@ class Ending(NamedTuple):
         return f"{self.how}: {self.why}" if self.why else self.how
 
 
-def ending_of(error: BaseException | None) -> Ending:
-    """The ending of a run that raised `error`. None: it did all its steps."""
+def ending_of(error: BaseException | None, stopped_for: str | None = None) -> Ending:
+    """The ending of a run that raised `error`. None: it did all its steps, or a callback ended it."""
     if error is None:
-        return Ending(FINISHED)
+        return Ending(FINISHED, "" if stopped_for is None else f"stopped early, {stopped_for}"[:MOST])
     if isinstance(error, KeyboardInterrupt):
         return Ending(STOPPED, "by Ctrl-C")
     if by := ending_signal(error):

@@ -13,12 +13,17 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from octetrl.system.errors import UserError
 from octetrl.system.host import num_cores
+
+xxhash: Any
+try:
+    import xxhash
+except ImportError:  # a machine may lack it, or have one that it can't load
+    xxhash = None
 
 CHUNK_BYTES = 64 << 20
 SLICE_BYTES = 4 << 20  # read and hashed at one time: it stays in a core's cache
@@ -52,7 +57,7 @@ class WrittenFile:
 
 def fastest_algorithm() -> str:
     """xxh3-128 if the package xxhash is installed, else SHA-256."""
-    return SHA256 if find_spec("xxhash") is None else XXH3
+    return SHA256 if xxhash is None else XXH3
 
 
 def new_hasher(algorithm: str) -> Hasher:
@@ -61,13 +66,12 @@ def new_hasher(algorithm: str) -> Hasher:
         return hashlib.sha256()
     if algorithm != XXH3:
         raise UserError(f"checksums of kind '{algorithm}' are not known to this version of OctetRL; use a newer one")
-    try:
-        import xxhash
-    except ImportError:
+    if xxhash is None:
         raise UserError(
             "the checkpoint has xxh3-128 checksums, and the package xxhash is not installed; pip install xxhash"
-        ) from None
-    return xxhash.xxh3_128()
+        )
+    hasher: Hasher = xxhash.xxh3_128()
+    return hasher
 
 
 def root_digest(algorithm: str, chunk_digests: Iterable[bytes]) -> str:

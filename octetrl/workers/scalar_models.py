@@ -128,19 +128,18 @@ class RewardModelScorer:
         """The score of each (task, completion text), in their order."""
         tokens = [self._tokens(task, text) for task, text in completions]
         fitting = {
-            index: ids
-            for index, ids in enumerate(tokens)
-            if not isinstance(ids, TextTooLong) and len(ids) <= self._max_positions
+            index: ids for index, ids in enumerate(tokens) if isinstance(ids, tuple) and len(ids) <= self._max_positions
         }
         rewards = dict(zip(fitting, self._rewards(list(fitting.values())), strict=True))
         return [
-            _scored(rewards[index]) if index in rewards else self._too_long(ids) for index, ids in enumerate(tokens)
+            _scored(rewards[index]) if index in rewards else self._not_scored(ids) for index, ids in enumerate(tokens)
         ]
 
-    def _tokens(self, task: Task, text: str) -> tuple[int, ...] | TextTooLong:
+    def _tokens(self, task: Task, text: str) -> tuple[int, ...] | TextTooLong | UserError:
+        """The reward model's template has the task's tools, and no variables of the policy's."""
         try:
-            return self._chat.prompt_tokens(task.prompt) + self._chat.answer_tokens(text)
-        except TextTooLong as error:
+            return self._chat.with_template(task.tools, {}).prompt_tokens(task.prompt) + self._chat.answer_tokens(text)
+        except (TextTooLong, UserError) as error:
             return error
 
     @torch.no_grad()
@@ -154,7 +153,9 @@ class RewardModelScorer:
                 rewards[place] = reward
         return rewards
 
-    def _too_long(self, ids: tuple[int, ...] | TextTooLong) -> Score:
+    def _not_scored(self, ids: tuple[int, ...] | TextTooLong | UserError) -> Score:
+        if isinstance(ids, UserError):
+            return Score(RolloutStatus.REWARD_ERROR, None, f"environment.reward_model: {ids}")
         length = str(ids) if isinstance(ids, TextTooLong) else f"{len(ids)} tokens"
         detail = f"prompt and completion are {length}, the reward model has {self._max_positions} positions"
         return Score(RolloutStatus.REWARD_ERROR, None, detail)

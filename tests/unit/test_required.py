@@ -14,7 +14,7 @@ import pytest
 from tests.house.tree import REPO
 from tests.required import NEEDS, VARIABLE, check_names, missing, not_run
 
-FEW = "tests/unit/process/test_attacks.py::test_a_name_that_is_no_text[bubblewrap]"
+FEW = "tests/unit/process/test_sandbox.py::test_what_it_prints_and_how_it_ends[bubblewrap]"
 INSTALLS_AFTER_UPDATE = """
 if [ "$1" = update ]; then : > "$0.updated"; exit 0; fi
 [ -e "$0.updated" ] || exit 100

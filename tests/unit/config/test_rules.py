@@ -145,6 +145,10 @@ EXAMPLES: list[Changes] = [
     {**CODE, "environment.sandbox.memory_mib": 8000},
     {"environments": {"sums": {"dataset": "chain_sum"}}},
     {"environment": {}, "environments": {"sums": {"dataset": "chain_sum", "reward_model": "m"}}},
+    {"environment.reward": {"right": {"function": "right"}}},
+    {"environment.reward": {}},
+    {"early_stopping": {"patience": 2}},
+    {"callbacks": ["notify"]},
     # engine
     {"engine.kv_cache_tokens": 2047},
     {**VLLM, "engine.kv_cache_tokens": 4000},

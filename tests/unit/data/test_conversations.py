@@ -90,7 +90,7 @@ def called(arguments: Any) -> dict[str, Any]:
         ({"messages": [{"content": "x"}]}, "role None is not allowed"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 2: 'content' is null"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "the assistant's 'content' is empty"),
-        ({"messages": [USER, SAID], "tools": "add"}, "'tools' is a string"),
+        ({"messages": [USER, SAID], "tools": "add"}, "'tools': not JSON"),
         ({"prompt": "p", "answer": "a", "tools": [{"name": "add"}]}, "'tools' is only read beside 'messages'"),
     ],
 )

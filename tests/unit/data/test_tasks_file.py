@@ -63,7 +63,8 @@ def test_tasks_of_a_file_are_drawn_and_scored(tmp_path: Path) -> None:
             '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
             ":1: 'prompt' ends with a message of the assistant",
         ),
-        ('{"prompt": "a", "tools": "add"}', ":1: 'tools' is a string"),
+        ('{"prompt": "a", "tools": "add"}', ":1: 'tools': not JSON"),
+        ('{"prompt": "a", "tools": "{}"}', ":1: 'tools' is an object"),
         ('{"prompt": "a", "chat_template_kwargs": true}', ":1: 'chat_template_kwargs' is a boolean"),
         ('{"prompt": "a", "answer": [1]}', ":1: 'answer' is a list"),
         ('{"prompt": "a", "answer": true}', ":1: 'answer' is a boolean"),
@@ -230,7 +231,7 @@ def test_rows_of_verl_and_trl_need_no_mapping(tmp_path: Path, kind: str) -> None
         first, second = read_tasks(path)
         assert list(map(dict, first.messages)) == ASKED and first.answer == answer
         assert second.messages[-1]["content"] == ("?" if "prompt" in row else "7 + 8 = ?")
-        kept = {key for key in row if key not in ("prompt", "messages", "chat_template_kwargs")}
+        kept = {key for key in row if key not in ("prompt", "messages")}
         assert set(first.metadata) == kept
         assert first.chat_template_kwargs == row.get("chat_template_kwargs", {})
 

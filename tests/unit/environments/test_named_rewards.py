@@ -126,6 +126,12 @@ def test_a_group_whose_function_hangs_is_a_time_out() -> None:
     scorer.close()
 
 
+def test_a_sum_beyond_what_a_reward_may_be_is_an_error() -> None:
+    scorer = grouped([NamedReward("huge", lambda task, texts: [1e18] * len(texts), 10.0)])
+    assert [score.status for score in scorer.score([(TASKS[0], "a"), (TASKS[1], "b")])] == [ERROR, ERROR]
+    scorer.close()
+
+
 def test_a_completion_that_failed_alone_keeps_its_failure() -> None:
     def fails(task: Task, text: str) -> float:
         raise ValueError(text)

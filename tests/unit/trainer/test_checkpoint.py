@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from octetrl.system.errors import UserError
+from octetrl.trainer import file_digests
 from octetrl.trainer import state_writer as state_files
 from octetrl.trainer.checkpoint import latest, latest_of, load, prune, remove_hidden, remove_leftovers, save
 
@@ -45,7 +45,7 @@ def test_what_was_saved_is_loaded_exactly(tmp_path: Path) -> None:
 def test_without_xxhash_a_checkpoint_has_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = save(tmp_path, 1, payload())
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "xxhash", None)
+        patch.setattr(file_digests, "xxhash", None)
         slow = save(tmp_path, 2, payload())
         assert load(slow).step == 2
         with pytest.raises(UserError, match="pip install xxhash"):
