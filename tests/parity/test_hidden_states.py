@@ -22,6 +22,8 @@ from tests.parity.sides import PRECISIONS, Pages, Sides, random_chunks, random_s
 CASES = [
     *(("qwen3", precision) for precision in PRECISIONS),
     *((family, precision) for family in ("llama", "qwen2.5") for precision in ("bf16", "fp8_full", "fp8_int8")),
+    ("llama", "fp8"),
+    ("qwen2.5", "fp8_dynamic"),
     *((shape, "fp8_full") for shape in UNUSUAL),
     ("heads of 80, YaRN, biases", "fp8"),
     ("heads of 96, a window", "bf16"),

@@ -19,6 +19,7 @@ from tests.parity.sides import Sides, random_requests
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
+        ("softmax", "fp8_full"),
         ("sigmoid", "bf16"),
         ("sigmoid", "fp8_full"),
         ("direct", "bf16"),

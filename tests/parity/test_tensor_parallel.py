@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {"answers": 3, "tokens_per_micro_batch": 128}
     ("family", "precision", "size", "lora"),
     [
         ("llama", "bf16", 2, None),
+        ("llama", "fp8", 2, None),
         ("qwen3", "fp8_full", 2, None),
         ("qwen2.5", "fp8_full", 2, None),
         ("qwen3", "fp8_dynamic", 4, None),
@@ -57,7 +58,9 @@ def test_log_probs_are_those_of_one_worker(family: str, precision: str, size: in
         assert_learned(one)
 
 
-@pytest.mark.parametrize(("precision", "lora"), [("bf16", None), ("fp8_full", LoraConfig(rank=4))])
+@pytest.mark.parametrize(
+    ("precision", "lora"), [("bf16", None), ("fp8_full", None), ("fp8_full", LoraConfig(rank=4))]
+)
 def test_the_fused_rollout_of_parts_is_the_trainers(
     precision: str, lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
