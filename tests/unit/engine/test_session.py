@@ -165,18 +165,29 @@ def test_a_cancelled_request_gives_its_place_to_those_that_wait() -> None:
         session.submit(first)
         for _ in range(10):
             session.events()
-        session.submit(request("large", 120, seed=1))
         session.submit(second)
         session.events()
-        assert session.progress().waiting == 2
+        assert session.progress().waiting == 1
         session.cancel("a")
-        session.cancel("large")
         assert session.pages_in_use == 0
         events = drain(session)
         session.cancel("a")  # unknown by now
         session.cancel("b")  # finished
-        assert session.metrics().cancelled == 5 and session.metrics().completions == 1
+        assert session.metrics().cancelled == 4 and session.metrics().completions == 1
     assert finished(events) == alone("bf16", [second])
+
+
+def test_who_waited_behind_a_cancelled_one_is_admitted_at_once() -> None:
+    with tiny_engine(page_size=16, kv_cache_tokens=160).session() as session:
+        session.submit(request("runs", 60, max_new_tokens=90, ignore_eos=True))
+        session.events()
+        session.submit(request("large", 120, seed=1))
+        session.submit(request("small", 5, seed=2))
+        session.events()
+        assert session.progress().waiting == 2
+        session.cancel("large")
+        session.events()
+        assert session.progress().waiting == 0
 
 
 def test_pages_that_were_not_filled_are_not_taken_for_filled() -> None:

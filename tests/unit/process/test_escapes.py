@@ -322,6 +322,9 @@ def test_no_attempt_gets_anything(sandbox: Box, places: dict[str, Any], monkeypa
         os.set_inheritable(inherited.fileno(), True)
         outcome = sandbox.run(PROGRAM, json.dumps(given), cpu_seconds=10)
     assert (outcome.status, outcome.stdout) == (SandboxStatus.OK, "all tried\n"), outcome
+    given["attempts"] = [attempt for attempt in attempts if attempt[0].startswith("links")]
+    outcome = sandbox.run(PROGRAM, json.dumps(given))  # the links are still there when the warden removes the folder
+    assert (outcome.status, outcome.stdout, len(given["attempts"])) == (SandboxStatus.OK, "all tried\n", 2), outcome
     assert not [folder for folder in places["folders"] if Path(folder, places["left"]).exists()]
     assert Path("/dev/null").exists()
 

@@ -127,7 +127,7 @@ def assert_equal_everywhere(runs: Sequence[Run]) -> None:
     [
         (BF16, False, "local", (2, 4), torch.float32),
         (BF16, True, "sharded", (3,), torch.bfloat16),
-        (FP8, False, "sharded", (2,), torch.float32),
+        (FP8, False, "sharded", (2, 4), torch.float32),
         (FP8, True, "local", (2,), torch.bfloat16),
     ],
 )

@@ -68,7 +68,8 @@ CHOICES: list[tuple[str, dict[str, object]]] = [
     ("grpo", {"token_weighting": "token"}),
     ("grpo", {"token_weighting": "sequence"}),
     ("grpo", BEFORE_BASELINE),
-    *((name, {}) for name in ("gspo", "gspo_token", "cispo", "reinforce_pp", "reinforce_pp_baseline")),
+    *((name, {}) for name in ("dapo", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "rloo")),
+    *((name, {}) for name in ("reinforce_pp", "reinforce_pp_baseline")),
     ("rloo", {"rloo_ratio": "sequence", **BEFORE_BASELINE}),
     ("dpo", {}),
     ("ipo", {}),
@@ -81,11 +82,12 @@ EQUAL = ("loss", "grad_norm", "kl", "entropy", "correction/clip_fraction", "corr
 
 @pytest.mark.parametrize(("name", "choice"), CHOICES)
 def test_neither_loss_nor_gradient_depends_on_packing(name: str, choice: dict[str, object]) -> None:
-    """Several epochs, where the objective has ratios; a teacher's log-probs in chunks of several sizes."""
+    """Several epochs, where the objective has ratios, and else each gradient; a teacher's log-probs in chunks of several
+    sizes."""
     samples = random_samples(9)
-    if name in ("dpo", "ipo", "distill"):
+    if name in ("dpo", "ipo", "distill") or "token_weighting" in choice:
         algorithm, epochs = objective(name=name, **choice), 1
-        samples = samples if name == "distill" else pairs([*samples, *random_samples(1, 1)])
+        samples = pairs([*samples, *random_samples(1, 1)]) if name in ("dpo", "ipo") else samples
     else:
         tis = "sequence_tis" if name.startswith("gspo") else "tis"
         common = {"kl_coefficient": 0.05, "entropy_coefficient": 0.01, "corrections": (tis, *ALL_CORRECTIONS), **WIDE}
@@ -96,15 +98,22 @@ def test_neither_loss_nor_gradient_depends_on_packing(name: str, choice: dict[st
         layout = PackingLayout(budget, padded_attention=padded)
         trainer = run(algorithm, samples, layout, epochs=epochs, logprob_chunk=chunk)
         weights = {key: weight.detach() for key, weight in trainer.model.named_parameters()}
-        results.append((trainer.metrics, weights))
+        gradients = {slot.name: slot.gradient for slot in trainer.optimizer.slots}
+        count = len(pack(samples, layout, trainer.algorithm.token_weighting).minibatches[0])
+        results.append((trainer.metrics, weights, gradients, count))
+    assert len({count for *_, count in results}) == (2 if name in ("dpo", "ipo") else 3)
     counted = results[0][0]
     assert epochs == 1 or 0 < counted["correction/clip_fraction"] < 1
     assert epochs == 1 or 0 < counted["correction/effective_sample_size"] < 1
-    for metrics, weights in results[1:]:
+    for metrics, weights, gradients, _ in results[1:]:
         for key in counted.keys() & set(EQUAL):
             assert metrics[key] == pytest.approx(counted[key], rel=1e-4, abs=1e-5), key
         for key, expected in results[0][1].items():
             torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=1e-4, msg=key)
+        if epochs == 1:
+            assert metrics["loss"] == pytest.approx(counted["loss"], abs=1e-6)
+            for key, expected in results[0][2].items():
+                torch.testing.assert_close(gradients[key], expected, rtol=1e-5, atol=1e-6, msg=key)
 
 
 def test_self_normalised_weights_have_mean_one() -> None:

@@ -36,7 +36,6 @@ from octetrl.trainer.without_update import observe_kv
 from tests.objectives import objective
 from tests.unit.trainer.tiny_trainer import BF16, FP8, random_samples, supervised, tiny_decoder, tiny_trainer
 
-ON_POLICY = objective(token_weighting="token")
 NO_REPLAY = KVReplay()
 DYNAMIC = KVReplay(kv_mode="dynamic")
 
@@ -109,19 +108,28 @@ def test_codes_that_are_made_anew_change_no_bit(checkpointing: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError, NonFiniteError])
-def test_a_broken_off_update_brings_the_codes_back(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "advantage"),
+    [(KeyboardInterrupt, 1.0), (torch.OutOfMemoryError, 1.0), (NonFiniteError, 1.0), (NonFiniteError, math.nan)],
+)
+def test_a_broken_off_update_brings_the_codes_back(
+    error: type[BaseException], advantage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the norm of gradients, or by a sample, that is not finite."""
     trainer, reached = tiny_trainer(tiny_decoder(FP8), weight_codes="remade"), []
+    samples = random_samples(2)
+    samples[0] = replace(samples[0], advantage=advantage)
+    clip = trainer.optimizer.clip_gradients
 
     def break_off(*_: object) -> Tensor:
         reached.append(all(linear.has_codes for _, linear in trainer.model.float8_linears()))
         if error is NonFiniteError:  # which the trainer raises itself
-            return torch.tensor(math.nan)
+            return clip() if math.isnan(advantage) else torch.tensor(math.nan)
         raise error
 
     monkeypatch.setattr(trainer.optimizer, "clip_gradients", break_off)
     with pytest.raises(error):
-        train(trainer, random_samples(2))
+        train(trainer, samples)
     assert reached == [False] and all(linear.has_codes for _, linear in trainer.model.float8_linears())
 
 
