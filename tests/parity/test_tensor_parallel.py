@@ -58,9 +58,7 @@ def test_log_probs_are_those_of_one_worker(family: str, precision: str, size: in
         assert_learned(one)
 
 
-@pytest.mark.parametrize(
-    ("precision", "lora"), [("bf16", None), ("fp8_full", None), ("fp8_full", LoraConfig(rank=4))]
-)
+@pytest.mark.parametrize(("precision", "lora"), [("bf16", None), ("fp8_full", None), ("fp8_full", LoraConfig(rank=4))])
 def test_the_fused_rollout_of_parts_is_the_trainers(
     precision: str, lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

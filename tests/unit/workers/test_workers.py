@@ -30,13 +30,14 @@ LR_0 = {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2,
 @pytest.mark.parametrize(
     ("changes", "count", "size"),
     [
+        (LEARNING, 2, 1),
         (LEARNING, 3, 1),
         (LR_0, 4, 1),
         (CONVERSATIONS, 2, 1),
         ({"steps": 1}, 4, 2),
         ({**CONVERSATIONS, "rollout.prompts_per_step": 2, "precision": "bf16", "steps": 2}, 2, 2),
     ],
-    ids=["learning", "lr 0", "conversations", "groups", "conversations of a group"],
+    ids=["learning of two", "learning", "lr 0", "conversations", "groups", "conversations of a group"],
 )
 def test_any_number_of_workers_draws_the_same_and_measures_the_same(
     changes: dict[str, Any], count: int, size: int, model: Path, wide: Path, tmp_path: Path
