@@ -11,12 +11,13 @@ from octetrl.config.load import PRECISIONS, dump_recipe, load_recipe
 from octetrl.config.shipped import way_to_make
 from octetrl.config.validate import validate_with_spec
 from octetrl.models.families import spec_from_config
+from octetrl.shapes.presets import PRESETS as SHAPES
 from octetrl.shapes.presets import preset_config
 from tests.house.tree import REPO
 
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
 BASES = sorted((REPO / "recipes" / "bases").glob("*.yaml"))
-PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b")
+PRESETS = tuple(sorted(SHAPES, key=len, reverse=True))  # the longest name first
 
 
 def name(path: Path) -> str:
