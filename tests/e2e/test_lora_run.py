@@ -76,6 +76,11 @@ def test_both_sides_are_equal_to_the_bit_in_every_step(precision: str, adapted: 
     assert all(tensor.any() for tensor in adapter_of(folder).values())
 
 
+def test_fp8_in_the_rollout_alone_has_a_mismatch(model: Path, tmp_path: Path) -> None:
+    lines = run(model, tmp_path / "run", LORA | {"precision": "fp8_rollout", "steps": 2})
+    assert all(0.001 < value < 0.1 for value in of(lines, "mismatch/max_abs_diff"))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -11,6 +11,7 @@ import pytest
 
 from octetrl.cli.main import run_command
 from octetrl.run.evaluate import evaluate_checkpoint
+from octetrl.telemetry.rollout_metrics import FailureShareError
 from tests.e2e.tiny_run import read_lines, run, timeless, tiny_recipe
 
 TALK: dict[str, Any] = {
@@ -85,6 +86,12 @@ def test_rollouts_show_turns_components_and_failures(
     assert run_command(["rollouts", str(folder), "--status", "environment_error"]) == 0
     shown = capsys.readouterr().out
     assert "environment_error" in shown and "user: and 1?" in shown and "letters" in shown
+
+
+def test_too_many_failures_stop_the_run(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(FailureShareError, match="6 x environment_error") as stopped:
+        run(model, tmp_path / "run", talk("BrokenTalk"))
+    assert 'raise ConnectionError("the game is gone")' in str(stopped.value)
 
 
 def test_a_score_in_a_process_of_its_own_and_a_reward_instead(model: Path, tmp_path: Path) -> None:

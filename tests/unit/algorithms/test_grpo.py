@@ -57,6 +57,27 @@ def test_loss_and_metrics_by_hand() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])  # k1's gradient is not its value's, on purpose
+def test_gradient_by_finite_differences(estimator: str) -> None:
+    torch.manual_seed(1)
+    logprobs, proximal, generator, reference, advantages = torch.randn(5, 16, dtype=torch.float64)
+    config = CONFIG.model_copy(update={"kl_estimator": estimator})
+
+    def loss(logprobs_N: Tensor) -> Tensor:
+        return grpo_loss(
+            inputs_of(
+                logprobs_N,
+                proximal_logprobs_N=proximal,
+                generator_logprobs_N=generator,
+                reference_logprobs_N=reference,
+                advantages_N=advantages,
+            ),
+            config,
+        ).loss_N
+
+    assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(),))
+
+
 def test_on_policy_the_correction_mends_what_is_left_of_the_mismatch() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss = grpo_loss(inputs_of(logprobs, generator_logprobs_N=torch.tensor([-1.1, -3.0]), on_policy=True), objective())

@@ -60,7 +60,7 @@ LATENT = ROUTED | {
     "v_head_dim": 16,
 }
 DEEPSEEK = LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 1}
-FAMILIES = ("llama", "qwen2", "qwen2-tied", "qwen3-tied")
+FAMILIES = ("llama", "llama-tied", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied")
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "qwen2": {"model_type": "qwen2", "head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 1},
@@ -117,9 +117,8 @@ def hf_model(name: str, **changes: Any) -> PreTrainedModel:
     """A float32 model of transformers: one of VARIANTS, or of DENSE, where `-tied` shares embedding and head. Norms,
     biases, routers and correction biases are random too, so that a forgotten one shows."""
     torch.manual_seed(0)
-    family, _, tied = name.partition("-")
-    given = VARIANTS[name] if name in VARIANTS else DENSE[family]
-    settings = {**SHAPE, "rope_parameters": ROPE, "tie_word_embeddings": bool(tied), **given, **changes}
+    given = VARIANTS[name] if name in VARIANTS else DENSE[name.removesuffix("-tied")]
+    settings = {**SHAPE, "rope_parameters": ROPE, "tie_word_embeddings": name.endswith("-tied"), **given, **changes}
     settings["rope_parameters"] = dict(settings["rope_parameters"])
     kept = {key: value for key, value in settings.items() if value is not None or key != "head_dim"}
     config = CONFIG_MAPPING[kept.pop("model_type")](**kept)

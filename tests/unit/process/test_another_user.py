@@ -20,7 +20,7 @@ OF_CODE = REPO / "tests/unit/environments/code"
 # Limits that Linux holds for any user alike, clocks, and how many run at once; of the judge what it makes of values,
 # within the program's process.
 ONCE = (
-    "crash", "test_endless_output", "test_one_that_burns_time", "test_time_burnt_by_children", "test_scorer",
+    "crash_", "test_endless_output", "test_one_that_burns_time", "test_time_burnt_by_children", "test_scorer",
     "test_one_that_never_ends", "test_many_callers",
 )  # fmt: skip
 JUDGED = (

@@ -115,6 +115,8 @@ def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
         save(folder, 4, payload(4.0))
         remove_hidden(prune(folder, keep_last=1))
         assert [path.name for path in folder.iterdir()] == ["step_000004"]
+    else:
+        pytest.fail("no save was whole")
     assert kills > 20
 
 
