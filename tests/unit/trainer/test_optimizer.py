@@ -231,9 +231,9 @@ def sft_losses(states: str, batches: list[PackedBatch], master: str = "float32")
 
 def test_a_tiny_decoder_learns_alike_in_every_format_and_twice_the_same() -> None:
     layout = tiny_trainer().layout
-    batches = [pack(supervised(random_samples(12, seed % 3)), layout, "token") for seed in range(15)]
+    batches = [pack(supervised(random_samples(12, seed % 3)), layout, "token") for seed in range(25)]
     exact, _ = sft_losses("float32", batches)
-    assert exact[-1] < 0.75 * exact[0]
+    assert exact[-1] < 0.6 * exact[0]
     for states in ("bfloat16", "8bit"):
         losses, _ = sft_losses(states, batches)
         assert losses[-1] == pytest.approx(exact[-1], rel=0.03)
