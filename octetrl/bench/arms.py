@@ -9,6 +9,7 @@ from itertools import chain, product
 from typing import Literal
 
 from octetrl.bench.workload import Workload
+from octetrl.config.objective_settings import OverlongSettings
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import validate_with_spec
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
@@ -96,7 +97,7 @@ def make_arm(verb: Verb, words: Words, recipe: Recipe, spec: ModelSpec, workload
         raise UserError(f"algorithm.name: {recipe.algorithm.name} samples no rollouts, and a bench needs them")
     longest = max(sum(lengths) for lengths in workload.siblings)
     siblings, staleness = len(workload.siblings), recipe.cluster.max_staleness
-    changes = {
+    changes: dict[str, object] = {
         "model": recipe.model.model_copy(update={"context_length": max(16, longest)}),
         "rollout": recipe.rollout.model_copy(
             update={
@@ -111,6 +112,8 @@ def make_arm(verb: Verb, words: Words, recipe: Recipe, spec: ModelSpec, workload
         "evaluation": recipe.evaluation.model_copy(update={"every": 0}),
         "steps": SHORT_STEPS[verb] + 2 * staleness + steps,  # batches behind the last timed step are begun
     }
+    if isinstance(recipe.algorithm, OverlongSettings):  # each answer of a bench ends at its limit
+        changes["algorithm"] = recipe.algorithm.model_copy(update={"overlong": "keep"})
     recipe = recipe.model_copy(update=changes)
     validate_with_spec(recipe, spec)
     return Arm(verb, words, recipe, spec, workload)

@@ -183,7 +183,8 @@ def recipe_and_changes(words: Sequence[str], model: str | None, *, on_gpu: bool)
     recipe = named[0] if named else RECIPES[on_gpu and not small]
     changes = [word for word in words if "=" in word]
     if model in PRESETS:
-        return recipe, [f"model.preset={model}", "model.init=random", "model.path=", *changes]
+        nothing_to_read = "model.tokenizer=none"  # a bench of random weights has token ids and no text
+        return recipe, [f"model.preset={model}", "model.init=random", "model.path=", nothing_to_read, *changes]
     return recipe, changes if model is None else [f"model.path={json.dumps(model)}", *changes]
 
 

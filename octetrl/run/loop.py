@@ -170,7 +170,8 @@ def _run_steps(
             metrics = result.metrics
             with checkpoints.saved_if_failed(run, step, metrics):
                 callbacks.step(step, result, checkpoints.written())
-            is_last = stop.asked or callbacks.stopped_for is not None or step == recipe.steps
+            asked = stop.asked  # a signal after this line ends the next step: this one may be written already
+            is_last = asked or callbacks.stopped_for is not None or step == recipe.steps
             stop.saving = step if is_last else 0
             if is_last or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
                 with run.console.phase("checkpoint"):
@@ -182,7 +183,7 @@ def _run_steps(
             metrics = joined(metrics, checkpoints.figures())
             with checkpoints.saved_if_failed(run, step, metrics):
                 sinks.write(step, metrics)
-            is_due = step % recipe.logging.console_every == 0 or step in (start + 1, recipe.steps)
+            is_due = is_last or step == start + 1 or step % recipe.logging.console_every == 0
             _write_samples(run, step, result, sinks)
             run.console.step(step, metrics, is_due=is_due)
             with run.console.phase("checkpoint"):
@@ -198,14 +199,13 @@ def _run_steps(
                 slow.warning(step, metrics, result.reward_times),
                 fallbacks.warning(metrics),
             )
-            for warning in health:
-                if warning is not None:
-                    run.console.warn(warning)
+            for warning in filter(None, health):
+                run.console.warn(warning)
             with checkpoints.saved_if_failed(run, step, metrics):
                 sinks.write_warnings(step, run.console.take_warnings())
                 result.check_failures(recipe, step)
                 empty.check(step, metrics)
-            if stop.asked and step < recipe.steps:
+            if asked and step < recipe.steps:
                 raise stop.error
             if callbacks.stopped_for is not None:
                 run.console.note(f"stopped after step {step}: {callbacks.stopped_for}")

@@ -176,7 +176,6 @@ def test_ctrl_c_ends_the_step_and_saves(model: Path, whole: Path, tmp_path: Path
         assert timeless(read_lines(metrics)) == timeless(read_lines(whole / "metrics.jsonl"))
 
 
-@pytest.mark.xfail(strict=True, reason="a Ctrl-C after the step's end is decided ends the run without saving it")
 def test_ctrl_c_between_two_steps_saves_too(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -243,9 +243,11 @@ def steps_on(
     run = build_run(tiny_recipe(model, folder, changes | where))
     try:
         drawn, lines = steps_of(run, steps)
+        teams = [run.workers._team]
         if isinstance(run.workers, SeparateWorkers):
             run.workers.adopt()
-        held = run.workers._team.ask("publish", "publish", run.workers.policy_version)
+            teams.append(run.workers._engine_team)
+        held = [one for team in teams for one in team.ask("publish", "publish", run.workers.policy_version)]
     finally:
         run.close()
     for line in lines:

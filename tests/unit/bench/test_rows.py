@@ -138,7 +138,8 @@ def test_what_is_no_arm_is_refused(option: str) -> None:
 
 
 def test_an_arms_recipe_has_the_workloads_sizes_and_writes_nothing() -> None:
-    recipe = load_recipe("bench_tiny", ["engine.max_batch=6", "rollout.stop=[a]", "evaluation.every=1"])
+    given = ["engine.max_batch=6", "rollout.stop=[a]", "evaluation.every=1", "algorithm.overlong=mask"]
+    recipe = load_recipe("bench_tiny", given)
     spec = with_layers(recipe, 1)
     workload = workload_of(recipe, "8x5+3-9", None, spec.max_positions)
     arm = make_arm("step", ("precision=bf16", "seed=2"), recipe, spec, workload, steps=3)
@@ -146,6 +147,7 @@ def test_an_arms_recipe_has_the_workloads_sizes_and_writes_nothing() -> None:
     assert (rollout.prompts_per_step, rollout.group_size) == (2, 4)
     assert (rollout.max_prompt_tokens, rollout.max_new_tokens) == (5, max(answer for _, answer in workload.siblings))
     assert arm.recipe.engine.max_batch == 6 and rollout.stop == () and arm.recipe.evaluation.every == 0
+    assert arm.recipe.algorithm.overlong == "keep", "each answer ends at its limit, and is to be trained on"
     assert (arm.untimed, arm.recipe.steps, arm.name, arm.spec.num_layers) == (2, 5, "seed=2", 1)
     few = workload_of(recipe, "4x5+9", None, spec.max_positions)
     assert make_arm("rollout", (), recipe, spec, few, steps=1).recipe.engine.max_batch == 4, "one place an answer"
