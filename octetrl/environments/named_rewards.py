@@ -34,12 +34,14 @@ from octetrl.environments.scoring import (
     ScoringRound,
     begin_round,
     finite_number,
+    logged,
     place_of,
 )
 from octetrl.records import RolloutStatus, Task
 
 GroupScorer = Callable[[Task, Sequence[str]], Sequence[float | None]]  # or async
 _POLL_SECONDS = 1.0
+_NOTHING_APPLIES = "every reward function returned None, so the completion has no reward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,21 @@ class NamedReward:
 @dataclass(frozen=True, slots=True)
 class NamedRewards:
     """The weighted sum of functions of a completion, as a scorer. None of a single function is left out; if none
-    applies, there is no reward. Without any function the sum is 0."""
+    applies, there is no reward. before_groups: functions of groups follow, which may apply: then the sum so far is 0
+    and has no components."""
 
     parts: tuple[NamedReward, ...]
+    before_groups: bool = False
 
     def __call__(self, task: Task, completion_text: str) -> Explained:
-        results = [part.function(task, completion_text) for part in self.parts]
+        results: list[Any] = []
+        try:
+            for part in self.parts:
+                results.append(part.function(task, completion_text))
+        except BaseException:
+            for result in filter(inspect.iscoroutine, results):
+                result.close()
+            raise
         if any(map(inspect.isawaitable, results)):
             results = asyncio.run(_await_all(results))
         values, details = {}, []
@@ -65,8 +76,8 @@ class NamedRewards:
             if result is not None:
                 values[part.name] = finite_number(result, f"reward '{part.name}' of {_place(part)}")
                 details += [f"{part.name}: {result.detail}"] if isinstance(result, Explained) and result.detail else []
-        if self.parts and not values:
-            raise ValueError("every reward function returned None, so the completion has no reward")
+        if not values and not self.before_groups:
+            raise ValueError(_NOTHING_APPLIES)
         return Explained(_weighted(self.parts, values), "; ".join(details) or None, values)
 
 
@@ -142,21 +153,24 @@ class WithGroupRewards:
                 late = f"no rewards after {self._seconds:g} s; raise environment.reward_timeout_seconds"
                 detail = f"{name}: {late if called.timed_out else called.error}"
                 return [Score(status, None, detail, called.trace) for _ in scores]
+        given = {part.name: results[part.name].value for part in self._parts}  # in the order of the recipe
+        metrics = {name: value for _, own in given.values() for name, value in own.items()}
         added = []
         for place, score in enumerate(scores):
-            own = {name: value for name, called in results.items() if (value := called.value[place]) is not None}
-            if score.reward is not None:
-                score = self._sum(score, own)
-            added.append(score)
+            values = {name: of_group[place] for name, (of_group, _) in given.items() if of_group[place] is not None}
+            added.append(score if score.reward is None else self._sum(score, values, metrics))
         return added
 
-    def _sum(self, score: Score, own: Mapping[str, float]) -> Score:
+    def _sum(self, score: Score, values: Mapping[str, float], metrics: Mapping[str, float]) -> Score:
         assert score.reward is not None
+        components = {**score.components, **values}
         try:
-            reward = finite_number(score.reward + _weighted(self._parts, own), "weighted sum")
+            if not components:
+                raise ValueError(_NOTHING_APPLIES)
+            reward = finite_number(score.reward + _weighted(self._parts, values), "weighted sum")
         except ValueError as error:
             return Score(RolloutStatus.REWARD_ERROR, None, str(error))
-        return replace(score, reward=reward, components={**score.components, **own})
+        return replace(score, reward=reward, components=components, metrics={**score.metrics, **metrics})
 
 
 class GroupRound(ScoringRound):
@@ -207,12 +221,19 @@ def _checked(part: NamedReward) -> Callable[[NamedReward, Task, Sequence[str]], 
     return _awaited_values if inspect.iscoroutinefunction(part.function) else _values
 
 
-async def _awaited_values(part: NamedReward, task: Task, texts: Sequence[str]) -> list[float | None]:
-    return _finite_values(part, await part.function(task, list(texts)), len(texts))
+Values = tuple[list[float | None], dict[str, float]]  # of each sibling; and what `log` recorded, for all of them
 
 
-def _values(part: NamedReward, task: Task, texts: Sequence[str]) -> list[float | None]:
-    return _finite_values(part, part.function(task, list(texts)), len(texts))
+async def _awaited_values(part: NamedReward, task: Task, texts: Sequence[str]) -> Values:
+    metrics: dict[str, float] = {}
+    logged.set(metrics)  # each call has a context of its own
+    return _finite_values(part, await part.function(task, list(texts)), len(texts)), metrics
+
+
+def _values(part: NamedReward, task: Task, texts: Sequence[str]) -> Values:
+    metrics: dict[str, float] = {}
+    logged.set(metrics)
+    return _finite_values(part, part.function(task, list(texts)), len(texts)), metrics
 
 
 def _finite_values(part: NamedReward, values: Any, number: int) -> list[float | None]:

@@ -318,7 +318,7 @@ def named_reward(reward: str | Mapping[str, RewardConfig], given: Given) -> Scor
     if not isinstance(reward, str):
         several = {name: each for name, each in reward.items() if each.of == "completion"}
         parts = [NamedReward(name, named_reward(each.function, given), each.weight) for name, each in several.items()]
-        return NamedRewards(tuple(parts))
+        return NamedRewards(tuple(parts), before_groups=len(several) < len(reward))
     if reward not in given:
         return PythonReward(reward)
     scorer: Scorer = given[reward]

@@ -233,7 +233,7 @@ def quantize_kv_per_token(x_TKD: Tensor) -> Quantized:
 
 
 def quantize_kv_int8(x_TKD: Tensor) -> Quantized:
-    """[T, K, D] -> codes int8 [T, K, D], scale [T, K] = amax / 127: code = round(x * 127 / amax), ties to even.
+    """[T, K, D] -> codes int8 [T, K, D], scale [T, K] = amax / 127: code = round(x * (127 / amax)), ties to even.
 
     The codes of a head with a value that is not finite are 0, and its scale is NaN.
     """

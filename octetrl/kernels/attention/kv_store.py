@@ -17,7 +17,7 @@ How a value becomes a code:
 
     calibrated   code = e4m3(clamp(x * inverse, -448, 448)), inverse = min(1 / scale[head], FLT_MAX)
     dynamic      amax over the head's D; scale and inverse by the rule of every block (fp8/quantize.py)
-    int8         amax over the head's D; code = round(x * 127 / amax), ties to even
+    int8         amax over the head's D; code = round(x * (127 / amax)), ties to even
     none         the value, cast to the cache's dtype
 
 K and V each follow the rule of their own cache: either may be BF16 beside codes of the other. Before quantisation x is

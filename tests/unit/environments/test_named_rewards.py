@@ -72,7 +72,35 @@ def test_the_reward_is_the_weighted_sum_of_what_applies(build: Any) -> None:
 def test_without_a_reward_that_applies_there_is_none() -> None:
     (score,) = in_a_thread(NamedRewards(PARTS[1:2])).score([(TASKS[0], "")])
     assert (score.status, score.reward) == (ERROR, None) and "None" in (score.detail or "")
-    assert NamedRewards(())(TASKS[0], "x") == 0.0
+
+
+def test_none_is_none_of_completions_and_groups_together() -> None:
+    """Neither a completion's own functions nor a group's decide alone, and a 0 is never made of nothing."""
+
+    def long(task: Task, texts: Sequence[str]) -> list[float | None]:
+        octetrl.log("texts", len(texts))
+        return [2.0 if len(text) > 2 else None for text in texts]
+
+    own = NamedRewards((NamedReward("short", lambda task, text: 1.0 if len(text) < 2 else None),), before_groups=True)
+    parts = [NamedReward("long", long, 0.5)]
+    for first, expected in ((own, [1.0, None, 1.0]), (NamedRewards((), before_groups=True), [None, None, 1.0])):
+        scorer = WithGroupRewards(in_a_thread(first), parts, timeout_seconds=30.0)
+        scores = scorer.score([(TASKS[0], "a"), (TASKS[0], "aa"), (TASKS[0], "aaa")])
+        assert [score.reward for score in scores] == expected
+        assert [score.status for score in scores] == [ERROR if reward is None else SCORED for reward in expected]
+        assert scores[2].metrics == {"texts": 3.0}
+        scorer.close()
+
+
+def test_components_stand_in_the_recipes_order_whichever_function_ends_first() -> None:
+    def late(task: Task, texts: Sequence[str]) -> list[float]:
+        time.sleep(0.1)
+        return [1.0] * len(texts)
+
+    scorer = grouped([NamedReward("late", late), NamedReward("rank", ranked)])
+    (score,) = scorer.score([(TASKS[0], "a")])
+    assert list(score.components) == ["right", "late", "rank"]
+    scorer.close()
 
 
 @pytest.mark.parametrize("value", [float("nan"), "1", [1.0]])
