@@ -21,7 +21,8 @@ from octetrl.config.schema import Precision, Recipe
 from octetrl.config.several_environments import alone, errors_named
 from octetrl.data.rows import Row
 from octetrl.data.tasks import make_tasks
-from octetrl.environments.prompts import with_template
+from octetrl.environments.named_rewards import check_group_reward
+from octetrl.environments.prompts import read_prompt, read_tools, read_variables, with_template
 from octetrl.environments.python_object import MODULE, can_run_elsewhere, given_name, importable_name
 from octetrl.environments.rewards import ExactScorer
 from octetrl.environments.tasks import HasTasks, TaskEnvironment
@@ -53,7 +54,7 @@ def train(
     output_dir: str | Path | None = None,
     resume: bool = False,
     allow: Collection[str] = (),
-    callbacks: Sequence[Callback | str] = (),
+    callbacks: Sequence[Callback | str] | Callback | str | None = (),
     **sections: Any,
 ) -> FinishedRun:
     """Train, and return the run when it has reached its last step.
@@ -90,7 +91,10 @@ def train(
     """
     given: dict[str, Any] = {}
     fields = dict(sections)
-    if named := [each for each in callbacks if isinstance(each, str)]:
+    own: list[Any] = []
+    if callbacks is not None:
+        own = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    if named := [each for each in own if isinstance(each, str)]:
         fields["callbacks"] = named
     if model is not None:
         fields["model"] = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
@@ -126,8 +130,8 @@ def train(
     from octetrl.api.finished_run import FinishedRun
     from octetrl.run.loop import train as run_recipe
 
-    own = [each for each in callbacks if not isinstance(each, str)]
-    run_recipe(resolved, resume=resume, given=given, allowed=allow, callbacks=own)
+    objects = [each for each in own if not isinstance(each, str)]
+    run_recipe(resolved, resume=resume, given=given, allowed=allow, callbacks=objects)
     return FinishedRun(Path(resolved.output_dir), resolved, given)
 
 
@@ -146,9 +150,14 @@ def _section(sections: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _environment_fields(
-    tasks: Tasks | None, reward: Reward | str | Rewards | None, base: Mapping[str, Any], given: dict[str, Any]
+    tasks: Tasks | None,
+    reward: Reward | str | Rewards | None,
+    base: Mapping[str, Any],
+    given: dict[str, Any],
+    of: str = "",
 ) -> dict[str, Any]:
-    """The recipe's fields for tasks and reward. Objects that a recipe can only name go into `given`."""
+    """The recipe's fields for tasks and reward. Objects that a recipe can only name go into `given`; of: what their
+    names begin with, of one environment of several."""
     fields: dict[str, Any] = {}
     if isinstance(tasks, str | Path):
         fields = {} if base.get("kind") in FILES else {"kind": "jsonl", **_OF_ANOTHER_DATASET}
@@ -158,7 +167,7 @@ def _environment_fields(
         fields = {"kind": "python", "dataset": name, **_OF_ANOTHER_DATASET}
         given[name] = tasks if hasattr(tasks, "tasks") else _checked_list(tasks)
     if isinstance(reward, Mapping | list | tuple):
-        fields["reward"] = {name: _named_reward(name, one, given) for name, one in _by_name(reward).items()}
+        fields["reward"] = {name: _named_reward(f"{of}{name}", one, given) for name, one in _by_name(reward).items()}
     elif reward is not None:
         fields["reward"] = _function(reward, given)
     return fields
@@ -171,19 +180,23 @@ def _by_name(rewards: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any]:
     named: dict[str, Any] = {}
     for place, one in enumerate(rewards):
         name = re.sub(r"[^a-z0-9_]", "", str(getattr(one, "__name__", "")).lower()) or f"reward_{place}"
-        named[name if name not in named else f"{name}_{place}"] = one
+        own, number = name, 2
+        while own in named:
+            own, number = f"{name}_{number}", number + 1
+        named[own] = one
     return named
 
 
 def _named_reward(name: str, reward: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of one of several rewards: a function, or its fields."""
+    """The fields of one of several rewards: a function, or its fields. name: its own among all of the run."""
     fields = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
     if "function" not in fields:
         raise UserError(f"octetrl.train: reward {name!r} has no function; give the function, or {{'function': ...}}")
     if fields.get("of") == "group":
         if not isinstance(fields["function"], str):
-            fields["function"] = key = given_name(None, f"reward_{name}")
-            given[key] = reward["function"]
+            check_group_reward(fields["function"], f"octetrl.train: reward {name!r}")
+            key = given_name(None, f"reward_{name}")
+            given[key], fields["function"] = fields["function"], key
         return fields
     fields["function"] = _function(fields["function"], given, f"reward_{name}")
     return fields
@@ -209,14 +222,15 @@ def _named_fields(name: str, section: Any, given: dict[str, Any]) -> Any:
         return section
     own: dict[str, Any] = {}
     try:
-        found = _environment_fields(section.get("tasks"), section.get("reward"), section, own)
+        found = _environment_fields(section.get("tasks"), section.get("reward"), section, own, f"{name}.")
     except UserError as error:
         text = str(error).removeprefix("octetrl.train: ")
         raise UserError(f"octetrl.train: environments.{name}: {text}") from None
     for field in ("dataset", "reward"):
-        if found.get(field) in own:  # equal names of several environments are different things
-            key = given_name(None, f"{field}_{name}")
-            given[key], found[field] = own[found[field]], key
+        if isinstance(path := found.get(field), str) and path in own:  # equal names are different things here
+            found[field] = key = given_name(None, f"{field}_{name}")
+            given[key] = own.pop(path)
+    given |= own  # of several rewards
     return {**found, **{key: value for key, value in section.items() if key not in ("tasks", "reward")}}
 
 
@@ -257,7 +271,7 @@ def _environment(tasks: Sequence[Task | Mapping[str, Any]], recipe: Recipe) -> T
     for place, task in enumerate(tasks):
         where = f"tasks[{place}]"
         if isinstance(task, Task):
-            made.append(replace(task, prompt=with_template(task.prompt, config.prompt_template)))
+            made.append(_checked_task(task, config.prompt_template, where))
         elif isinstance(task, Mapping):
             made += make_tasks([Row(place, where, dict(task))], config.prompt_template)
         else:
@@ -271,6 +285,16 @@ def _environment(tasks: Sequence[Task | Mapping[str, Any]], recipe: Recipe) -> T
                     " with, or a reward function of (task, text)"
                 )
     return TaskEnvironment(made, ExactScorer(config.answer_marker))
+
+
+def _checked_task(task: Task, template: str, where: str) -> Task:
+    prompt = task.prompt if isinstance(task.prompt, str) else read_prompt(task.prompt, f"{where}: its prompt")
+    return replace(
+        task,
+        prompt=with_template(prompt, template),
+        tools=read_tools(task.tools, f"{where}: its tools"),
+        chat_template_kwargs=read_variables(task.chat_template_kwargs, f"{where}: its chat_template_kwargs"),
+    )
 
 
 def _refuse_equal_ids(tasks: Sequence[Task]) -> None:

@@ -21,13 +21,14 @@ from octetrl.data.mixture import read_source
 from octetrl.data.tokenizer import tokenizer_folder
 from octetrl.environments.code_scorer import packages_line
 from octetrl.environments.dialogue import check_environment, is_dialogue, toolbox_of
+from octetrl.environments.python_object import group_rewards
 from octetrl.environments.reward_workers import check_sendable
 from octetrl.environments.turns import components_of
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.process.sandbox import sandbox_for
 from octetrl.run.callbacks import load_callbacks
-from octetrl.run.environment import build_environment, chat_options
+from octetrl.run.environment import NOTHING_GIVEN, build_environment, chat_options
 from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_records, refuse_unwritable
 from octetrl.run.recipe_files import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
@@ -70,7 +71,7 @@ def content_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: Tokenize
     except UserError as error:
         yield str(error)
     for name, one in alone(recipe).items():
-        for read in (_read_dataset, partial(check_turns, tokenizer=tokenizer)):
+        for read in (_read_dataset, _read_group_rewards, partial(check_turns, tokenizer=tokenizer)):
             try:
                 read(one)
             except UserError as error:
@@ -174,6 +175,10 @@ def _read_dataset(recipe: Recipe) -> None:
     if environment.kind == "python" and in_processes:
         for task in islice(built.tasks, TASKS_TRIED):
             check_sendable(task)
+
+
+def _read_group_rewards(recipe: Recipe) -> None:
+    group_rewards(recipe.environment, NOTHING_GIVEN)
 
 
 def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:

@@ -76,9 +76,10 @@ def make_tasks(
         row = dict(record)
         for ours, theirs in columns.items():
             row[ours] = _at(record, theirs, where)
-        if is_padded:
+        if is_padded:  # a key of other rows is there with null
             row |= {key: without_padding(row[key]) for key in OF_THE_TEMPLATE if key in row}
-        if "answer" not in row and isinstance(row.get("reward_model"), Mapping):
+            row = {key: value for key, value in row.items() if value is not None or key not in OF_THE_TEMPLATE}
+        if row.get("answer") is None and isinstance(row.get("reward_model"), Mapping):
             row["answer"] = row["reward_model"].get("ground_truth")
         used = taken if "prompt" in row else taken | {"messages"}
         task_id = str(number if row.get("id") is None else row["id"])

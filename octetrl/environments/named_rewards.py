@@ -18,6 +18,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -33,11 +34,15 @@ from octetrl.environments.scoring import (
     Score,
     ScoringRound,
     begin_round,
+    check_call,
     finite_number,
     logged,
     place_of,
+    run_async,
 )
+from octetrl.environments.trl_rewards import call_trl, has_trl_form
 from octetrl.records import RolloutStatus, Task
+from octetrl.system.errors import UserError, type_of
 
 GroupScorer = Callable[[Task, Sequence[str]], Sequence[float | None]]  # or async
 _POLL_SECONDS = 1.0
@@ -70,7 +75,7 @@ class NamedRewards:
                 result.close()
             raise
         if any(map(inspect.isawaitable, results)):
-            results = asyncio.run(_await_all(results))
+            results = run_async(_await_all(results))
         values, details = {}, []
         for part, result in zip(self.parts, results, strict=True):
             if result is not None:
@@ -151,7 +156,7 @@ class WithGroupRewards:
             if called.error is not None:
                 status = RolloutStatus.REWARD_TIMEOUT if called.timed_out else RolloutStatus.REWARD_ERROR
                 late = f"no rewards after {self._seconds:g} s; raise environment.reward_timeout_seconds"
-                detail = f"{name}: {late if called.timed_out else called.error}"
+                detail = f"{name}: {called.error}{f' ({late})' if called.timed_out else ''}"
                 return [Score(status, None, detail, called.trace) for _ in scores]
         given = {part.name: results[part.name].value for part in self._parts}  # in the order of the recipe
         metrics = {name: value for _, own in given.values() for name, value in own.items()}
@@ -218,7 +223,23 @@ class GroupRound(ScoringRound):
 
 def _checked(part: NamedReward) -> Callable[[NamedReward, Task, Sequence[str]], Any]:
     """What calls the function of a group: an async one on the loop that lives as long as the run."""
-    return _awaited_values if inspect.iscoroutinefunction(part.function) else _values
+    function = part.function
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return _awaited_values if is_async else _values
+
+
+def check_group_reward(function: Any, what: str) -> None:
+    """Raises UserError unless it can be called with (task, texts), or is of TRL's form. what: its name in messages."""
+    if not callable(function):
+        raise UserError(f"{what} is {type_of(function)}; give a function of (task, texts)")
+    if not has_trl_form(function):
+        check_call(function, what, "task, texts")
+
+
+def _called(part: NamedReward, task: Task, texts: Sequence[str]) -> Any:
+    """Its values, or what to await for them. The task is a copy: no function changes what another one sees."""
+    task = deepcopy(task)
+    return call_trl(part.function, task, *texts) if has_trl_form(part.function) else part.function(task, list(texts))
 
 
 Values = tuple[list[float | None], dict[str, float]]  # of each sibling; and what `log` recorded, for all of them
@@ -227,17 +248,18 @@ Values = tuple[list[float | None], dict[str, float]]  # of each sibling; and wha
 async def _awaited_values(part: NamedReward, task: Task, texts: Sequence[str]) -> Values:
     metrics: dict[str, float] = {}
     logged.set(metrics)  # each call has a context of its own
-    return _finite_values(part, await part.function(task, list(texts)), len(texts)), metrics
+    return _finite_values(part, await _called(part, task, texts), len(texts)), metrics
 
 
 def _values(part: NamedReward, task: Task, texts: Sequence[str]) -> Values:
     metrics: dict[str, float] = {}
     logged.set(metrics)
-    return _finite_values(part, part.function(task, list(texts)), len(texts)), metrics
+    return _finite_values(part, _called(part, task, texts), len(texts)), metrics
 
 
 def _finite_values(part: NamedReward, values: Any, number: int) -> list[float | None]:
-    if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != number:
+    values = values.tolist() if hasattr(values, "tolist") else values  # of numpy or torch
+    if not isinstance(values, list | tuple) or len(values) != number:
         given = f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__
         raise ValueError(f"{_place(part)} returned {given} for {number} completions; return a list of one for each")
     return [None if value is None else finite_number(value, f"reward of {_place(part)}") for value in values]

@@ -33,6 +33,7 @@ def read_prompt(prompt: object, where: str) -> Prompt:
     """A text, or the messages of a conversation whose next answer is the policy's. Raises UserError."""
     if isinstance(prompt, str) and prompt.strip():
         return prompt
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array of numpy's, as pandas reads lists
     if isinstance(prompt, str) or not isinstance(prompt, list | tuple):
         raise UserError(f"{where} is {kind_of(prompt)}; it must be a string that is not empty, or a list of messages")
     messages = read_messages(prompt, where)
@@ -49,6 +50,9 @@ def read_tools(tools: object, where: str) -> tuple[Any, ...]:
         tools = parse_json(tools, where, "give a list of tools, or its JSON text")
     if tools is not None and not isinstance(tools, list | tuple):
         raise UserError(f"{where} is {kind_of(tools)}; it must be a list of what the chat template takes")
+    for number, tool in enumerate(tools or (), 1):
+        if not isinstance(tool, Mapping):
+            raise UserError(f"{where}, tool {number} is {kind_of(tool)}; it must be an object, a tool's schema")
     return tuple(tools or ())
 
 

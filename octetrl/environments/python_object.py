@@ -42,7 +42,7 @@ from typing import Any, TypeVar
 
 from octetrl.config.environment import EnvironmentConfig, RewardConfig
 from octetrl.environments.calls import unchanged_process
-from octetrl.environments.named_rewards import NamedReward, NamedRewards
+from octetrl.environments.named_rewards import NamedReward, NamedRewards, check_group_reward
 from octetrl.environments.prompts import read_prompt
 from octetrl.environments.scoring import Scorer, check_call, check_signature, place_of
 from octetrl.environments.tasks import Environment
@@ -58,7 +58,9 @@ Given = Mapping[str, Any]  # by the name in the recipe: {"given:right_number": <
 
 def given_name(thing: object, name: str | None = None) -> str:
     """How a recipe names `thing`, such as `given:right_number`. name: None: that of the function or class."""
-    name = name or getattr(thing, "__name__", None) or type(thing).__name__
+    if name is not None:  # different names stay different
+        return f"{MODULE}:{re.sub(r'[^A-Za-z0-9_]', lambda found: f'_{ord(found[0]):x}_', name)}"
+    name = getattr(thing, "__name__", None) or type(thing).__name__
     return f"{MODULE}:{re.sub(r'[^A-Za-z0-9_]', '', name) or 'function'}"
 
 
@@ -295,6 +297,8 @@ def _check_task(task: Any, where: str) -> None:
         ("prompt", str | list | tuple, "a text, or a list of messages"),
         ("answer", str | None, "a text or None"),
         ("metadata", Mapping, "a mapping"),
+        ("tools", list | tuple, "a list"),
+        ("chat_template_kwargs", Mapping, "a mapping"),
     ):
         value = getattr(task, field)
         if not isinstance(value, kinds):
@@ -342,9 +346,7 @@ def group_rewards(config: EnvironmentConfig, given: Given) -> tuple[NamedReward,
 def _group_function(name: str, path: str, seconds: float) -> Any:
     field = f"{_FIELD}.{name}"
     function = load_object(field, path, seconds)
-    if not callable(function):
-        raise UserError(f"{field}: '{path}' is {type_of(function)}, not a function")
-    check_call(function, f"{field}: '{path}'", "task, texts")
+    check_group_reward(function, f"{field}: '{path}'")
     return function
 
 

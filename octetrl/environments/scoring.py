@@ -19,18 +19,20 @@ import asyncio
 import inspect
 import math
 import re
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 
+_Result = TypeVar("_Result")
 Scorer = Callable[[Task, str], float]
 LARGEST_REWARD = 1e18  # its square is still a finite float32
 RETURNED_BY = "; returned by "  # in the error for a reward that is not a finite number
@@ -132,7 +134,7 @@ class CheckedScorer:
         try:
             reward: Any = self.scorer(task, completion_text)
             if inspect.isawaitable(reward):
-                reward = asyncio.run(_awaited(reward))
+                reward = run_async(_awaited(reward))
         finally:
             logged.reset(token)
         try:
@@ -144,6 +146,19 @@ class CheckedScorer:
         detail, components = (reward.detail, reward.components) if isinstance(reward, Explained) else (None, {})
         said = None if answered is None else answered(task, completion_text)
         return tuple(Verdict(number, said, detail, dict(components), metrics))
+
+
+_loop: list[asyncio.AbstractEventLoop] = []  # of this process
+
+
+def run_async(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Its result. In the main thread, as of a reward process, all calls share one event loop, so that a client which a
+    function keeps open serves the next call too."""
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(coroutine)
+    if not _loop:
+        _loop.append(asyncio.new_event_loop())
+    return _loop[0].run_until_complete(coroutine)
 
 
 async def _awaited(reward: Awaitable[float]) -> float:

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octetrl.environments.scoring import finite_number, place_of
+from octetrl.environments.scoring import finite_number, place_of, run_async
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import Task
 from octetrl.system.errors import UserError, type_of
@@ -61,7 +61,7 @@ class TrlRewards:
         """The reward of one completion. Raises ValueError or TypeError for a result of another form."""
         results = [call_trl(function, task, completion_text, messages=self._messages) for function in self._functions]
         if any(inspect.isawaitable(result) for result in results):
-            results = asyncio.run(_await_all(results))
+            results = run_async(_await_all(results))
         values = [_value(function, result) for function, result in zip(self._functions, results, strict=True)]
         pairs = [(weight, value) for weight, value in zip(self._weights, values, strict=True) if value is not None]
         if not pairs:
@@ -106,13 +106,14 @@ def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
-def call_trl(function: TrlReward, task: Task, completion_text: str, *, messages: bool = False) -> Any:
-    """Call `function` for one completion: its list, or an awaitable of it. Raises TypeError for a column that the task
-    lacks."""
+def call_trl(function: TrlReward, task: Task, *texts: str, messages: bool = False) -> Any:
+    """Call `function` for completions of one task: its list, or an awaitable of it. Raises TypeError for a column that
+    the task lacks."""
     prompt: Any = list(map(dict, task.messages)) if messages or not isinstance(task.prompt, str) else task.prompt
-    completion: Any = [{"role": "assistant", "content": completion_text}] if messages else completion_text
+    said: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if messages else list(texts)
     columns = {**task.metadata, "id": task.id, "answer": task.answer}
-    given = {"prompts": [prompt], "completions": [completion], **{name: [value] for name, value in columns.items()}}
+    given = {name: [value] * len(texts) for name, value in columns.items()}
+    given |= {"prompts": [prompt] * len(texts), "completions": said}  # whatever columns a row has
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
         by_name = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -55,6 +55,9 @@ class ChatTokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
+TRIED_PROMPTS = 5_000  # of each environment, before a run; later ones by their shape
+
+
 class ReplyError(ValueError):
     """The chat template can't write these replies."""
 
@@ -228,23 +231,23 @@ class ChatTokens:
 def check_variables(tokenizer: ChatTokenizer, variables: Iterable[str]) -> None:
     """Raise UserError for a name that is an argument of the tokenizer's, such as `chat_template`, a program that would
     run here."""
-    taken = {"messages", *signature(tokenizer.apply_chat_template).parameters} if variables else set()
     for name in variables:
-        if name in taken:
+        if name in {"self", "messages", "conversations", *signature(tokenizer.apply_chat_template).parameters}:
             raise UserError(f"chat_template_kwargs: {name!r} is no variable of the model's template; leave it out")
 
 
 def try_prompts(chat: ChatTokens, tasks: Iterable[Task]) -> None:
-    """Render one conversation of each shape (roles, calls, tools, variables), so that one that the template refuses is
-    found before the run. Raises UserError with the task's id."""
-    seen = set()
+    """Render the first conversations, then one of each shape (roles, calls, tools, variables), so that one that the
+    template refuses is found before the run. Raises UserError with the task's id."""
+    seen, rendered = set(), 0
     for task in tasks:
         if isinstance(task.prompt, str) and not task.tools and not task.chat_template_kwargs:
             continue
         said = tuple((one.get("role"), len(one.get("tool_calls") or ()), *sorted(one)) for one in task.messages)
         shape = (task.environment, said, bool(task.tools), *sorted(map(str, task.chat_template_kwargs.items())))
-        if shape not in seen:
+        if rendered < TRIED_PROMPTS or shape not in seen:
             seen.add(shape)
+            rendered += 1
             try:
                 chat.of(task).prompt_text(task.prompt)
             except UserError as error:

@@ -59,6 +59,7 @@ from octetrl.rollout.backend import OnSession, RolloutSession, SessionRecord, fi
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.converse import ConversationSettings, with_score
 from octetrl.rollout.drive import Drive, Occupancy
+from octetrl.system.errors import RunFailed, UserError
 from octetrl.system.text import TextTooLong
 
 MEMORY = 64  # groups; the mean length of a class forgets earlier ones
@@ -296,6 +297,8 @@ def _request(
         problem = f"{len(prompt)} tokens, rollout.max_prompt_tokens is {limit}" if len(prompt) > limit else None
     except TextTooLong as error:
         problem = f"{error} (rollout.max_prompt_tokens)"
+    except UserError as error:
+        raise RunFailed(f"task '{task.id}': {error}") from error
     if problem is not None:
         return Rollout(task, (), RolloutStatus.PROMPT_TOO_LONG, reward=None, detail=f"the prompt has {problem}")
     return GenerationRequest(

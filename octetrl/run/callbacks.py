@@ -8,28 +8,35 @@
     octetrl.train(..., callbacks=[Notify(), octetrl.EarlyStopping(patience=3)])
 
 In a recipe: `callbacks: ["my_callbacks:Notify"]` and `early_stopping: {patience: 3}`. Callbacks run in the run's
-process, between two steps, in their order. What they see is a record: nothing that they do changes a step. A run that
-is stopped saves the step, and counts as finished. A callback that raises ends the run, after the step is saved.
+process, between two steps, in their order. What they see are copies, so that nothing they write there changes a step;
+what they set in the process itself, such as torch's number of threads, can. A run that is stopped saves the step, and
+counts as finished. A callback that raises ends the run, after the step is saved.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from octetrl.config.schema import EarlyStoppingConfig, Recipe
 from octetrl.environments.calls import unchanged_process
 from octetrl.environments.python_object import load_object
 from octetrl.records import RolloutGroup
-from octetrl.system.errors import RunFailed, UserError, error_line, error_trace, type_of
+from octetrl.system.errors import RunFailed, Terminated, UserError, error_line, error_trace, type_of
+from octetrl.telemetry.glossary import explained
 
 if TYPE_CHECKING:
     from octetrl.run.state import StepResult
 
+HOOKS = ("on_begin", "on_step", "on_evaluation", "on_checkpoint", "on_end")
 FIELD = "callbacks"
 
 
@@ -77,8 +84,12 @@ class EarlyStopping(Callback):
     def __init__(
         self, metric: str = "eval/accuracy", *, patience: int = 3, min_delta: float = 0.0, mode: str = "max"
     ) -> None:
-        if patience < 1 or mode not in ("max", "min") or not min_delta >= 0.0:
-            raise UserError("EarlyStopping: patience is at least 1, min_delta at least 0, and mode is max or min")
+        try:
+            given = {"metric": metric, "patience": patience, "min_delta": min_delta, "mode": mode}
+            EarlyStoppingConfig.model_validate(given, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise UserError(f"EarlyStopping: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
         self._metric, self._patience, self._min_delta = metric, patience, min_delta
         self._sign = 1.0 if mode == "max" else -1.0
         self._best, self._since = -math.inf, 0
@@ -86,6 +97,13 @@ class EarlyStopping(Callback):
     @classmethod
     def of(cls, config: EarlyStoppingConfig) -> EarlyStopping:
         return cls(config.metric, patience=config.patience, min_delta=config.min_delta, mode=config.mode)
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises UserError if no run of the recipe would have the metric."""
+        if self._metric.startswith("eval/") and not recipe.evaluation.every:
+            raise UserError(f"EarlyStopping: without evaluation.every nothing measures '{self._metric}'; set it")
+        if explained(self._metric) is None and ":" not in recipe.algorithm.name:
+            raise UserError(f"EarlyStopping: no run has '{self._metric}'; `octetrl metrics` lists all")
 
     def on_begin(self, view: RunView) -> None:
         self._best, self._since = -math.inf, 0
@@ -122,7 +140,11 @@ class Callbacks:
     @classmethod
     def of(cls, recipe: Recipe, folder: Path, given: Iterable[Callback] = ()) -> Callbacks:
         """Those of the recipe, then those given in Python. Raises UserError."""
-        return cls([*load_callbacks(recipe), *map(checked, given)], recipe, folder)
+        own = list(map(checked, given))
+        for callback in own:
+            if isinstance(callback, EarlyStopping):  # that of a recipe has its rules
+                callback.check(recipe)
+        return cls([*load_callbacks(recipe), *own], recipe, folder)
 
     def begin(self, step: int, past: Iterable[Mapping[str, float | None]]) -> None:
         self._last = replace(self._last, step=step)
@@ -131,9 +153,10 @@ class Callbacks:
     def step(self, step: int, result: StepResult, written: Path | None = None) -> None:
         """After a step, and its evaluation if one was due. written: the last checkpoint that is complete."""
         self._last = replace(self._last, step=step, metrics=MappingProxyType(dict(result.metrics)))
-        self._call("on_step", replace(self._last, groups=tuple(result.groups)))
-        if result.evaluated:
-            self._call("on_evaluation", replace(self._last, groups=tuple(result.evaluated)))
+        if self._callbacks:
+            self._call("on_step", replace(self._last, groups=_copied(result.groups)))
+        if self._callbacks and result.evaluated:
+            self._call("on_evaluation", replace(self._last, groups=_copied(result.evaluated)))
         self.checkpoint(written)
 
     def checkpoint(self, folder: Path | None) -> None:
@@ -146,18 +169,29 @@ class Callbacks:
         self._call("on_end", self._last)
 
     def _stop(self, reason: str) -> None:
-        self.stopped_for = self.stopped_for or str(reason)
+        self.stopped_for = self.stopped_for or str(reason) or "a callback asked for it"
 
     def _call(self, hook: str, view: RunView) -> None:
         for callback in self._callbacks:
             try:
                 with unchanged_process():
                     getattr(callback, hook)(view)
-            except Exception as error:
+            except (UserError, Terminated):
+                raise
+            except (Exception, SystemExit, GeneratorExit) as error:
                 name = type(callback).__qualname__
                 raise RunFailed(
                     f"callbacks: {name}.{hook} failed at step {view.step}: {error_line(error)}\n{error_trace(error)}"
                 ) from error
+
+
+def _copied(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+    """The groups with copies of their tasks, which the run still uses."""
+    copies = []
+    for group in groups:
+        task = deepcopy(group.task)
+        copies.append(replace(group, task=task, rollouts=tuple(replace(one, task=task) for one in group.rollouts)))
+    return tuple(copies)
 
 
 def load_callbacks(recipe: Recipe) -> list[Callback]:
@@ -170,7 +204,7 @@ def load_callbacks(recipe: Recipe) -> list[Callback]:
             thing = load_object(FIELD, name, recipe.environment.load_timeout_seconds)
             try:
                 made = thing() if isinstance(thing, type) else thing
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 reason = error_line(error)
                 raise UserError(f"{FIELD}: '{name}' can't be made ({reason}); give an object of it") from error
         loaded.append(checked(made, name))
@@ -182,4 +216,7 @@ def checked(callback: object, name: str | None = None) -> Callback:
     shown = type_of(callback) if name is None else f"'{name}'"
     if not isinstance(callback, Callback):
         raise UserError(f"{FIELD}: {shown} is no callback; give an object of a class that inherits octetrl.Callback")
+    for hook in HOOKS:
+        if inspect.iscoroutinefunction(getattr(callback, hook)):
+            raise UserError(f"{FIELD}: {hook} of {shown} is async, and would never run; write a plain method")
     return callback

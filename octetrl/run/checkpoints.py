@@ -155,11 +155,11 @@ class Checkpoints:
 
     @contextmanager
     def saved_if_failed(self, run: Run, step: int, metrics: Mapping[str, float]) -> Iterator[None]:
-        """Saves the step if the run fails by a limit of its recipe, or because a file can't be written: its weights are
-        sound, and can be evaluated."""
+        """Saves the step if the run fails by a limit of its recipe, because a file can't be written, or by a callback,
+        and if it is cut off: its weights are sound, and can be evaluated."""
         try:
             yield
-        except (RunFailed, UserError):
+        except (RunFailed, UserError, KeyboardInterrupt, SystemExit):
             with suppress(OSError, UserError, RunFailed):  # of a save that was begun; the next lines try again
                 self.write()
             last = self.latest()

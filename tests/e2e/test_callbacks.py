@@ -87,6 +87,19 @@ def test_a_callback_sees_every_step_ends_the_run_and_changes_no_bit(model: Path,
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+def test_a_callback_that_ends_the_process_loses_no_step(error: BaseException, model: Path, tmp_path: Path) -> None:
+    class Exits(octetrl.Callback):
+        def on_step(self, view: octetrl.RunView) -> None:
+            view.groups[0].task.metadata["changed"] = True  # type: ignore[index]  # of a copy
+            if view.step == 2:
+                raise error
+
+    with pytest.raises((RunFailed, KeyboardInterrupt)):
+        train(tiny_recipe(model, tmp_path / "run", CHANGES | {"checkpoint.every": 0}), callbacks=[Exits()])
+    assert step_of(max((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
+
+
 def test_a_callback_that_fails_ends_the_run_with_its_step_saved(model: Path, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"Seen.on_step.*step 3: ValueError: no luck"):
         train(tiny_recipe(model, tmp_path / "run", CHANGES), callbacks=[Seen(fail_after=3)])
@@ -134,9 +147,19 @@ def test_a_recipes_callbacks_are_loaded_and_what_is_none_is_refused(model: Path,
     for name in ("lines_of", "Nobody", "NeedsMore"):
         with pytest.raises(UserError, match=name):
             load_callbacks(tiny_recipe(model, tmp_path, {"callbacks": [f"{__name__}:{name}"]}))
-    with pytest.raises(UserError):
-        train(tiny_recipe(model, tmp_path / "run"), callbacks=[Seen])  # type: ignore[list-item]  # the class
+    never = [EarlyStopping(), EarlyStopping("reward/maen"), Async(), Seen]  # no evaluation, no metric, the class
+    for callback in never:
+        with pytest.raises(UserError):
+            train(tiny_recipe(model, tmp_path / "run"), callbacks=[callback])  # type: ignore[list-item]
+    for wrong in ({"patience": "3"}, {"patience": True}, {"min_delta": "a"}, {"mode": "most"}, {"metric": 3}):
+        with pytest.raises(UserError):
+            EarlyStopping(**wrong)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+class Async(octetrl.Callback):
+    async def on_step(self, view: octetrl.RunView) -> None:  # type: ignore[override]
+        raise AssertionError
 
 
 class NeedsMore(Seen):

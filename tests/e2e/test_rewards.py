@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+import octetrl
 from octetrl.cli.main import run_command
 from octetrl.config.load import dump_recipe
 from octetrl.run.loop import train
 from octetrl.system.errors import RunFailed
 from octetrl.telemetry.report_data import raised_warnings, read_run
 from tests.e2e.tiny_rewards import NOTES
-from tests.e2e.tiny_run import read_lines, run, tiny_recipe
+from tests.e2e.tiny_run import read_lines, recipe_tree, run, tiny_recipe
 from tests.unit.environments.judge_double import judge_double
 
 REWARDS = "tests.e2e.tiny_rewards"
@@ -234,3 +235,56 @@ def test_a_sample_without_any_reward_is_a_problem(
     shown = capsys.readouterr()
     assert "needs the column 'completion_ids', which the task does not have" in shown.out
     assert "none of 2 sampled answers has a reward (2 reward_error); a run would end at its first step" in shown.err
+
+
+def test_rewards_of_several_environments_keep_their_functions_apart(model: Path, tmp_path: Path) -> None:
+    """Names that differ by a hyphen, one function twice in a list, functions of groups, and evaluation."""
+
+    def one(task: octetrl.Task, text: str) -> float:
+        return 1.0
+
+    def two(task: octetrl.Task, text: str) -> float:
+        return 2.0
+
+    def third(task: octetrl.Task, texts: list[str]) -> list[float]:
+        return [float(place) for place, _ in enumerate(texts)]
+
+    tasks = [{"prompt": f"{a} + 1 =", "answer": str(a + 1)} for a in range(8)]
+    other = [{"prompt": f"{a} + 2 =", "answer": str(a + 2)} for a in range(8)]
+    fields = recipe_tree(model, tmp_path / "run", {"steps": 2, "evaluation.every": 2})
+    del fields["environment"]
+    finished = octetrl.train(
+        **fields,
+        environments={
+            "a-b": {"tasks": tasks, "reward": {"a-b": one, "ab": two}, "eval_size": 2},
+            "ab": {"tasks": other, "reward": [two, two, one], "eval_size": 2},
+            "c": {
+                "tasks": other[4:],
+                "reward": {"g": {"function": third, "of": "group", "weight": 0.5}},
+                "eval_size": 0,
+            },
+        },
+    )
+    lines = [line for path in sorted((finished.folder / "rollouts").iterdir()) for line in read_lines(path)]
+    by_environment = {
+        name: [line for line in lines if line["task_id"].startswith(f"{name}/")] for name in ("a-b", "ab")
+    }
+    assert all(line["components"] == {"a-b": 1.0, "ab": 2.0} for line in by_environment["a-b"])
+    assert all(line["components"] == {"two": 2.0, "two_2": 2.0, "one": 1.0} for line in by_environment["ab"])
+    grouped = [line for line in lines if line["task_id"].startswith("c/")]
+    assert all(line["reward"] == 0.5 * line["sibling"] == 0.5 * line["components"]["g"] for line in grouped)
+    assert all(by_environment.values()) and grouped
+    evaluated = read_lines(next((finished.folder / "evaluations").iterdir()))
+    assert {line["reward"] for line in evaluated} == {3.0, 5.0}
+
+
+def test_a_group_reward_that_is_not_there_is_refused_before_the_run(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    for name in ("nobody", "NOTES"):
+        reward = {"g": {"function": f"tests.e2e.tiny_rewards:{name}", "of": "group"}}
+        recipe.write_text(dump_recipe(tiny_recipe(model, tmp_path / "run", {"environment.reward": reward})))
+        assert run_command(["check", str(recipe)]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and name in err

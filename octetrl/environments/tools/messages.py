@@ -276,9 +276,13 @@ def with_read_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
     if not isinstance(calls, list) or not all(
-        isinstance(call, dict) and isinstance(function_of(call), dict) for call in calls
+        isinstance(call, dict)
+        and isinstance(function_of(call), dict)
+        and isinstance(function_of(call).get("name"), str)
+        and isinstance(arguments_of(call), dict | str | None)
+        for call in calls
     ):
-        raise UserError(f"{where}: 'tool_calls' must be a list of calls, each with a name and arguments")
+        raise UserError(f"{where}: 'tool_calls' must be a list of calls, each with a name and arguments, an object")
 
     def read(arguments: Any) -> Any:
         try:

@@ -65,6 +65,11 @@ def test_tasks_of_a_file_are_drawn_and_scored(tmp_path: Path) -> None:
         ),
         ('{"prompt": "a", "tools": "add"}', ":1: 'tools': not JSON"),
         ('{"prompt": "a", "tools": "{}"}', ":1: 'tools' is an object"),
+        ('{"prompt": "a", "tools": ["search"]}', ":1: 'tools', tool 1 is a string"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{}]}]}',
+            "message 1: 'tool_calls' must be a list of calls",
+        ),
         ('{"prompt": "a", "chat_template_kwargs": true}', ":1: 'chat_template_kwargs' is a boolean"),
         ('{"prompt": "a", "answer": [1]}', ":1: 'answer' is a list"),
         ('{"prompt": "a", "answer": true}', ":1: 'answer' is a boolean"),
@@ -234,6 +239,16 @@ def test_rows_of_verl_and_trl_need_no_mapping(tmp_path: Path, kind: str) -> None
         kept = {key for key in row if key not in ("prompt", "messages")}
         assert set(first.metadata) == kept
         assert first.chat_template_kwargs == row.get("chat_template_kwargs", {})
+
+
+def test_rows_of_both_forms_in_one_parquet_file_have_their_answers(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": ASKED, "answer": "15"}, VERL, {"messages": MESSAGES["messages"], "answer": "15"}]
+    keys = {key for row in rows for key in row}
+    table = pyarrow.Table.from_pylist([{key: row.get(key) for key in keys} for row in rows])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    tasks = read_tasks(tmp_path / "rows.parquet")
+    assert [task.answer for task in tasks] == ["15"] * 3 and len({task.problem for task in tasks}) == 1
 
 
 def test_one_message_of_the_user_is_its_text(tmp_path: Path) -> None:

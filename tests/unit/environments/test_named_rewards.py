@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 
 import octetrl
 from octetrl.environments.named_rewards import NamedReward, NamedRewards, WithGroupRewards
 from octetrl.environments.reward_workers import FunctionRewards, RewardWorkers
 from octetrl.environments.scoring import Score, Scorer, begin_round
+from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
 
@@ -169,6 +171,57 @@ def test_a_completion_that_failed_alone_keeps_its_failure() -> None:
     (score,) = scorer.score([(TASKS[0], "x")])
     assert isinstance(score, Score) and (score.status, score.reward) == (ERROR, None)
     scorer.close()
+
+
+def doubled(prompts: list[str], completions: list[str], level: list[int], **columns: Any) -> list[float]:
+    assert prompts == ["say a"] * len(completions) and "other" in columns
+    return [2.0 * len(text) + place for text, place in zip(completions, level, strict=True)]
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_functions_of_trls_form_get_our_texts_whatever_columns_a_row_has(group: bool) -> None:
+    task = Task("a", "say a", "a", {"completions": "zzz", "prompts": "?", "level": 3, "other": 0})
+    if group:
+        scorer: Any = grouped([NamedReward("doubled", doubled)])
+    else:
+        scorer = in_a_thread(NamedRewards((NamedReward("doubled", TrlRewards([doubled])),)))
+    scores = scorer.score([(task, "xx"), (task, "xxx")])
+    assert [score.components["doubled"] for score in scores] == [7.0, 9.0]
+    scorer.close()
+
+
+@pytest.mark.parametrize("values", [{0: 1.0}, {1.0}, b"x", "x", 1.0, iter([1.0])])
+def test_a_group_gets_a_list_of_values(values: Any) -> None:
+    scorer = grouped([NamedReward("odd", lambda task, texts: values)])
+    (score,) = scorer.score([(TASKS[0], "a")])
+    assert (score.status, score.reward) == (ERROR, None)
+    scorer.close()
+
+
+def test_a_group_that_changes_its_task_changes_a_copy() -> None:
+    def changes(task: Task, texts: list[str]) -> Any:
+        task.metadata["seen"] = True  # type: ignore[index]
+        return numpy.ones(len(texts))
+
+    task, scorer = Task("a", "say a", "a"), grouped([NamedReward("changes", changes)])
+    (score,) = scorer.score([(task, "a")])
+    assert score.reward == 2.0 and not task.metadata
+    scorer.close()
+
+
+class Client:
+    """Holds on to the event loop of its first call, as a client with open connections does."""
+
+    loop: Any = None
+
+    async def __call__(self, task: Task, text: str) -> float:
+        Client.loop = Client.loop or asyncio.get_running_loop()
+        return float(Client.loop is asyncio.get_running_loop())
+
+
+def test_async_functions_of_a_process_share_one_event_loop() -> None:
+    with RewardWorkers(Client(), timeout_seconds=30.0, processes=1) as scorer:
+        assert [score.reward for score in scorer.score([(TASKS[0], "a")] * 3)] == [1.0] * 3
 
 
 def test_log_needs_a_rollout_a_name_and_a_number() -> None:

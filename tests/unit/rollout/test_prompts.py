@@ -104,6 +104,8 @@ def test_held_out_conversations_are_compared_by_what_the_policy_sees() -> None:
     same = [Task("1", [SYSTEM, USER]), Task("2", shuffled)]
     other = [Task("3", [SYSTEM, USER], tools=[ADD]), Task("4", [SYSTEM, USER], chat_template_kwargs=NO_THOUGHTS)]
     assert same[0].problem == same[1].problem and len({task.problem for task in (*same, *other)}) == 3
+    parts = [{"role": "user", "content": [{"type": "text", "text": "7 + "}, {"type": "text", "text": "8 = ?"}]}]
+    assert Task("6", [USER]).problem == Task("7", parts).problem == Task("8", "7 + 8 = ?").problem
     taskset = Taskset([*same, *other], eval_size=1, seed=0)
     held_out = taskset.held_out()[0].problem
     drawn = taskset.next_batch(8)
