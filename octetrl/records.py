@@ -69,14 +69,14 @@ class Task:
     @property
     def problem(self) -> str:
         """What the policy sees of the task: the prompt's text, or canonical JSON. Equal for equal problems."""
-        prompt = self.prompt if isinstance(self.prompt, str) else _plain_prompt(self.prompt)
+        prompt = self.prompt if isinstance(self.prompt, str) else plain_prompt(self.prompt)
         if isinstance(prompt, str) and not self.tools and not self.chat_template_kwargs:
             return prompt
         seen = [prompt, self.tools, self.chat_template_kwargs]
         return json.dumps(seen, sort_keys=True, ensure_ascii=False, default=str)
 
 
-def _plain_prompt(messages: Sequence[Message]) -> Prompt:
+def plain_prompt(messages: Sequence[Message]) -> Prompt:
     """The messages with content in parts as one text; a message of the user alone as its text."""
     plain = [dict(message) for message in messages]
     for message in plain:
@@ -84,7 +84,7 @@ def _plain_prompt(messages: Sequence[Message]) -> Prompt:
         if isinstance(parts, list | tuple) and all(isinstance(one, Mapping) and "text" in one for one in parts):
             message["content"] = "".join(str(one["text"]) for one in parts)
     alone = len(plain) == 1 and plain[0].keys() == {"role", "content"} and plain[0]["role"] == "user"
-    return str(plain[0]["content"]) if alone else plain
+    return str(plain[0]["content"]) if alone else tuple(plain)
 
 
 def _spoken(message: Message) -> str:

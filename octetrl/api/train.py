@@ -22,7 +22,7 @@ from octetrl.config.several_environments import alone, errors_named
 from octetrl.data.rows import Row
 from octetrl.data.tasks import make_tasks
 from octetrl.environments.named_rewards import check_group_reward
-from octetrl.environments.prompts import read_prompt, read_tools, read_variables, with_template
+from octetrl.environments.prompts import read_prompt, read_tools, read_variables, with_prompt_template
 from octetrl.environments.python_object import MODULE, can_run_elsewhere, given_name, importable_name
 from octetrl.environments.rewards import ExactScorer
 from octetrl.environments.tasks import HasTasks, TaskEnvironment
@@ -54,7 +54,7 @@ def train(
     output_dir: str | Path | None = None,
     resume: bool = False,
     allow: Collection[str] = (),
-    callbacks: Sequence[Callback | str] | Callback | str | None = (),
+    callbacks: Sequence[Callback | str] | Callback | str | None = None,
     **sections: Any,
 ) -> FinishedRun:
     """Train, and return the run when it has reached its last step.
@@ -68,9 +68,9 @@ def train(
     reward: a function of (task, completion text) that returns a number, one of TRL's form
         `(prompts, completions, **columns)` that returns a list, or "module:name"; also async. Several as a list, or by
         name: {"accuracy": right, "polite": {"function": polite, "weight": 0.2}, "best": {"function": best, "of":
-        "group"}}, of which the reward is the weighted sum. A function at the top level
-        of a module runs in a process that can be ended. A notebook's own function, a lambda or a closure runs in a
-        thread of this process: a call that hangs gets the status `reward_timeout`, but can't be ended.
+        "group"}}, of which the reward is the weighted sum. A function at the top level of a module runs in a process
+        that can be ended. A notebook's own function, a lambda or a closure runs in a thread of this process: a call
+        that hangs gets the status `reward_timeout`, but can't be ended.
     precision: "bf16", "fp8_rollout", "fp8" or "fp8_full".
     steps: updates of the policy.
     output_dir: the run's folder. None: the recipe's, or without a recipe the first free one of runs/MODEL,
@@ -91,9 +91,7 @@ def train(
     """
     given: dict[str, Any] = {}
     fields = dict(sections)
-    own: list[Any] = []
-    if callbacks is not None:
-        own = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    own: Sequence[Any] = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
     if named := [each for each in own if isinstance(each, str)]:
         fields["callbacks"] = named
     if model is not None:
@@ -291,7 +289,7 @@ def _checked_task(task: Task, template: str, where: str) -> Task:
     prompt = task.prompt if isinstance(task.prompt, str) else read_prompt(task.prompt, f"{where}: its prompt")
     return replace(
         task,
-        prompt=with_template(prompt, template),
+        prompt=with_prompt_template(prompt, template),
         tools=read_tools(task.tools, f"{where}: its tools"),
         chat_template_kwargs=read_variables(task.chat_template_kwargs, f"{where}: its chat_template_kwargs"),
     )

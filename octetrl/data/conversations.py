@@ -1,6 +1,6 @@
 """Read conversations for SFT and pairs of answers for preference objectives, and convert them to samples.
 
-A conversation is a row of one of two forms, which a file may mix:
+A conversation is a row of one of three forms, which a file may mix:
 
     {"prompt": ..., "answer": ...}               tokenized like a rollout: the prompt with the start of the answer's
                                                  turn, then the answer and EOS
@@ -83,7 +83,7 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the digest of rows is of their repr
 
     def tokenized(self, chat: TurnTokens) -> Tokenized:
-        chat = chat.with_template((), self.variables) if self.variables else chat
+        chat = chat.with_template((), self.variables)
         prompt, answer = chat.prompt_tokens(self.prompt), chat.answer_tokens(self.answer)
         return Tokenized((supervised(prompt + answer, (False,) * len(prompt) + (True,) * len(answer)),))
 
@@ -98,7 +98,7 @@ class Dialogue:
     variables: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def tokenized(self, chat: TurnTokens) -> Tokenized:
-        chat = chat.with_template((), self.variables) if self.variables else chat
+        chat = chat.with_template((), self.variables)
         parts = chat.message_tokens(self.messages, learn_from=self.learn_from, tools=self.tools)
         samples = tuple(supervised(tokens.token_ids, tokens.loss_mask) for tokens in parts)
         return Tokenized(samples, sum(tokens.across_borders for tokens in parts))

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from octetrl.data.conversations import VARIABLES
 from octetrl.data.rows import Row, find_value, read_rows, required_text, without_padding
-from octetrl.environments.prompts import read_messages, read_prompt, read_tools, read_variables, with_template
+from octetrl.environments.prompts import read_messages, read_prompt, read_tools, read_variables, with_prompt_template
 from octetrl.environments.rewards import extract_answer
 from octetrl.records import Prompt, Task
 from octetrl.system.errors import UserError, nearest
@@ -90,7 +90,7 @@ def make_tasks(
         tasks.append(
             Task(
                 id=task_id,
-                prompt=with_template(_prompt(row, where), prompt_template),
+                prompt=with_prompt_template(_prompt(row, where), prompt_template),
                 answer=_reference(row.get("answer"), reference_marker, where),
                 metadata={key: value for key, value in record.items() if key not in used},
                 tools=read_tools(row.get("tools"), f"{where}: 'tools'"),

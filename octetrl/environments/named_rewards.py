@@ -14,12 +14,12 @@ rank them, let a judge compare them, or reward the best. If one fails, no siblin
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -34,17 +34,16 @@ from octetrl.environments.scoring import (
     Score,
     ScoringRound,
     begin_round,
+    call_all,
     check_call,
     finite_number,
     logged,
     place_of,
-    run_async,
 )
 from octetrl.environments.trl_rewards import call_trl, has_trl_form
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError, type_of
 
-GroupScorer = Callable[[Task, Sequence[str]], Sequence[float | None]]  # or async
 _POLL_SECONDS = 1.0
 _NOTHING_APPLIES = "every reward function returned None, so the completion has no reward"
 
@@ -52,7 +51,7 @@ _NOTHING_APPLIES = "every reward function returned None, so the completion has n
 @dataclass(frozen=True, slots=True)
 class NamedReward:
     name: str
-    function: Any  # a Scorer, or a GroupScorer
+    function: Any  # of (task, text), or (task, texts) -> list; or async
     weight: float = 1.0
 
 
@@ -66,16 +65,7 @@ class NamedRewards:
     before_groups: bool = False
 
     def __call__(self, task: Task, completion_text: str) -> Explained:
-        results: list[Any] = []
-        try:
-            for part in self.parts:
-                results.append(part.function(task, completion_text))
-        except BaseException:
-            for result in filter(inspect.iscoroutine, results):
-                result.close()
-            raise
-        if any(map(inspect.isawaitable, results)):
-            results = run_async(_await_all(results))
+        results = call_all(partial(part.function, task, completion_text) for part in self.parts)
         values, details = {}, []
         for part, result in zip(self.parts, results, strict=True):
             if result is not None:
@@ -88,12 +78,6 @@ class NamedRewards:
 
 def _weighted(parts: Sequence[NamedReward], values: Mapping[str, float]) -> float:
     return finite_number(sum(part.weight * values[part.name] for part in parts if part.name in values), "weighted sum")
-
-
-async def _await_all(results: Sequence[Any]) -> list[Any]:
-    waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
-    values = dict(zip(waiting, await asyncio.gather(*(results[place] for place in waiting)), strict=True))
-    return [values.get(place, result) for place, result in enumerate(results)]
 
 
 def _place(part: NamedReward) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octetrl.environments.tools.messages import with_read_calls
-from octetrl.records import Message, Prompt
+from octetrl.records import Message, Prompt, plain_prompt
 from octetrl.system.errors import UserError, nearest
 from octetrl.system.json_file import kind_of, parse_json
 
@@ -39,9 +39,8 @@ def read_prompt(prompt: object, where: str) -> Prompt:
     messages = read_messages(prompt, where)
     if messages[-1]["role"] == "assistant":
         raise UserError(f"{where} ends with a message of the assistant; end it with one of the user or of a tool")
-    if len(messages) == 1 and set(messages[0]) <= {"role", "content"} and messages[0]["role"] == "user":
-        return read_prompt(messages[0]["content"], where)
-    return messages
+    plain = plain_prompt(messages)
+    return read_prompt(plain, where) if isinstance(plain, str) else plain
 
 
 def read_tools(tools: object, where: str) -> tuple[Any, ...]:
@@ -63,7 +62,7 @@ def read_variables(variables: object, where: str) -> Mapping[str, Any]:
     return dict(variables or {})
 
 
-def with_template(prompt: Prompt, template: str) -> Prompt:
+def with_prompt_template(prompt: Prompt, template: str) -> Prompt:
     """The prompt with `template` around its text, of a conversation around that of the user's last message."""
     if template == "{prompt}":
         return prompt

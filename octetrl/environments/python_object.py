@@ -335,7 +335,9 @@ def group_rewards(config: EnvironmentConfig, given: Given) -> tuple[NamedReward,
     return tuple(
         NamedReward(
             name,
-            given.get(each.function) or _group_function(name, each.function, config.load_timeout_seconds),
+            given[each.function]
+            if each.function in given
+            else _group_function(name, each.function, config.load_timeout_seconds),
             each.weight,
         )
         for name, each in named.items()

@@ -21,9 +21,10 @@ import math
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -86,14 +87,14 @@ class Explained(float):
 
 logged: ContextVar[dict[str, float]] = ContextVar("logged")
 """The metrics of the rollout whose code runs now."""
-_NAME = re.compile(r"[a-z0-9_]+")  # part of a metric's name
+NAME = re.compile(r"[a-z0-9_]+")  # part of a metric's name
 
 
 def log(name: str, value: float) -> None:
     """Log a metric of the rollout that is being scored, or whose environment or tool runs: `environment/NAME` is the
     mean over the rollouts that have it. Raises UserError elsewhere, or for a name that is no metric's; TypeError or
     ValueError for a value that is not a finite number."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UserError(f"octetrl.log: '{name[:60]}' is not a valid name for a metric; use lower case letters and _")
     metrics = logged.get(None)
     if metrics is None:
@@ -132,9 +133,7 @@ class CheckedScorer:
         metrics: dict[str, float] = {}
         token = logged.set(metrics)
         try:
-            reward: Any = self.scorer(task, completion_text)
-            if inspect.isawaitable(reward):
-                reward = run_async(_awaited(reward))
+            (reward,) = call_all([partial(self.scorer, task, completion_text)])
         finally:
             logged.reset(token)
         try:
@@ -161,8 +160,30 @@ def run_async(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     return _loop[0].run_until_complete(coroutine)
 
 
-async def _awaited(reward: Awaitable[float]) -> float:
-    return await reward
+def call_all(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """The results of all calls, in their order; what is async is awaited together. After an error of one, nothing of
+    the others goes on."""
+    results: list[Any] = []
+    try:
+        for call in calls:
+            results.append(call())
+    except BaseException:
+        for result in filter(inspect.iscoroutine, results):
+            result.close()
+        raise
+    return run_async(_together(results)) if any(map(inspect.isawaitable, results)) else results
+
+
+async def _together(results: Sequence[Any]) -> list[Any]:
+    waiting = {place: asyncio.ensure_future(one) for place, one in enumerate(results) if inspect.isawaitable(one)}
+    try:
+        await asyncio.gather(*waiting.values())
+    except BaseException:
+        for task in waiting.values():
+            task.cancel()
+        await asyncio.gather(*waiting.values(), return_exceptions=True)
+        raise
+    return [waiting[place].result() if place in waiting else result for place, result in enumerate(results)]
 
 
 def check_signature(score: Any, what: str) -> None:

@@ -6,7 +6,7 @@ parameters, as `(completions, answer)`.
     my_reward = TrlRewards([accuracy, polite], weights=[1.0, 0.2])                     several, with weights
 
 TRL calls a function once for a batch. Here each completion is scored as soon as it ends, so each list has one entry. A
-function that compares the completions of a batch needs a method with @reward instead.
+function that compares the completions of a prompt gets them all as a reward `of: group` (named_rewards.py).
 
 A function gets the columns that it names, or all with `**columns`: `answer`, `id`, and each key of the task's metadata,
 which are the other keys of the file's row. Nobody has `trainer_state`, `completion_ids` and the like. Functions may be
@@ -16,12 +16,12 @@ is no reward.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from octetrl.environments.scoring import finite_number, place_of, run_async
+from octetrl.environments.scoring import call_all, finite_number, place_of
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import Task
 from octetrl.system.errors import UserError, type_of
@@ -59,9 +59,9 @@ class TrlRewards:
 
     def __call__(self, task: Task, completion_text: str) -> float:
         """The reward of one completion. Raises ValueError or TypeError for a result of another form."""
-        results = [call_trl(function, task, completion_text, messages=self._messages) for function in self._functions]
-        if any(inspect.isawaitable(result) for result in results):
-            results = run_async(_await_all(results))
+        results = call_all(
+            partial(call_trl, function, task, completion_text, messages=self._messages) for function in self._functions
+        )
         values = [_value(function, result) for function, result in zip(self._functions, results, strict=True)]
         pairs = [(weight, value) for weight, value in zip(self._weights, values, strict=True) if value is not None]
         if not pairs:
@@ -125,12 +125,6 @@ def call_trl(function: TrlReward, task: Task, *texts: str, messages: bool = Fals
     if not _takes_all(parameters):
         given = {name: value for name, value in given.items() if name in parameters}
     return function(**given)
-
-
-async def _await_all(results: Sequence[Any]) -> list[Any]:
-    awaitable = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
-    values = dict(zip(awaitable, await asyncio.gather(*(results[place] for place in awaitable)), strict=True))
-    return [values.get(place, result) for place, result in enumerate(results)]
 
 
 def _value(function: TrlReward, result: Any) -> float | None:

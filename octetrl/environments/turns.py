@@ -21,7 +21,6 @@ or metric raises, hangs or returns no finite number, the rollout has no reward, 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
+from octetrl.environments.scoring import NAME
 from octetrl.records import Reply, Task
 from octetrl.system.errors import UserError
 
@@ -90,7 +90,6 @@ def replies_of(result: object) -> tuple[Reply, ...]:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "_octetrl_component"
-_NAME = re.compile(r"[a-z0-9_]+")  # part of a metric's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ def components_of(environment: object) -> tuple[Component, ...]:
         mark = getattr(getattr(type(environment), name, None), _MARK, None) or getattr(own.get(name), _MARK, None)
         if mark is None:
             continue
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise UserError(
                 f"environment: '{name}' is not a valid name for a reward or metric; use lower case letters and _"
             )

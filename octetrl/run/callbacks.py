@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from octetrl.config.schema import EarlyStoppingConfig, Recipe
+from octetrl.config.validate import combination_problems
 from octetrl.environments.calls import unchanged_process
 from octetrl.environments.python_object import load_object
 from octetrl.records import RolloutGroup
+from octetrl.run.recipe_files import unknown_metric
 from octetrl.system.errors import RunFailed, Terminated, UserError, error_line, error_trace, type_of
-from octetrl.telemetry.glossary import explained
 
 if TYPE_CHECKING:
     from octetrl.run.state import StepResult
@@ -86,24 +87,18 @@ class EarlyStopping(Callback):
     ) -> None:
         try:
             given = {"metric": metric, "patience": patience, "min_delta": min_delta, "mode": mode}
-            EarlyStoppingConfig.model_validate(given, strict=True)
+            self._config = EarlyStoppingConfig.model_validate(given, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise UserError(f"EarlyStopping: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
-        self._metric, self._patience, self._min_delta = metric, patience, min_delta
         self._sign = 1.0 if mode == "max" else -1.0
         self._best, self._since = -math.inf, 0
 
-    @classmethod
-    def of(cls, config: EarlyStoppingConfig) -> EarlyStopping:
-        return cls(config.metric, patience=config.patience, min_delta=config.min_delta, mode=config.mode)
-
     def check(self, recipe: Recipe) -> None:
-        """Raises UserError if no run of the recipe would have the metric."""
-        if self._metric.startswith("eval/") and not recipe.evaluation.every:
-            raise UserError(f"EarlyStopping: without evaluation.every nothing measures '{self._metric}'; set it")
-        if explained(self._metric) is None and ":" not in recipe.algorithm.name:
-            raise UserError(f"EarlyStopping: no run has '{self._metric}'; `octetrl metrics` lists all")
+        """Raises UserError for what a recipe with these settings is refused for."""
+        with_it = recipe.model_copy(update={"early_stopping": self._config})
+        for problem in (*(one.text for one in combination_problems(with_it)), *unknown_metric(with_it)):
+            raise UserError(problem)
 
     def on_begin(self, view: RunView) -> None:
         self._best, self._since = -math.inf, 0
@@ -111,18 +106,18 @@ class EarlyStopping(Callback):
             self._count(metrics)
 
     def on_step(self, view: RunView) -> None:
-        if self._count(view.metrics) and self._since >= self._patience:
+        if self._count(view.metrics) and self._since >= self._config.patience:
             view.stop(
-                f"{self._metric} has not improved in its last {self._since} values; the best is"
+                f"{self._config.metric} has not improved in its last {self._since} values; the best is"
                 f" {self._sign * self._best:.6g}"
             )
 
     def _count(self, metrics: Mapping[str, float | None]) -> bool:
         """Whether the step has the metric."""
-        value = metrics.get(self._metric)
+        value = metrics.get(self._config.metric)
         if value is None or math.isnan(value):
             return False
-        if self._sign * value > self._best + self._min_delta:
+        if self._sign * value > self._best + self._config.min_delta:
             self._best, self._since = self._sign * value, 0
         else:
             self._since += 1
@@ -198,7 +193,7 @@ def load_callbacks(recipe: Recipe) -> list[Callback]:
     """The recipe's callbacks. Raises UserError for a name that is none."""
     loaded: list[Callback] = []
     if recipe.early_stopping is not None:
-        loaded.append(EarlyStopping.of(recipe.early_stopping))
+        loaded.append(EarlyStopping(**recipe.early_stopping.model_dump()))
     for name in recipe.callbacks:
         with unchanged_process():
             thing = load_object(FIELD, name, recipe.environment.load_timeout_seconds)

@@ -131,7 +131,7 @@ def _train(
         with sinks, run.console.steps(start, past):
             callbacks.begin(start, past)
             _run_steps(run, start, journal, sinks, checkpoints, past, callbacks)
-            callbacks.checkpoint(checkpoints.latest() if checkpoints.num_saved else None)
+            callbacks.checkpoint(checkpoints.written())
             callbacks.end()
         _leave_ending(folder.path, None, callbacks.stopped_for)
         run.console.rows(*last_screen(folder.path, recipe))

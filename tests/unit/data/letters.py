@@ -17,6 +17,10 @@ class Masked:
 class LetterTokens:
     """0 opens an answer, 1 is EOS."""
 
+    def with_template(self, tools: Sequence[Any], variables: Mapping[str, Any]) -> LetterTokens:
+        assert not tools and not variables, "letters have no template"
+        return self
+
     def prompt_tokens(self, prompt: str, limit: int | None = None) -> tuple[int, ...]:
         return (*(ord(letter) for letter in prompt), 0)
 

@@ -1,4 +1,4 @@
-"""Rows to conversations and preference pairs: what is learnt from each form, and what a bad row is told."""
+"""Rows become conversations and preference pairs: which tokens each form trains on, and how a bad row is refused."""
 
 from __future__ import annotations
 

@@ -224,6 +224,30 @@ def test_async_functions_of_a_process_share_one_event_loop() -> None:
         assert [score.reward for score in scorer.score([(TASKS[0], "a")] * 3)] == [1.0] * 3
 
 
+def test_after_an_error_nothing_of_the_other_functions_goes_on(recwarn: pytest.WarningsRecorder) -> None:
+    """Neither what waits beside a function that fails later, nor what had not begun when one failed at once."""
+    went_on: list[str] = []
+
+    async def slow(task: Task, text: str) -> float:
+        await asyncio.sleep(0.2)
+        went_on.append(text)
+        return 1.0
+
+    async def fails_later(task: Task, text: str) -> float:
+        await asyncio.sleep(0)
+        raise ValueError(text)
+
+    def fails(task: Task, text: str) -> float:
+        raise ValueError(text)
+
+    for last in (fails_later, fails):
+        rewards = NamedRewards((NamedReward("slow", slow), NamedReward("last", last)))
+        with pytest.raises(ValueError, match=r"^x$"):  # in the main thread, whose loop goes on
+            rewards(TASKS[0], "x")
+    assert NamedRewards((NamedReward("slow", slow),))(TASKS[0], "y") == 1.0
+    assert went_on == ["y"] and not recwarn.list
+
+
 def test_log_needs_a_rollout_a_name_and_a_number() -> None:
     with pytest.raises(UserError):
         octetrl.log("letters", 1.0)
