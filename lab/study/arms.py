@@ -143,6 +143,12 @@ REMAINDERS = (
     "environment.parameters={}",
     "environment.answer_marker=null",
 )
+WORDS = (
+    "environment.kind=python",
+    "environment.dataset=lab.study.word_problems:WordProblems",
+    "environment.parameters={}",
+    "environment.reward=null",
+)
 PRETRAINED_COMMON = (
     "environment.eval_size=1024",
     "evaluation.every=20",
@@ -199,5 +205,16 @@ TABLES: Mapping[str, StudyTable] = {
         150,
         HEADLINE,
         job_seconds=600.0,
+    ),
+    "smollm2-words": StudyTable(
+        "pretrained",
+        30,
+        SMOLLM2,
+        (*PRETRAINED_COMMON, *WORDS, "environment.eval_size=2048", "evaluation.every=40"),
+        None,
+        (),
+        120,
+        HEADLINE,
+        job_seconds=400.0,
     ),
 }
