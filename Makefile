@@ -9,7 +9,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-processors test-gpu test-faults lint types fmt schema docs clean
+.PHONY: help demo test test-outside test-processors test-gpu test-faults lint types fmt schema docs clean
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
@@ -30,6 +30,9 @@ test: lint  ## lint, types (beside the tests, shown last) and all tests that nee
 	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu" || failed=$$?; \
 	wait $$beside || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt build/outside.txt; exit $$failed
 
+test-outside: $(READY)  ## the tests against packages that the project does not depend on, in build/outside (about 1 GB)
+	@bash setup/outside_packages.sh $(PYTHON)
+
 test-processors: $(READY)  ## the numeric tests as on five processors; SETTING=n runs one of them; in JOBS=3 processes
 	@bash setup/processors.sh $(PYTHON) -n $(or $(JOBS),3) --dist worksteal
 
@@ -49,7 +52,7 @@ fmt: $(READY)  ## rewrite the code as ruff formats it
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-schema: $(READY)  ## rewrite recipes/recipe.schema.json, which editors read, from the recipe's schema
+schema: $(READY)  ## rewrite recipes/recipe.schema.json and octetrl/api/fields.py, which editors read, from the recipe's schema
 	$(PYTHON) -m octetrl.config.recipe_page
 
 docs: $(READY)  ## build the site of docs/ into build/site/; a warning is an error

@@ -74,8 +74,8 @@ autodoc_preserve_defaults = True
 CONTENTS = {
     "Start": ["start", "coming_from", "tutorial", "recipes"],
     "Guides": [
-        "library", "environments", "environment_tools", "sandbox", "data", "algorithms", "lora", "critic", "evaluation",
-        "collapse", "server", "models", "scale", "engines", "memory", "troubleshooting",
+        "library", "environments", "agents", "environment_tools", "sandbox", "data", "algorithms", "lora", "critic",
+        "evaluation", "collapse", "server", "models", "scale", "engines", "memory", "troubleshooting",
     ],
     "Reference": ["commands", "recipe", "api", "metrics"],
     "How it works": ["architecture", "fp8", "parity", "contributing"],

@@ -8,6 +8,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --requeue  # a job that is preempted, or loses a machine, starts again, and the run continues (--resume auto)
 set -euo pipefail
 gpus=8 # as --gpus-per-node above
 export RAY_worker_niceness=0 # Ray's own is 15
@@ -27,4 +28,5 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
 fi
 until [ "$(ray status --address="$address" 2>/dev/null | grep -c ' node_')" -ge "$SLURM_JOB_NUM_NODES" ]; do sleep 1; done
 
-octetrl train "$@" cluster.address="$address" cluster.nodes="$SLURM_JOB_NUM_NODES" cluster.gpus_per_node="$gpus"
+octetrl train "$@" cluster.address="$address" cluster.nodes="$SLURM_JOB_NUM_NODES" cluster.gpus_per_node="$gpus" \
+  --resume auto

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from octetrl.api.finished_run import FinishedRun
     from octetrl.api.llm import LLM, RequestOutput
     from octetrl.api.sampling import SamplingParams
-    from octetrl.api.train import train
+    from octetrl.api.train import resume, train
+    from octetrl.environments.programs import AgentFailed, Model
     from octetrl.environments.scoring import log
     from octetrl.environments.tools import ToolError, tool
     from octetrl.environments.turns import Conversation, metric, reward
@@ -38,10 +39,12 @@ os.environ.update(short_waits(os.environ))  # before torch is loaded, which read
 
 __all__ = [
     "LLM",
+    "AgentFailed",
     "Callback",
     "Conversation",
     "EarlyStopping",
     "FinishedRun",
+    "Model",
     "RequestOutput",
     "RunFailed",
     "RunView",
@@ -52,17 +55,20 @@ __all__ = [
     "__version__",
     "log",
     "metric",
+    "resume",
     "reward",
     "tool",
     "train",
 ]
 
 _HOMES = {
+    "AgentFailed": "octetrl.environments.programs",
     "Callback": "octetrl.run.callbacks",
     "Conversation": "octetrl.environments.turns",
     "EarlyStopping": "octetrl.run.callbacks",
     "FinishedRun": "octetrl.api.finished_run",
     "LLM": "octetrl.api.llm",
+    "Model": "octetrl.environments.programs",
     "RequestOutput": "octetrl.api.llm",
     "RunFailed": "octetrl.system.errors",
     "RunView": "octetrl.run.callbacks",
@@ -72,6 +78,7 @@ _HOMES = {
     "UserError": "octetrl.system.errors",
     "log": "octetrl.environments.scoring",
     "metric": "octetrl.environments.turns",
+    "resume": "octetrl.api.train",
     "reward": "octetrl.environments.turns",
     "tool": "octetrl.environments.tools",
     "train": "octetrl.api.train",

@@ -13,8 +13,10 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,16 +46,16 @@ class Task:
 
     def plain(self) -> Task:
         """A `Task` with these fields, each read once: those of a user's own class may compute, and draw random
-        numbers, whenever they are read."""
+        numbers, whenever they are read. What the policy sees is copied, so the caller's lists may change later."""
         prompt = self.prompt
         return Task(
             self.id,
-            prompt if isinstance(prompt, str) else tuple(prompt),
+            prompt if isinstance(prompt, str) else tuple(map(deepcopy, prompt)),
             self.answer,
             self.metadata,
             environment=self.environment,
-            tools=tuple(self.tools),
-            chat_template_kwargs=self.chat_template_kwargs,
+            tools=tuple(map(deepcopy, self.tools)),
+            chat_template_kwargs=deepcopy(self.chat_template_kwargs),
         )
 
     @property
@@ -278,7 +280,7 @@ class Reply:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A completion and the environment's replies to it. `prompt_token_ids` are the new tokens before the completion:
-    the whole prompt in the first turn, the tokens of the last replies in later turns.
+    the whole prompt in the first turn and in a fork, the tokens of the last replies in other turns.
 
     Example: Turn((31, 7, 2), completion, (Reply("user", "Higher."),))
     """
@@ -286,6 +288,7 @@ class Turn:
     prompt_token_ids: tuple[int, ...]
     completion: Completion
     replies: tuple[Reply, ...] = ()  # empty: the environment ended it. The last turn's are not tokenized
+    is_fork: bool = False  # its prompt does not continue the tokens of the turn before: it begins a segment
 
 
 class RolloutStatus(StrEnum):
@@ -299,6 +302,7 @@ class RolloutStatus(StrEnum):
     REWARD_CRASH = "reward_crash"  # its process exited, crashed or was killed
     REWARD_MEMORY = "reward_memory"  # it ran out of memory, or was ended past reward_memory_mib
     TOOL_ERROR = "tool_error"  # a tool raised or hung, and the recipe ends such a rollout
+    AGENT_ERROR = "agent_error"  # an environment's agent raised, or made no call
     ENVIRONMENT_ERROR = "environment_error"  # its start, reply or finish raised, or returned no valid reply
     ENVIRONMENT_TIMEOUT = "environment_timeout"  # one of them returned nothing in reply_timeout_seconds
     GENERATION_ERROR = "generation_error"  # a server gave no answer, after all retries
@@ -330,6 +334,14 @@ class Rollout:
     penalty: float = 0.0  # added to the reward for its length, 0 or less
     components: Mapping[str, float] = field(default_factory=dict)  # terms of the reward, before their weights
     metrics: Mapping[str, float] = field(default_factory=dict)  # other measurements of its environment
+    result: str | None = None  # text that an agent returned; scored in place of the last answer
+
+    @property
+    def segments(self) -> tuple[tuple[Turn, ...], ...]:
+        """The turns of each token sequence, which is one sample: all turns, unless the history was changed
+        (`rollout.history`). Every completion is in one segment."""
+        starts = [number for number, turn in enumerate(self.turns) if number == 0 or turn.is_fork]
+        return tuple(self.turns[start:end] for start, end in pairwise([*starts, len(self.turns)]))
 
     @property
     def text(self) -> str:
@@ -402,7 +414,9 @@ class Sample:
     pair: int | None = None  # number of a preference pair: chosen and rejected are neighbours with the same number
     chosen: bool = True  # the better of its pair
     group: int | None = None  # number of the group of siblings within a step; None for SFT and preferences
+    rollout: int | None = None  # number of its rollout within a step, shared by its segments; None: a sample of its own
     cut_off: bool = False  # a limit ended it (`RolloutStatus.is_cut_off`)
+    temperature: float | None = None  # that it was sampled at; None: the trainer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +448,7 @@ class MicroBatch:
     group_N: Tensor | None = None  # int64: group of siblings of its sequence; None without groups
     versions_N: Tensor | None = None  # int64: policy version that sampled the target; None: one for the batch
     cut_off_N: Tensor | None = None  # bool: the last trained token of a sample that is cut off; None: none is
+    temperatures_N: Tensor | None = None  # float32; None: all have the trainer's
 
 
 @dataclass(frozen=True, slots=True)

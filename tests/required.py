@@ -24,6 +24,8 @@ NEEDS = {
     "serve": "the packages of `octetrl serve` and the official client",
     "verifiers": "verifiers with its classic interface: pip install 'octetrl[verifiers]'",
     "lm-eval": "lm-eval, the judge of the server: setup/outside_packages.sh runs its tests",
+    "agents": "Anthropic's client and the OpenAI Agents SDK: setup/outside_packages.sh runs their tests",
+    "trackers": "wandb, mlflow, trackio, swanlab: setup/outside_packages.sh runs their tests",
     "ray": "Ray: runs on several workers",
     "real-model": "a pretrained model's folder, which setup/smollm2.sh makes",
     "two-gpus": "two GPUs of one machine: workers on GPUs of their own",

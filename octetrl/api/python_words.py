@@ -16,7 +16,8 @@ _FORMS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"--from (\S+?)(?=,? |,?$)", r"model='\1'"),
     (r"--device (\w+)", r"device='\1'"),
     (r"--(resume|fp8|adapter)(?![\w:-])", r"\1=True"),
-    (r"--(resume|fp8|adapter|to|allow|device|gpus)(?![\w-])", r"\1"),
+    (r"--(resume|fp8|adapter|to|allow|device|gpus|private|revision)(?![\w-])", r"\1"),
+    (r"--push-to-hub(?![\w-])", "push_to_hub"),
 )
 
 

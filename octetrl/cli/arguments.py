@@ -36,6 +36,14 @@ ChosenPrecision = Annotated[
         help="What is FP8. Default: as in the run's recipe; bf16 for a model that is no run.", show_default=False
     ),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Jinja chat template in place of the model's own; default: the model's.",
+        show_default=False,
+    ),
+]
 Gpus = Annotated[int | None, typer.Option(min=1, help="Number of GPUs, each with a worker (docs/scale.md). Needs Ray.")]
 Cpus = Annotated[int | None, typer.Option(min=1, help="Number of workers on the CPU, instead of --gpus. Needs Ray.")]
 Address = Annotated[

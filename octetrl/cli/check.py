@@ -32,30 +32,34 @@ from octetrl.cli.check_machine import (
 )
 from octetrl.cli.check_memory import MemoryPlan, memory_lines, role_sections, worker_memory_lines
 from octetrl.cli.fitting import Change
-from octetrl.cli.output import print_lines
+from octetrl.cli.output import print_lines, print_spans
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.in_words import describe_tail, drafts_without_effect, without_effect
+from octetrl.config.in_words import describe_tail, drafts_without_effect, range_text, without_effect
 from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.rules_shape import experts_refused_on_gpu, spec_problems
 from octetrl.config.schema import OpenaiConfig, Recipe
+from octetrl.config.several_environments import temperatures_of
+from octetrl.data.mixture import read_source, steps_of
+from octetrl.data.rows import read_rows
 from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_measured, why_no_fixed_order
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
-from octetrl.run.environment import try_objective
+from octetrl.run.environment import chat_options, try_objective
 from octetrl.run.folder.layout import RECIPE_FILE
 from octetrl.run.model_source import is_of_hub
 from octetrl.run.recipe_files import with_found_model
-from octetrl.run.rehearsal import rehearse
+from octetrl.run.rehearsal import FirstPrompt, rehearse
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.blocks import StackedLinearLayout
 from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec, largest_cut
 from octetrl.system.errors import UserError
 from octetrl.system.text import counted, escaped
+from octetrl.telemetry.rollouts import Span
 from octetrl.telemetry.sinks import said_in
 from octetrl.workers.model_shape import model_spec, preset_of_missing
 
@@ -70,7 +74,13 @@ MemoryGib = Annotated[
 ]
 Sample = Annotated[
     int | None,
-    typer.Option("--sample", min=1, max=1000, help="Draw this many answers and show them with their rewards."),
+    typer.Option(
+        "--sample",
+        min=0,
+        max=1000,
+        help="Show what is trained on: the first prompt, or this many rows, as the model reads them. With a number also"
+        " draw this many answers, and show them with their rewards.",
+    ),
 ]
 Evaluates = Annotated[bool, typer.Option("--eval", help="Check an evaluation by a server (engine.backend=openai).")]
 MOST_CHARACTERS = 600  # of a prompt or an answer: its end is left out
@@ -95,8 +105,8 @@ def check(
     resolved = load_recipe(recipe, overrides)
     search_beside(recipe)
     resolved, model_problem = _with_model(resolved)
-    if sample is not None:
-        _refuse_sample(resolved, elsewhere=memory_gib is not None)
+    if sample and memory_gib is not None and resolved.algorithm.learns_from == "rollouts":
+        raise UserError("--sample: it draws answers on this machine; leave --memory-gib out")
     problems: list[str] = []
     if model_problem is not None:
         problems.append(model_problem)
@@ -123,9 +133,12 @@ def check(
         if problems:
             print_lines("rehearsal", iter([("not tried", "tasks, tokenizer and score; the problems below come first")]))
             _refuse(recipe, problems, too_large)
-        problems = [*_own_objective(resolved), *_rehearsal_problems(resolved, spec, tokenizer)]
+        rehearsed, prompts = _rehearsal_problems(resolved, spec, tokenizer)
+        problems = [*_own_objective(resolved), *rehearsed]
+        if sample is not None and not problems and tokenizer is not None:
+            _show_rows(resolved, tokenizer, sample) if prompts is None else _show_prompts(resolved, prompts)
     _refuse(recipe, list(dict.fromkeys(problems)), too_large)
-    if sample is not None:
+    if sample and resolved.algorithm.learns_from == "rollouts":
         _refuse_problems(recipe, _show_sample(resolved, sample))
     typer.echo("no problems")
 
@@ -221,13 +234,18 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
         what = "conversations" if algorithm.learns_from == "conversations" else "pairs"
         paths = ", ".join(source.path for source in recipe.sources.values())
         yield "algorithm", f"{algorithm.name}, {algorithm.batch_size} {what} a step from {paths}"
+        if recipe.holds_out_rows:
+            held_out = ", ".join(one.path for one in recipe.held_out_sources.values())
+            when = f"every {counted(recipe.evaluation.every, 'step')} and " if recipe.evaluation.every else ""
+            yield "held out", f"{held_out or f'{recipe.data.eval_size:,} {what}'}, measured {when}after the last step"
     else:
-        size = f"{rollout.prompts_per_step} prompts x {rollout.group_size} siblings a step"
-        yield "algorithm", f"{algorithm.name}, {size}, temperature {rollout.temperature:g}"
+        size = f"{rollout.prompts_per_step} prompts x {range_text(recipe.group_sizes)} siblings a step"
+        temperatures = range_text(tuple(temperatures_of(recipe).values()) or (rollout.temperature,))
+        yield "algorithm", f"{algorithm.name}, {size}, temperature {temperatures}"
         tail = describe_tail(recipe)
         if tail is not None:
             yield "beside tail", tail
-    yield "steps", f"{recipe.steps:,}, seed {recipe.seed}, into {recipe.output_dir}"
+    yield "steps", f"{_length(recipe)}, seed {recipe.seed}, into {recipe.output_dir}"
     if Path(recipe.output_dir, RECIPE_FILE).exists():
         yield "", f"{recipe.output_dir} already holds a run; only --resume continues it"
     yield "optimizer", f"AdamW, lr {optimizer.lr:g}, {optimizer.decay}, {optimizer.warmup_steps} warm-up steps"
@@ -244,6 +262,20 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
     yield from environment_lines(recipe, imports=imports)
     yield "device", device.name
     yield from worker_lines(recipe)
+
+
+def _length(recipe: Recipe) -> str:
+    """The number of steps; of epochs, what they are with the rows that are there."""
+    if recipe.epochs is None or not isinstance(recipe.algorithm, DatasetSettings):
+        return f"{recipe.steps:,}"
+    try:
+        sources = recipe.sources.values()
+        rows = sum(1 for one in sources for _ in read_rows(one.path, split=one.split, subset=one.subset))
+    except UserError:  # reported with the files
+        return f"{recipe.epochs:g} epochs"
+    steps = steps_of(recipe.epochs, rows - recipe.data.eval_size, recipe.algorithm.batch_size)
+    most = "at most " if recipe.data.too_long == "drop" or recipe.data.eval_size else ""
+    return f"{most}{steps:,} ({recipe.epochs:g} epochs of {rows - recipe.data.eval_size:,} examples)"
 
 
 def _model(recipe: Recipe, spec: ModelSpec, preset: str | None) -> Iterator[tuple[str, str]]:
@@ -366,7 +398,7 @@ def _check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:
         problems += file_problems(_without_weights(recipe), None)
         print_lines("evaluation", server_lines(recipe, server, imports=not problems))
         _refuse_problems(path, problems)
-        problems = _rehearsal_problems(_without_weights(recipe), None, tokenizer)
+        problems, _ = _rehearsal_problems(_without_weights(recipe), None, tokenizer)
     _refuse_problems(path, list(dict.fromkeys(problems)))
     typer.echo("no problems")
 
@@ -385,7 +417,8 @@ def server_lines(recipe: Recipe, server: OpenaiConfig, *, imports: bool) -> Iter
     yield "weights", "the server's own; none are loaded here and none are published"
     if server.answers == "tokens":
         folder = recipe.model.tokenizer or recipe.model.path
-        yield "answers", f"token ids and log-probs; tokenizer and chat template of {folder}"
+        template = recipe.model.chat_template or "its chat template"
+        yield "answers", f"token ids and log-probs; tokenizer of {folder}, {template}"
         yield "log-probs", "of the sampled tokens, as the server computes them"
     else:
         yield "answers", "text; the server applies its own chat template, and counts its tokens"
@@ -401,8 +434,11 @@ def server_lines(recipe: Recipe, server: OpenaiConfig, *, imports: bool) -> Iter
     yield from environment_lines(recipe, imports=imports)
 
 
-def _rehearsal_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> list[str]:
-    """Load tokenizer, tasks and modules, call the score, and show what it gives. Returns what is wrong."""
+def _rehearsal_problems(
+    recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None
+) -> tuple[list[str], list[FirstPrompt] | None]:
+    """Load tokenizer, tasks and modules, call the score, and show what it gives. Returns what is wrong, and the first
+    prompt of each environment; None if the recipe learns from rows."""
     problems = list(content_problems(recipe, spec, tokenizer))
     rehearsal = rehearse(recipe, tokenizer)
     problems += rehearsal.problems
@@ -412,7 +448,29 @@ def _rehearsal_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: Token
     except UserError as error:
         problems.append(str(error))
     print_lines("rehearsal", iter(rehearsal.lines))
-    return problems
+    return problems, rehearsal.prompts if recipe.algorithm.learns_from == "rollouts" else None
+
+
+def _show_prompts(recipe: Recipe, prompts: Sequence[FirstPrompt]) -> None:
+    """The first prompt of each environment as the model reads it, and where the trained tokens begin."""
+    most = recipe.rollout.max_new_tokens
+    for prompt in prompts:
+        typer.echo(f"task {escaped(prompt.task_id)}: what the model reads, and what is trained on")
+        after = Span(True, f"(the policy's answer, of at most {counted(most, 'token')})", None)
+        print_spans([Span(False, prompt.text, prompt.num_tokens), after])
+
+
+def _show_rows(recipe: Recipe, tokenizer: TokenizerProcess, number: int) -> None:
+    """The first rows as the trainer reads them, with what is trained on."""
+    kind, (name, source) = recipe.algorithm.learns_from, next(iter(recipe.sources.items()))
+    assert kind != "rollouts", "rollouts have no rows"
+    rows = tokenizer.row_spans(read_source(name, source, kind), chat_options(recipe), max(number, 1))
+    for place, samples in rows:
+        for title, spans in samples:
+            trained = sum(span.tokens or 0 for span in spans if span.is_trained)
+            whole = counted(sum(span.tokens or 0 for span in spans), "token")
+            typer.echo(f"{escaped(place)}{title}: {whole}, of which {trained:,} are trained on")
+            print_spans(spans)
 
 
 def _refuse_problems(recipe: str, problems: Sequence[str]) -> None:
@@ -421,14 +479,6 @@ def _refuse_problems(recipe: str, problems: Sequence[str]) -> None:
         raise UserError(f"{recipe}: {problems[0]}")
     if problems:
         raise UserError("\n  ".join([f"{recipe}: {len(problems)} problems", *problems]))
-
-
-def _refuse_sample(recipe: Recipe, elsewhere: bool) -> None:
-    """Raise UserError if no answers can be drawn here."""
-    if elsewhere:
-        raise UserError("--sample: it draws answers on this machine; leave --memory-gib out")
-    if recipe.algorithm.learns_from != "rollouts":
-        raise UserError(f"--sample: {recipe.algorithm.name} draws no answers; leave it out")
 
 
 def _show_sample(recipe: Recipe, number: int) -> list[str]:

@@ -18,15 +18,16 @@ from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, never_drawn, renamed
 from octetrl.data.mixture import read_source
-from octetrl.data.tokenizer import tokenizer_folder
+from octetrl.data.tokenizer import read_template, tokenizer_folder
 from octetrl.environments.code_scorer import packages_line
-from octetrl.environments.dialogue import check_environment, is_dialogue, toolbox_of
-from octetrl.environments.python_object import group_rewards
+from octetrl.environments.dialogue import check_environment, has_agent, is_dialogue, toolbox_of
+from octetrl.environments.python_object import rewards_in_run
 from octetrl.environments.reward_workers import check_sendable
 from octetrl.environments.turns import components_of
 from octetrl.models.families import load_reward_spec, load_spec
 from octetrl.models.weight_files import checked_headers
 from octetrl.process.sandbox import sandbox_for
+from octetrl.rollout.chat_tokens import unread
 from octetrl.run.callbacks import load_callbacks
 from octetrl.run.environment import NOTHING_GIVEN, build_environment, chat_options
 from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_records, refuse_unwritable
@@ -35,7 +36,7 @@ from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling
 from octetrl.system.names import hub_dataset
-from octetrl.telemetry.sinks import missing_wandb
+from octetrl.telemetry.curves import missing_clients
 
 ROWS_TRIED = 64  # of each source of conversations: whether the chat template can write them
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
@@ -47,7 +48,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
     yield from _weight_problems(recipe, reports=spec is None)
     yield from missing_files(recipe)
     yield from unknown_metric(recipe)
-    yield from missing_wandb(recipe.logging)
+    yield from missing_clients(recipe.logging)
     lora = recipe.model.lora
     if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
         yield f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json" + dangling(
@@ -63,6 +64,12 @@ def content_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: Tokenize
     """What is wrong in tokenizer, adapter, conversations, tasks and modules. `tokenizer`: None where that is wrong."""
     yield from _source_problems(recipe, tokenizer)
     try:
+        lost = None if tokenizer is None else tokenizer.unread_variable(recipe.rollout.chat_template_kwargs)
+        if lost is not None:
+            yield f"rollout.{lost}"
+    except UserError:
+        pass  # of a tokenizer that does not load, which is reported once
+    try:
         _read_adapter(recipe, spec)
     except UserError as error:
         yield str(error)
@@ -71,7 +78,7 @@ def content_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: Tokenize
     except UserError as error:
         yield str(error)
     for name, one in alone(recipe).items():
-        for read in (_read_dataset, _read_group_rewards, partial(check_turns, tokenizer=tokenizer)):
+        for read in (_read_dataset, _read_rewards_in_run, partial(check_turns, tokenizer=tokenizer)):
             try:
                 read(one)
             except UserError as error:
@@ -85,7 +92,10 @@ def start_tokenizer(recipe: Recipe, spec: ModelSpec | None) -> tuple[TokenizerPr
         return None, None
     field = "" if recipe.model.tokenizer is None else "model.tokenizer: "
     try:
-        return TokenizerProcess(tokenizer_folder(recipe), None if spec is None else spec.vocab_size, field), None
+        template, size = recipe.model.chat_template, None if spec is None else spec.vocab_size
+        if template is not None:
+            read_template(template)
+        return TokenizerProcess(tokenizer_folder(recipe), size, field, template), None
     except UserError as error:
         return None, str(error)
 
@@ -150,7 +160,8 @@ def _source_problems(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Iter
     kind = recipe.algorithm.learns_from
     if kind == "rollouts":
         return
-    for name, source in recipe.sources.items():
+    held_out = ((name or "eval_dataset", source) for name, source in recipe.held_out_sources.items())
+    for name, source in (*recipe.sources.items(), *held_out):
         if hub_dataset(source.path) is None and not Path(source.path).exists():
             continue  # reported as missing
         try:
@@ -169,7 +180,7 @@ def _read_dataset(recipe: Recipe) -> None:
         return  # validated: nothing is drawn
     if environment.kind in FILES and hub_dataset(dataset) is None and not Path(dataset).exists():
         return  # reported as missing
-    built = build_environment(environment.model_copy(update={"reward": None}))  # which has a check of its own
+    built = build_environment(environment, loads_reward=False)  # which has a check of its own
     scores_elsewhere = environment.reward_model is not None or environment.judge is not None
     in_processes = not scores_elsewhere and (environment.reward is not None or hasattr(built, "score"))
     if environment.kind == "python" and in_processes:
@@ -177,8 +188,8 @@ def _read_dataset(recipe: Recipe) -> None:
             check_sendable(task)
 
 
-def _read_group_rewards(recipe: Recipe) -> None:
-    group_rewards(recipe.environment, NOTHING_GIVEN)
+def _read_rewards_in_run(recipe: Recipe) -> None:
+    rewards_in_run(recipe.environment, NOTHING_GIVEN)
 
 
 def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
@@ -187,15 +198,17 @@ def check_turns(recipe: Recipe, tokenizer: TokenizerProcess | None) -> None:
     environment = _dialogue(recipe)
     if environment is None:
         return
-    refuse_for_turns(recipe)
-    family = None
+    refuse_for_turns(recipe, has_agent=has_agent(environment))
+    calls_tools = False
     if toolbox_of(environment).tools:
         if tokenizer is None:
             return
-        family = tokenizer.tool_family()
+        calls_tools = tokenizer.tool_format(recipe.rollout.tool_format) is not None
+        if calls_tools and (lost := unread(tokenizer.template_names(), (), toolbox_of(environment).schemas())):
+            raise UserError(f"environment.{lost}")
     replaced = recipe.environment.reward is not None or recipe.environment.judge is not None
     has_scorer = replaced or hasattr(environment, "score")
-    check_environment(environment, family, has_scorer=has_scorer)
+    check_environment(environment, calls_tools, has_scorer=has_scorer)
 
 
 def turns_line(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -239,8 +252,10 @@ def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, s
         if config.dataset is not None:
             share = f"{recipe.environments[name].weight / total:.1%} of the tasks, " if name else ""
             label = f"environment {name}" if name else "environment"
-            yield label, f"{config.kind} {config.dataset}, {share}{config.eval_size} tasks held out"
+            yield label, f"{config.kind} {config.dataset}, {share}{config.held_out_text}"
             yield from turns_line(one) if imports else ()
+            if config.curriculum is not None:
+                yield "curriculum", config.curriculum.text
         if config.kind == "code" or "python" in config.tools:
             yield from _sandbox(config.sandbox)
     for line in never_drawn(recipe):

@@ -210,7 +210,7 @@ def micro_batches_of_longest(recipe: Recipe) -> int:
     if isinstance(algorithm, DatasetSettings):
         sequences = algorithm.batch_size * (2 if algorithm.learns_from == "preferences" else 1)
     else:
-        sequences = rollout.prompts_per_step * rollout.group_size
+        sequences = recipe.most_answers
         if next(turns_line(recipe), None) is None:  # one turn
             longest = min(longest, rollout.max_prompt_tokens + rollout.max_new_tokens)
     each = max(1, trainer.tokens_per_micro_batch // longest)  # sequences of a micro-batch

@@ -74,7 +74,7 @@ LENGTHS = {
     "p99": "99% of lengths",
     "max": "longest",
 }
-IN_ENVIRONMENT, MEAN = "accuracy in ", "mean of environments"
+IN_ENVIRONMENT, MEAN, COMPONENT = "accuracy in ", "mean of environments", "reward: "
 Compared = dict[str, Mapping[str, Estimate]]  # by target: its differences to the first
 
 
@@ -198,7 +198,13 @@ def _without_held_out(recipe: str, overrides: Sequence[str]) -> list[str]:
     """Overrides for `--all-tasks`: no task is held out, so that a small file leaves some for training."""
     names = load_recipe(recipe, overrides, training=False).environments
     sections = [f"environments.{name}" for name in names] or ["environment"]
-    return [*(f"{section}.eval_size=0" for section in sections), "evaluation.every=0"]
+    during_training = (
+        "evaluation.every=0",
+        "evaluation.on_start=false",
+        "early_stopping=null",
+        "checkpoint.keep_best=0",
+    )
+    return [*(f"{section}.eval_size=0" for section in sections), *during_training]
 
 
 def _compared(reports: Mapping[str, EvalReport]) -> Compared:
@@ -207,8 +213,8 @@ def _compared(reports: Mapping[str, EvalReport]) -> Compared:
     for target, report in others:
         each = {
             accuracy_of(name): difference["accuracy"]
-            for name, part in report.by_environment.items()
-            if "accuracy" in (difference := differences(part, baseline.by_environment[name]))
+            for name, part in report.parts.items()
+            if "accuracy" in (difference := differences(part, baseline.parts[name]))
         }
         compared[target] = {**differences(report, baseline), **each}
     return compared
@@ -279,7 +285,7 @@ def _refuse_early(targets: Sequence[str], recipe: str, resolved: Recipe, all_tas
     twice = [target for place, target in enumerate(targets) if target in targets[:place]]
     if twice:
         raise UserError(f"eval: '{twice[0]}' is given twice, and would not differ from itself; leave one out")
-    if not any(environment.eval_size for environment in resolved.each_environment.values()) and not all_tasks:
+    if not any(environment.holds_out for environment in resolved.each_environment.values()) and not all_tasks:
         name = "environments.NAME.eval_size" if resolved.environments else "environment.eval_size"
         raise UserError(f"{recipe}: {name} is 0, so no task is held out; set it above 0, or give --all-tasks")
     if out is not None:
@@ -367,9 +373,9 @@ def report_table(reports: Mapping[str, EvalReport], compared: Compared) -> Table
     return table
 
 
-def accuracy_of(environment: str) -> str:
-    """The label of one of several environments."""
-    return f"{IN_ENVIRONMENT}{environment}"
+def accuracy_of(part: str) -> str:
+    """The label of one of several environments or evaluation sets."""
+    return f"{IN_ENVIRONMENT}{part.removeprefix('environments/')}"
 
 
 def _caption(reports: list[EvalReport], is_compared: bool) -> str:
@@ -388,7 +394,8 @@ def _cells(report: EvalReport) -> dict[str, str]:
     cells = {"accuracy": "none: no completion could be scored"}
     cells |= {_label(name): _interval(estimate, report.tasks) for name, estimate in report.estimates.items()}
     counts = {str(status): f"{count:,}" for status, count in report.counts.items() if count}
-    for name, of_name in report.by_environment.items():
+    cells |= {f"{COMPONENT}{name}": f"{mean:.4f}" for name, mean in report.components.items()}
+    for name, of_name in report.parts.items():
         accuracy = of_name.estimates.get("accuracy")
         cells[accuracy_of(name)] = "none" if accuracy is None else _interval(accuracy, of_name.tasks)
     if report.mean_of_environments is not None:
@@ -402,11 +409,11 @@ def _cells(report: EvalReport) -> dict[str, str]:
 def _labels(reports: Iterable[EvalReport]) -> list[str]:
     """All labels, in the order shown: estimates with k rising, lengths, statuses, speed."""
     labels = [label for report in reports for label in _cells(report)]
-    ranks = ["accuracy", IN_ENVIRONMENT, MEAN, "reward", "pass", "maj", *LENGTHS.values(), "truncated"]
+    ranks = ["accuracy", IN_ENVIRONMENT, MEAN, "reward", COMPONENT, "pass", "maj", *LENGTHS.values(), "truncated"]
 
     def rank(label: str) -> tuple[int, int]:
         family, _, k = label.partition("@")
-        family = IN_ENVIRONMENT if label.startswith(IN_ENVIRONMENT) else family
+        family = next((begin for begin in (IN_ENVIRONMENT, COMPONENT) if label.startswith(begin)), family)
         return (ranks.index(family) if family in ranks else len(ranks) + (label == "tokens/s"), int(k or 0))
 
     return sorted(dict.fromkeys(labels), key=rank)

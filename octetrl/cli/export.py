@@ -14,22 +14,57 @@ from octetrl.system.errors import UserError
 
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")],
-    to: Annotated[str, typer.Option("--to", metavar="DIR", help="The folder to write; new, or empty.")],
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="DIR", help="The folder to write; new, or empty.", show_default=False),
+    ] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="For a run with LoRA: write only the adapter, in PEFT's format.")
+        bool, typer.Option("--adapter", help="For a run with LoRA: the adapter alone, in PEFT's format, not merged.")
     ] = False,
     fp8: Annotated[
         bool,
         typer.Option("--fp8", help="Write the linears as block-FP8 (E4M3, 128 x 128), which vLLM and others read."),
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            "--push-to-hub", metavar="NAME", help="Upload it to this repository, with a model card.", show_default=False
+        ),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="BRANCH", help="Branch to upload to.", show_default=False)
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option("--tag", metavar="TAG", help="Tag to give to the upload.", show_default=False)
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model", metavar="NAME", help="For the card: the hub's name of the first model.", show_default=False
+        ),
+    ] = None,
 ) -> None:
-    """Write a run's last weights in Hugging Face format; adapters of LoRA are merged."""
+    """Write a run's last weights in Hugging Face format, and upload them if asked."""
+    if to is None and push_to_hub is None:
+        raise UserError("export: nowhere to write; give --to DIR, --push-to-hub NAME, or both")
+    if push_to_hub is None and (private or revision or tag or base_model):
+        raise UserError("export: --private, --revision, --tag and --base-model belong to --push-to-hub NAME; give it")
     refuse_no_model(run)
-    _refuse_target(to)
+    if to is not None:
+        _refuse_target(to)
     from octetrl.models.peft_adapters import is_adapter, read_adapter_config
     from octetrl.run.export import export_run
+    from octetrl.run.hub import HubTarget, push_run
 
-    written = export_run(run, to, adapter=adapter, fp8=fp8)
+    if push_to_hub is not None:
+        target = HubTarget(push_to_hub, private, revision, tag, base_model)
+        typer.echo(f"uploaded {push_run(run, to, target, adapter=adapter, fp8=fp8)}")
+    if to is None:
+        return
+    if push_to_hub is None:
+        export_run(run, to, adapter=adapter, fp8=fp8)
+    written = Path(to)
     typer.echo(f"wrote {written}")
     if is_adapter(written) and read_adapter_config(written).lora.experts:
         typer.echo(

@@ -2,6 +2,7 @@
 
     {"prompt": "1 + 1 ="}                                     in: the user's message, or the text itself with --plain
     {"messages": [{"role": "user", "content": "Hi"}]}         in: a conversation that the model continues
+    {"prompt": ..., "tools": [...]}                           in: what else a row of a dataset has for the template
     {"prompt": "1 + 1 =", "n": 4}                             in: 4 completions of this row, whatever --n says
     {"prompt": ..., "sample": 0, "completion": ..., "finish_reason": "stop", "tokens": 7}     out, for each completion
     {"prompt": ..., "answer": ...} or {"messages": [...]}     out with --for-sft, as algorithm.conversations reads it
@@ -22,17 +23,20 @@ from typing import Annotated, Any
 
 import typer
 
-from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
+from octetrl.cli.arguments import Address, ChatTemplate, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.output import loading_pytorch
 from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.rules_running import openai_problems
 from octetrl.config.schema import MOST_TEMPERATURE, OpenaiConfig
+from octetrl.data.conversations import VARIABLES
 from octetrl.data.rows import read_jsonl
-from octetrl.records import Completion, FinishReason, SamplingParams
+from octetrl.data.tasks import row_prompt
+from octetrl.environments.prompts import read_tools, read_variables
+from octetrl.records import Completion, FinishReason, SamplingParams, Task
 from octetrl.run.model_source import refuse_no_model
 from octetrl.shapes.spec import MOST_TOKENS
 from octetrl.system.errors import UserError
-from octetrl.system.json_file import kind_of, parse_json
+from octetrl.system.json_file import parse_json
 from octetrl.system.text import counted
 
 Input = Annotated[
@@ -60,6 +64,7 @@ TopK = Annotated[int, typer.Option(min=0, help="Sample from this many of the lik
 MinP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Sample from tokens with at least this share of the top probability.")
 ]
+Count = Annotated[int, typer.Option("--n", "-n", min=1, max=MOST_COMPLETIONS, help="Completions of each prompt.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be given several times.")]
 Seed = Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="The same seed gives the same text.")]
 ForSft = Annotated[
@@ -111,7 +116,6 @@ STDIN = "-"
 REMEDY = 'a line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 OURS = ("sample", "completion", "finish_reason", "tokens", "error")
 Row = dict[str, Any]
-Prompt = str | list[dict[str, str]]
 
 
 def generate(
@@ -120,6 +124,7 @@ def generate(
     rows: Input = None,
     for_sft: ForSft = False,
     plain: Plain = False,
+    chat_template: ChatTemplate = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
@@ -127,7 +132,7 @@ def generate(
     min_p: MinP = 0.0,
     stop: Stop = None,
     seed: Seed = 0,
-    n: Annotated[int, typer.Option("--n", "-n", min=1, max=MOST_COMPLETIONS, help="Completions of each prompt.")] = 1,
+    n: Count = 1,
     precision: ChosenPrecision = None,
     device: Device = "auto",
     gpus: Gpus = None,
@@ -147,14 +152,9 @@ def generate(
         stop=tuple(stop or ()),
     )
     _check(sampling)
-    if bool(prompt) == (rows is not None):
-        raise UserError(
-            "generate: give prompts by --prompt, or JSON lines by --input FILE; --input - reads them from a pipe"
-        )
-    if for_sft and (rows is None or plain):
-        raise UserError("--for-sft: it writes the lines of --input with their answers, as the chat template has them")
-    given = read_rows(rows) if rows is not None else [{"prompt": text} for text in prompt or []]
-    prompts, counts = [prompt_of(row) for row in given], [int(row.get("n", n)) for row in given]
+    read = _asked(prompt, rows, for_sft=for_sft, plain=plain)
+    given, prompts = [row for row, _ in read], [task for _, task in read]
+    counts = [int(row.get("n", n)) for row in given]
     cluster = cluster_section(device, gpus, cpus, address)
     if base_url is None:
         refuse_of_server(api_key_variable, in_flight)
@@ -164,16 +164,29 @@ def generate(
 
         answers: Iterable[Sequence[Completion]] = generate_text(
             model, prompts, sampling, precision=precision, cluster=cluster, seed=seed, n=counts, plain=plain,
-            shows_progress=True,
+            chat_template=chat_template, shows_progress=True,
         )  # fmt: skip
     else:
-        refuse_local(precision, cluster)
+        refuse_local(precision, chat_template, cluster)
         server = server_config(model, base_url, api_key_variable, in_flight)
         from octetrl.run.generate import generate_by_server
 
         drawn = generate_by_server(server, prompts, sampling, n=counts, seed=seed, plain=plain)
         answers = spelled_as_options(drawn)
     show_answers(given, answers, as_rows=rows is not None, for_sft=for_sft)
+
+
+def _asked(prompts: Sequence[str] | None, rows: str | None, *, for_sft: bool, plain: bool) -> list[tuple[Row, Task]]:
+    """The rows to answer, and their prompts. Raises UserError."""
+    if bool(prompts) == (rows is not None):
+        raise UserError(
+            "generate: give prompts by --prompt, or JSON lines by --input FILE; --input - reads them from a pipe"
+        )
+    if for_sft and (rows is None or plain):
+        raise UserError("--for-sft: it writes the lines of --input with their answers, as the chat template has them")
+    if rows is not None:
+        return read_rows(rows, plain=plain)
+    return [({"prompt": text}, Task("", text)) for text in prompts or []]
 
 
 def _check(sampling: SamplingParams) -> None:
@@ -223,9 +236,13 @@ def _spelled(text: str) -> str:
     return text
 
 
-def refuse_local(precision: str | None, cluster: Mapping[str, Any]) -> None:
+def refuse_local(precision: str | None, chat_template: str | None, cluster: Mapping[str, Any]) -> None:
     """Raise UserError for options of a model that is loaded here."""
-    given = {"--precision": precision, **{f"--{name}": value for name, value in cluster.items() if value != "auto"}}
+    given = {
+        "--precision": precision,
+        "--chat-template": chat_template,
+        **{f"--{name}": value for name, value in cluster.items() if value != "auto"},
+    }
     for name, value in given.items():
         if value is not None:
             raise UserError(f"{name}: with --base-url no model is loaded here; leave it out")
@@ -238,18 +255,27 @@ def refuse_of_server(api_key_variable: str | None, in_flight: int | None) -> Non
             raise UserError(f"{name}: it is for a server; give its address as --base-url, or leave it out")
 
 
-def read_rows(path: str) -> list[Row]:
-    """The rows of a JSONL file, or of standard input for `-`. Raises UserError for a line of another form."""
+def read_rows(path: str, *, plain: bool = False) -> list[tuple[Row, Task]]:
+    """The rows of a JSONL file, or of standard input for `-`, and their prompts. Raises UserError for a line of another
+    form, and with `plain` for what only a chat template reads."""
     lines = _stdin_rows() if path == STDIN else ((f"{path}:{number}", row) for number, row in read_jsonl(path))
-    rows = [_checked(row, where) for where, row in lines]
+    rows = [(row, task_of(_checked(row, where), where)) for where, row in lines]
+    for _, task in rows:
+        if plain and (task.tools or task.chat_template_kwargs):
+            raise UserError(f"{task.id}: with --plain nobody reads its 'tools' and '{VARIABLES}'; leave --plain out")
     if not rows:
         raise UserError(f"--input: there are no lines; {REMEDY}")
     return rows
 
 
-def prompt_of(row: Row) -> Prompt:
-    prompt: Prompt = row["prompt"] if "prompt" in row else row["messages"]
-    return prompt
+def task_of(row: Row, where: str) -> Task:
+    """The prompt of a row with its tools and variables of the chat template, as a dataset's row may have them."""
+    return Task(
+        where,
+        row_prompt(row, where),
+        tools=read_tools(row.get("tools"), f"{where}: 'tools'"),
+        chat_template_kwargs=read_variables(row.get(VARIABLES), f"{where}: '{VARIABLES}'"),
+    )
 
 
 def result_lines(rows: Sequence[Row], completions: Sequence[Sequence[Completion]]) -> Iterator[str]:
@@ -274,11 +300,14 @@ def conversation_lines(rows: Sequence[Row], completions: Sequence[Sequence[Compl
         for completion in siblings:
             if completion.finish_reason is not FinishReason.STOP or is_empty(completion):
                 continue
-            if "prompt" in kept:
+            if "prompt" in kept and not (isinstance(kept["prompt"], str) and kept.get("tools")):
                 said: Row = {"prompt": kept["prompt"], "answer": completion.text}
-            else:
-                said = {"messages": [*kept["messages"], {"role": "assistant", "content": completion.text}]}
-            yield json.dumps(kept | said, ensure_ascii=False)
+            else:  # which SFT reads tools beside
+                asked = kept.get("messages") or [{"role": "user", "content": kept["prompt"]}]
+                asked = asked[:-1] if asked[-1]["role"] == "assistant" else asked
+                said = {"messages": [*asked, {"role": "assistant", "content": completion.text}]}
+            rest = {key: value for key, value in kept.items() if key != "prompt" or "prompt" in said}
+            yield json.dumps(rest | said, ensure_ascii=False)
 
 
 def _renamed(row: Row, names: Mapping[str, str]) -> Row:
@@ -303,11 +332,6 @@ def _stdin_rows() -> Iterator[tuple[str, Any]]:
 def _checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise UserError(f"{where}: it needs either 'prompt' or 'messages'; {REMEDY}")
-    messages = row.get("messages", [])
-    if "prompt" in row and not isinstance(row["prompt"], str):
-        raise UserError(f"{where}: 'prompt' is {kind_of(row['prompt'])}, a text is needed; {REMEDY}")
-    if "messages" in row and (not isinstance(messages, list) or not messages or not all(map(_is_message, messages))):
-        raise UserError(f"{where}: 'messages' is no list of messages with role and content{_parts(messages)}; {REMEDY}")
     if "n" in row and (not isinstance(row["n"], int) or isinstance(row["n"], bool) or row["n"] < 1):
         raise UserError(
             f"{where}: 'n' is {json.dumps(row['n'])}, a whole number from 1 is needed; it is how often to"
@@ -318,19 +342,6 @@ def _checked(row: Any, where: str) -> Row:
             f"{where}: 'n' is out of range; it must be at most {MOST_COMPLETIONS:,}, or write the row several times"
         )
     return row
-
-
-def _parts(messages: object) -> str:
-    has_parts = isinstance(messages, list) and any(
-        isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages
-    )
-    return " (one has a list of parts; only text is read, so give it as a string)" if has_parts else ""
-
-
-def _is_message(message: object) -> bool:
-    if not isinstance(message, dict):
-        return False
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
 def show_answers(

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,13 @@ import typer
 
 from octetrl.system.errors import UserError
 from octetrl.system.process import uncollected
+from octetrl.system.text import escaped
+from octetrl.telemetry.rollouts import Span
 
+PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+PICTURES |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+PICTURES |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # turn text around
+LINE_END = "\u23ce"
 LEAST_WIDTH = 30  # of a text; a narrower terminal breaks it itself
 LOADING = "  loading PyTorch"
 
@@ -41,6 +47,21 @@ def print_lines(title: str, lines: Iterator[tuple[str, str]]) -> None:
         typer.echo(f"  {name:<{width}}{first}")
         for other in others:
             typer.echo(f"  {'':<{width}}{other}")
+
+
+def clean(text: str) -> str:
+    """The text without control characters."""
+    return escaped(text).translate(PICTURES)
+
+
+def print_spans(spans: Iterable[Span], word: str = "trained") -> None:
+    """Print a token sequence, with the parts that are trained on. word: what they are called."""
+    for span in spans:
+        number = "" if span.tokens is None else f"{span.tokens:,}"
+        lines = clean(span.text).replace("\n", f"{LINE_END}\n").split("\n")
+        typer.echo(f"  {word if span.is_trained else 'context'}{number:>7}  {lines[0]}")
+        for line in lines[1 : None if lines[-1] else -1]:
+            typer.echo(f"  {'':16}{line}")
 
 
 def wrapped(text: str, room: int | None) -> list[str]:

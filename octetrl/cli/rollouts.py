@@ -19,12 +19,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from octetrl.cli.output import refuse_file, whole_file
+from octetrl.cli.output import clean, print_spans, refuse_file, whole_file
 from octetrl.config.load import load_recipe
 from octetrl.data.tokenizer import VOCABULARIES, load_tokenizer
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError, nearest, refuse_empty
-from octetrl.system.text import counted, escaped
+from octetrl.system.text import counted
 from octetrl.telemetry.rollout_page import DISAGREEMENT, UNLIKELY, VERY_UNLIKELY, Pieces, token_pieces, write_page
 from octetrl.telemetry.rollouts import (
     EVALUATIONS,
@@ -34,6 +34,7 @@ from octetrl.telemetry.rollouts import (
     SampledGroup,
     SampledRow,
     Selection,
+    Span,
     Utterance,
     matching_rows,
     select,
@@ -43,9 +44,15 @@ IN_TERMINAL, ON_PAGE = 4, 100  # groups
 LETTERS = 1_200
 COLUMN = 38  # letters, the least that is readable
 PROMPT_LETTERS = 800
-PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
-PICTURES |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
-PICTURES |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # turn text around
+
+Sequences = Annotated[
+    bool,
+    typer.Option(
+        "--sequence",
+        help="Print rollouts as the model reads them: the prompt with system message and tools, what was sampled and"
+        " trained on, replies, the advantage. --limit counts groups; default: 1.",
+    ),
+]
 
 
 def rollouts(
@@ -79,6 +86,7 @@ def rollouts(
         ),
     ] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser.")] = None,
+    sequence: Sequences = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all selected rollouts, one JSON line each.")] = False,
     evaluations: Annotated[
         bool,
@@ -94,17 +102,32 @@ def rollouts(
         task=task,
         text=text,
     )
-    if as_json and html is not None:
-        raise UserError("--json and --html exclude each other; give one of them")
+    if sum((as_json, html is not None, sequence)) > 1:
+        raise UserError("--json, --html and --sequence exclude each other; give one of them")
     source = _evaluations_of(run) if evaluations else run
     if as_json:
         for of_step, place, row in matching_rows(source, wanted):
             typer.echo(json.dumps({"step": of_step, "group": place, **row.line}))
+    elif sequence:
+        _print_sequences(select(source, wanted, limit or 1), wanted, _pieces(run))
     elif html is not None:
         _write_page(run, source, wanted, limit or ON_PAGE, Path(html), tokens)
     else:
         view = RolloutsView(Console(highlight=False), wanted, letters=letters, pieces=_pieces(run) if tokens else None)
         view.show(select(source, wanted, limit or IN_TERMINAL))
+
+
+def _print_sequences(selection: Selection, wanted: Filter, pieces: Pieces) -> None:
+    for group in selection.groups:
+        for row in filter(wanted.takes, group.rows):
+            reward = "no reward" if row.reward is None else f"reward {row.reward:g}"
+            title = f"step {group.step}, {clean(row.task_id)} #{row.line['sibling']}: {reward}"
+            for number, sequence in enumerate(row.sequences):
+                part = f", sequence {number + 1} of {len(row.sequences)}" if len(row.sequences) > 1 else ""
+                whole = counted(sum(len(ids) for _, ids in sequence), "token")
+                typer.echo(", ".join(filter(None, (title, row.trained_text, whole))) + part)
+                spans = [Span(trained, "".join(pieces(ids)), len(ids)) for trained, ids in sequence if ids]
+                print_spans(spans, "sampled" if row.line.get("advantage") is None else "trained")
 
 
 def _evaluations_of(run: str) -> str:
@@ -228,8 +251,8 @@ class RolloutsView:
         measured = [f"{name} {value:g}" for name, value in row.metrics.items() if isinstance(value, int | float)]
         if measured:
             head.append("\n" + clean("  ".join(measured)), style="dim")
-        if row.versions_text:
-            head.append("\n" + row.versions_text, style="dim")
+        for text in filter(None, (row.trained_text, row.versions_text)):
+            head.append("\n" + text, style="dim")
         if row.line.get("answered") is not None:
             head.append("\nanswered ", style="dim").append(_one_line(str(row.line["answered"])))
         if row.line.get("detail"):
@@ -251,11 +274,6 @@ class RolloutsView:
         for piece, logprob, other in zip(pieces, logprobs, trainer, strict=True):
             text.append(clean(piece), style=_style(logprob, other))
         return text
-
-
-def clean(text: str) -> str:
-    """The text without control characters."""
-    return escaped(text).translate(PICTURES)
 
 
 def clipped(text: Text, letters: int) -> Text:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octetrl.cli.arguments import Address, ChosenPrecision, Cpus, Device, Gpus, cluster_section
+from octetrl.cli.arguments import Address, ChatTemplate, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.output import loading_pytorch
+from octetrl.config.schema import ToolFormatName
 from octetrl.run.model_source import precision_of, refuse_no_model
 from octetrl.system.errors import UserError
 
@@ -34,6 +35,15 @@ AllowOrigin = Annotated[
     list[str] | None,
     typer.Option(help="Web page that may call the server from a browser, e.g. https://chat.example; '*': any."),
 ]
+ToolFormat = Annotated[
+    ToolFormatName | None,
+    typer.Option(help="Format of the model's tool calls; default: the run's, or by the chat template."),
+]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(min=16, help="Tokens of prompt and answer at most; default: the run's, or a model's up to 8192."),
+]
+MaxQueue = Annotated[int, typer.Option(min=0, help="Largest number of waiting completions; more are refused (429).")]
 AccessLog = Annotated[bool, typer.Option("--access-log", help="Write a line for each request to standard error.")]
 
 Served = Annotated[
@@ -55,20 +65,17 @@ def serve(
     gpus: Gpus = None,
     cpus: Cpus = None,
     address: Address = None,
-    context_length: Annotated[
-        int | None,
-        typer.Option(min=16, help="Tokens of prompt and answer at most; default: the run's, or a model's up to 8192."),
-    ] = None,
+    context_length: ContextLength = None,
     kv_cache_tokens: Annotated[
         int | None,
         typer.Option(min=16, help="Capacity of each worker's KV cache; default: most of the GPU's free memory."),
     ] = None,
+    chat_template: ChatTemplate = None,
+    tool_format: ToolFormat = None,
     max_batch: Annotated[
         int, typer.Option(min=1, help="Largest number of completions generated together on a worker.")
     ] = 256,
-    max_queue: Annotated[
-        int, typer.Option(min=0, help="Largest number of waiting completions; more are refused (429).")
-    ] = 256,
+    max_queue: MaxQueue = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, max=1e6, help="Largest request body, MB (413).")] = 8.0,
     api_key: Annotated[
         str | None,
@@ -94,6 +101,8 @@ def serve(
         cluster=cluster_section(device, gpus, cpus, address),
         context_length=context_length,
         kv_cache_tokens=kv_cache_tokens,
+        chat_template=chat_template,
+        tool_format=tool_format,
         max_batch=max_batch,
         max_queue=max_queue,
         max_body_bytes=int(max_body_mb * 1e6),

@@ -17,24 +17,35 @@ from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.run.folder.allowed_changes import CONTENT
 from octetrl.run.model_source import recipe_of_run
-from octetrl.run.recipe_files import refuse_early
+from octetrl.run.recipe_files import Resume, refuse_early
 from octetrl.system.errors import RunFailed, Terminated, UserError
+
+Resumed = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Resume from the run folder's last checkpoint. `--resume auto`: start where the folder has no run, and end"
+        " at once where it has finished.",
+    ),
+]
+Allowed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="FIELD[=VALUE]",
+        help="With --resume: change a field from here on, such as trainer.optimizer.lr=1e-6, or go on with other rows"
+        " or code than the run began with, such as environment.reward.",
+        show_default=False,
+    ),
+]
 
 
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run folder's last checkpoint.")] = False,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow",
-            metavar="FIELD[=VALUE]",
-            help="With --resume: change a field from here on, such as trainer.optimizer.lr=1e-6, or go on with other"
-            " rows or code than the run began with, such as environment.reward.",
-            show_default=False,
-        ),
-    ] = None,
+    resume: Resumed = False,
+    auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
+    allow: Allowed = None,
     source: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +61,7 @@ def train(
 ) -> None:
     """Train a model from a recipe: reinforcement learning, SFT, preferences or a reward model."""
     allow = allow or []
-    if allow and not resume:
+    if allow and not (resume or auto):
         raise UserError("--allow: it changes a run that is resumed; add --resume, or leave it out")
     for one in allow:
         if "=" not in one and not CONTENT.fullmatch(one):
@@ -60,16 +71,17 @@ def train(
     changed = [*(overrides or []), *(one for one in allow if "=" in one)]
     branch = [] if source is None else _weights_of(source, changed)
     resolved = load_recipe(recipe, [*changed, *branch])
-    if resume:
+    if resume or auto:
         _refuse_another_folder(Path(recipe), resolved, changed)
     search_beside(recipe)
-    refuse_early(resolved, resume=resume)
+    resumes: Resume = "auto" if auto else resume
+    refuse_early(resolved, resume=resumes)
     with loading_pytorch():
         from octetrl.run import loop
 
     fields = [change.partition("=")[0].strip() for change in allow]
     try:
-        loop.train(resolved, resume=resume, allowed=fields, optimizer_of=source if with_optimizer else None)
+        loop.train(resolved, resume=resumes, allowed=fields, optimizer_of=source if with_optimizer else None)
     except (KeyboardInterrupt, Terminated) as error:
         words = [*changed, *([] if source is None else ["--from", source])]
         words += ["--with-optimizer"] if with_optimizer else []

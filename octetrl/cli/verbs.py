@@ -36,13 +36,14 @@ VERBS = {  # the name of each, and its line in `octetrl --help`: its docstring
     "status": "Show what a run does: each of its workers and its memory, and the last step.",
     "doctor": "Name the first op whose bits differ between engine and trainer; exit code 0 if none does, 1 if one"
     " does.",
-    "export": "Write a run's last weights in Hugging Face format; adapters of LoRA are merged.",
+    "export": "Write a run's last weights in Hugging Face format, and upload them if asked.",
     "demo": "Train a tiny model by SFT and GRPO in emulated FP8, and print a table (6 to 13 minutes on two CPU cores).",
     "bench": "Measure a part of the system: a table, and JSON.",
 }
 HANDLE_SIGTERM = ("train", "serve")  # with handlers of their own, which end a step, or the answers in work
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]  # click's, wherever typer keeps its click
 LONGEST_RANGE = 9  # characters: x>=1, 0<=x<=64
+OPTIONAL_VALUES, OPTIONAL_NUMBERS = (("--resume", "auto"),), ("--sample",)
 _LABELS = {"int": "N", "float": "X", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
 
 
@@ -103,6 +104,9 @@ def root(
 class Command(TyperCommand):
     """A command whose `--help` labels types with plain words, and cuts no name on a narrow terminal."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_optional_values(args))
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         plain, rich_utils.Table = rich_utils.Table, _FoldedTable  # type: ignore[misc]
         try:
@@ -131,6 +135,22 @@ class _FoldedTable(Table):
         for part in (part for cell in cells if isinstance(cell, Columns) for part in cell.renderables):
             if isinstance(part, Text):
                 part.overflow = "fold"
+
+
+def with_optional_values(words: Sequence[str]) -> list[str]:
+    """The words of a command with one word for an option and the value that it may have: `--resume-auto`, and
+    `--sample=0` of one without a number."""
+    numbers = [*words[1:], ""]
+    words = [
+        f"{word}=0" if word in OPTIONAL_NUMBERS and not following.lstrip("-").isdigit() else word
+        for word, following in zip(words, numbers, strict=False)
+    ]
+    made: list[str] = []
+    for word in words:
+        joins = bool(made) and (made[-1], word) in OPTIONAL_VALUES
+        made[-1 if joins else len(made) :] = [f"{made[-1]}-{word}" if joins else word]
+    plain = {f"{option}={value}": f"{option}-{value}" for option, value in OPTIONAL_VALUES}
+    return [plain.get(word, word) for word in made]
 
 
 def _label(param: Any, shown: str | None, ctx: Any) -> str:

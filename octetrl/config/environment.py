@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from octetrl.config.limits import MOST_COMPLETIONS
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Fraction, Section
 from octetrl.system.names import HOW, is_address
@@ -109,6 +110,24 @@ class RewardConfig(Section):  # one of several reward functions (docs/environmen
     of: Literal["completion", "group"] = "completion"
     """What the function is called with. completion: (task, text), as a single `reward`. group: (task, texts) with the
     texts of all siblings, in the run's process; it returns a list with a number for each."""
+    max_concurrent: int | None = Field(default=None, ge=1, le=10_000)
+    """Largest number of its calls at once, for a function that waits, such as for a judge's endpoint. With it or
+    `per_minute` the function is called in the run's process, an async one on its event loop. null: no limit."""
+    per_minute: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Largest number of its calls that begin within 60 s. null: no limit."""
+    only: Literal["training", "evaluation"] | None = None
+    """training: the function has no part in evaluations. evaluation: it has none in training, and evaluations measure
+    it (`eval/component/NAME`) without a part in their reward. null: it is called in both."""
+
+    @property
+    def in_run(self) -> bool:
+        """Whether the run's process calls it, and not a reward process."""
+        return self.of == "group" or self.max_concurrent is not None or self.per_minute is not None
+
+    @property
+    def in_sum(self) -> float:
+        """Its factor in the reward."""
+        return 0.0 if self.only == "evaluation" else self.weight
 
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[a-z0-9_-]+$")]
@@ -116,7 +135,73 @@ RewardFunctions = Annotated[
     Annotated[str, Tag("[one]")] | Annotated[dict[EnvironmentName, RewardConfig], Tag("[several]")],
     Discriminator(lambda given: "[several]" if isinstance(given, Mapping) else "[one]"),
 ]
+
+
+class EvalSetConfig(Section):  # one of several evaluation sets (docs/evaluation.md)
+    dataset: str
+    """File of tasks or data set of the Hugging Face hub, as `environment.dataset`."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    subset: str | None = None
+    """Subset of a Hugging Face data set. None: the default subset."""
+    columns: dict[Literal["prompt", "answer", "id"], str] | None = None
+    """As `environment.columns`, which None stands for."""
+    reference_marker: str | None = None
+    """As `environment.reference_marker`, which None stands for."""
+    size: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Number of its tasks, chosen at random by `environment.seed`. None: all."""
+    samples: int | None = Field(default=None, ge=1, le=MOST_COMPLETIONS)
+    """Number of completions per task. None: evaluation.samples."""
+    k: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Numbers k for pass@k and maj@k. None: evaluation.k."""
+    temperature: float | None = Field(default=None, ge=0.0, le=10.0)
+    """Sampling temperature; 0: greedy. None: evaluation.temperature."""
+    max_new_tokens: int | None = Field(default=None, ge=1, le=1 << 24)
+    """Largest length of an answer, in tokens. None: evaluation.max_new_tokens."""
+
+
+class CurriculumConfig(Section):  # which training tasks come when (docs/environments.md)
+    order_by: str | None = None
+    """Column of the tasks whose values order them, the smallest first, in every epoch: numbers or texts. A dot selects
+    a key inside an object. row: the order of the file, without shuffling. None: shuffled."""
+    pass_rate: tuple[Fraction, Fraction] | None = None
+    """Window of a task's running pass rate, such as [0.1, 0.9]. A task below it is hard, above it easy: it rests. Each
+    group of a task counts half of its rate, the groups before the other half; an answer passes from
+    evaluation.right_from. None: no task rests."""
+    retry_hard: Fraction = 0.05
+    """Probability that a hard task is drawn all the same when its turn comes."""
+    retry_easy: Fraction = 0.05
+    """The same of an easy task."""
+    unseen: float = Field(default=1.0, gt=0.0, le=1.0)
+    """With `pass_rate`: share of the draws that are tasks never drawn before, while there are any. 1: all of these come
+    first."""
+
+    @property
+    def text(self) -> str:
+        """In few words."""
+        by = [] if self.order_by is None else [f"ordered by {self.order_by}"]
+        window = self.pass_rate
+        return "; ".join(
+            by + ([] if window is None else [f"resting outside of pass rates {window[0]:g} to {window[1]:g}"])
+        )
+
+
+EvalDataset = Annotated[
+    Annotated[str, Tag("[one]")] | Annotated[dict[EnvironmentName, EvalSetConfig], Tag("[several]")],
+    Discriminator(lambda given: "[several]" if isinstance(given, Mapping) else "[one]"),
+]
 Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "python"]
+
+
+class AgentConfig(Section):  # a command that calls the policy (docs/agents.md)
+    command: tuple[str, ...] = Field(min_length=1)
+    """The program and its arguments. {prompt}, {task_id} and {model} stand for the task's prompt and id, and the
+    policy's name. It runs in an empty folder; what it prints is its result, and an exit code other than 0 a failure
+    without a reward."""
+    prompt_on_stdin: bool = False
+    """Also give the prompt as standard input."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables."""
 
 
 class TurnsConfig(Section):  # limits of rollouts with several turns (docs/environments.md)
@@ -128,16 +213,23 @@ class TurnsConfig(Section):  # limits of rollouts with several turns (docs/envir
     status `environment_timeout`. For rewards see environment.reward_timeout_seconds."""
     tool_timeout_seconds: float = Field(default=30.0, gt=0.0, le=1e6)
     """Time limit of each tool call, in seconds."""
+    agent_timeout_seconds: float = Field(default=600.0, gt=0.0, le=1e6)
+    """Time limit of an environment's `agent` for one rollout, in seconds. The rollout then gets the status `unfinished`
+    and the reward of the state that is left. `max_turns` limits its calls."""
     tool_failure: Literal["end", "tell"] = "end"
     """What to do if a tool raises or hangs. end: end the rollout with the status `tool_error`. tell: report the failure
     to the model and continue. A ToolError and a wrong call are always reported to the model."""
     max_in_flight: int | None = Field(default=None, ge=1, le=10_000_000)
-    """Largest number of rollouts in flight at once. Groups start only as a whole. None: all rollouts of a step."""
+    """Largest number of rollouts in flight at once. Groups start only as a whole. None: all rollouts of a step, or 64
+    commands of `environment.agent`."""
 
 
 class EnvironmentConfig(Section):
     kind: Kind = "reasoning_gym"
     """Kind of environment. It decides what `dataset` means."""
+    agent: AgentConfig | None = None
+    """A command that takes each rollout in place of the policy's single answer, and calls the policy. None: the policy
+    answers itself, or the environment has an agent of its own."""
     dataset: str | None = None
     """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}, or with other
     keys (`columns`), or a data set of the Hugging Face hub, owner/name (docs/data.md). code: path of a JSONL file of
@@ -150,6 +242,10 @@ class EnvironmentConfig(Section):
     eval_split: str | None = None
     """Split of a Hugging Face data set that the held-out tasks come from; its prompts never occur in training. None:
     they are taken from `split`."""
+    eval_dataset: EvalDataset | None = None
+    """For files: another file or data set with the held-out tasks; `eval_split` is then its split. Or several by name,
+    {aime: {dataset: aime.jsonl, samples: 16}, easy: {dataset: easy.jsonl}}, each with metrics of its own
+    (`eval/aime/accuracy`). All their tasks are held out, whatever `eval_size` is, and training skips them."""
     columns: dict[Literal["prompt", "answer", "id"], str] = Field(default_factory=dict)
     """For files: our key -> the file's key. A dot selects a key inside an object: {prompt: question, answer:
     reward.ground_truth}."""
@@ -179,6 +275,8 @@ class EnvironmentConfig(Section):
     answer_tolerance: float = Field(default=1e-6, ge=0.0, le=0.1)
     """Kind math: largest relative difference between a right answer and its reference, where one of them is a decimal.
     Whole numbers, fractions, roots and symbols are compared exactly (docs/environment_tools.md)."""
+    curriculum: CurriculumConfig | None = None
+    """Order of the training tasks, and which of them rest. None: all of them, shuffled again in each epoch."""
     train_size: int = Field(default=10_000, ge=1, le=10_000_000)
     """Number of tasks generated for training (reasoning_gym, gymnasium). A file gives all its tasks except the
     held-out ones."""
@@ -211,6 +309,33 @@ class EnvironmentConfig(Section):
     environment raises or exceeds a time limit. If more fail, the run stops with the first traceback of each kind. 1:
     never stop."""
 
+    @property
+    def eval_sets(self) -> dict[str, EvalSetConfig]:
+        """The files of held-out tasks by name; a single one has the empty name. None: they come from `dataset`."""
+        if isinstance(self.eval_dataset, str):
+            return {"": EvalSetConfig(dataset=self.eval_dataset, split=self.eval_split or "train")}
+        return dict(self.eval_dataset or {})
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are tasks to evaluate on."""
+        return self.eval_size > 0 or self.eval_dataset is not None
+
+    @property
+    def held_out_text(self) -> str:
+        """The tasks of evaluations in few words."""
+        if self.eval_dataset is None:
+            return f"{self.eval_size} tasks held out"
+        sets = self.eval_sets.items()
+        return f"evaluated on {', '.join(f'{name} ({one.dataset})' if name else one.dataset for name, one in sets)}"
+
+    def rewarded_in(self, purpose: Literal["training", "evaluation"]) -> Self:
+        """Only with the rewards that are called in training, or in evaluations."""
+        if self.reward is None or isinstance(self.reward, str):
+            return self
+        kept = {name: each for name, each in self.reward.items() if each.only in (None, purpose)}
+        return self if kept == self.reward else self.model_copy(update={"reward": kept})
+
 
 def reward_names(reward: str | Mapping[str, RewardConfig] | None) -> tuple[str, ...]:
     """The functions, `module:name`, of `environment.reward`."""
@@ -224,3 +349,7 @@ class MixedEnvironmentConfig(EnvironmentConfig):
 
     weight: float = Field(default=1.0, gt=0.0, le=1e6)
     """Share of the tasks, relative to the other environments' weights."""
+    temperature: float | None = Field(default=None, ge=0.001, le=10.0)
+    """Sampling temperature of its training answers, as rollout.temperature, which None stands for."""
+    group_size: int | None = Field(default=None, ge=1, le=MOST_COMPLETIONS)
+    """Number of answers sampled for each of its prompts, as rollout.group_size, which None stands for."""

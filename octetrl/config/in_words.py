@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from octetrl.config.cluster import ClusterConfig
@@ -13,6 +14,12 @@ TAIL_SHARE = (
     0.25  # share of `engine.max_batch`: when so few answers of all workers are unfinished, one worker continues
 )
 CACHE_OF_ANSWERS = {"off": None, "recompute_cache": "recomputed with the new weights", "keep_cache": "kept"}
+
+
+def range_text(numbers: Sequence[float]) -> str:
+    """One number, or the smallest and the largest of several."""
+    low, high = min(numbers), max(numbers)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def describe_tail(recipe: Recipe) -> str | None:

@@ -15,7 +15,8 @@ Rules:
 - `algorithm.name` chooses the fields of its section. `null` removes a field that a base file gives for another
   objective. Any other field that the objective does not have is an error.
 - `environment.kind` chooses what `parameters`, `columns`, `reference_marker` and the splits mean. A later file or an
-  override that changes the kind drops those of the former kind.
+  override that changes the kind drops those of the former kind. The kinds of files (math, jsonl, code) share them.
+- `steps` and `epochs` are the run's length: one of them replaces the other of an earlier file.
 - `environments` (several, by name) takes the place of `environment`. A file with one of them replaces the other of its
   base files.
 - YAML is read as `config/recipe_yaml.py` says: `1e-6` is a number, `yes` and `1:30` are texts.
@@ -37,6 +38,7 @@ import yaml
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.problems import for_command_line, for_python, is_field, may_be_null, section_of
 from octetrl.config.recipe_yaml import RecipeDumper, parse_yaml
+from octetrl.config.rules_environment import FILES
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem, Section
 from octetrl.config.shipped import find_recipe, shipped_path
@@ -238,10 +240,18 @@ def _with_precision(tree: Tree) -> Tree:
     return {**tree, "fp8": {**fields, **written}}
 
 
+def _with_one_length(tree: Tree, top: Tree) -> Tree:
+    """`tree` without its `steps` if `top` gives `epochs`, and the other way round."""
+    for given, other in (("epochs", "steps"), ("steps", "epochs")):
+        if top.get(given) is not None and other not in top:
+            tree = {key: value for key, value in tree.items() if key != other}
+    return tree
+
+
 def _merged(layers: Iterable[_Layer]) -> Tree:
     tree: Tree = {}
     for layer in layers:
-        tree = _merge(_below(tree, layer.tree), _with_precision(layer.tree), Recipe)
+        tree = _merge(_below(_with_one_length(tree, layer.tree), layer.tree), _with_precision(layer.tree), Recipe)
     return tree
 
 
@@ -316,7 +326,7 @@ def _gives(tree: Any, keys: list[str]) -> bool:
     return True
 
 
-_OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split")
+_OF_ONE_KIND = ("parameters", "columns", "reference_marker", "split", "subset", "eval_split", "eval_dataset")
 _ONE, _SEVERAL = "environment", "environments"
 
 
@@ -333,6 +343,7 @@ def _below(tree: Tree, top: Tree) -> Tree:
 
 def _below_overrides(tree: Tree, overrides: Sequence[tuple[tuple[str, ...], Any]]) -> Tree:
     """`tree` without what overrides (keys and values) replace. They count as one file."""
+    tree = _with_one_length(tree, {keys[0]: value for keys, value in overrides if len(keys) == 1})
     for keys, value in overrides:
         if keys[-1] == "kind" and (keys[:-1] == (_ONE,) or (len(keys) == 3 and keys[0] == _SEVERAL)):
             tree = _with_kind(tree, keys[:-1], value)
@@ -373,6 +384,7 @@ def _with_kind(tree: Tree, path: tuple[str, ...], kind: Any) -> Tree:
         return tree
     if rest:
         return {**tree, name: _with_kind(base, tuple(rest), kind)}
-    if kind == base.get("kind", EnvironmentConfig().kind):
+    former = base.get("kind", EnvironmentConfig().kind)
+    if kind == former or (kind in FILES and former in FILES):
         return tree
     return {**tree, name: {key: value for key, value in base.items() if key not in _OF_ONE_KIND}}

@@ -389,7 +389,7 @@ def with_kv_cache(
     engine, rollout, tokens = recipe.engine, recipe.rollout, recipe.engine.kv_cache_tokens
     if tokens is None and not on_gpu:
         longest = in_pages(recipe, rollout.max_prompt_tokens + rollout.max_new_tokens)
-        tokens = min(rollout.prompts_per_step * rollout.group_size, engine.max_batch) * longest
+        tokens = min(recipe.most_answers, engine.max_batch) * longest
     elif tokens is None and device_bytes is not None:
         free = device_bytes - sum(part.num_bytes for part in parts if part.when != "training")
         tokens = int(max(free, 0) * engine.kv_memory_fraction) // max(1, per_token)
@@ -423,7 +423,7 @@ def longest_rollout(recipe: Recipe) -> int:
 
 def generates(recipe: Recipe) -> bool:
     """Whether the run samples answers, so that it needs a KV cache."""
-    return recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
+    return recipe.algorithm.learns_from == "rollouts" or recipe.draws_evaluations
 
 
 def smallest_cache(recipe: Recipe) -> int:
@@ -442,7 +442,9 @@ def describe_smallest(recipe: Recipe) -> str:
 
 def _longest(recipe: Recipe) -> int:
     rollout, evaluation = recipe.rollout, recipe.evaluation
-    return rollout.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
+    sets = [one for each in recipe.each_environment.values() for one in each.eval_sets.values()]
+    limits = (evaluation.max_new_tokens, *(one.max_new_tokens for one in sets))
+    return rollout.max_prompt_tokens + max(rollout.max_new_tokens, *(limit or 0 for limit in limits))
 
 
 def in_pages(recipe: Recipe, tokens: int) -> int:

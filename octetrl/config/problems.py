@@ -15,9 +15,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from octetrl.config.algorithm import OBJECTIVES, SHIPPED, GrpoConfig
-from octetrl.config.environment import EnvironmentConfig, MixedEnvironmentConfig
+from octetrl.config.environment import EnvironmentConfig, EvalSetConfig, MixedEnvironmentConfig, RewardConfig
 from octetrl.config.other_names import OURS
-from octetrl.config.schema import DataSource, Recipe
+from octetrl.config.schema import DataSource, HeldOutSource, Recipe
 from octetrl.config.section import Problem, Section
 from octetrl.system.errors import nearest
 
@@ -43,6 +43,11 @@ _WORDS = {
 }
 _OF_SEVERAL = {
     ("environment", name) for name in MixedEnvironmentConfig.model_fields if name not in EnvironmentConfig.model_fields
+}
+_ENTRIES: Mapping[str, type[Section]] = {  # of fields whose entries have names
+    "data.eval_dataset": HeldOutSource,
+    "eval_dataset": EvalSetConfig,
+    "reward": RewardConfig,
 }
 _ALMOST = 0.8  # how close the spelling of a field in another section has to be
 _PLACEHOLDER_MODEL = {"path": "unknown"}  # replaces a missing model while the other fields are checked
@@ -103,7 +108,9 @@ def schema_problems(error: ValidationError, tree: dict[str, Any]) -> tuple[list[
             problems.append(_unknown_name((*field, "name"), detail))
         else:
             problems.append(Problem((".".join(field),), _wrong_value(field, {**detail, "loc": location})))
-        lacking = detail["type"] == "missing" and len(field) > 1  # then the whole section must be removed
+        lacking = detail["type"] == "missing" and 1 < len(field) == len(
+            location
+        )  # then the whole section must be removed
         _remove(sound, field[:-1] if lacking or field == (SECTION, "name") else field)
     if misplaced:
         problems.append(misplaced_fields(tree[SECTION]["name"], misplaced))
@@ -206,10 +213,12 @@ def _missing(field: tuple[str, ...]) -> str:
 def _wrong_value(field: tuple[str, ...], detail: Any) -> str:
     name = ".".join(field)
     if len(detail["loc"]) > len(field):
-        parts = map(str, detail["loc"][len(field) :])
-        name += "".join(f"[{part}]" for part in parts if not part.startswith("["))  # "[key]", and which of a union
+        parts = [part for part in detail["loc"][len(field) :] if not str(part).startswith("[")]  # "[key]"
+        name += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     if detail["type"] == "extra_forbidden":
-        return f"{name}: unknown key{nearest(str(detail['loc'][-1]), DataSource.model_fields)}"
+        known = _ENTRIES.get(".".join(field), _ENTRIES.get(field[-1], DataSource)).model_fields
+        hint = nearest(str(detail["loc"][-1]), known) or f"; allowed are {', '.join(known)}"
+        return f"{name}: unknown key{hint}"
     if field == ("trainer", "optimizer", "betas") and detail["type"] in ("missing", "too_long", "too_short"):
         return f"{name}: two numbers are needed, such as [0.9, 0.95]"
     if detail["type"] == "missing":

@@ -1,4 +1,4 @@
-"""The rule for the best step of a run: the highest value; of equal ones, the earliest step."""
+"""The rule for the best step of a run: the highest value, of a loss the lowest; of equal ones, the earliest step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import math
 from collections.abc import Iterable
 
 
-def best_steps(values: Iterable[tuple[int, float | None]]) -> list[int]:
+def lower_is_better(metric: str) -> bool:
+    """Whether less of this metric is better: of a loss."""
+    return metric.rpartition("/")[2] == "loss"
+
+
+def best_steps(values: Iterable[tuple[int, float | None]], metric: str = "") -> list[int]:
     """Order steps from the best to the worst. values: (step, value); those without a finite value are left out."""
     measured = [(step, value) for step, value in values if value is not None and math.isfinite(value)]
-    return [step for step, _ in sorted(measured, key=lambda one: (-one[1], one[0]))]
+    sign = 1 if lower_is_better(metric) else -1
+    return [step for step, _ in sorted(measured, key=lambda one: (sign * one[1], one[0]))]

@@ -270,5 +270,7 @@ def _text(text: str) -> str:
 
 if __name__ == "__main__":
     from octetrl.config.json_schema import write_json_schema
+    from octetrl.config.typed_fields import write_typed_fields
 
     write_json_schema()
+    write_typed_fields()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from octetrl.config.backends import VLLM_TEMPERATURES
 from octetrl.config.environment import EnvironmentConfig, reward_names
 from octetrl.config.rules import Rule, problems_of, together
-from octetrl.config.rules_training import OBJECT
+from octetrl.config.rules_training import FILE_NAMES, OBJECT
 from octetrl.config.schema import Recipe
 from octetrl.system.errors import UserError, nearest
 
@@ -24,14 +25,11 @@ _DATASETS = {
 _FILE_OF_TASKS = 'the path of a JSONL file of {"prompt": ..., "answer": ...}'
 
 
-def _has_splits(recipe: Recipe) -> bool:
+def _has_splits(recipe: Recipe, *, held_out: bool = False) -> bool:
     """Whether the tasks come from a Hugging Face data set: of the hub, or a folder of one."""
-    dataset = recipe.environment.dataset
-    return (
-        recipe.environment.kind in FILES
-        and dataset is not None
-        and not dataset.endswith((".jsonl", ".json", ".parquet"))
-    )
+    environment = recipe.environment
+    dataset = environment.eval_dataset if held_out and environment.eval_dataset is not None else environment.dataset
+    return environment.kind in FILES and isinstance(dataset, str) and not dataset.endswith(FILE_NAMES)
 
 
 def _unknown_tool(recipe: Recipe) -> str | None:
@@ -51,6 +49,53 @@ def _no_function(recipe: Recipe) -> str | None:
     return next((name for name in reward_names(recipe.environment.reward) if not OBJECT.fullmatch(name)), None)
 
 
+def _in_sets(recipe: Recipe) -> str | None:
+    """What is wrong with one of the evaluation sets."""
+    whole = recipe.evaluation
+    for name, one in recipe.environment.eval_sets.items():
+        if name in ("environments", "component"):
+            return f"'{name}' begins the names of other metrics; give the set another name"
+        samples, temperature = one.samples or whole.samples, one.temperature
+        if (k := max(one.k or (1,))) > samples:
+            return f"{name}: k {k} cannot be estimated from {samples} completions a task; raise its samples"
+        if name and samples > 1 and (whole.temperature if temperature is None else temperature) == 0:
+            return f"{name}: {samples} greedy completions would be equal; give it a temperature, or samples: 1"
+        if (most := recipe.model.context_length - recipe.rollout.max_prompt_tokens) < (one.max_new_tokens or 0):
+            return f"{name}: max_new_tokens {one.max_new_tokens} and a prompt exceed the context; give at most {most}"
+        if name and (one.split != "train" or one.subset) and one.dataset.endswith(FILE_NAMES):
+            return f"{name}: only a Hugging Face data set has splits and subsets; leave them out"
+    return None
+
+
+def _set_of_two(recipe: Recipe) -> str | None:
+    """The name of an evaluation set that another environment or its set has too."""
+    names = list(recipe.environments)
+    names += [name for one in recipe.environments.values() for name in one.eval_sets if name]
+    return next((name for place, name in enumerate(names) if name in names[:place]), None)
+
+
+def _own_sampling(recipe: Recipe) -> str | None:
+    """Why an environment of several cannot have a temperature or group size of its own."""
+    own = [one.temperature for one in recipe.environments.values() if one.temperature is not None]
+    if own and recipe.algorithm.name == "distill":
+        return "distill compares whole distributions, at one temperature; set rollout.temperature"
+    low, high = VLLM_TEMPERATURES
+    if recipe.engine.backend == "vllm" and not all(low <= one <= high for one in own):
+        return f"engine.backend: vllm samples at temperatures from {low:g} to {high:g}"
+    if recipe.rollout.learn_beside_tail and len({*recipe.group_sizes, recipe.rollout.group_size}) > 1:
+        return "rollout.learn_beside_tail divides by one group_size; leave out that of each environment"
+    return None
+
+
+def _without_reward(recipe: Recipe) -> str | None:
+    """Where no function has a part in the reward: in training, or in evaluations."""
+    reward = recipe.environment.reward
+    if isinstance(reward, str) or not reward:
+        return None
+    kinds = {one.only for one in reward.values()}
+    return "training" if kinds == {"evaluation"} else "evaluation" if None not in kinds else None
+
+
 DATASET = (  # where a run draws tasks
     Rule(
         "environment.dataset=null ?environment.kind",
@@ -61,7 +106,10 @@ ENVIRONMENT = (
     *together(
         "environment.parameters environment.kind=math|jsonl|code|python",
         "environment.answer_tolerance environment.kind!=math",
-        *(f"environment.{name} environment.kind!=math|jsonl|code" for name in ("columns", "reference_marker")),
+        *(
+            f"environment.{name} environment.kind!=math|jsonl|code"
+            for name in ("columns", "reference_marker", "eval_dataset")
+        ),
         "environment.tools environment.kind!=math|jsonl|code|reasoning_gym",
         *(f"environment.judge environment.{name}" for name in ("reward", "reward_model")),
         "environment.reward_model environment.reward",
@@ -72,17 +120,64 @@ ENVIRONMENT = (
             "only a Hugging Face data set has splits and subsets (owner/name, or a folder); remove it",
             lambda r: not _has_splits(r),
         )
-        for name in ("split", "subset", "eval_split")
+        for name in ("split", "subset")
+    ),
+    Rule(
+        "environment.eval_split ?environment.dataset ?environment.kind ?environment.eval_dataset",
+        "only a Hugging Face data set has splits (owner/name, or a folder), and named evaluation sets each have their"
+        " own; remove it",
+        lambda r: not _has_splits(r, held_out=True),
+    ),
+    Rule(
+        "environment.curriculum ?algorithm.name",
+        "{r.algorithm.name} learns from given data and draws no tasks to order; remove it",
+        lambda r: r.algorithm.learns_from != "rollouts",
+    ),
+    Rule(
+        "environment.curriculum",
+        "it changes nothing yet; give order_by, a column, or pass_rate, a window such as [0.1, 0.9]",
+        value_is=lambda given: given.order_by is None and given.pass_rate is None,
+    ),
+    Rule(
+        "environment.curriculum.pass_rate",
+        "{} is no window; give the lower end first, such as [0.1, 0.9]",
+        value_is=lambda window: window[0] >= window[1],
+    ),
+    *(
+        Rule(
+            f"environment.curriculum.{name} environment.curriculum.pass_rate=null",
+            "without a window of pass rates no task rests; give pass_rate, such as [0.1, 0.9]",
+        )
+        for name in ("retry_hard", "retry_easy", "unseen")
+    ),
+    Rule("environment.eval_dataset", "it is empty; name a set, or leave it out", value_is=lambda sets: not sets),
+    Rule(
+        "environment.eval_dataset ?evaluation.samples ?evaluation.temperature ?model.context_length",
+        lambda r: str(_in_sets(r)),
+        lambda r: _in_sets(r) is not None,
     ),
     Rule(
         "environment.eval_split ?environment.split",
         "'{}' is also the split of the training tasks, so none would be left; give another split, or leave it out",
-        lambda r: r.environment.eval_split == r.environment.split,
+        lambda r: r.environment.eval_split == r.environment.split and r.environment.eval_dataset is None,
     ),
     Rule(
         "environment.reward",
         lambda r: f"'{_no_function(r)}' is not module:name, such as my_rewards:length",
         lambda r: _no_function(r) is not None,
+    ),
+    Rule(
+        "environment.reward",
+        lambda r: f"none of them has a part in the reward of {_without_reward(r)}; give one whose `only` is left out",
+        lambda r: _without_reward(r) is not None,
+    ),
+    Rule(
+        "environment.reward",
+        "a function with only: evaluation has no part in a sum; leave out its weight",
+        value_is=lambda reward: (
+            not isinstance(reward, str)
+            and any(one.only == "evaluation" and one.weight != 1.0 for one in reward.values())
+        ),
     ),
     Rule("environment.reward", "it is empty; name a function, or leave it out", value_is=lambda reward: not reward),
     Rule("environment.tools", _no_tool, lambda r: _unknown_tool(r) is not None),
@@ -129,6 +224,16 @@ MIXTURE = (
         " environments.NAME.FIELD",
         lambda r: r.environment != EnvironmentConfig(),
     ),
+    Rule(
+        "environments ?algorithm.name ?engine.backend ?rollout.learn_beside_tail",
+        lambda r: str(_own_sampling(r)),
+        lambda r: _own_sampling(r) is not None,
+    ),
+    Rule(
+        "environments",
+        lambda r: f"two evaluation sets or environments have the name '{_set_of_two(r)}'; rename one",
+        lambda r: _set_of_two(r) is not None,
+    ),
 )
 ONE_OF_SEVERAL = (
     Rule(
@@ -159,11 +264,18 @@ SEVERAL_TURNS = (
         lambda r: (r.engine.kv_cache_tokens or 0) < r.model.context_length,
     ),
 )
+AGENT = (
+    Rule(
+        "algorithm.kl_in=reward_before_baseline",
+        "it compares siblings of one sample each, and calls of this environment's agent may be several samples; use"
+        " reward or loss",
+    ),
+)
 
 
-def refuse_for_turns(recipe: Recipe) -> None:
+def refuse_for_turns(recipe: Recipe, *, has_agent: bool) -> None:
     """Refuse settings that an environment with several turns does not support. Raises UserError.
 
-    Call it after loading the environment, because only then it is known to have several turns."""
-    for problem in problems_of(SEVERAL_TURNS, recipe):
+    Call it after loading the environment, because only then it is known to have several turns, or an agent."""
+    for problem in problems_of((*SEVERAL_TURNS, *(AGENT if has_agent else ())), recipe):
         raise UserError(problem.text)

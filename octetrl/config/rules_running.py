@@ -188,7 +188,7 @@ CLUSTER = (
         lambda r: r.cluster.num_workers % r.cluster.workers_per_gpu > 0,
     ),
     Rule(
-        "cluster.device=cpu (cluster.cpus=null) ?cluster.gpus",
+        "cluster.device=cpu (cluster.cpus=null) (cluster.trainer_cpus=null) ?cluster.gpus",
         "cpu has no GPUs; give the number of workers as cluster.cpus, or remove device",
         lambda r: r.cluster.uses_ray or r.cluster.gpus is not None,
     ),

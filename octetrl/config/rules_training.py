@@ -11,6 +11,7 @@ from octetrl.config.objective_settings import MASKS, DatasetSettings
 from octetrl.config.rules import Rule, together, value
 from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, Recipe
 
+FILE_NAMES = (".jsonl", ".json", ".parquet")  # of files of rows, which have no splits
 MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
 _ROWS = {
@@ -33,7 +34,7 @@ def _has_fp8(recipe: Recipe) -> bool:
 
 def _is_too_long(recipe: Recipe) -> bool:
     """Whether a prompt and its answer can exceed the context, in rollouts or in evaluations."""
-    draws = samples_rollouts(recipe) or recipe.evaluation.every > 0
+    draws = samples_rollouts(recipe) or recipe.draws_evaluations
     return draws and recipe.model.context_length < recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
 
 
@@ -59,7 +60,7 @@ def _samples(recipe: Recipe) -> int:
     """Number of a step's samples, which its optimizer steps share."""
     if isinstance(recipe.algorithm, DatasetSettings):
         return recipe.algorithm.batch_size
-    return recipe.rollout.prompts_per_step * recipe.rollout.group_size
+    return recipe.rollout.prompts_per_step * min(recipe.group_sizes)
 
 
 LENGTHS = (
@@ -103,8 +104,11 @@ MODEL = (
     Rule("fp8.emulate=false cluster.device=cpu", "false needs FP8 tensor cores; leave it out, or use a GPU", _has_fp8),
     Rule(
         "?rollout.prompts_per_step ?rollout.group_size",
-        f"{{}} prompts of {{r.rollout.group_size}} rollouts are too many for a step; at most {MOST_ROLLOUTS:,} fit",
-        lambda r: r.rollout.prompts_per_step * r.rollout.group_size > MOST_ROLLOUTS,
+        lambda r: (
+            f"{r.rollout.prompts_per_step} prompts of {max(r.group_sizes)} rollouts are too many for a step; at most"
+            f" {MOST_ROLLOUTS:,} fit"
+        ),
+        lambda r: r.most_answers > MOST_ROLLOUTS,
     ),
     *LENGTHS,
 )
@@ -120,6 +124,7 @@ OBJECTIVE = (
         "algorithm.kl_in=reward_before_baseline algorithm.kl_coefficient=0.0",
         "algorithm.kl_gradient algorithm.kl_in!=loss",
         "algorithm.overlong=mask algorithm.kl_in=reward_before_baseline",
+        "rollout.history=template algorithm.kl_in=reward_before_baseline",
         "algorithm.token_weighting!=constant algorithm.rloo_ratio=sequence",
         "algorithm.kl_in=reward algorithm.rloo_ratio=sequence (algorithm.kl_coefficient>0)",
         "algorithm.conversations data.sources",
@@ -169,15 +174,25 @@ OBJECTIVE = (
         reads_rows,
     ),
     Rule("data.sources ?algorithm.name", "{r.algorithm.name} reads no rows; remove it, or use sft", samples_rollouts),
+    *(
+        Rule(
+            f"data.{name} ?algorithm.name",
+            "{r.algorithm.name} reads no rows; set environment." + name,
+            samples_rollouts,
+        )
+        for name in ("eval_dataset", "eval_split", "eval_size")
+    ),
+    Rule("epochs ?algorithm.name", "{r.algorithm.name} reads no rows; set steps instead", samples_rollouts),
     Rule(
         "algorithm.best_of_group ?rollout.group_size",
-        "{} is more than rollout.group_size {r.rollout.group_size}; lower it, or raise rollout.group_size",
-        lambda r: value(r, "algorithm.best_of_group") > r.rollout.group_size,
+        lambda r: f"{value(r, 'algorithm.best_of_group')} is more than a group_size, {min(r.group_sizes)}; lower it",
+        lambda r: value(r, "algorithm.best_of_group") > min(r.group_sizes),
     ),
     Rule(
-        "rollout.group_size=1 ?algorithm.name",
-        "with 1, {r.algorithm.name} has no siblings to compare; use at least 2, or algorithm.name: reinforce_pp",
-        lambda r: samples_rollouts(r) and r.algorithm.needs_siblings,
+        "?rollout.group_size ?algorithm.name",
+        "with 1 answer to a prompt, {r.algorithm.name} has no siblings to compare; use at least 2, or algorithm.name:"
+        " reinforce_pp",
+        lambda r: samples_rollouts(r) and r.algorithm.needs_siblings and min(r.group_sizes) == 1,
     ),
     *(
         Rule(
@@ -233,7 +248,14 @@ def _first_ranked(recipe: Recipe) -> int:
 def _ranks_nothing(recipe: Recipe) -> bool:
     """Whether no checkpoint before the last has its metric. A run that is shorter than both periods is a trial."""
     longest = max(recipe.evaluation.every, recipe.checkpoint.every)
-    return recipe.checkpoint.best_metric.startswith("eval/") and longest <= recipe.steps < _first_ranked(recipe)
+    if recipe.epochs is not None or not recipe.checkpoint.best_metric.startswith("eval/"):
+        return False  # of epochs build.py asks again, when it knows how many steps they are
+    return longest <= recipe.steps < _first_ranked(recipe)
+
+
+def _columns_differ(recipe: Recipe) -> bool:
+    first, *others = recipe.sources.values()
+    return any(source.columns != first.columns for source in others)
 
 
 def _no_callback(recipe: Recipe) -> str | None:
@@ -258,10 +280,13 @@ RUN = (
         lambda r: r.trainer.minibatches > _samples(r),
     ),
     Rule("rollout.stop", "an empty text would stop every answer at once; remove it", value_is=lambda stop: "" in stop),
-    Rule(
-        "evaluation.every>0 ?environment.eval_size",
-        "there are no held-out tasks; raise environment.eval_size, or set this to 0",
-        lambda r: not any(each.eval_size for each in r.each_environment.values()),
+    *(
+        Rule(
+            f"{field} ?environment.eval_size",
+            f"there are no held-out tasks; raise environment.eval_size, or set this to {off}",
+            lambda r: not r.holds_out_rows and not any(each.holds_out for each in r.each_environment.values()),
+        )
+        for field, off in (("evaluation.every>0", "0"), ("evaluation.on_start", "false"))
     ),
     Rule(
         "evaluation.k ?evaluation.samples",
@@ -277,6 +302,32 @@ RUN = (
         "early_stopping evaluation.every=0",
         "'{r.early_stopping.metric}' is never measured, because evaluation.every is 0; set that, or another metric",
         lambda r: r.early_stopping is not None and r.early_stopping.metric.startswith("eval/"),
+    ),
+    *together(*(f"data.eval_size>0 data.{name}" for name in ("eval_dataset", "eval_split"))),
+    Rule(
+        "data.eval_split ?data.eval_dataset",
+        "each of data.eval_dataset has a split of its own; leave this out",
+        lambda r: isinstance(r.data.eval_dataset, dict),
+    ),
+    Rule(
+        "data.eval_split ?data.eval_dataset ?data.sources",
+        "only a Hugging Face data set has splits (owner/name, or a folder); set data.eval_dataset or eval_size instead",
+        lambda r: any(one.path.endswith(FILE_NAMES) for one in r.held_out_sources.values()),
+    ),
+    Rule(
+        "data.eval_split ?data.sources (data.eval_dataset=null)",
+        "'{}' is also the split that is trained on; give another split, or data.eval_dataset",
+        lambda r: any(source.split == r.data.eval_split for source in r.sources.values()),
+    ),
+    Rule(
+        "data.eval_dataset ?data.sources",
+        "the sources have different columns; give {{name: {{path: ..., columns: ...}}}}",
+        lambda r: isinstance(r.data.eval_dataset, str) and bool(r.sources) and _columns_differ(r),
+    ),
+    Rule(
+        "epochs ?steps",
+        "{} and steps both say how long the run is; leave one of them out",
+        lambda r: "steps" in r.model_fields_set,
     ),
     Rule(
         "callbacks",

@@ -7,9 +7,10 @@ The classes are frozen, strict and free of torch. An unknown key is an error tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
 from octetrl.config.cluster import ClusterConfig
@@ -113,6 +114,9 @@ class ModelConfig(Section):
     """`random` initialises the weights from `seed`; it needs `preset`, or `path` for its config.json."""
     tokenizer: str | None = None
     """Folder of the tokenizer; None: `path`."""
+    chat_template: str | None = None
+    """File with a Jinja chat template in place of the tokenizer's own. It is saved with the checkpoints and exported.
+    None: the tokenizer's."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights, the residual stream and everything that is not FP8. float32 is for comparisons."""
     context_length: int = Field(default=4096, ge=16, le=1 << 24)
@@ -170,6 +174,21 @@ LEAST_TEMPERATURE = 1e-8  # besides 0: smaller ones would overflow float32 in lo
 MOST_TEMPERATURE = 10.0
 
 
+ToolFormatName = Literal[
+    "auto",
+    "hermes",
+    "llama3_json",
+    "qwen3_coder",
+    "glm45",
+    "deepseek_v3",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "harmony",
+    "response_template",
+]
+
+
 class RolloutConfig(Section):
     prompts_per_step: int = Field(default=32, ge=1, le=1_000_000)
     """Number of prompts per step."""
@@ -203,6 +222,13 @@ class RolloutConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}: in rollouts, evaluation, SFT, and `octetrl
     generate` and `serve` of the run. A row's own `chat_template_kwargs` are over them."""
+    history: Literal["recorded", "template"] = "recorded"
+    """What the policy sees of earlier turns. recorded: the tokens as they were sampled, and the replies after them.
+    template: all messages as the chat template renders them again, as in a chat server, so thoughts may be left out.
+    Tokens are kept up to the first change; a change begins a sample of its own, with the rollout's weight divided."""
+    tool_format: ToolFormatName = "auto"
+    """Format in which the model writes tool calls. auto: by the text of its chat template. response_template: by the
+    tokenizer's own one. See docs/environment_tools.md."""
 
 
 class EngineConfig(Section):
@@ -328,13 +354,11 @@ class CriticConfig(Section):
     """Largest change of a value by several updates on one batch, in units of reward. null: no limit."""
 
 
-class DataSource(Section):
-    """One source of conversations or preference pairs: docs/data.md has the formats."""
+class HeldOutSource(Section):
+    """Conversations or preference pairs: docs/data.md has the formats."""
 
     path: str
     """A JSONL or Parquet file, a folder that Hugging Face `datasets` reads, or owner/name on the hub."""
-    weight: float = Field(default=1.0, gt=0.0)
-    """Share of the examples, relative to the other sources' weights."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     subset: str | None = None
@@ -344,20 +368,51 @@ class DataSource(Section):
     selects a key inside an object: {prompt: problem.text}."""
 
 
+class DataSource(HeldOutSource):
+    """One source of conversations or preference pairs: docs/data.md has the formats."""
+
+    weight: float = Field(default=1.0, gt=0.0)
+    """Share of the examples, relative to the other sources' weights."""
+
+
+SourceName = Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")]
+HeldOutData = Annotated[
+    Annotated[str, Tag("[one]")] | Annotated[dict[SourceName, HeldOutSource], Tag("[several]")],
+    Discriminator(lambda given: "[several]" if isinstance(given, Mapping) else "[one]"),
+]
+
+
 class DataConfig(Section):
     """The training data of SFT and of preference objectives."""
 
-    sources: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], DataSource] = Field(default_factory=dict)
+    sources: dict[SourceName, DataSource] = Field(default_factory=dict)
     """Sources by name: {chat: {path: chat.jsonl, weight: 2}, ...}. Choose the names, in lower case. Metrics use
     them."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """What to do with examples longer than model.context_length. refuse: end with an error. drop: leave them out and
     count them in `data/too_long`."""
+    eval_dataset: HeldOutData | None = None
+    """Held-out examples, whose loss is measured every `evaluation.every` steps and after the last one: a file or data
+    set in the sources' form. Or several by name, {chat: {path: chat.jsonl}, code: {path: code.jsonl}}, each with
+    metrics of its own (`eval/chat/loss`)."""
+    eval_split: str | None = None
+    """Split of the held-out examples: of `eval_dataset`, or else of the sources, which are Hugging Face data sets."""
+    eval_size: int = Field(default=0, ge=0, le=1_000_000_000)
+    """Number of the sources' examples that are held out, chosen at random by `seed`. Equal examples are left out of
+    training too. 0: none."""
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are held-out examples."""
+        return self.eval_dataset is not None or self.eval_split is not None or self.eval_size > 0
 
 
 class EvaluationConfig(Section):
     every: int = Field(default=0, ge=0, le=1_000_000_000)
-    """Number of steps between evaluations on the held-out tasks. 0: never during training."""
+    """Number of steps between evaluations on the held-out tasks, or on the held-out examples of `data`. 0: never during
+    training."""
+    on_start: bool = False
+    """Also evaluate before the first step. The result is step 0 of `metrics.jsonl`."""
     samples: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
     """Number of completions per task."""
     k: tuple[Annotated[int, Field(ge=1)], ...] = ()
@@ -379,9 +434,9 @@ class CheckpointConfig(Section):
     """Number of latest checkpoints to keep. The last sound one also stays while later steps are not known to be sound
     (`collapse`), and so does one to whose folder you have added a file."""
     keep_best: int = Field(default=0, ge=0, le=1_000_000_000)
-    """Number of further checkpoints to keep: those with the highest `best_metric`; of equal ones, the earliest."""
+    """Number of further checkpoints to keep: those with the best `best_metric`; of equal ones, the earliest."""
     best_metric: str = "eval/accuracy"
-    """Metric that ranks checkpoints, for `keep_best`, the report and `RUN@best`."""
+    """Metric that ranks checkpoints, for `keep_best`, the report and `RUN@best`. More is better, except of a loss."""
     batches_ahead: Literal["drawn_again", "saved"] = "drawn_again"
     """Batches that were generated ahead (`cluster.max_staleness`) when the checkpoint was written. drawn_again: a
     resumed run generates them again, from the same tasks with the checkpoint's weights. saved: they are in the
@@ -412,8 +467,19 @@ class LoggingConfig(Section):
     """Number of steps between lines on the console. Files get every step."""
     tensorboard: bool = True
     """Write the metrics to TensorBoard files too."""
+    report_to: tuple[Literal["wandb", "mlflow", "trackio", "swanlab"], ...] = ()
+    """Experiment trackers that get the metrics. Each has an extra of its name, and its own environment variables set
+    server, key and offline mode (WANDB_MODE, MLFLOW_TRACKING_URI)."""
+    project: str = Field(default="octetrl", min_length=1)
+    """Project of the run in trackers; MLflow's experiment."""
+    run_name: str | None = Field(default=None, min_length=1)
+    """Name of the run in trackers. null: the last part of output_dir."""
+    group: str | None = Field(default=None, min_length=1)
+    """Group of the run in trackers. null: none."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run in trackers."""
     wandb_project: str | None = None
-    """Weights & Biases project for the metrics. null: none. It needs the `wandb` extra."""
+    """As wandb in `report_to`, in this project. null: `project`."""
     rollouts: bool = True
     """Write every rollout to rollouts/step_NNNNNN.jsonl, and those of evaluations to evaluations/step_NNNNNN.jsonl."""
 
@@ -425,8 +491,8 @@ class EarlyStoppingConfig(Section):  # ends a run that no longer improves (docs/
     """Number of values in a row without an improvement that end the run, with a checkpoint."""
     min_delta: float = Field(default=0.0, ge=0.0, le=1e9)
     """Smallest improvement that counts."""
-    mode: Literal["max", "min"] = "max"
-    """Whether more or less of the metric is better."""
+    mode: Literal["auto", "max", "min"] = "auto"
+    """Whether more or less of the metric is better. auto: less of a loss, more of any other metric."""
 
 
 class Recipe(Section):
@@ -466,6 +532,9 @@ class Recipe(Section):
     """Seed of random weights, of sampling and of the order of the data."""
     steps: int = Field(default=100, ge=1, le=1_000_000_000)
     """Number of steps. Each step produces data, trains on it and publishes the new weights to the engine."""
+    epochs: float | None = Field(default=None, gt=0.0, le=1e9)
+    """For SFT and preferences, in place of `steps`: number of passes over all examples of the sources together. The
+    number of steps follows from it and `algorithm.batch_size`, rounded up. null: `steps` counts."""
     output_dir: str = "runs/run"
     """Folder that the run writes its metrics, rollouts and checkpoints to."""
 
@@ -475,9 +544,30 @@ class Recipe(Section):
         return dict(self.environments) or {"": self.environment}
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Answers to a prompt, of each environment."""
+        own = tuple(one.group_size or self.rollout.group_size for one in self.environments.values())
+        return own or (self.rollout.group_size,)
+
+    @property
+    def most_answers(self) -> int:
+        """Largest number of a step's answers, without refills."""
+        return self.rollout.prompts_per_step * max(self.group_sizes)
+
+    @property
     def model_scores(self) -> bool:
         """Whether the workers hold a reward model that scores. Workers that train one draw nothing to score."""
         return self.environment.reward_model is not None and self.algorithm.name != "reward_model"
+
+    @property
+    def holds_out_rows(self) -> bool:
+        """Whether evaluations measure the loss of held-out examples, and draw no tasks."""
+        return self.algorithm.learns_from != "rollouts" and self.data.holds_out
+
+    @property
+    def draws_evaluations(self) -> bool:
+        """Whether evaluations during the run sample answers to held-out tasks."""
+        return (self.evaluation.every > 0 or self.evaluation.on_start) and not self.holds_out_rows
 
     @property
     def training_temperature(self) -> float:
@@ -492,3 +582,18 @@ class Recipe(Section):
         if not isinstance(algorithm, DatasetSettings) or algorithm.conversations is None:
             return self.data.sources
         return {"conversations": DataSource(path=algorithm.conversations)}
+
+    @property
+    def held_out_sources(self) -> dict[str, HeldOutSource]:
+        """Files or splits of held-out examples, by name; a single `data.eval_dataset` has the empty name."""
+        given, split = self.data.eval_dataset, self.data.eval_split
+        if isinstance(given, Mapping):
+            return dict(given)
+        if given is not None:
+            columns = next((source.columns for source in self.sources.values()), {})
+            return {"": HeldOutSource(path=given, split=split or "train", columns=columns)}
+        if split is None:
+            return {}
+        names = [""] if len(self.sources) == 1 else self.sources
+        splits = (source.model_copy(update={"split": split}) for source in self.sources.values())
+        return dict(zip(names, splits, strict=True))

@@ -74,7 +74,7 @@ def combination_problems(recipe: Recipe, training: bool = True) -> Iterator[Prob
     training: include the rules that only matter for training."""
     yield from problems_of((*MODEL, *(TRAINING if training else ()), *MIXTURE), recipe)
     several = recipe.environments
-    draws = several or not training or recipe.algorithm.learns_from == "rollouts" or recipe.evaluation.every > 0
+    draws = several or not training or recipe.algorithm.learns_from == "rollouts" or recipe.draws_evaluations
     rules = (*(DATASET if draws else ()), *ENVIRONMENT, *(ONE_OF_SEVERAL if several else ()))
     yield from problems_of_each(recipe, lambda one: problems_of(rules, one))
     yield from problems_of((*RUNNING, *(BESIDE_TAIL + SERVER_TRAINS if training else ()), *RUN), recipe)

@@ -4,19 +4,23 @@ The next example comes from the source that is furthest below its share; nothing
 seeded and endless. environments/tasks.py has both. The numbers of examples taken are the position in the mixture.
 
 Examples longer than the model's context are refused, or with `too_long: drop` left out and counted. All examples are
-tokenized when the run starts.
+tokenized when the run starts, also those that are held out: of sources of their own, or drawn from the sources that are
+trained on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from octetrl.config.schema import DataSource
+from octetrl.config.schema import DataSource, HeldOutSource
 from octetrl.data.conversations import Tokenized, TurnTokens, read_conversation, read_preference, refuse_padded_end
 from octetrl.data.rows import find_value, read_rows, without_padding
 from octetrl.environments.tasks import EndlessOrder, furthest_behind, shares_of
@@ -50,7 +54,7 @@ class Source:
     weight: float = 1.0
 
 
-def read_source(name: str, config: DataSource, kind: Kind) -> Source:
+def read_source(name: str, config: HeldOutSource, kind: Kind) -> Source:
     """Read all examples of one source. Raises UserError with a line for each of the first ten invalid rows."""
     examples, places, problems = [], [], []
     for row in read_rows(config.path, split=config.split, subset=config.subset):
@@ -65,7 +69,30 @@ def read_source(name: str, config: DataSource, kind: Kind) -> Source:
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise UserError("\n  ".join([f"{config.path}: {len(problems)} invalid rows", *problems[:SHOWN], *more]))
-    return Source(name, examples, places, config.weight)
+    return Source(name, examples, places, config.weight if isinstance(config, DataSource) else 1.0)
+
+
+def steps_of(epochs: float, examples: int, batch_size: int) -> int:
+    """The steps of this many passes over the examples, rounded up. In floats 1.1 passes over 100 would be above 110."""
+    return max(1, math.ceil(Fraction(str(epochs)) * examples / batch_size))
+
+
+def hold_out(sources: Sequence[Source], number: int, seed: int) -> tuple[list[Source], Source]:
+    """The sources without `number` examples of them, chosen at random, and without equal ones; and those examples."""
+    total = sum(len(source.examples) for source in sources)
+    if number >= total:
+        raise UserError(f"data.eval_size: {number:,} of {total:,} examples are held out, so none is left; lower it")
+    rows = [(source, *row) for source in sources for row in zip(source.examples, source.places, strict=True)]
+    chosen = sorted(random.Random(f"held out/{seed}").sample(range(total), number))
+    held_out = Source("eval_size", [rows[place][1] for place in chosen], [rows[place][2] for place in chosen])
+    equal = {repr(example) for example in held_out.examples}
+    kept = []
+    for source in sources:
+        left = [row for row in zip(source.examples, source.places, strict=True) if repr(row[0]) not in equal]
+        if not left:
+            raise UserError(f"data.eval_size: all examples of '{source.name}' are held out; lower it")
+        kept.append(replace(source, examples=[row[0] for row in left], places=[row[1] for row in left]))
+    return kept, held_out
 
 
 def _with_columns(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
@@ -84,6 +111,15 @@ def _digest(source: Source) -> str:
     return digest.hexdigest()[:16]
 
 
+def _numbered(items: Sequence[Tokenized], first: int = 0) -> list[Sample]:
+    """The samples of the items; those of a pair have its number."""
+    return [
+        sample if sample.pair is None else replace(sample, pair=number)
+        for number, item in enumerate(items, first)
+        for sample in item.samples
+    ]
+
+
 @dataclass(slots=True)
 class _Queue:
     """The tokenized examples of one source, in an endless order."""
@@ -98,7 +134,8 @@ class Mixture:
     """Samples of `sources`, mixed by weight, in a seeded endless order.
 
     context_length: largest length of a sample, in tokens. None: no limit.
-    too_long: whether to refuse longer samples or drop them. pad_token_id: with which no sample may end.
+    too_long: whether to refuse longer samples or drop them. pad_token_id: with which no sample may end. held_out:
+    sources that are only measured, by name. eval_size: examples of `sources` that are.
     Raises UserError if a source has no rows to train on, or if a row is too long and refused.
     """
 
@@ -111,6 +148,8 @@ class Mixture:
         context_length: int | None = None,
         too_long: Literal["refuse", "drop"] = "refuse",
         pad_token_id: int | None = None,
+        held_out: Mapping[str, Source] | None = None,
+        eval_size: int = 0,
     ) -> None:
         if not sources:
             raise UserError("data.sources: there are no rows to train on")
@@ -118,9 +157,18 @@ class Mixture:
         self._seed, self._dropped, self._across_borders = seed, 0, 0
         self._queues = []
         self.digests = {source.name: _digest(source) for source in sources}  # digest of all rows, by source
+        self.eval_digests = {name: _digest(source) for name, source in (held_out or {}).items()}
+        if eval_size:
+            sources, taken = hold_out(sources, eval_size, seed)
+            held_out = {"": taken}
         for number, source in enumerate(sources):
             items = self._fitting(source, chat, context_length, too_long, pad_token_id)
             self._queues.append(_Queue(source.name, items, EndlessOrder(len(items), seed + number)))
+        self.num_examples = sum(len(queue.items) for queue in self._queues)
+        self.held_out = {  # samples that are only measured, by name
+            name: _numbered(self._fitting(source, chat, context_length, too_long, pad_token_id))
+            for name, source in (held_out or {}).items()
+        }
         self.metrics: Mapping[str, float] = {}  # those of the last batch
 
     def next_batch(self, n: int) -> list[Sample]:
@@ -132,9 +180,9 @@ class Mixture:
         before = self._taken
         for _ in range(n):
             number, queue = sum(self._taken), self._queues[furthest_behind(self._shares, self._taken)]
-            drawn = queue.items[queue.order[queue.taken]].samples
+            drawn = queue.items[queue.order[queue.taken]]
             queue.taken += 1
-            samples += [sample if sample.pair is None else replace(sample, pair=number) for sample in drawn]
+            samples += _numbered([drawn], number)
         self.metrics = {
             "data/too_long": float(self._dropped),
             "data/tokens_across_borders": float(self._across_borders),

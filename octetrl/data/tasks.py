@@ -90,7 +90,7 @@ def make_tasks(
         tasks.append(
             Task(
                 id=task_id,
-                prompt=with_prompt_template(_prompt(row, where), prompt_template),
+                prompt=with_prompt_template(row_prompt(row, where), prompt_template),
                 answer=_reference(row.get("answer"), reference_marker, where),
                 metadata={key: value for key, value in record.items() if key not in used},
                 tools=read_tools(row.get("tools"), f"{where}: 'tools'"),
@@ -125,7 +125,7 @@ def _at(record: Mapping[str, Any], column: str, where: str) -> Any:
         raise UserError(f"{where}: there is no '{column}', which environment.columns names{hint}") from None
 
 
-def _prompt(row: Mapping[str, Any], where: str) -> Prompt:
+def row_prompt(row: Mapping[str, Any], where: str) -> Prompt:
     """The row's `prompt`, or its `messages` without the assistant's answer at their end."""
     messages = row.get("messages") if "prompt" not in row else None
     if messages is None:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from octetrl.config.schema import Recipe
-from octetrl.environments.tools.messages import TEMPLATE_ERRORS, Family, family_of, template_fails
+from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails
 from octetrl.shapes.spec import MOST_LAYERS
-from octetrl.system.errors import UserError, dangling
-from octetrl.system.json_file import read_json
+from octetrl.system.errors import UserError, dangling, nearest_file
+from octetrl.system.json_file import read_json, read_text
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TEMPLATE = "chat_template.jinja"
@@ -40,13 +40,19 @@ Tokenizer = Any  # transformers' PreTrainedTokenizerBase; lower packages declare
 
 
 def load_tokenizer(
-    folder: str | Path, vocab_size: int | None = None, *, remedy: str = "give model.tokenizer a Hugging Face folder"
+    folder: str | Path,
+    vocab_size: int | None = None,
+    *,
+    remedy: str = "give model.tokenizer a Hugging Face folder",
+    template: str | Path | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer in `folder`. remedy: what to do if there is none.
+    """Load the tokenizer in `folder`. remedy: what to do if there is none. template: a file with a chat template in
+    place of its own.
 
     Raises UserError if there is none, or if it has no EOS token, a broken chat template, or tokens outside the model's
     `vocab_size` (None: not checked)."""
     path = check_tokenizer_files(folder, remedy=remedy)
+    text = None if template is None else read_template(template)
     from transformers import AutoTokenizer
 
     try:
@@ -64,12 +70,36 @@ def load_tokenizer(
             f' set "eos_token" in its tokenizer_config.json'
         )
     try:
+        if text is not None:
+            tokenizer.chat_template = text
         check_template(tokenizer)
-        if vocab_size is not None:
-            check_vocabulary(tokenizer, vocab_size)
     except UserError as error:
-        raise UserError(f"{error} (of '{path}')") from error.__cause__
+        if template is None:
+            raise UserError(f"{error} (of '{path}')") from error.__cause__
+        reason = str(error).removeprefix("tokenizer: its ").removesuffix(f"; {_CORRECT}")
+        raise UserError(f"model.chat_template: '{template}': the {reason}; correct the file") from error.__cause__
+    if vocab_size is not None:
+        try:
+            check_vocabulary(tokenizer, vocab_size)
+        except UserError as error:
+            raise UserError(f"{error} (of '{path}')") from error
     return tokenizer
+
+
+def recipe_tokenizer(recipe: Recipe, vocab_size: int | None = None) -> Tokenizer:
+    """Load the tokenizer of a recipe's model, with the recipe's chat template."""
+    return load_tokenizer(tokenizer_folder(recipe), vocab_size, template=recipe.model.chat_template)
+
+
+def read_template(file: str | Path) -> str:
+    """The text of a file with a chat template. Raises UserError if there is none."""
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"model.chat_template: no file '{path}'; give a Jinja template{nearest_file(path)}")
+    text = read_text(path, "give a Jinja template")
+    if not text.strip():
+        raise UserError(f"model.chat_template: '{path}' is empty; give a Jinja template, or leave it out")
+    return text
 
 
 def check_tokenizer_files(folder: str | Path, *, remedy: str = "give model.tokenizer a Hugging Face folder") -> Path:
@@ -240,11 +270,6 @@ def _check_settings(path: Path) -> None:
             for key in (key for key in settings if key.endswith("_token")):
                 if not isinstance(settings[key], str | dict | bool | None):
                     raise settings.wrong(key, "a string or an object with content is needed")
-
-
-def tool_family(tokenizer: Tokenizer) -> Family | None:
-    """Return the form in which a model with this tokenizer writes tool calls. None: no form, or an unknown one."""
-    return None if tokenizer.chat_template is None else family_of(tokenizer.get_chat_template(tools=[]))
 
 
 SECONDS = 10  # of a core

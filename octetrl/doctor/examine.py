@@ -27,7 +27,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
 from octetrl.config.schema import Recipe
 from octetrl.config.validate import validate_with_spec
-from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.data.tokenizer import Tokenizer, recipe_tokenizer
 from octetrl.doctor.passes import DrawnSequences, EngineLimits, LogprobRule, Pass, engine_plans, packed_pass, paged_pass
 from octetrl.doctor.taps import Tap, engine_tap, trainer_tap
 from octetrl.engine.engine import Engine
@@ -102,7 +102,7 @@ class ExaminedWorker:
         self.spec: ModelSpec = model_spec(recipe)
         validate_with_spec(recipe, self.spec)
         self.policy: PrecisionPolicy = precision_policy(self.spec, recipe.fp8)
-        self.tokenizer: Tokenizer = load_tokenizer(tokenizer_folder(recipe), model_spec(recipe).vocab_size)
+        self.tokenizer: Tokenizer = recipe_tokenizer(recipe, model_spec(recipe).vocab_size)
         self.prompts = first_prompts(recipe, self.spec, self.tokenizer, examination)
         self.recorder = LogprobRecorder()
         self.worker = Worker(

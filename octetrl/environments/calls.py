@@ -96,9 +96,10 @@ def unchanged_process() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The result of a call. `error` is None if the function returned."""
+    """The result of a call. `error` is None if the function returned; `raised`: what it raised instead."""
 
     value: Any = None
+    raised: BaseException | None = None
     error: str | None = None  # one line
     trace: str | None = None
     timed_out: bool = False
@@ -162,6 +163,10 @@ class Calls:
         results += self._take(0.0) if late else []  # what arrived in time but was not read yet
         return results + [(ticket, self._abandon(ticket)) for ticket in late if ticket in self._pending]
 
+    def wake(self) -> None:
+        """End the wait of `poll`. Any thread may call it."""
+        self._done.put((-1, CallResult()))
+
     def forget(self) -> None:
         """Drop all calls in flight: their results will not be returned."""
         self._pending.clear()
@@ -207,14 +212,14 @@ class Calls:
                 value = asyncio.run(value)
             called = CallResult(value)
         except BaseException as error:
-            called = CallResult(error=error_line(error), trace=error_trace(error))
+            called = CallResult(raised=error, error=error_line(error), trace=error_trace(error))
         self._done.put((ticket, called))
 
     async def _await(self, ticket: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
             called = CallResult(await function(*args))
         except BaseException as error:  # also a cancelled call, whose result is dropped
-            called = CallResult(error=error_line(error), trace=error_trace(error))
+            called = CallResult(raised=error, error=error_line(error), trace=error_trace(error))
         self._done.put((ticket, called))
 
 

@@ -1,6 +1,6 @@
 """Runs an environment with several turns: replies to completions, and the reward of the conversation.
 
-    receive   the completion becomes the model's message; its tool calls are read by the family of the chat template
+    receive   the completion becomes the model's message; its tool calls are read in the format of the chat template
     answer    tool calls by the tools, all of a message at once; anything else by `reply`, if there is one
     judge     @reward and @metric functions, all at once
 
@@ -30,12 +30,16 @@ from octetrl.environments.calls import CallResult, Calls
 from octetrl.environments.scoring import OpenScorer, finite_number
 from octetrl.environments.tasks import own_task
 from octetrl.environments.tools.definition import Toolbox
-from octetrl.environments.tools.messages import Call, Family, ParsedMessage, parse_message, to_message, tool_message
+from octetrl.environments.tools.formats import FORMATS
+from octetrl.environments.tools.formats.reading import Call, MalformedCall, ParsedMessage, ToolFormat
+from octetrl.environments.tools.messages import to_message, tool_message
 from octetrl.environments.turns import Conversation, components_of, replies_of
 from octetrl.records import Completion, Reply, RolloutStatus, Task
 from octetrl.system.errors import UserError
+from octetrl.system.json_file import kind_of
 
 _HOOKS = ("start", "finish", "reply")
+MEASURED = ("turns", "tool_calls", "refused_calls", "failed_calls", "score")  # no names for rewards and metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class ConversationLimits:
     max_turns: int = 16
     reply_seconds: float = 60.0
     tool_seconds: float = 30.0
+    agent_seconds: float = 600.0
     reward_seconds: float = 10.0
     max_in_flight: int | None = None  # None: all rollouts of a step
     tool_failure: Literal["end", "tell"] = "end"
@@ -78,6 +83,7 @@ class ConversationLimits:
             max_turns=turns.max_turns,
             reply_seconds=turns.reply_timeout_seconds,
             tool_seconds=turns.tool_timeout_seconds,
+            agent_seconds=turns.agent_timeout_seconds,
             reward_seconds=config.reward_timeout_seconds,
             max_in_flight=turns.max_in_flight,
             tool_failure=turns.tool_failure,
@@ -94,10 +100,13 @@ class RewardParts:
 class Dialogues:
     """What runs the conversations of a step: a `Dialogue`, or one for each environment of several.
 
-    `calls`: runs the environments' code. `scorer`: scores last messages; None: no scorer."""
+    `calls`: runs the environments' code. `scorer`: scores last messages; None: no scorer. `capture`: receives the calls
+    of agents (rollout/agent.py); None: there are none. `closes`: called at the end."""
 
     calls: Calls
     scorer: OpenScorer | None
+    capture: Any = None
+    closes: Callable[[], None] | None = None
 
     def of(self, task: Task) -> Dialogue:
         """The dialogue of this task's environment."""
@@ -105,6 +114,8 @@ class Dialogues:
 
     def close(self) -> None:
         self.calls.close()
+        if self.closes is not None:
+            self.closes()
         if self.scorer is not None:
             self.scorer.close()
 
@@ -112,7 +123,7 @@ class Dialogues:
 class Dialogue(Dialogues):
     """`environment` with its tools, rewards and limits. Raises UserError for an incomplete environment.
 
-    family: how the model writes tool calls; None: it cannot. scorer: scores the last message, instead of the
+    tool_format: how the model writes tool calls; None: it cannot. scorer: scores the last message, instead of the
     environment's own rewards if `only_scorer`, besides them otherwise; None: no scorer.
     """
 
@@ -121,18 +132,20 @@ class Dialogue(Dialogues):
         environment: Any,
         limits: ConversationLimits,
         *,
-        family: Family | None = None,
+        tool_format: ToolFormat | None = None,
         scorer: OpenScorer | None = None,
         only_scorer: bool = False,
     ) -> None:
         self.limits, self.scorer, self.calls = limits, scorer, Calls()
-        check_environment(environment, family, has_scorer=scorer is not None)
+        self.agent: Callable[..., Any] | None = getattr(environment, "agent", None)
+        check_environment(environment, tool_format is not None, has_scorer=scorer is not None)
         self._hooks: dict[str, Any] = {name: getattr(environment, name, None) for name in _HOOKS}
         self._toolbox = toolbox_of(environment)
         self._components = components_of(environment)
         if only_scorer:
             self._components = tuple(replace(each, weight=None) for each in self._components)
-        self._family: Family = family or "hermes"
+        self._format = tool_format or FORMATS["hermes"]
+        self._schemas = self._toolbox.schemas()
 
     def of(self, task: Task) -> Dialogue:
         return self
@@ -150,10 +163,10 @@ class Dialogue(Dialogues):
         conversation.turns += 1
         conversation.text = completion.text
         if not self._toolbox.tools:
-            conversation.messages.append({"role": "assistant", "content": completion.text})
+            _messages_of(conversation).append({"role": "assistant", "content": completion.text})
             return ParsedMessage(completion.text)
-        parsed = parse_message(completion.text, self._family)
-        conversation.messages.append(to_message(parsed))
+        parsed = self._format.parse(completion.text, [*self._schemas, *conversation.task.tools])
+        _messages_of(conversation).append(to_message(parsed))
         return parsed
 
     def answer(self, conversation: Conversation, message: ParsedMessage) -> Asking[tuple[Reply, ...]]:
@@ -167,7 +180,7 @@ class Dialogue(Dialogues):
             replies = replies_of(value)
         except TypeError as error:
             raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"TypeError: {error}") from None
-        conversation.messages += [{"role": reply.role, "content": reply.text} for reply in replies]
+        _messages_of(conversation).extend({"role": reply.role, "content": reply.text} for reply in replies)
         return replies
 
     def judge(self, conversation: Conversation) -> Asking[RewardParts]:
@@ -216,9 +229,20 @@ class Dialogue(Dialogues):
                 if self.limits.tool_failure == "end":
                     raise Failed(RolloutStatus.TOOL_ERROR, result.error, result.trace)
                 text = f"Error: {result.error}"
-            conversation.messages.append(tool_message(call, text))
+            message = tool_message(call, text)
+            if self._format.names_calls and isinstance(call, MalformedCall):
+                message["role"] = "user"  # templates refuse a tool's result without a call
+            _messages_of(conversation).append(message)
             replies.append(Reply("tool", text))
         return tuple(replies)
+
+
+def _messages_of(conversation: Conversation) -> list[dict[str, Any]]:
+    """Its messages, which the environment may edit. Raises Failed if it left no list."""
+    if isinstance(given := conversation.messages, list):
+        return given
+    reason = f"TypeError: conversation.messages is {kind_of(given)}; it must stay a list of messages"
+    raise Failed(RolloutStatus.ENVIRONMENT_ERROR, reason)
 
 
 def _value(result: CallResult, error: RolloutStatus, timeout: RolloutStatus) -> Any:
@@ -238,7 +262,17 @@ def _reward_number(value: object, what: str, prefix: str = "") -> float:
 def is_dialogue(environment: object) -> bool:
     """Whether the environment has several turns or decorated rewards. Otherwise it has only tasks and a score."""
     has_more = any(getattr(environment, name, None) is not None for name in ("reply", "start", "finish"))
-    return has_more or bool(getattr(environment, "tools", ())) or bool(components_of(environment))
+    return (
+        has_more
+        or has_agent(environment)
+        or bool(getattr(environment, "tools", ()))
+        or bool(components_of(environment))
+    )
+
+
+def has_agent(environment: object) -> bool:
+    """Whether a program of its own takes the turns (rollout/agent.py)."""
+    return getattr(environment, "agent", None) is not None
 
 
 def toolbox_of(environment: object) -> Toolbox:
@@ -246,17 +280,20 @@ def toolbox_of(environment: object) -> Toolbox:
     return Toolbox(getattr(environment, "tools", ()))
 
 
-def check_environment(environment: object, family: Family | None, *, has_scorer: bool) -> None:
-    """Raises UserError if the environment is incomplete, or if a model of this family can't call its tools."""
-    if (tools := toolbox_of(environment).tools) and family is None:
+def check_environment(environment: object, calls_tools: bool, *, has_scorer: bool) -> None:
+    """Raises UserError if the environment is incomplete, or if it has tools and the model can't call any."""
+    if (tools := toolbox_of(environment).tools) and not calls_tools:
         raise UserError(
             f"environment: it has tools ({', '.join(tools)}), and the tokenizer's chat template has none, or writes"
-            " calls in a way that is not known here (Hermes/Qwen and Llama 3 are); use a model that has, or no tools"
+            f" calls in an unknown format; name it in rollout.tool_format ({', '.join(FORMATS)}), or use a model that"
+            " can call tools"
         )
+    if has_agent(environment) and (tools or any(getattr(environment, name, None) for name in ("start", "reply"))):
+        raise UserError("environment: its agent takes the turns itself; leave out tools, start and reply")
     components = components_of(environment)
     if not has_scorer and all(each.weight is None for each in components):
         raise UserError("environment: nothing in it gives a reward; add a method with @reward, or score(task, text)")
     for each in components:
-        if each.name in ("turns", "tool_calls", "refused_calls", "failed_calls", "score"):
+        if each.name in MEASURED:
             kind = "metric" if each.weight is None else "reward"
             raise UserError(f"environment: '{each.name}' is measured of every rollout; give your {kind} another name")

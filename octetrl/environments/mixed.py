@@ -34,7 +34,7 @@ from octetrl.environments.scoring import (
     score_all,
 )
 from octetrl.environments.tasks import Taskset, furthest_behind, named, own_task, shares_of
-from octetrl.records import Task
+from octetrl.records import RolloutGroup, Task
 from octetrl.system.errors import UserError
 
 
@@ -63,21 +63,28 @@ class MixedTaskset(Taskset):
             batch.append(named(task, name))
         return batch
 
-    def held_out(self, n: int | None = None) -> list[Task]:
-        """The held-out tasks of every environment, one environment after the other; the first `n` (None: all)."""
-        tasks: list[Task] = [named(task, name) for name, member in self._members.items() for task in member.held_out()]
-        if n is not None and n > len(tasks):
-            raise UserError(f"{n} held-out tasks asked for, {len(tasks)} set aside; raise environments.NAME.eval_size")
-        return tasks[:n]
+    def evaluation_sets(self, *, all_tasks: bool = False) -> dict[str, list[Task]]:
+        """The sets of every environment; "" has those without a name, one environment after the other."""
+        sets: dict[str, list[Task]] = {}
+        for name, member in self._members.items():
+            for set_name, tasks in member.evaluation_sets(all_tasks=all_tasks).items():
+                sets.setdefault(set_name, []).extend(named(task, name) for task in tasks)
+        return sets
 
-    def all_tasks(self) -> list[Task]:
-        """All tasks of every environment, held out or not."""
-        return [named(task, name) for name, member in self._members.items() for task in member.all_tasks()]
+    def record(self, groups: Sequence[RolloutGroup]) -> None:
+        for name, member in self._members.items():
+            own = [
+                (group, group.task.id.removeprefix(f"{name}/")) for group in groups if group.task.environment == name
+            ]
+            member.record([replace(group, task=replace(group.task, id=own_id)) for group, own_id in own])
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """How often each environment's tasks have been used."""
-        return {f"environments/{name}/epoch": member.epoch for name, member in self._members.items()}
+        """How often each environment's tasks have been used, and what their own curricula measure."""
+        metrics = {f"environments/{name}/epoch": member.epoch for name, member in self._members.items()}
+        for name, member in self._members.items():
+            metrics |= {f"environments/{name}/{metric}": value for metric, value in member.metrics.items()}
+        return metrics
 
     def state(self) -> dict[str, Any]:
         return {
@@ -203,5 +210,7 @@ class MixedDialogues(Dialogues):
 
     def close(self) -> None:
         self.calls.close()
+        if self.closes is not None:
+            self.closes()
         for member in self._members.values():
             member.close()

@@ -21,12 +21,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of parts, as OpenAI's two interfaces name them
 
 
-def read_messages(messages: object, where: str) -> tuple[Message, ...]:
-    """Messages with known roles, text and calls whose arguments are objects. where: of the list, for a UserError."""
+def read_messages(messages: object, where: str, *, may_be_empty: bool = False) -> tuple[Message, ...]:
+    """Messages with known roles, text and calls whose arguments are objects. where: of the list, for a UserError.
+    may_be_empty: the assistant's text, where it was sampled."""
     if not isinstance(messages, list | tuple) or not messages:
         given = "an empty list" if messages in ([], ()) else kind_of(messages)
         raise UserError(f'{where} is {given}; it must be a list of {{"role", "content"}}')
-    return tuple(_read_message(message, f"{where}, message {n}") for n, message in enumerate(messages, 1))
+    return tuple(_read_message(message, f"{where}, message {n}", may_be_empty) for n, message in enumerate(messages, 1))
 
 
 def read_prompt(prompt: object, where: str) -> Prompt:
@@ -76,7 +77,7 @@ def with_prompt_template(prompt: Prompt, template: str) -> Prompt:
     )
 
 
-def _read_message(message: Any, at: str) -> Message:
+def _read_message(message: Any, at: str, may_be_empty: bool) -> Message:
     if not isinstance(message, Mapping):
         raise UserError(f"{at} is {kind_of(message)}; it must be an object with role and content")
     role, content, calls = message.get("role"), _text_of(message.get("content"), at), message.get("tool_calls")
@@ -86,7 +87,7 @@ def _read_message(message: Any, at: str) -> Message:
     if role != "assistant" or not calls or content:
         if not isinstance(content, str):
             raise UserError(f"{at}: 'content' is {kind_of(content)}; it must be a string, or a list of text parts")
-        if role == "assistant" and not content.strip() and not calls:
+        if role == "assistant" and not (content.strip() or calls or may_be_empty):
             raise UserError(f"{at}: the assistant's 'content' is empty; give its answer, or remove the message")
     return with_read_calls({**message, **({"content": content} if "content" in message else {})}, at)
 

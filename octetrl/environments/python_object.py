@@ -33,19 +33,20 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
 from octetrl.config.environment import EnvironmentConfig, RewardConfig
 from octetrl.environments.calls import unchanged_process
-from octetrl.environments.named_rewards import NamedReward, NamedRewards, check_group_reward
+from octetrl.environments.named_rewards import NamedReward, NamedRewards, check_call_in_run
 from octetrl.environments.prompts import read_prompt
 from octetrl.environments.scoring import Scorer, check_call, check_signature, place_of
-from octetrl.environments.tasks import Environment
+from octetrl.environments.tasks import Environment, own_eval_sets
 from octetrl.environments.trl_rewards import TrlRewards, has_trl_form
 from octetrl.environments.turns import components_of
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
@@ -183,6 +184,18 @@ def search_beside(recipe: str | Path) -> None:
         sys.path.append(folder)
 
 
+def folders_of(names: Iterable[str]) -> list[str]:
+    """The folders in which the modules of `module:name` lie, for a later process that runs elsewhere."""
+    modules = {name.partition(":")[0].partition(".")[0] for name in names if ":" in name and not is_given(name)}
+    _search_working_directory()
+    specs = [find_spec(module) for module in sorted(modules) if module not in ("", "__main__")]
+    places = [
+        spec.origin or next(iter(spec.submodule_search_locations or ()), "") for spec in specs if spec is not None
+    ]
+    files = [Path(place).parent if Path(place).name == "__init__.py" else Path(place) for place in places if place]
+    return list(dict.fromkeys(str(file.absolute().parent) for file in files))
+
+
 def _search_working_directory() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -219,7 +232,15 @@ def check_environment(environment: Any, path: str) -> None:
     for name in ("start", "reply", "finish"):
         if callable(function := getattr(environment, name, None)):
             check_call(function, f"environment.dataset: the {name} of '{path}'", "conversation")
-    check_tasks(environment, path)
+    check_tasks(result_of(lambda: environment.tasks, f"'{path}': reading its tasks"), path)
+    sets = result_of(lambda: own_eval_sets(environment), f"'{path}': reading its eval_tasks")
+    for name, tasks in sets.items():
+        check_tasks(tasks, path, f"eval_tasks['{name}']" if name else "eval_tasks")
+        if (name and not re.fullmatch(r"[a-z0-9_-]+", name)) or name in ("environments", "component"):
+            raise UserError(
+                f"environment.dataset: '{path}': '{name}' is no name for a set of eval_tasks; use lower case letters,"
+                " digits, '_' and '-', and neither 'environments' nor 'component'"
+            )
 
 
 T = TypeVar("T")
@@ -265,14 +286,13 @@ class ForeignTasks(Sequence[Task]):
         return result_of(partial(getitem, self._tasks, place), f"'{self._path}': tasks[{place}]")
 
 
-def check_tasks(environment: Any, path: str) -> None:
-    """Raises UserError for tasks that a run cannot use. path: the environment's name in the recipe."""
+def check_tasks(given: Any, path: str, what: str = "tasks") -> None:
+    """Raises UserError for tasks that a run cannot use. path: the environment's name in the recipe; what: of it."""
     where = f"environment.dataset: '{path}': "
-    given = result_of(lambda: environment.tasks, f"'{path}': reading its tasks")
     has_places = hasattr(type(given), "__len__") and hasattr(type(given), "__getitem__")
     if not has_places or isinstance(given, str | bytes | Mapping):
         raise UserError(
-            f"{where}its tasks are {type_of(given)}; give a list of Task, or another sequence with a length and places"
+            f"{where}its {what} are {type_of(given)}; give a list of Task, or another sequence with a length and places"
         )
     is_list = isinstance(given, list | tuple)
     tasks = given if is_list else ForeignTasks(given, path)
@@ -283,7 +303,7 @@ def check_tasks(environment: Any, path: str) -> None:
     places = range(number) if is_list else sorted(tried | {*range(number)[-1:]})
     checked = {place: tasks[place] for place in places}
     for place, task in checked.items():
-        _check_task(task, f"{where}tasks[{place}]")
+        _check_task(task, f"{where}{what}[{place}]")
     repeated, times = next(iter(Counter(task.id for task in checked.values()).most_common(1)), ("", 0))
     if times > 1:
         raise UserError(f"{where}{times} tasks have the id {repeated[:60]!r}; give each an id of its own")
@@ -318,37 +338,36 @@ _FIELD = "environment.reward"
 
 def named_reward(reward: str | Mapping[str, RewardConfig], given: Given) -> Scorer:
     """The reward that a recipe names: an object given in Python, or the function at `module:name`; of several those
-    that score a completion."""
+    that reward processes call."""
     if not isinstance(reward, str):
-        several = {name: each for name, each in reward.items() if each.of == "completion"}
-        parts = [NamedReward(name, named_reward(each.function, given), each.weight) for name, each in several.items()]
-        return NamedRewards(tuple(parts), before_groups=len(several) < len(reward))
+        several = {name: each for name, each in reward.items() if not each.in_run}
+        parts = [NamedReward(name, named_reward(each.function, given), each.in_sum) for name, each in several.items()]
+        return NamedRewards(tuple(parts), before_others=len(several) < len(reward))
     if reward not in given:
         return PythonReward(reward)
     scorer: Scorer = given[reward]
     return TrlRewards([scorer]) if has_trl_form(scorer) else scorer
 
 
-def group_rewards(config: EnvironmentConfig, given: Given) -> tuple[NamedReward, ...]:
-    """The rewards of whole groups. Their functions are imported first in a process of their own, then here."""
+def rewards_in_run(config: EnvironmentConfig, given: Given) -> tuple[list[NamedReward], list[NamedReward]]:
+    """The rewards that the run's process calls: those of whole groups, and those of a completion with limits. Their
+    functions are imported first in a process of their own, then here."""
     named = {} if config.reward is None or isinstance(config.reward, str) else config.reward
-    return tuple(
-        NamedReward(
-            name,
-            given[each.function]
-            if each.function in given
-            else _group_function(name, each.function, config.load_timeout_seconds),
-            each.weight,
-        )
-        for name, each in named.items()
-        if each.of == "group"
-    )
+    made: dict[bool, list[NamedReward]] = {True: [], False: []}
+    for name, each in named.items():
+        if each.in_run:
+            is_given = each.function in given
+            seconds = config.load_timeout_seconds
+            function = given[each.function] if is_given else _function_here(name, each, seconds)
+            part = NamedReward(name, function, each.in_sum, each.max_concurrent, each.per_minute)
+            made[each.of == "group"].append(part)
+    return made[True], made[False]
 
 
-def _group_function(name: str, path: str, seconds: float) -> Any:
+def _function_here(name: str, reward: RewardConfig, seconds: float) -> Any:
     field = f"{_FIELD}.{name}"
-    function = load_object(field, path, seconds)
-    check_group_reward(function, f"{field}: '{path}'")
+    function = load_object(field, reward.function, seconds)
+    check_call_in_run(function, f"{field}: '{reward.function}'", of_group=reward.of == "group")
     return function
 
 

@@ -17,6 +17,7 @@ The last marker counts, because a model may correct itself. White space around t
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -50,6 +51,12 @@ def extract_answer(completion_text: str, marker: str | None) -> str | None:
     if re.fullmatch(r"<\w+>", marker):
         answer = answer.partition(f"</{marker[1:]}")[0]
     return answer.strip()
+
+
+def missing_answers(answers: Sequence[str | None]) -> list[str | None]:
+    """What is wrong with each reference answer for `ExactScorer`; None if it can be compared with."""
+    lacking = "there is no 'answer' to compare with; give one, leave the row out, or name a reward (environment.reward)"
+    return [lacking if answer is None else None for answer in answers]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import Any, Protocol, overload
 
 from octetrl.environments.scoring import Scorer
-from octetrl.records import Task
+from octetrl.records import RolloutGroup, Task
 from octetrl.system.errors import UserError
 from octetrl.system.text import to_utf8
 
@@ -122,23 +122,37 @@ class HasTasks(Protocol):
 
 @dataclass(frozen=True)
 class TaskEnvironment:
-    """An environment that consists of given tasks and a given scorer."""
+    """An environment that consists of given tasks and a given scorer. eval_tasks: held-out ones, or several sets of
+    them by name; None: they are taken from `tasks`."""
 
     tasks: Sequence[Task]
     score: Scorer
+    eval_tasks: Sequence[Task] | Mapping[str, Sequence[Task]] | None = None
+
+
+def own_eval_sets(environment: object) -> dict[str, Sequence[Task]]:
+    """The held-out tasks that an environment has by itself, by the set's name; a single set has the name ""."""
+    given: Any = getattr(environment, "eval_tasks", None)
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {"": given}
 
 
 class EndlessOrder:
-    """`order[position]` is the index, below `length`, at that position of the endless order."""
+    """`order[position]` is the index, below `length`, at that position of the endless order. given: the order of every
+    epoch; None: each has a permutation of its own."""
 
-    def __init__(self, length: int, seed: int) -> None:
+    def __init__(self, length: int, seed: int, given: Sequence[int] | None = None) -> None:
         self._length = length
         self._seed = seed
+        self._given = given
         self._epoch = -1
         self._permutation: list[int] = []
 
     def __getitem__(self, position: int) -> int:
         epoch, place = divmod(position, self._length)
+        if self._given is not None:
+            return self._given[place]
         if epoch != self._epoch:
             self._permutation = list(range(self._length))
             random.Random(f"order/{self._seed}/{epoch}").shuffle(self._permutation)
@@ -164,29 +178,52 @@ def furthest_behind(shares: Sequence[float], taken: Sequence[int]) -> int:
     return behind.index(max(behind))
 
 
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """A source of held-out tasks alone. `size`: number of them that are evaluated; None: all. `field`: of the size."""
+
+    tasks: Sequence[Task]
+    size: int | None = None
+    field: str = "environment.eval_size"
+
+    def chosen(self, seed: int) -> list[Task]:
+        return _unique(self.tasks) if self.size is None else _choose_held_out(self.tasks, self.size, seed, self.field)
+
+
 class Taskset:
     """Training tasks in an endless seeded order, and held-out tasks that are never among them.
 
     tasks: all tasks; seed: decides which tasks are held out, and the order of the others; eval_size: number of held-out
-    tasks. eval_tasks: where these come from, all of which training skips; None: `tasks`. Raises UserError if there are
-    too few different prompts for `eval_size` held-out tasks and one more.
+    tasks. eval_sets: where these come from instead, by name, a single set under ""; training skips all their tasks.
+    order: places of the tasks in the order of every epoch; None: shuffled. Raises UserError if there are too few
+    different prompts for the held-out tasks and one more.
     """
 
     def __init__(
-        self, tasks: Sequence[Task], *, eval_size: int, seed: int, eval_tasks: Sequence[Task] | None = None
+        self,
+        tasks: Sequence[Task],
+        *,
+        eval_size: int,
+        seed: int,
+        eval_sets: Mapping[str, EvalSet] | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
         self._tasks = tasks
-        self._eval_tasks = eval_tasks
         self._seed = seed
-        self._held_out = _choose_held_out(tasks if eval_tasks is None else eval_tasks, eval_size, seed)
-        kept = self._held_out if eval_tasks is None else eval_tasks
+        self._eval_sets = dict(eval_sets or {})
+        own = {} if eval_sets else {"": EvalSet(tasks, eval_size)}
+        self._chosen = {name: one.chosen(seed) for name, one in (own or self._eval_sets).items()}
+        self._held_out = [task for chosen in self._chosen.values() for task in chosen]
+        sources = (one.tasks for one in self._eval_sets.values())
+        kept = [task for source in sources for task in source] if eval_sets else self._held_out
         self._held_out_prompts = frozenset(task.problem for task in kept)
         if not self._has_training_tasks:
             raise UserError(
-                f"environment.eval_size: {eval_size} held-out tasks leave none of the {len(tasks)} tasks for training"
-                " (tasks with equal prompts count once); lower eval_size or give more tasks"
+                f"environment.{'eval_dataset' if eval_sets else 'eval_size'}: {len(self._held_out)} held-out tasks"
+                f" leave none of the {len(tasks)} tasks for training (tasks with equal prompts count once); hold out"
+                " fewer or give more tasks"
             )
-        self._order = EndlessOrder(len(tasks), seed)
+        self._order = EndlessOrder(len(tasks), seed, order)
         self._position = 0
 
     def next_batch(self, n: int) -> list[Task]:
@@ -198,6 +235,9 @@ class Taskset:
             drawn += [task for task in tasks if task.problem not in self._held_out_prompts]
             self._position += missing
         return drawn
+
+    def record(self, groups: Sequence[RolloutGroup]) -> None:
+        """Learn from the scored groups of the tasks that were drawn last, before the next are drawn."""
 
     def leave_out(self, prompts: Collection[str]) -> None:
         """Skip these prompts in training too: other environments of the run hold them out. Raises UserError if no task
@@ -223,19 +263,19 @@ class Taskset:
         """How the tasks are shared among several environments, by name. A single environment has no such metrics."""
         return {}
 
-    def held_out(self, n: int | None = None) -> list[Task]:
-        """The first `n` held-out tasks (None: all), all with different prompts and none ever in a training batch."""
-        if n is not None and n > len(self._held_out):
-            raise UserError(
-                f"{n} held-out tasks asked for, {len(self._held_out)} set aside; raise environment.eval_size"
-            )
-        return self._held_out[:n]
+    def held_out(self) -> list[Task]:
+        """The held-out tasks of all sets, none ever in a training batch."""
+        return [task for tasks in self.evaluation_sets().values() for task in tasks]
 
-    def all_tasks(self) -> list[Task]:
-        """All tasks, held out or not, in their original order; only the first of several tasks with equal prompts. If
-        the held-out tasks have a source of their own: all tasks of that source."""
-        tasks = self._tasks if self._eval_tasks is None else self._eval_tasks
-        return list({task.problem: task for task in reversed(tasks)}.values())[::-1]
+    def evaluation_sets(self, *, all_tasks: bool = False) -> dict[str, list[Task]]:
+        """The held-out tasks of each set by its name; a single set has the name "".
+
+        all_tasks: all tasks, held out or not, in their original order; only the first of several tasks with equal
+        prompts. If the held-out tasks have sources of their own: all tasks of these sources."""
+        if not all_tasks:
+            return self._chosen
+        sources = {name: one.tasks for name, one in self._eval_sets.items()} or {"": self._tasks}
+        return {name: _unique(tasks) for name, tasks in sources.items()}
 
     def state(self) -> dict[str, Any]:
         """The position in the order, as plain data for JSON."""
@@ -249,7 +289,7 @@ class Taskset:
                 "environment: its tasks or seed differ from the checkpoint's;"
                 " resume with the same data, or start a new run from its weights"
             )
-        self._position = state["position"]
+        self._position = state["position"] + state.get("curriculum", {}).get("passed", 0)  # it may have had one
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -269,7 +309,7 @@ class NoTasks(Taskset):
     def next_batch(self, n: int) -> list[Task]:
         raise UserError("environment.dataset: none is given, so there are no tasks; give one")
 
-    def held_out(self, n: int | None = None) -> list[Task]:
+    def evaluation_sets(self, *, all_tasks: bool = False) -> dict[str, list[Task]]:
         raise UserError("environment.dataset: none is given, so there are no tasks to evaluate on; give one")
 
     def state(self) -> dict[str, Any]:
@@ -279,7 +319,14 @@ class NoTasks(Taskset):
         """There is no order to continue."""
 
 
-def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[Task]:
+def _unique(tasks: Sequence[Task]) -> list[Task]:
+    """Only the first of several tasks with equal prompts."""
+    return list({task.problem: task for task in reversed(tasks)}.values())[::-1]
+
+
+def _choose_held_out(
+    tasks: Sequence[Task], eval_size: int, seed: int, field: str = "environment.eval_size"
+) -> list[Task]:
     """Choose `eval_size` tasks with different prompts at random, so that a sorted file is sampled evenly."""
     if not tasks:
         raise UserError("environment: there are no tasks; give a dataset or file that has some")
@@ -293,7 +340,7 @@ def _choose_held_out(tasks: Sequence[Task], eval_size: int, seed: int) -> list[T
         position += missing
     if len(chosen) < eval_size:
         raise UserError(
-            f"environment.eval_size: {eval_size} held-out tasks asked for, but there are only {len(chosen)} different"
-            f" prompts among {len(tasks)} tasks; lower eval_size or give more tasks"
+            f"{field}: {eval_size} held-out tasks asked for, but there are only {len(chosen)} different prompts among"
+            f" {len(tasks)} tasks; lower it or give more tasks"
         )
     return list(chosen.values())

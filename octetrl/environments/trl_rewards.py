@@ -124,7 +124,13 @@ def call_trl(function: TrlReward, task: Task, *texts: str, messages: bool = Fals
             )
     if not _takes_all(parameters):
         given = {name: value for name, value in given.items() if name in parameters}
-    return function(**given)
+    try:
+        return function(**given)
+    except TypeError as error:
+        if str(error).startswith("string indices") and not messages:
+            advice = "completions are texts here; TrlRewards([function], messages=True) gives lists of messages"
+            error.args = (f"{error}; {advice}",)
+        raise
 
 
 def _value(function: TrlReward, result: Any) -> float | None:

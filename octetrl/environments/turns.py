@@ -53,6 +53,7 @@ class Conversation:
     failed_calls: int = 0  # number of calls in which the tool failed
     state: SimpleNamespace = field(default_factory=SimpleNamespace)  # for the environment's own use; empty at the start
     logged: dict[str, float] = field(default_factory=dict)  # metrics, by `octetrl.log`
+    result: Any = None  # that an agent returned
     answered: str | None = None  # set by the environment for maj@k: the rollout's answer, equal texts for equal answers
 
     def __post_init__(self) -> None:

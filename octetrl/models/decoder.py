@@ -164,9 +164,10 @@ class Decoder(nn.Module):
         return lm_head_logits(hidden_NE.detach(), self.lm_head_weight.detach(), self.cut)
 
     def logprobs(
-        self, hidden_NE: Tensor, targets_N: Tensor, temperature: float = 1.0, chunk: int = 1024
+        self, hidden_NE: Tensor, targets_N: Tensor, temperature: float | Tensor = 1.0, chunk: int = 1024
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob of each target and entropy, float32 [N], differentiable (kernels/gemm/linear_logprobs.py)."""
+        """Log-prob of each target and entropy, float32 [N], differentiable (kernels/gemm/linear_logprobs.py).
+        temperature: one number, or one for each target."""
         return linear_logprobs(hidden_NE, self.lm_head_weight, targets_N, temperature, chunk, self.cut)
 
     def logprobs_at(self, hidden_NE: Tensor, ids_NK: Tensor, temperature: float, chunk: int) -> Tensor:

@@ -18,7 +18,7 @@ with a scalar head has `score.weight` instead of lm_head, as in *ForSequenceClas
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,13 +261,13 @@ def save_weights(model: Decoder, folder: str | Path, max_shard_bytes: int = MAX_
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = hf_files(model, max_shard_bytes)
+    _refuse_other_weights(folder, files)
     for name, content in files.items():
         if isinstance(content, bytes):
             (folder / name).write_bytes(content)
         else:
             shard = {key: tensor.cpu().contiguous() for key, tensor in content.items()}
             save_file(shard, folder / name, metadata={"format": "pt"})
-    _remove_other_set(folder, is_sharded=INDEX in files)
 
 
 def save_from_shards(shards: RowShards, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -339,11 +339,17 @@ def _write(
         parts.append(folder / f"model-{number:05d}.part")
         save_file(shard, parts[-1], metadata={"format": "pt"})
         shards.append({name: tensor.to("meta") for name, tensor in shard.items()})
-    for part, name in zip(parts, _shard_names(len(parts)), strict=True):
+    names, texts = _shard_names(len(parts)), _json_files(shards, config, spec)
+    try:
+        _refuse_other_weights(folder, {*names, *texts, *(part.name for part in parts)})
+    except UserError:
+        for part in parts:
+            part.unlink()
+        raise
+    for part, name in zip(parts, names, strict=True):
         part.replace(folder / name)
-    for name, content in _json_files(shards, config, spec).items():
+    for name, content in texts.items():
         (folder / name).write_bytes(content)
-    _remove_other_set(folder, is_sharded=len(shards) > 1)
 
 
 def _shard_names(count: int) -> list[str]:
@@ -362,9 +368,11 @@ def _json_files(shards: Sequence[Mapping[str, Tensor]], config: Mapping[str, Any
     return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in files.items()}
 
 
-def _remove_other_set(folder: Path, *, is_sharded: bool) -> None:
-    """Removes the weights of an earlier export, because two sets of weights are refused."""
-    (folder / (SINGLE if is_sharded else INDEX)).unlink(missing_ok=True)
+def _refuse_other_weights(folder: Path, names: Collection[str]) -> None:
+    """Raise UserError if weights would stay there that these files do not replace: a reader would mix two models."""
+    others = sorted(path.name for path in folder.glob("model*.safetensors*") if path.name not in names)
+    if others:
+        raise UserError(f"'{folder}' has {others[0]}, of another model or in other shards; give a new folder")
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

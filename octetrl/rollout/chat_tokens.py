@@ -1,20 +1,23 @@
-"""Conversations as token ids, append-only.
+"""Conversations as token ids.
 
 The first prompt is rendered by the tokenizer's chat template (without one it is the plain text) and tokenized once.
 Variables of the template (`rollout.chat_template_kwargs`, a task's own) are the same in all that is rendered.
 Later, tokens are only appended. The policy's tokens stay as they were generated, and a reply adds the tokens that the
-template puts around it. It would be simpler to render the whole conversation again in each turn. But text does not
-always tokenize back to the same tokens, and templates drop earlier reasoning. The trainer would then see a sequence
-that the policy never saw.
+template puts around it. Text does not always tokenize back to the same tokens, and templates drop earlier reasoning: a
+conversation that is rendered again may be a sequence that the policy never saw. rollout/history.py renders it again all
+the same where a recipe asks for it, and then begins a new sample.
 
 To find the tokens around replies, a conversation is rendered with a placeholder as the answer. The part after the
 placeholder is kept: the end of the answer's turn, the replies' turns, the opening of the next answer. If an answer
 ended with a stop token, of the template or of the model, the template's end token is not added again. If it ended with
-a stop string, the end token is added, and masked like the replies.
+a stop string, the end token is added, and masked like the replies. Some templates write a call's name or id with its
+result, and refuse results without calls. There the answer is rendered with its calls, without the results and with
+them: what is added is kept.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -22,9 +25,14 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import jinja2
+from jinja2.meta import find_undeclared_variables
+
 from octetrl.environments.prompts import read_messages
+from octetrl.environments.tools.formats.reading import Call, ToolCall, ToolFormat
 from octetrl.environments.tools.messages import TEMPLATE_ERRORS, template_fails
-from octetrl.records import Message, Prompt, Reply, Task
+from octetrl.records import Completion, Message, Prompt, Reply, Task
+from octetrl.rollout.call_text import CallText, call_ends
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import (
     PLACEHOLDER,
@@ -34,7 +42,7 @@ from octetrl.rollout.message_tokens import (
     tokenize_messages,
     without_opening,
 )
-from octetrl.system.errors import UserError
+from octetrl.system.errors import UserError, nearest
 from octetrl.system.text import escaped
 
 
@@ -52,6 +60,10 @@ class ChatTokenizer(Protocol):
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[Any]: ...
 
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> Any: ...
+
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
@@ -68,7 +80,8 @@ class ChatTokens:
     tools: their schemas, which the template writes into the prompt. variables: of the template, such as
     `enable_thinking`; a UserError names one that is none. ends: further stop tokens of the model. context_length: a
     text that certainly has more tokens is not tokenized; every method then raises TextTooLong.
-    by_environment: the chat tokens of each environment of several, with its own tools and system prompt.
+    by_environment: the chat tokens of each environment of several, with its own tools and system prompt. tool_format:
+    in which answers call the environment's tools; None: it has none.
     """
 
     def __init__(
@@ -81,6 +94,7 @@ class ChatTokens:
         context_length: int | None = None,
         by_environment: Mapping[str, ChatTokens] = MappingProxyType({}),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        tool_format: ToolFormat | None = None,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -92,8 +106,15 @@ class ChatTokens:
         self._tools = tuple(tools)
         check_variables(tokenizer, variables)
         self._variables = dict(variables)
-        self._ends = frozenset((tokenizer.eos_token_id, *ends))
+        own_ends = call_ends(tokenizer, tool_format)
+        self._ends = frozenset((tokenizer.eos_token_id, *ends, *own_ends))
         self._by_environment = by_environment
+        self._format = tool_format
+        self._call_text = None if tool_format is None else CallText(tokenizer, tool_format, self._ends)
+        self.call_ends: tuple[int, ...] = (
+            *own_ends,
+            *(end for each in by_environment.values() for end in each.call_ends),
+        )
 
     def of(self, task: Task) -> ChatTokens:
         """The chat tokens of the task's environment, with the task's own tools and variables of the template."""
@@ -133,6 +154,30 @@ class ChatTokens:
         """The first turn as text, as the model reads it."""
         return self._prompt_text(prompt)[0]
 
+    def history_text(self, messages: Sequence[Message]) -> str:
+        """A conversation with answers of the policy, and the opening of the next answer. Raises ReplyError."""
+        try:
+            read = read_messages(messages, "conversation.messages", may_be_empty=True)
+            template = Template(self._tokenizer, self._tools or None, self._variables)
+            return escaped(template.render(self._with_system(read), True))
+        except UserError as error:
+            raise ReplyError(str(error)) from error
+
+    def ids_after(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text that follows others."""
+        return tuple(self._encoder.ids(text, special=False))
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, those that are special too."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether it is a stop token of the tokenizer or the model."""
+        return token_id in self._ends
+
     def first_prompt_tokens(self, prompt: Prompt, limit: int) -> tuple[int, ...]:
         """The first `limit` of `prompt_tokens`, of a prompt of any length."""
         text, special = self._prompt_text(prompt)
@@ -144,14 +189,25 @@ class ChatTokens:
         said = without_opening(answer, self._opened_thoughts)
         return (*self._encoder.ids(said, special=False), self._tokenizer.eos_token_id)
 
-    def reply_tokens(self, replies: Sequence[Reply], completion_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """What to append after a completion for the environment's replies and the opening of the next answer.
+    def with_calls(self, completion: Completion, stops: Sequence[str]) -> Completion:
+        """The completion with the special tokens of tool calls in its text, where the environment has tools."""
+        return completion if self._call_text is None else self._call_text.with_calls(completion, stops)
+
+    def reply_tokens(
+        self, replies: Sequence[Reply], completion_token_ids: Sequence[int], calls: Sequence[Call] = ()
+    ) -> tuple[int, ...]:
+        """What to append after a completion for the environment's replies and the opening of the next answer. calls:
+        those that the replies answer, one each.
 
         Without a chat template: each reply between line breaks. Raises ReplyError for replies that the template
         refuses, UserError for a template that leaves out earlier answers.
         """
         if self._tokenizer.chat_template is None:
             text = "".join(f"\n{reply.text}\n" for reply in replies)
+            return tuple(self._encoder.ids(text, special=False))
+        has_ended = bool(completion_token_ids) and self.is_end(completion_token_ids[-1])
+        if calls and self._format is not None and self._format.names_calls:
+            text = self._results(self._format, replies, calls, has_ended=has_ended)
             return tuple(self._encoder.ids(text, special=False))
         conversation = [
             {"role": "user", "content": "-"},
@@ -167,17 +223,55 @@ class ChatTokens:
             raise UserError("tokenizer: its chat template leaves out earlier answers, so turns can't be appended")
         after = escaped(after)
         ids, offsets = self._encoder.with_offsets(after)
-        has_ended = bool(completion_token_ids) and completion_token_ids[-1] in self._ends
-        begin = self._end_of_turn(after) if has_ended else 0
+        begin = self._end_of_turn(after, completion_token_ids[-1]) if has_ended else 0
         return tuple(token for token, (_, end) in zip(ids, offsets, strict=True) if begin == 0 or end > begin)
 
-    def _end_of_turn(self, after: str) -> int:
-        """Number of characters that end an answer: blanks, if any, and a special token. 0: there is no special
-        token."""
+    def _results(self, form: ToolFormat, replies: Sequence[Reply], calls: Sequence[Call], *, has_ended: bool) -> str:
+        """The text after an answer with these calls. A call that can't be read has a name of ours in it."""
+        made, results = [], []
+        for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
+            id, name = (call.id, call.name) if isinstance(call, ToolCall) else (form.call_id(place), "tool")
+            made.append({"id": id, "type": "function", "function": {"name": name, "arguments": {}}})
+            results.append({"role": reply.role, "tool_call_id": id, "name": name, "content": reply.text})
+        said: list[Message] = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": "", "tool_calls": made},
+        ]
+        template = Template(self._tokenizer, None, self._variables)
+        try:
+            before, after = template.render(said), template.render([*said, *results], True)
+        except UserError as error:
+            raise ReplyError(f"the chat template refuses the results of tools ({error})") from error
+        if not after.startswith(before):
+            raise UserError("tokenizer: its chat template writes a call in another way after its result")
+        kept = before.rstrip()
+        ended = max((text for text in self._specials if kept.endswith(text)), key=len, default="")
+        return ("" if has_ended else ended) + before[len(kept) :] + after[len(before) :]
+
+    @cached_property
+    def _specials(self) -> list[str]:
+        """Special tokens and those that end an answer."""
+        ends = self._tokenizer.convert_ids_to_tokens(sorted(self._ends))
+        return [text for text in (*self._tokenizer.all_special_tokens, *ends) if text]
+
+    def _end_of_turn(self, after: str, last: int) -> int:
+        """Number of characters that end an answer: blanks, if any, and a special token. 0: there is no special token,
+        or it opens the next turn and is not the `last` token of the answer."""
         blanks = len(after) - len(after.lstrip())
-        specials = [*self._tokenizer.all_special_tokens, *self._tokenizer.convert_ids_to_tokens(sorted(self._ends))]
-        ends = [len(special) for special in specials if special and after.startswith(special, blanks)]
-        return blanks + max(ends) if ends else 0
+        special = max((one for one in self._specials if after.startswith(one, blanks)), key=len, default="")
+        if not special or (self._opens_turns and special not in self._tokenizer.convert_ids_to_tokens([last])):
+            return 0
+        return blanks + len(special)
+
+    @cached_property
+    def _opens_turns(self) -> bool:
+        """Whether the special token after an answer opens the next turn, as GLM's: a last answer has none."""
+        said: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": PLACEHOLDER}]
+        try:
+            after = Template(self._tokenizer, None, self._variables).render(said).partition(PLACEHOLDER)[2]
+        except UserError:
+            return False
+        return not after.lstrip().startswith(tuple(self._specials))
 
     def message_tokens(
         self, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None
@@ -234,6 +328,43 @@ def check_variables(tokenizer: ChatTokenizer, variables: Iterable[str]) -> None:
     for name in variables:
         if name in {"self", "messages", "conversations", *signature(tokenizer.apply_chat_template).parameters}:
             raise UserError(f"chat_template_kwargs: {name!r} is no variable of the model's template; leave it out")
+
+
+_EVERY_TEMPLATE = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+
+
+def template_names(tokenizer: Any) -> frozenset[str] | None:
+    """The names that the chat template reads. None: it has none, or several, or one that can't be told."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        return None
+    syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers reads templates
+    try:
+        names = find_undeclared_variables(syntax.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)))
+    except TEMPLATE_ERRORS:  # such as a tag of transformers' own
+        return None
+    return frozenset(names) if "messages" in names else None
+
+
+def own_variables(names: Iterable[str], tokenizer: Any) -> list[str]:
+    """Those of the names that only some templates read."""
+    return sorted(set(names) - _EVERY_TEMPLATE - set(tokenizer.special_tokens_map))
+
+
+def unread(names: frozenset[str] | None, variables: Iterable[str], tools: Sequence[Any] = ()) -> str | None:
+    """Which of these variables and tools a template that reads `names` would ignore. None: none of them, or unknown."""
+    if names is None:
+        return None
+    lost = next((name for name in variables if name not in names), None)
+    if lost is not None:
+        known = names - _EVERY_TEMPLATE
+        shown = ", ".join(sorted(known)) or "none"
+        return (
+            f"chat_template_kwargs: the chat template does not read '{lost}'{nearest(lost, known)}; it reads: {shown}"
+        )
+    if tools and "tools" not in names:
+        return "tools: the chat template reads none, so the model sees none; give one that does (model.chat_template)"
+    return None
 
 
 def try_prompts(chat: ChatTokens, tasks: Iterable[Task]) -> None:

@@ -57,8 +57,9 @@ from octetrl.records import (
 )
 from octetrl.rollout.backend import OnSession, RolloutSession, SessionRecord, first_request, not_asked, seed_of
 from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.rollout.converse import ConversationSettings, with_score
+from octetrl.rollout.converse import ConversationSettings, sampling_of, with_score
 from octetrl.rollout.drive import Drive, Occupancy
+from octetrl.rollout.history import History
 from octetrl.system.errors import RunFailed, UserError
 from octetrl.system.text import TextTooLong
 
@@ -71,6 +72,8 @@ class Tasks(Protocol):
     """A source of tasks: `Taskset` (environments/tasks.py)."""
 
     def next_batch(self, n: int, /) -> list[Task]: ...
+
+    def record(self, groups: Sequence[RolloutGroup], /) -> None: ...
 
     @property
     def metrics(self) -> Mapping[str, float]: ...
@@ -110,6 +113,9 @@ class CollectionSettings:
     max_refills: int = 0  # further draws to get them
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     context_length: int = 1 << 30  # tokens that a conversation may have
+    history: History = "recorded"  # of a conversation: how the prompts of later turns are made
+    group_sizes: Mapping[str, int] = field(default_factory=dict)  # by environment; of others it is `group_size`
+    temperatures: Mapping[str, float] = field(default_factory=dict)  # by environment; of others that of `sampling`
     answer_limits: Callable[[Task], tuple[int, ...]] | None = None  # of each sibling, for a bench; else as `sampling`
 
     @classmethod
@@ -124,7 +130,12 @@ class CollectionSettings:
             stop=config.stop,
         )
         prompts = config.prompts_per_step
-        return cls(chat, sampling, config.group_size, config.max_prompt_tokens, seed, prompts=prompts)
+        history = config.history
+        return cls(chat, sampling, config.group_size, config.max_prompt_tokens, seed, prompts=prompts, history=history)
+
+    def siblings(self, task: Task) -> range:
+        """The places in the task's group."""
+        return range(self.group_sizes.get(task.environment, self.group_size))
 
     def at_step(self, step: int) -> CollectionSettings:
         return replace(self, step=step)
@@ -231,6 +242,7 @@ def collect_batch(
     wanted, draws = collection.prompts, 0
     while wanted > 0 and draws <= collection.max_refills:
         new = collect_groups(tasks.next_batch(wanted), environment, workers, collection, state)
+        tasks.record(new)
         groups += new
         kept += [group for group in new if keeps(group)]
         draws += 1
@@ -262,7 +274,7 @@ def collect_groups(
     collection: CollectionSettings,
     state: Collecting,
 ) -> list[RolloutGroup]:
-    """`group_size` rollouts of each task, scored, in the order of `tasks`. `state` continues after them.
+    """A group of rollouts of each task, scored, in the order of `tasks`. `state` continues after them.
 
     The groups have plain `Task` records, whatever class the environment's tasks have."""
     places = range(state.first_place, state.first_place + len(tasks))
@@ -270,11 +282,12 @@ def collect_groups(
     requests: list[tuple[int, Task, GenerationRequest]] = []
     rollouts: Rollouts = {}
     for place, task in zip(places, tasks, strict=True):
-        request = _request(task, place, collection, state.lengths)
+        has_agent = isinstance(environment, Dialogues) and environment.of(task).agent is not None
+        request = _request(task, place, collection, state.lengths, has_agent=has_agent)
         if isinstance(request, GenerationRequest):
             requests.append((place, task, request))
         else:
-            rollouts |= {(place, sibling): request for sibling in range(collection.group_size)}
+            rollouts |= {(place, sibling): request for sibling in collection.siblings(task)}
     if isinstance(environment, Dialogues):
         rollouts |= _collect_conversations(requests, environment, workers, collection, state)
     else:
@@ -282,18 +295,19 @@ def collect_groups(
     groups = []
     for place, task in zip(places, tasks, strict=True):
         plain = task.plain()  # the fields of a user's own class are read here for the last time
-        siblings = (replace(rollouts[place, sibling], task=plain) for sibling in range(collection.group_size))
+        siblings = (replace(rollouts[place, sibling], task=plain) for sibling in collection.siblings(task))
         groups.append(RolloutGroup(plain, tuple(siblings)))
     return groups
 
 
 def _request(
-    task: Task, place: int, collection: CollectionSettings, lengths: ExpectedLengths
+    task: Task, place: int, collection: CollectionSettings, lengths: ExpectedLengths, *, has_agent: bool
 ) -> GenerationRequest | Rollout:
-    """The request for all siblings of the task at this place of the step; if its prompt is too long, their rollout."""
+    """The request for all siblings of the task at this place of the step; if its prompt is too long, their rollout. An
+    agent writes its prompts itself."""
     limit = collection.max_prompt_tokens
     try:
-        prompt = collection.chat.of(task).prompt_tokens(task.prompt, limit)
+        prompt = () if has_agent else collection.chat.of(task).prompt_tokens(task.prompt, limit)
         problem = f"{len(prompt)} tokens, rollout.max_prompt_tokens is {limit}" if len(prompt) > limit else None
     except TextTooLong as error:
         problem = f"{error} (rollout.max_prompt_tokens)"
@@ -304,8 +318,8 @@ def _request(
     return GenerationRequest(
         id=first_request(place, task),
         prompt_token_ids=prompt,
-        sampling=collection.sampling,
-        num_siblings=collection.group_size,
+        sampling=sampling_of(task, collection.sampling, collection.temperatures),
+        num_siblings=len(collection.siblings(task)),
         seed=seed_of(collection.seed, collection.step, place),
         expected_tokens=lengths.estimate(task, len(prompt)),
         answer_limits=() if collection.answer_limits is None else collection.answer_limits(task),
@@ -402,7 +416,9 @@ def _collect_conversations(
     requests: Requests, dialogue: Dialogues, workers: Generator, collection: CollectionSettings, state: Collecting
 ) -> Rollouts:
     """`requests`: those of the first turns."""
-    settings = ConversationSettings(collection.chat, collection.sampling, collection.context_length)
+    settings = ConversationSettings(
+        collection.chat, collection.sampling, collection.context_length, collection.history, collection.temperatures
+    )
     with nullcontext() if dialogue.scorer is None else begin_round(dialogue.scorer) as scoring:
         with workers.session(state.end_session) as session:
             state.occupancy = state.occupancy or Occupancy()
@@ -422,7 +438,7 @@ def _record_lengths(finished: Rollouts, lengths: ExpectedLengths) -> None:
     """A conversation's length counts all its sampled tokens. A failed one might have become longer: it is left out."""
     groups: dict[int, list[Rollout]] = {}
     for (place, _), rollout in sorted(finished.items(), key=lambda item: item[0]):
-        if rollout.status.has_reward:
+        if rollout.status.has_reward and rollout.turns:
             groups.setdefault(place, []).append(rollout)
     for rollouts in groups.values():
         tokens = [sum(len(turn.completion.token_ids) for turn in rollout.turns) for rollout in rollouts]
@@ -434,5 +450,7 @@ def _penalized(rollout: Rollout, collection: CollectionSettings) -> Rollout:
     """Adds the penalty for the rollout's longest answer, because the limit applies to each answer."""
     if collection.penalty is None or rollout.reward is None:
         return rollout
-    longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
-    return replace(rollout, penalty=collection.penalty(longest, was_cut=rollout.status is RolloutStatus.TRUNCATED))
+    longest = max((len(turn.completion.token_ids) for turn in rollout.turns), default=0)
+    is_cut = any(turn.completion.finish_reason is FinishReason.LENGTH for turn in rollout.turns)
+    was_cut = is_cut and rollout.status is not RolloutStatus.UNFINISHED
+    return replace(rollout, penalty=collection.penalty(longest, was_cut=was_cut))

@@ -1,6 +1,6 @@
 """One rollout of several turns, from its first completion to its reward.
 
-    completion -> message -> replies of the environment -> their tokens behind it -> the next request -> completion ...
+    completion -> message -> replies of the environment -> the next prompt (history.py) -> its request -> completion ...
 
 The rollout is a generator. It yields a `GenerationRequest`, or calls of the environment's code (`RequestedCall`), and
 receives the results. Its code therefore reads from top to bottom, while one thread runs hundreds of rollouts
@@ -16,8 +16,8 @@ the time at which the environment answered.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octetrl.environments.dialogue import Dialogue, Failed, RequestedCall
@@ -35,6 +35,7 @@ from octetrl.records import (
 )
 from octetrl.rollout.backend import first_request, seed_of
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
+from octetrl.rollout.history import History, RecordedHistory, TemplateHistory
 from octetrl.system.text import TextTooLong
 
 Wanted = GenerationRequest | tuple[RequestedCall, ...]
@@ -64,6 +65,19 @@ class ConversationSettings:
     chat: ChatTokens
     sampling: SamplingParams
     context_length: int
+    history: History = "recorded"
+    temperatures: Mapping[str, float] = field(default_factory=dict)  # by environment, as in `CollectionSettings`
+
+    def of(self, task: Task) -> ConversationSettings:
+        """Those of the task's environment, with the task's own tools and variables of the template."""
+        sampling = sampling_of(task, self.sampling, self.temperatures)
+        return replace(self, chat=self.chat.of(task), sampling=sampling)
+
+
+def sampling_of(task: Task, sampling: SamplingParams, temperatures: Mapping[str, float]) -> SamplingParams:
+    """`sampling` with the temperature of the task's environment, if it has one."""
+    temperature = temperatures.get(task.environment)
+    return sampling if temperature is None else replace(sampling, temperature=temperature)
 
 
 def converse(
@@ -81,7 +95,7 @@ def converse(
     components: dict[str, float] = {}
     metrics: dict[str, float] = {}
     detail = trace = None
-    settings = replace(settings, chat=settings.chat.of(task))
+    settings = settings.of(task)
     first = Turn(prompt_token_ids, completion), first_request(place.place, task)
     try:
         status = yield from _take_turns(dialogue, conversation, turns, first, place, settings)
@@ -89,22 +103,21 @@ def converse(
         reward, components, metrics = judged.reward, judged.components, judged.metrics
     except Failed as failed:
         status, detail, trace = failed.status, failed.detail, failed.trace
+    ended = Rollout(
+        task, tuple(turns), status, reward, detail=detail, trace=trace, components=components, metrics=metrics
+    )
+    return (yield from finished(dialogue, conversation, ended))
+
+
+def finished(dialogue: Dialogue, conversation: Conversation, rollout: Rollout) -> RolloutSteps:
+    """Runs the environment's `finish`, and adds to the rollout what the conversation has counted by then."""
     try:
         yield from dialogue.hook("finish", conversation)
     except Failed as failed:
-        if status.has_reward:  # the first failure is reported
-            status, detail, trace, reward = failed.status, failed.detail, failed.trace, None
-    return Rollout(
-        task=task,
-        turns=tuple(turns),
-        status=status,
-        reward=reward,
-        detail=detail,
-        trace=trace,
-        answered=conversation.answered,
-        components=components,
-        metrics=metrics | dialogue.counts(conversation),
-    )
+        if rollout.status.has_reward:  # the first failure is reported
+            rollout = replace(rollout, status=failed.status, detail=failed.detail, trace=failed.trace, reward=None)
+    metrics = {**rollout.metrics, **dialogue.counts(conversation)}
+    return replace(rollout, answered=conversation.answered, metrics=metrics)
 
 
 def _take_turns(
@@ -117,16 +130,21 @@ def _take_turns(
 ) -> Generator[Wanted, Any, RolloutStatus]:
     """Runs the conversation to its end and appends each turn to `turns`. `first`: the first one, and its request."""
     chat, sampling = settings.chat, settings.sampling
+    is_rendered = settings.history == "template"
+    history = TemplateHistory(chat, conversation.task.prompt) if is_rendered else RecordedHistory(chat)
     token_ids: tuple[int, ...] = ()
-    new, completion = first[0].prompt_token_ids, first[0].completion
+    new, completion, is_fork = first[0].prompt_token_ids, first[0].completion, False
     drawn = (first[1], place.sibling)
     while True:
-        turns.append(Turn(new, completion))
-        token_ids += (*new, *completion.token_ids)
+        turns.append(Turn(new, completion, is_fork=is_fork))
+        history.add(new, completion, is_fork=is_fork)
+        token_ids = (*(() if is_fork else token_ids), *new, *completion.token_ids)
         if not conversation.turns:
             yield from dialogue.hook("start", conversation)
         if completion.finish_reason is FinishReason.FAILED:
             raise Failed(RolloutStatus.GENERATION_ERROR, completion.detail or "no answer")
+        completion = chat.with_calls(completion, sampling.stop)
+        turns[-1] = replace(turns[-1], completion=completion)
         message = dialogue.receive(conversation, completion)
         if completion.finish_reason is FinishReason.LENGTH:
             has_all = len(completion.token_ids) >= sampling.max_new_tokens
@@ -136,12 +154,12 @@ def _take_turns(
         if not replies:
             return RolloutStatus.SCORED
         try:
-            new = chat.reply_tokens(replies, completion.token_ids)
+            new, is_fork = history.next_prompt(conversation.messages, replies, completion, message.calls)
         except ReplyError as error:
             raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"ReplyError: {error}") from error
         except TextTooLong:  # too long for the context, by its length alone
             return RolloutStatus.UNFINISHED
-        prompt = token_ids + new
+        prompt = new if is_fork else token_ids + new
         if len(turns) == dialogue.limits.max_turns or len(prompt) >= settings.context_length:
             return RolloutStatus.UNFINISHED
         turn = len(turns)

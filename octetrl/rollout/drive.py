@@ -27,8 +27,10 @@ from octetrl.environments.calls import CallResult
 from octetrl.environments.dialogue import Dialogues, RequestedCall
 from octetrl.environments.scoring import ScoringRound
 from octetrl.records import Completion, GenerationRequest, Rollout, SessionEvent, Task
+from octetrl.rollout.agent import Capture, run_agent
 from octetrl.rollout.backend import RolloutSession
 from octetrl.rollout.converse import ConversationSettings, RolloutPlace, RolloutSteps, converse
+from octetrl.system.errors import UserError
 
 _LONG_WAIT = 0.5  # seconds to wait for what can come from one side only
 _SHORT_WAIT = 0.01  # seconds to wait for the session while environments or rewards compute
@@ -97,10 +99,13 @@ class Drive:
         self._with_environment = 0  # of these
         self._clock = time.perf_counter()
         self._scoring, self._check = scoring, check
+        self._capture: Capture | None = dialogue.capture
+        self._run_seed = self._step = 0
         self.finished: dict[tuple[int, int], Rollout] = {}
 
     def run(self, requests: Sequence[tuple[int, Task, GenerationRequest]], *, run_seed: int, step: int) -> None:
         """Runs all conversations, given (place, task, request for its siblings) of each first turn."""
+        self._run_seed, self._step = run_seed, step
         waiting, calls, abandoned = deque(requests), self._dialogue.calls, self._dialogue.calls.abandoned
         calls.forget()  # left over from an interrupted collection
         while waiting or self._in_flight.total():
@@ -111,14 +116,18 @@ class Drive:
             self._count()
             for ticket, result in results:
                 self._take_result(ticket, result)
+            if self._capture is not None:
+                self._pass_on(self._capture)
             computes = self._calls or (self._scoring is not None and not self._scoring.is_done)
             events = self._session.events(_SHORT_WAIT if computes else _LONG_WAIT)
             self._count()
             if self._scoring is not None:
                 self._scoring.advance()
             for event in events:
+                if self._capture is not None and self._capture.take(event):
+                    continue
                 if event.completion is not None:
-                    self._take_completion(event, event.completion, run_seed, step)
+                    self._take_completion(event, event.completion)
         self._occupancy.abandoned_calls += calls.abandoned - abandoned
 
     def _start(self, waiting: deque[tuple[int, Task, GenerationRequest]]) -> None:
@@ -129,16 +138,39 @@ class Drive:
                 return
             waiting.popleft()
             self._in_flight[task.environment] += request.num_siblings
+            if self._dialogue.of(task).agent is not None:
+                self._start_agents(place, task, request.num_siblings)
+                continue
             self._drawing[request.id] = _FirstTurn(task, place, request.prompt_token_ids)
             self._session.submit(request)
 
-    def _take_completion(self, event: SessionEvent, completion: Completion, run_seed: int, step: int) -> None:
+    def _start_agents(self, place: int, task: Task, siblings: int) -> None:
+        assert self._capture is not None, "an environment with an agent has a capture"
+        dialogue = self._dialogue.of(task)
+        for sibling in range(siblings):
+            own = RolloutPlace(self._run_seed, self._step, place, sibling)
+            steps = run_agent(dialogue, self._capture, task, own, self._settings.of(task))
+            self._advance(_RunningRollout(own, steps), None)
+
+    def _pass_on(self, capture: Capture) -> None:
+        """Gives the session what agents ask, and takes back what nobody waits for."""
+        for request_id in capture.cancelled():
+            self._session.cancel(request_id)
+        for request in capture.requests():
+            try:
+                self._session.submit(request)
+            except UserError as error:
+                capture.refuse(request.id, str(error))
+            else:
+                capture.accepted(request.id)
+
+    def _take_completion(self, event: SessionEvent, completion: Completion) -> None:
         drawn = self._drawing[event.request_id]
         if isinstance(drawn, _RunningRollout):
             del self._drawing[event.request_id]
             self._advance(drawn, completion)
             return
-        place = RolloutPlace(run_seed, step, drawn.place, event.sibling)
+        place = RolloutPlace(self._run_seed, self._step, drawn.place, event.sibling)
         dialogue = self._dialogue.of(drawn.task)
         steps = converse(dialogue, drawn.task, drawn.prompt_token_ids, completion, place, self._settings)
         self._advance(_RunningRollout(place, steps), None)
@@ -167,7 +199,8 @@ class Drive:
         self.finished[key] = rollout
         self._in_flight[rollout.task.environment] -= 1
         if self._scoring is not None and rollout.status.has_reward:
-            self._scoring.submit(key, rollout.task, rollout.turns[-1].completion.text)
+            last = rollout.turns[-1].completion.text if rollout.turns else ""
+            self._scoring.submit(key, rollout.task, last if rollout.result is None else rollout.result)
 
     def _call(self, rollout: _RunningRollout, calls: tuple[RequestedCall, ...]) -> None:
         rollout.results = [None] * len(calls)

@@ -7,9 +7,10 @@ trained span of each assistant message goes
     prompt)
     to     the end of its turn: the first special token after the content, if only blanks come between
 
-The policy thus learns the same answers as in a rollout, and to stop. A template that ends turns without a special token
-is refused. If a template adds thoughts before the last answer (Qwen3), they are part of the span. If a template renders
-the beginning of the conversation differently when it continues, the span is the answer's own text.
+The policy thus learns the same answers as in a rollout, and to stop. A template may end turns with the special token
+that opens the next one (GLM), and then a last answer gets that of the user's. One that ends them without a special
+token is refused. If a template adds thoughts before the last answer (Qwen3), they are part of the span. If a template
+renders the beginning of the conversation differently when it continues, the span is the answer's own text.
 
 To find the end, the conversation is rendered with a placeholder as the answer; the text after the placeholder follows
 the answer. A token across such a boundary is half the template's. No rollout could sample it there, so it is not
@@ -26,8 +27,9 @@ Rollouts are tokenized piece by piece instead (rollout/chat_tokens.py), because 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -73,7 +75,7 @@ def tokenize_messages(
             ' set one in its tokenizer_config.json, or give rows of {"prompt", "answer"}'
         )
     said = [index for index in range(learn_from, len(messages)) if messages[index]["role"] == "assistant"]
-    text = template.render(messages)
+    text = template.closed(messages)
     spans = [template.span(text, messages, index) for index in said]
     shown = [span for span in spans if span is not None]
     if len(shown) == len(said):
@@ -119,27 +121,63 @@ class Template:
         return self._tokenizer.chat_template is not None
 
     def render(self, conversation: Sequence[Message], opens_answer: bool = False) -> str:
-        """Arguments of calls are objects for most templates; for those that print them as they are, JSON text."""
-        calls = [call for message in conversation for call in message.get("tool_calls") or ()]
-        try:
-            text = self._rendered(conversation, opens_answer)
-            if not any(str(given) in text for given in map(arguments_of, calls) if isinstance(given, dict)):
+        """Arguments of calls are objects for most templates; for those that print them as they are, JSON text. The
+        content of a message of calls alone is null, or for templates that fail at it an empty text."""
+        failures: list[BaseException] = []
+        for way, has_objects in self._ways(conversation):
+            try:
+                text = self._rendered(way, opens_answer)
+            except TEMPLATE_ERRORS as error:
+                failures.append(error)
+                continue
+            calls = [call for message in way for call in message.get("tool_calls") or ()] if has_objects else []
+            if not any(str(given) in text for given in map(arguments_of, calls) if given and isinstance(given, dict)):
                 return text
-        except TEMPLATE_ERRORS as error:
-            if not calls:
-                raise self._refusal(error) from error
+        failure = failures[:2][-1]
+        raise self._refusal(failure) from failure
+
+    def _ways(self, conversation: Sequence[Message]) -> Iterator[tuple[Sequence[Message], bool]]:
+        """What to try in turn, and whether arguments of calls are objects in it."""
+        yield conversation, True
+        if any(message.get("tool_calls") for message in conversation):
+            yield [with_written_calls(message) for message in conversation], False
+            if any(message.get("content", "") is None for message in conversation):
+                yield from self._ways(
+                    [{**m, "content": ""} if m.get("content", "") is None else m for m in conversation]
+                )
+
+    def closed(self, conversation: Sequence[Message]) -> str:
+        """The rendered conversation, with the end of its last turn."""
+        return self.render(conversation) + (self._closing if conversation[-1]["role"] == "assistant" else "")
+
+    @cached_property
+    def _closing(self) -> str:
+        """The special token that opens the user's turn, if it alone ends an answer; else nothing."""
+        user, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": PLACEHOLDER}
         try:
-            return self._rendered([with_written_calls(message) for message in conversation], opens_answer)
-        except TEMPLATE_ERRORS as error:
-            raise self._refusal(error) from error
+            last, after = (
+                self.render(said).partition(PLACEHOLDER)[2] for said in ([user, answer], [user, answer, user])
+            )
+        except UserError:
+            return ""
+        if last.strip():
+            return ""
+        begin = len(after) - len(after.lstrip())
+        specials = [special for special in self._tokenizer.all_special_tokens if after.startswith(special, begin)]
+        return after[:begin] + max(specials, key=len) if specials else ""
 
     def span(self, text: str, messages: Sequence[Message], index: int) -> tuple[int, int] | None:
         """The span of the assistant message `index` in `text`, with the end of its turn. None: `text` shows it in
         another way than it is sampled."""
-        before, found, after = self._around(messages, index)
+        try:
+            before, found, after = self._around(messages, index)
+        except UserError:  # results of tools without calls
+            if not messages[index].get("tool_calls"):
+                raise
+            before = found = after = ""
         opened = self.render(messages[:index], True)
         if not found or not text.endswith(after):
-            return None
+            return self._span_of_calls(text, messages, index) if messages[index].get("tool_calls") else None
         begin, end = len(before), len(text) - len(after)
         if text.startswith(opened):
             begin = len(opened)
@@ -149,10 +187,19 @@ class Template:
             return None
         return begin, end + self._turn_end(after)
 
+    def _span_of_calls(self, text: str, messages: Sequence[Message], index: int) -> tuple[int, int] | None:
+        """As `span`, where only a message with calls is written in this way."""
+        opened, closed = self.render(messages[:index], True), self.closed(messages[: index + 1]).rstrip()
+        if not (text.startswith(opened) and text.startswith(closed)) or _left_out(
+            closed[len(opened) :], messages[index]
+        ):
+            return None
+        return (len(opened), len(closed)) if closed.endswith(tuple(self._tokenizer.all_special_tokens)) else None
+
     def alone(self, messages: Sequence[Message], index: int) -> tuple[str, tuple[int, int]]:
         """The messages before `index`, this answer as it is sampled after them, and its span."""
         conversation, message = messages[: index + 1], messages[index]
-        text = self.render(conversation)
+        text = self.closed(conversation)
         span = self.span(text, conversation, index)
         if span is not None:
             return text, span
@@ -177,7 +224,7 @@ class Template:
 
     def _around(self, messages: Sequence[Message], index: int) -> tuple[str, str, str]:
         placeholder = {"role": "assistant", "content": PLACEHOLDER}
-        return self.render([*messages[:index], placeholder, *messages[index + 1 :]]).partition(PLACEHOLDER)
+        return self.closed([*messages[:index], placeholder, *messages[index + 1 :]]).partition(PLACEHOLDER)
 
     def _opening(self, messages: Sequence[Message], opened: str) -> str:
         """The generation prompt alone."""

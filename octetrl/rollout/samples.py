@@ -5,14 +5,19 @@ baseline nor trained on. A rollout that the algorithm does not train on (for exa
 the baseline. One without an advantage (None) is not trained on either. Every generated token gets the advantage;
 prompts and replies are masked.
 
+A rollout whose history was changed has several segments (`Rollout.segments`). Each is a sample; a token sampled in an
+earlier segment is part of the prompt of a later one, and is trained on once.
+
 **Token versions.** The policy version that sampled each token, where weights changed while an answer was sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from octetrl.records import Completion, Rollout, RolloutGroup, Sample, Turn
 
@@ -25,27 +30,58 @@ class CreditAssignment(Protocol):
     def trains(self, rollout: Rollout, /) -> bool: ...
 
 
-def to_samples(groups: Sequence[RolloutGroup], algorithm: CreditAssignment) -> list[Sample]:
-    """A sample for each rollout of `groups`, all of one step, that has a reward and is trained on, in their order."""
+class TrainedRollout(NamedTuple):
+    """A rollout with its advantage and the number of its group."""
+
+    rollout: Rollout
+    advantage: float
+    group: int
+
+
+def to_samples(
+    groups: Sequence[RolloutGroup],
+    algorithm: CreditAssignment,
+    temperatures: Mapping[str, float] = MappingProxyType({}),
+) -> list[Sample]:
+    """A sample for each segment of each rollout of `groups`, all of one step, that has a reward and is trained on, in
+    their order. temperatures: by environment, if they differ."""
+    return samples_of(trained_rollouts(groups, algorithm), temperatures)
+
+
+def samples_of(
+    trained: Sequence[TrainedRollout], temperatures: Mapping[str, float] = MappingProxyType({})
+) -> list[Sample]:
+    """The samples of the rollouts, a sample for each segment."""
+    samples = []
+    for number, (rollout, advantage, group) in enumerate(trained):
+        segments = [_sample(turns, advantage, group, number) for turns in rollout.segments]
+        temperature = temperatures.get(rollout.task.environment)
+        segments = segments if temperature is None else [replace(one, temperature=temperature) for one in segments]
+        samples += [*segments[:-1], replace(segments[-1], cut_off=rollout.status.is_cut_off)]
+    return samples
+
+
+def trained_rollouts(groups: Sequence[RolloutGroup], algorithm: CreditAssignment) -> list[TrainedRollout]:
+    """The rollouts of a step that are trained on. It calls the objective's code, so a step calls it once."""
     advantages = algorithm.advantages([group.penalized_rewards for group in groups])
     return [
-        _sample(rollout, advantage, number)
+        TrainedRollout(rollout, advantage, number)
         for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
         for rollout, advantage in zip(group.scored, of_group, strict=True)
-        if advantage is not None and algorithm.trains(rollout)
+        if advantage is not None and rollout.turns and algorithm.trains(rollout)
     ]
 
 
-def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
+def _sample(turns: Sequence[Turn], advantage: float, group: int, rollout: int) -> Sample:
     loss_mask: list[bool] = []
     logprobs: list[float] = []
-    for turn in rollout.turns:
+    for turn in turns:
         loss_mask += [False] * len(turn.prompt_token_ids) + [True] * len(turn.completion.token_ids)
         logprobs += [0.0] * len(turn.prompt_token_ids) + list(turn.completion.logprobs)
-    oldest, versions = versions_of_turns(rollout.turns)
-    digests = {turn.completion.precision_digest for turn in rollout.turns}
+    oldest, versions = versions_of_turns(turns)
+    digests = {turn.completion.precision_digest for turn in turns}
     assert len(digests) == 1, f"one rollout drawn under several precision tables: {digests}"
-    token_ids = tuple(token for turn in rollout.turns for token in (*turn.prompt_token_ids, *turn.completion.token_ids))
+    token_ids = tuple(token for turn in turns for token in (*turn.prompt_token_ids, *turn.completion.token_ids))
     assert len(logprobs) == len(token_ids), f"{len(token_ids)} tokens with {len(logprobs)} log-probs"
     return Sample(
         token_ids=token_ids,
@@ -56,7 +92,7 @@ def _sample(rollout: Rollout, advantage: float, group: int) -> Sample:
         precision_digest=digests.pop(),
         token_versions=versions,
         group=group,
-        cut_off=rollout.status.is_cut_off,
+        rollout=rollout,
     )
 
 

@@ -34,7 +34,7 @@ from itertools import count, takewhile
 from octetrl.config.schema import Recipe
 from octetrl.records import Sample, joined
 from octetrl.rollout.collect import collect_batch
-from octetrl.rollout.samples import to_samples, versions_of
+from octetrl.rollout.samples import samples_of, trained_rollouts, versions_of
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import BufferedBatch, DataPlace, Run, StepMethod, StepResult
 from octetrl.run.step import learn
@@ -90,8 +90,9 @@ class Ahead(StepMethod):
             self._thread.start()
         with self._clock("wait_for_batch") as waited:
             drawn = self._take(number)
-        recorded = journal.record(number, drawn.groups)
-        samples = to_samples(drawn.kept, run.algorithm)
+        trained = trained_rollouts(drawn.kept, run.algorithm)
+        recorded = journal.record(number, drawn.groups, trained)
+        samples = samples_of(trained, run.collection.temperatures)
         stale = staleness(samples, run.workers.policy_version, self._lead.most)
         metrics = learn(run, samples, number)
         with self._changed:

@@ -9,14 +9,15 @@ micro-batches therefore follow from the recipe and the answers, and not from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from octetrl.algorithms.weighting import TokenWeighting
 from octetrl.config.schema import Recipe
 from octetrl.records import PackedBatch, RolloutGroup, joined
 from octetrl.rollout.collect import collect_batch
-from octetrl.rollout.samples import CreditAssignment, to_samples
+from octetrl.rollout.samples import CreditAssignment, to_samples, trained_rollouts
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.trainer.packing import PackingLayout, pack
@@ -41,8 +42,15 @@ class Objective(CreditAssignment, Protocol):
 class Blocks:
     """The groups of one step, in blocks of `groups_per_block` neighbours. Each is packed when it is complete."""
 
-    def __init__(self, groups_per_block: int, layout: PackingLayout, objective: Objective) -> None:
+    def __init__(
+        self,
+        groups_per_block: int,
+        layout: PackingLayout,
+        objective: Objective,
+        temperatures: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._size, self._layout, self._objective = groups_per_block, layout, objective
+        self._temperatures = temperatures
         self._groups: dict[int, RolloutGroup] = {}
         self._packed: set[int] = set()  # blocks
         self._counts: dict[str, float] = {}
@@ -63,7 +71,8 @@ class Blocks:
 
     def _pack(self, block: int, places: range) -> PackedBatch:
         kept = [self._groups[place] for place in places if self._objective.keeps(self._groups[place])]
-        batch = pack(to_samples(kept, self._objective), self._layout, self._objective.token_weighting)
+        samples = to_samples(kept, self._objective, self._temperatures)
+        batch = pack(samples, self._layout, self._objective.token_weighting)
         self._packed.add(block)
         for name, value in batch.metrics.items():
             self._counts[name] = self._counts.get(name, 0.0) + value
@@ -85,7 +94,7 @@ class BesideTail(StepMethod):
 
     def step(self, run: Run, number: int, journal: Journal) -> StepResult:
         workers, objective = self._workers, run.algorithm
-        blocks = Blocks(groups_per_block(run.config), workers.layout, objective)
+        blocks = Blocks(groups_per_block(run.config), workers.layout, objective, run.collection.temperatures)
 
         def on_group(place: int, group: RolloutGroup) -> None:
             batch = blocks.add(place, group)
@@ -97,7 +106,7 @@ class BesideTail(StepMethod):
         collected = collect_batch(
             run.taskset, objective.keeps, run.rewards, workers, settings, run.lengths, on_group=on_group
         )
-        recorded = journal.record(number, collected.groups)
+        recorded = journal.record(number, collected.groups, trained_rollouts(collected.kept, objective))
         for batch in blocks.rest(collected.groups):
             workers.offer(batch)
         update = workers.finish_step()

@@ -13,12 +13,12 @@ from functools import partial
 from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.in_words import cannot_keep
-from octetrl.config.objective_settings import LengthPenaltySettings, refills_of
+from octetrl.config.objective_settings import DatasetSettings, LengthPenaltySettings, refills_of
 from octetrl.config.schema import Fp8Config, Recipe
-from octetrl.config.several_environments import never_drawn
-from octetrl.config.validate import validate_with_spec
-from octetrl.data.mixture import Mixture, read_source
-from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.config.several_environments import never_drawn, temperatures_of
+from octetrl.config.validate import combination_problems, validate_with_spec
+from octetrl.data.mixture import Mixture, read_source, steps_of
+from octetrl.data.tokenizer import Tokenizer, recipe_tokenizer
 from octetrl.environments.code_scorer import packages_line
 from octetrl.environments.python_object import Given
 from octetrl.environments.reward_workers import FunctionRewards
@@ -34,9 +34,10 @@ from octetrl.run.environment import (
     NOTHING_GIVEN,
     build_chats,
     build_environments,
-    build_scorers,
+    build_rewards,
     build_tasks,
     try_objective,
+    unread_by_template,
 )
 from octetrl.run.folder.contents import Contents, contents_of
 from octetrl.run.state import Run, StepMethod
@@ -72,17 +73,21 @@ def build_run(
     refused = refused_gate(recipe, policy, on_gpu=on_gpu)
     if trains and refused is not None:
         raise UserError(refused)
-    tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
+    tokenizer = recipe_tokenizer(recipe, spec.vocab_size)
     environments = build_environments(recipe, given)
     chat = build_chats(recipe, spec, tokenizer, environments)
     try_objective(recipe)
+    conversations = build_conversations(recipe, chat, tokenizer)
+    recipe = with_steps(recipe, conversations)
     algorithm = build_algorithm(recipe.algorithm)
     console = Console(recipe.logging.console, recipe.steps, mismatch_limit=recipe.mismatch.warn_above)
     _warn(recipe, policy, console, on_gpu=on_gpu, trains=trains)
-    rewards = build_scorers(recipe, environments, tokenizer, given)
+    for line in unread_by_template(recipe, tokenizer, environments):
+        console.warn(line)
+    rewards, eval_rewards = build_rewards(recipe, spec, environments, tokenizer, given)
     if isinstance(rewards, FunctionRewards):
         console.note("the reward runs in this process: a call that hangs is counted, but can't be ended")
-    taskset, conversations = build_tasks(recipe, environments), build_conversations(recipe, chat, tokenizer)
+    taskset = build_tasks(recipe, environments)
     if check_contents is not None:
         check_contents(contents_of(recipe, given, tokenizer.chat_template, environments, taskset, conversations))
     with console.phase("load"):
@@ -93,6 +98,7 @@ def build_run(
         taskset=taskset,
         conversations=conversations,
         rewards=workers if rewards is None else rewards,
+        eval_rewards=eval_rewards,
         algorithm=algorithm,
         workers=workers,
         method=method_of(recipe, workers),
@@ -136,15 +142,30 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
     """Settings for collecting a step's groups, without the step's number."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     collection = CollectionSettings.from_config(chat, rollout, seed=recipe.seed)
+    sampling = replace(collection.sampling, stop_token_ids=chat.call_ends)
     penalty = None
     if isinstance(algorithm, LengthPenaltySettings) and algorithm.overlong_buffer:
         penalty = partial(soft_overlong_penalty, limit=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
     return replace(
         collection,
+        sampling=sampling,
         max_refills=refills_of(algorithm),
         penalty=penalty,
         context_length=recipe.model.context_length,
+        group_sizes=dict(zip(recipe.environments, recipe.group_sizes, strict=False)),
+        temperatures=temperatures_of(recipe),
     )
+
+
+def with_steps(recipe: Recipe, data: Mixture | None) -> Recipe:
+    """The recipe with the steps of its `epochs`. Raises UserError for settings that do not fit them."""
+    if recipe.epochs is None or data is None or not isinstance(recipe.algorithm, DatasetSettings):
+        return recipe
+    steps = steps_of(recipe.epochs, data.num_examples, recipe.algorithm.batch_size)
+    counted = recipe.model_copy(update={"steps": steps, "epochs": None})
+    for problem in combination_problems(counted):
+        raise UserError(problem.text)
+    return counted.model_copy(update={"epochs": recipe.epochs})
 
 
 def build_conversations(recipe: Recipe, chat: ChatTokens, tokenizer: Tokenizer) -> Mixture | None:
@@ -159,4 +180,8 @@ def build_conversations(recipe: Recipe, chat: ChatTokens, tokenizer: Tokenizer) 
         context_length=recipe.model.context_length,
         too_long=recipe.data.too_long,
         pad_token_id=tokenizer.pad_token_id if recipe.algorithm.name == "reward_model" else None,
+        held_out={
+            name: read_source(name or "eval_dataset", source, kind) for name, source in recipe.held_out_sources.items()
+        },
+        eval_size=recipe.data.eval_size,
     )

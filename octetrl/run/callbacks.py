@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from octetrl.config.ranking import lower_is_better
 from octetrl.config.schema import EarlyStoppingConfig, Recipe
 from octetrl.config.validate import combination_problems
 from octetrl.environments.calls import unchanged_process
@@ -66,8 +67,8 @@ class Callback:
         """After each step, before its checkpoint is written."""
 
     def on_evaluation(self, view: RunView) -> None:
-        """After a step with an evaluation; its metrics begin with `eval/`, and `view.groups` are those of held-out
-        tasks."""
+        """After a step with an evaluation, or before the first step (step 0); its metrics begin with `eval/`, and
+        `view.groups` are those of held-out tasks."""
 
     def on_checkpoint(self, view: RunView) -> None:
         """When a checkpoint is complete on the disk, `view.checkpoint`: after a later step, or at the end."""
@@ -79,11 +80,11 @@ class Callback:
 class EarlyStopping(Callback):
     """Ends a run whose metric has not improved by more than `min_delta` in its last `patience` values.
 
-    metric: of metrics.jsonl; steps without it do not count. mode: "max" if more is better. A resumed run counts its
-    earlier steps."""
+    metric: of metrics.jsonl; steps without it do not count. mode: "max" if more is better, "min" if less; "auto"
+    is "min" of a loss. A resumed run counts its earlier steps, and ends at once if they ended it."""
 
     def __init__(
-        self, metric: str = "eval/accuracy", *, patience: int = 3, min_delta: float = 0.0, mode: str = "max"
+        self, metric: str = "eval/accuracy", *, patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
     ) -> None:
         try:
             given = {"metric": metric, "patience": patience, "min_delta": min_delta, "mode": mode}
@@ -91,7 +92,8 @@ class EarlyStopping(Callback):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise UserError(f"EarlyStopping: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
-        self._sign = 1.0 if mode == "max" else -1.0
+        is_loss = lower_is_better(metric)
+        self._sign = -1.0 if mode == "min" or (mode == "auto" and is_loss) else 1.0
         self._best, self._since = -math.inf, 0
 
     def check(self, recipe: Recipe) -> None:
@@ -104,9 +106,14 @@ class EarlyStopping(Callback):
         self._best, self._since = -math.inf, 0
         for metrics in view.past:
             self._count(metrics)
+        self._stop_if_due(view)
 
     def on_step(self, view: RunView) -> None:
-        if self._count(view.metrics) and self._since >= self._config.patience:
+        if self._count(view.metrics):
+            self._stop_if_due(view)
+
+    def _stop_if_due(self, view: RunView) -> None:
+        if self._since >= self._config.patience:
             view.stop(
                 f"{self._config.metric} has not improved in its last {self._since} values; the best is"
                 f" {self._sign * self._best:.6g}"
@@ -127,8 +134,12 @@ class EarlyStopping(Callback):
 class Callbacks:
     """Calls all callbacks of a run. `stopped_for`: why one of them ended it; None: none did."""
 
-    def __init__(self, callbacks: Sequence[Callback], recipe: Recipe, folder: Path) -> None:
-        self._callbacks = tuple(callbacks)
+    def __init__(
+        self, callbacks: Sequence[Callback], recipe: Recipe, folder: Path, given: Sequence[Callback] = ()
+    ) -> None:
+        self._callbacks = (*callbacks, *given)
+        self.given = [type(callback).__qualname__ for callback in given]
+        """Classes of those that no recipe names."""
         self._last = RunView(recipe, folder, 0, stop=self._stop)
         self.stopped_for: str | None = None
 
@@ -139,18 +150,21 @@ class Callbacks:
         for callback in own:
             if isinstance(callback, EarlyStopping):  # that of a recipe has its rules
                 callback.check(recipe)
-        return cls([*load_callbacks(recipe), *own], recipe, folder)
+        return cls(load_callbacks(recipe), recipe, folder, own)
 
     def begin(self, step: int, past: Iterable[Mapping[str, float | None]]) -> None:
+        """`stopped_for` is set where a resumed run has ended already."""
+        self.stopped_for = None
         self._last = replace(self._last, step=step)
         self._call("on_begin", replace(self._last, past=tuple(map(MappingProxyType, past))))
 
     def step(self, step: int, result: StepResult, written: Path | None = None) -> None:
-        """After a step, and its evaluation if one was due. written: the last checkpoint that is complete."""
+        """After a step, and its evaluation if one was due; step 0 is only that. written: the last checkpoint that is
+        complete."""
         self._last = replace(self._last, step=step, metrics=MappingProxyType(dict(result.metrics)))
-        if self._callbacks:
+        if self._callbacks and step:
             self._call("on_step", replace(self._last, groups=_copied(result.groups)))
-        if self._callbacks and result.evaluated:
+        if self._callbacks and any(name.startswith("eval/") for name in result.metrics):
             self._call("on_evaluation", replace(self._last, groups=_copied(result.evaluated)))
         self.checkpoint(written)
 

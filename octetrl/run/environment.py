@@ -6,48 +6,61 @@ parts are then joined (environments/mixed.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from octetrl.config.algorithm import OwnObjectiveConfig
-from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.environment import EnvironmentConfig, EvalSetConfig
 from octetrl.config.rules_environment import refuse_for_turns
 from octetrl.config.schema import Recipe
-from octetrl.config.several_environments import alone, errors_named
+from octetrl.config.several_environments import alone, errors_named, renamed
 from octetrl.data.tasks import read_tasks
-from octetrl.data.tokenizer import Tokenizer, tool_family
+from octetrl.data.tokenizer import Tokenizer
 from octetrl.environments.calls import unchanged_process
 from octetrl.environments.code_scorer import code_environment
-from octetrl.environments.dialogue import ConversationLimits, Dialogue, Dialogues, is_dialogue, toolbox_of
+from octetrl.environments.curriculum import CurriculumTaskset, order_by
+from octetrl.environments.dialogue import (
+    ConversationLimits,
+    Dialogue,
+    Dialogues,
+    has_agent,
+    is_dialogue,
+    toolbox_of,
+)
 from octetrl.environments.judge import Judge
 from octetrl.environments.math_answers import MathScorer, reference_problems
 from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
-from octetrl.environments.named_rewards import WithGroupRewards
+from octetrl.environments.named_rewards import RewardsInRun
+from octetrl.environments.programs import CommandEnvironment
 from octetrl.environments.python_object import (
     ForeignTasks,
     Given,
     can_run_elsewhere,
     check_environment,
-    group_rewards,
     load_environment,
     load_object,
     named_reward,
+    rewards_in_run,
 )
 from octetrl.environments.reasoning_gym import reasoning_gym_environment
 from octetrl.environments.reset_step import gymnasium_environment
 from octetrl.environments.reward_workers import FunctionRewards, RewardWorkers
-from octetrl.environments.rewards import ExactScorer
+from octetrl.environments.rewards import ExactScorer, missing_answers
 from octetrl.environments.scoring import OpenScorer, Scorer, place_of
-from octetrl.environments.tasks import Environment, NoTasks, TaskEnvironment, Taskset
+from octetrl.environments.tasks import Environment, EvalSet, NoTasks, TaskEnvironment, Taskset, own_eval_sets
+from octetrl.environments.tools.formats.reading import ToolFormat
 from octetrl.environments.tools.ready import with_tools
 from octetrl.environments.verifiers_adapter import verifiers_environment
 from octetrl.records import Task
-from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens, try_prompts
+from octetrl.rollout.call_text import find_format
+from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens, template_names, try_prompts, unread
 from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
 
+MOST_COMMANDS = 64  # of `environment.agent` at once, unless the recipe says otherwise
 NOTHING_GIVEN: Given = MappingProxyType({})
 Environments = Mapping[str, Environment]  # by name; a single one has the empty name
 Rewards = OpenScorer | Dialogues
@@ -55,10 +68,13 @@ _Part = TypeVar("_Part", bound=OpenScorer | Dialogue)
 
 
 @unchanged_process()
-def build_environment(config: EnvironmentConfig, given: Given = NOTHING_GIVEN) -> Environment:
+def build_environment(
+    config: EnvironmentConfig, given: Given = NOTHING_GIVEN, *, loads_reward: bool = True
+) -> Environment:
     """Tasks and scorer of the recipe; `environment.reward` replaces the kind's own scorer.
 
-    given: what the recipe names as `given:NAME` (environments/python_object.py).
+    given: what the recipe names as `given:NAME` (environments/python_object.py). loads_reward: False keeps the kind's
+    own scorer, for those who only want the tasks.
     """
     if config.dataset is None:
         return TaskEnvironment([], ExactScorer())  # validated: neither rollouts nor evaluation
@@ -67,8 +83,14 @@ def build_environment(config: EnvironmentConfig, given: Given = NOTHING_GIVEN) -
         check_environment(environment, config.dataset)
     else:
         environment = _environment_of_kind(config, config.dataset)
-    if config.reward is not None and not is_dialogue(environment):
-        environment = TaskEnvironment(environment.tasks, named_reward(config.reward, given))
+    if loads_reward and config.reward is not None and not is_dialogue(environment):
+        held_out = getattr(environment, "eval_tasks", None)
+        environment = TaskEnvironment(environment.tasks, named_reward(config.reward, given), held_out)
+    if config.agent is not None:
+        if is_dialogue(environment):
+            raise UserError("environment.agent: this environment takes its turns itself; leave the agent out")
+        held_out = getattr(environment, "eval_tasks", None)
+        environment = CommandEnvironment(environment.tasks, environment.score, config.agent, held_out)
     return with_tools(environment, config)
 
 
@@ -110,20 +132,47 @@ def _environment_of_kind(config: EnvironmentConfig, dataset: str) -> Environment
 
 
 @unchanged_process()
-def build_taskset(environment: Environment, config: EnvironmentConfig) -> Taskset:
-    """The training tasks in their order, and the held-out ones, of `eval_split` if the recipe names one."""
+def build_taskset(environment: Environment, config: EnvironmentConfig, right_from: float = 1.0) -> Taskset:
+    """The training tasks in their order, and the held-out ones, of `eval_dataset` or `eval_split` if the recipe names
+    one. right_from: of the recipe's `evaluation`, for pass rates."""
     if config.dataset is None:
         return NoTasks()
-    eval_tasks = None
-    if config.eval_split is not None:
-        read = _read_tasks(config.dataset, config, config.eval_split)
-        eval_tasks = [replace(task, id=f"{config.eval_split}/{task.id}") for task in read]  # rows count from 1 in each
-        if config.kind == "code":
-            eval_tasks = list(code_environment(eval_tasks, config).tasks)
     tasks = environment.tasks
     if config.kind == "python" and not isinstance(tasks, list | tuple):
         tasks = ForeignTasks(tasks, config.dataset)
-    return Taskset(tasks, eval_size=config.eval_size, seed=config.seed, eval_tasks=eval_tasks)
+    own = {name: EvalSet(list(one)) for name, one in own_eval_sets(environment).items()}
+    curriculum = config.curriculum
+    build: Callable[..., Taskset] = Taskset
+    if curriculum is not None and curriculum.pass_rate is not None:
+        build = partial(CurriculumTaskset, settings=curriculum, right_from=right_from)
+    column = None if curriculum is None else curriculum.order_by
+    return build(
+        tasks,
+        eval_size=config.eval_size,
+        seed=config.seed,
+        eval_sets=_eval_sets(config) or own,
+        order=None if column is None else order_by(tasks, column),
+    )
+
+
+def _eval_sets(config: EnvironmentConfig) -> dict[str, EvalSet]:
+    """The held-out tasks with sources of their own. Rows count from 1 in each, so their ids begin with its name."""
+
+    def read(prefix: str, one: EvalSetConfig) -> list[Task]:
+        own = {name: value for name in ("columns", "reference_marker") if (value := getattr(one, name)) is not None}
+        own |= {"split": one.split, "subset": one.subset}
+        tasks = [
+            replace(task, id=f"{prefix}/{task.id}") for task in _read_tasks(one.dataset, config.model_copy(update=own))
+        ]
+        return list(code_environment(tasks, config).tasks) if config.kind == "code" else tasks
+
+    if config.eval_split is not None and config.eval_dataset is None:
+        split = EvalSetConfig(dataset=str(config.dataset), split=config.eval_split, subset=config.subset)
+        return {"": EvalSet(read(config.eval_split, split), config.eval_size)}
+    return {
+        name: EvalSet(read(name or "eval", one), one.size, f"environment.eval_dataset.{name}.size")
+        for name, one in config.eval_sets.items()
+    }
 
 
 def _math_scorer(config: EnvironmentConfig) -> MathScorer:
@@ -131,16 +180,20 @@ def _math_scorer(config: EnvironmentConfig) -> MathScorer:
     return MathScorer(config.answer_marker, config.answer_tolerance, seconds)
 
 
-def _read_tasks(path: str, config: EnvironmentConfig, split: str | None = None) -> list[Task]:
+def _read_tasks(path: str, config: EnvironmentConfig) -> list[Task]:
+    """Rows without an answer are refused where nothing else gives a reward, unless every rollout may fail."""
     has_other_scorer = any((config.reward, config.reward_model, config.judge))
+    problems = reference_problems if config.kind == "math" else None
+    if config.kind == "jsonl" and config.max_failure_share < 1:
+        problems = missing_answers
     return read_tasks(
         path,
         config.prompt_template,
         columns=config.columns,
         reference_marker=config.reference_marker,
-        split=split or config.split,
+        split=config.split,
         subset=config.subset,
-        answer_problems=reference_problems if config.kind == "math" and not has_other_scorer else None,
+        answer_problems=None if has_other_scorer else problems,
     )
 
 
@@ -158,7 +211,7 @@ def build_tasks(recipe: Recipe, environments: Environments) -> Taskset:
     tasksets = {}
     for name, config in recipe.each_environment.items():
         with errors_named(name):
-            tasksets[name] = build_taskset(environments[name], config)
+            tasksets[name] = build_taskset(environments[name], config, recipe.evaluation.right_from)
     if not recipe.environments:
         return tasksets[""]
     return MixedTaskset(tasksets, {name: config.weight for name, config in recipe.environments.items()})
@@ -170,15 +223,29 @@ def build_chats(
     """The chat tokens, with each environment's tools, and with its system prompt if the recipe has none. Of several
     environments each has its own; given conversations have no tools. spec: None if the model is unknown
     (engine.backend: openai)."""
+    if recipe.rollout.history == "template" and tokenizer.chat_template is None:
+        raise UserError("rollout.history: template renders messages, and the tokenizer has no chat template; leave it")
     ends = () if spec is None else spec.eos_token_ids
     build = partial(ChatTokens, tokenizer, ends=ends, context_length=recipe.model.context_length)
     chats = {}
     for name, environment in environments.items():
         with errors_named(name):
-            chats[name] = build(**chat_options(recipe, environment))
+            has_tools = bool(toolbox_of(environment).tools)
+            tool_format = find_format(tokenizer, *_calls_of(recipe)) if has_tools else None
+            chats[name] = build(**chat_options(recipe, environment), tool_format=tool_format)
             if isinstance(environment.tasks, list | tuple):
                 try_prompts(chats[name], environment.tasks)
     return build(**chat_options(recipe), by_environment=chats) if recipe.environments else chats[""]
+
+
+def unread_by_template(recipe: Recipe, tokenizer: Tokenizer, environments: Environments) -> Iterator[str]:
+    """What the recipe gives to a chat template that does not read it: `check` refuses it, and a run warns."""
+    names = template_names(tokenizer)
+    if lost := unread(names, recipe.rollout.chat_template_kwargs):
+        yield f"rollout.{lost}"
+    for name, environment in environments.items():
+        if lost := unread(names, (), toolbox_of(environment).schemas()):
+            yield renamed(f"environment.{lost}", name) if name else f"environment.{lost}"
 
 
 def chat_options(recipe: Recipe, environment: Environment | None = None) -> dict[str, Any]:
@@ -198,8 +265,8 @@ def build_scorers(
     if any(is_dialogue(environment) for environment in environments.values()):
 
         def dialogue(one: Recipe, environment: Environment) -> Dialogue:
-            refuse_for_turns(one)
-            return _dialogue(one.environment, environment, tokenizer, given)
+            refuse_for_turns(one, has_agent=has_agent(environment))
+            return _dialogue(one, environment, find_format(tokenizer, *_calls_of(recipe)), given)
 
         dialogues = _for_each(recipe, environments, dialogue)
         return MixedDialogues(dialogues) if recipe.environments else dialogues[""]
@@ -207,12 +274,72 @@ def build_scorers(
         return None
 
     def scorer(one: Recipe, environment: Environment) -> OpenScorer:
-        judge = one.environment.judge
-        own = _rewards(environment.score, one.environment, given) if judge is None else Judge(judge)
-        return _with_groups(own, one.environment, given)
+        judge, reward = one.environment.judge, one.environment.reward
+        function = environment.score if reward is None else named_reward(reward, given)
+        own = _rewards(function, one.environment, given) if judge is None else Judge(judge)
+        return _with_rewards_in_run(own, one.environment, given)
 
     scorers = _for_each(recipe, environments, scorer)
     return MixedScorer(scorers) if recipe.environments else scorers[""]
+
+
+def build_rewards(
+    recipe: Recipe,
+    spec: ModelSpec | None,
+    environments: Environments,
+    tokenizer: Tokenizer,
+    given: Given = NOTHING_GIVEN,
+) -> tuple[Rewards | None, Rewards | None]:
+    """What scores training's answers, None: the workers, and what scores those of evaluations, None: the same. spec:
+    None if the model is unknown."""
+    training, evaluation = rewarded_in(recipe, "training"), rewarded_in(recipe, "evaluation")
+    build = partial(_with_agents, recipe, spec, tokenizer, environments)
+    own = build(build_scorers(training, environments, tokenizer, given))
+    if training is evaluation:
+        return own, None
+    try:
+        return own, build(build_scorers(evaluation, environments, tokenizer, given))
+    except BaseException:
+        if own is not None:
+            own.close()
+        raise
+
+
+def _with_agents(
+    recipe: Recipe,
+    spec: ModelSpec | None,
+    tokenizer: Tokenizer,
+    environments: Environments,
+    rewards: Rewards | None,
+) -> Rewards | None:
+    """Starts the server that agents call, if an environment has one. Raises UserError without its packages."""
+    if not isinstance(rewards, Dialogues) or not any(map(has_agent, environments.values())):
+        return rewards
+    try:
+        from octetrl.agents.server import AgentServer
+    except ImportError as error:
+        rewards.close()
+        raise UserError(f"environment: agents need the package {error.name}; pip install 'octetrl[serve]'") from error
+    server = AgentServer(
+        tokenizer,
+        vocab_size=len(tokenizer) if spec is None else spec.vocab_size,
+        context_length=recipe.model.context_length,
+        variables=recipe.rollout.chat_template_kwargs,
+        tool_format=recipe.rollout.tool_format,
+        ends=() if spec is None else spec.eos_token_ids,
+        wake=rewards.calls.wake,
+    )
+    rewards.capture, rewards.closes = server.policy, server.close
+    return rewards
+
+
+def rewarded_in(recipe: Recipe, purpose: Literal["training", "evaluation"]) -> Recipe:
+    """The recipe with the rewards that are called in training, or in evaluations; itself if these are all."""
+    one = recipe.environment.rewarded_in(purpose)
+    several = {name: config.rewarded_in(purpose) for name, config in recipe.environments.items()}
+    if one is recipe.environment and all(several[name] is config for name, config in recipe.environments.items()):
+        return recipe
+    return recipe.model_copy(update={"environment": one, "environments": several})
 
 
 def _for_each(
@@ -231,8 +358,14 @@ def _for_each(
     return parts
 
 
-def _dialogue(config: EnvironmentConfig, environment: Environment, tokenizer: Tokenizer, given: Given) -> Dialogue:
+def _calls_of(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """How the recipe's model writes tool calls, and the variables of its template."""
+    return recipe.rollout.tool_format, recipe.rollout.chat_template_kwargs
+
+
+def _dialogue(recipe: Recipe, environment: Environment, tool_format: ToolFormat | None, given: Given) -> Dialogue:
     """`environment.reward` and `environment.judge` replace the environment's own rewards."""
+    config = recipe.environment
     replaces = config.reward is not None or config.judge is not None
     own: Scorer | None = getattr(environment, "score", None)
     function = own if config.reward is None else named_reward(config.reward, given)
@@ -240,9 +373,11 @@ def _dialogue(config: EnvironmentConfig, environment: Environment, tokenizer: To
     if config.judge is not None:
         scorer = Judge(config.judge)
     elif function is not None:
-        scorer = _with_groups(_rewards(function, config, given), config, given)
-    limits, family = ConversationLimits.from_config(config), tool_family(tokenizer)
-    return Dialogue(environment, limits, family=family, scorer=scorer, only_scorer=replaces)
+        scorer = _with_rewards_in_run(_rewards(function, config, given), config, given)
+    limits = ConversationLimits.from_config(config)
+    if config.agent is not None and limits.max_in_flight is None:
+        limits = replace(limits, max_in_flight=MOST_COMMANDS)
+    return Dialogue(environment, limits, tool_format=tool_format, scorer=scorer, only_scorer=replaces)
 
 
 def _rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> OpenScorer:
@@ -254,15 +389,16 @@ def _rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> OpenSco
     return reward_processes(scorer, config, gives_up=gives_up)
 
 
-def _with_groups(scorer: OpenScorer, config: EnvironmentConfig, given: Given) -> OpenScorer:
-    """`scorer`, and the recipe's rewards of whole groups, if it has any."""
+def _with_rewards_in_run(scorer: OpenScorer, config: EnvironmentConfig, given: Given) -> OpenScorer:
+    """`scorer`, and the recipe's rewards of whole groups and with limits, if it has any."""
     try:
-        parts = group_rewards(config, given)
+        of_groups, limited = rewards_in_run(config, given)
     except BaseException:
         scorer.close()
         raise
     seconds = config.reward_timeout_seconds
-    return WithGroupRewards(scorer, parts, timeout_seconds=seconds) if parts else scorer
+    is_needed = of_groups or limited
+    return RewardsInRun(scorer, of_groups, limited=limited, timeout_seconds=seconds) if is_needed else scorer
 
 
 def reward_processes(scorer: Scorer, config: EnvironmentConfig, *, gives_up: bool = True) -> RewardWorkers:

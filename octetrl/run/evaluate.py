@@ -19,16 +19,17 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.backends.openai.backend import NO_LIMIT, OpenaiBackend
 from octetrl.backends.openai.session import OpenaiSession
 from octetrl.backends.openai.text import CharacterTokenizer
+from octetrl.config.environment import EvalSetConfig
 from octetrl.config.in_words import without_effect
 from octetrl.config.schema import Recipe
-from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.data.tokenizer import Tokenizer, recipe_tokenizer
 from octetrl.environments.python_object import Given
 from octetrl.records import Completion, GenerationRequest, OnCompletions, RolloutGroup, Task
 from octetrl.rollout.backend import OnSession, SessionRecord, not_asked
 from octetrl.rollout.collect import Collecting, ExpectedLengths, collect_groups
 from octetrl.run.build import build_collection, build_run
 from octetrl.run.device import generators_put_back, seed_everything
-from octetrl.run.environment import NOTHING_GIVEN, Rewards, build_chats, build_environments, build_scorers, build_tasks
+from octetrl.run.environment import NOTHING_GIVEN, Rewards, build_chats, build_environments, build_rewards, build_tasks
 from octetrl.run.recipe_files import with_found_model
 from octetrl.run.state import Run
 from octetrl.run.step import GenerateThenLearn
@@ -36,33 +37,74 @@ from octetrl.run.trained_model import checkpoint_step, read_model, refuse_pruned
 from octetrl.system.errors import UserError
 from octetrl.telemetry.console import Console
 from octetrl.telemetry.eval_report import EvalReport, Scoring
+from octetrl.trainer.packing import pack
+from octetrl.trainer.without_update import Sums, added
 from octetrl.workers.clock import Clock
 from octetrl.workers.model_shape import model_spec
 from octetrl.workers.team import most_tokens, rollout_shown
 from octetrl.workers.workers import Workers
 
 
-def evaluate(run: Run, tasks: Sequence[Task] | None = None) -> EvalReport:
-    """Evaluates `tasks` (None: the held-out ones) with the published weights."""
-    config = run.config
-    if tasks is None:
-        with generators_put_back():  # a user's task may draw when its prompt is read
-            tasks = run.taskset.held_out()
-    if not tasks:
+def evaluate(run: Run, *, all_tasks: bool = False) -> EvalReport:
+    """Evaluates the held-out tasks with the published weights. all_tasks: not only these."""
+    with generators_put_back():  # a user's task may draw when its prompt is read
+        sets = run.taskset.evaluation_sets(all_tasks=all_tasks)
+    if not any(sets.values()):
         raise UserError("environment.eval_size is 0, so no task is held out to evaluate on; set it above 0")
-    sampling = replace(
-        run.collection.sampling,
-        temperature=config.evaluation.temperature,
-        max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
-    )
-    collection = replace(run.collection, sampling=sampling, group_size=config.evaluation.samples, step=0)
     state = Collecting()
     with run.console.phase("evaluate"), generators_put_back():
-        groups = collect_groups(tasks, run.rewards, run.workers, collection, state)
+        reports = {name: _evaluate_set(run, name, tasks, state) for name, tasks in sets.items() if tasks}
         run.workers.forget_prefixes()  # so that a step is the same whether an evaluation came before it or not
-    scoring = Scoring(config.evaluation.k, config.evaluation.right_from, config.seed)
+    groups = [group for report in reports.values() for group in report.groups]
     sampled = {} if state.session is None else state.session.named()
-    return EvalReport(groups, scoring, sampled.get("rollout/tokens_per_second", 0.0))
+    speed = sampled.get("rollout/tokens_per_second", 0.0)
+    named = {name: report for name, report in reports.items() if name}
+    return EvalReport(groups, _scoring(run.config, EvalSetConfig(dataset="")), speed, sets=named)
+
+
+def _evaluate_set(run: Run, name: str, tasks: Sequence[Task], state: Collecting) -> EvalReport:
+    """The report of one set. Its seeds do not depend on other sets."""
+    config = next(
+        (one.eval_sets[name] for one in run.config.each_environment.values() if name in one.eval_sets),
+        EvalSetConfig(dataset=""),
+    )
+    whole, limit = run.config.evaluation, config.max_new_tokens
+    sampling = replace(
+        run.collection.sampling,
+        temperature=whole.temperature if config.temperature is None else config.temperature,
+        max_new_tokens=limit or whole.max_new_tokens or run.config.rollout.max_new_tokens,
+    )
+    collection = replace(
+        run.collection,
+        sampling=sampling,
+        group_size=config.samples or whole.samples,
+        group_sizes={},  # each environment's own are training's
+        temperatures={},
+        step=0,
+    )
+    state.first_place = 0
+    groups = collect_groups(tasks, run.eval_rewards or run.rewards, run.workers, collection, state)
+    return EvalReport(groups, _scoring(run.config, config))
+
+
+def _scoring(recipe: Recipe, of_set: EvalSetConfig) -> Scoring:
+    evaluation = recipe.evaluation
+    return Scoring(evaluation.k if of_set.k is None else of_set.k, evaluation.right_from, recipe.seed)
+
+
+def evaluate_rows(run: Run) -> dict[str, float]:
+    """Measures the held-out examples of `data` with the present weights: `eval/loss`, and of pairs `eval/accuracy`
+    and `eval/margin`. Each is a mean over all trained tokens, or pairs; of several sets also of each by name."""
+    data = run.conversations
+    assert data is not None, "held-out examples are of runs on given data"
+    layout = replace(run.workers.layout, minibatches=1)
+    found: dict[str, Sums] = {}  # by the beginning of the metrics' names
+    with run.console.phase("evaluate"):
+        for name, samples in data.held_out.items():
+            sums = run.workers.measure_held_out(pack(samples, layout, run.algorithm.token_weighting))
+            found |= {f"eval/{name}/" if name else "eval/": sums} if sums else {}
+    found["eval/"] = added([*found.values()])
+    return {f"{begin}{name}": total / count for begin, sums in found.items() for name, (total, count) in sums.items()}
 
 
 def calibrate(run: Run, tasks: Sequence[Task], limit: int) -> Mapping[str, float]:
@@ -94,9 +136,9 @@ def evaluate_checkpoint(
 
     run, step = read_model(target, build)
     try:
-        tasks = run.taskset.all_tasks() if all_tasks else run.taskset.held_out()
-        calibrate(run, tasks, recipe.model.context_length)
-        return replace(evaluate(run, tasks), step=step)
+        sets = run.taskset.evaluation_sets(all_tasks=all_tasks)
+        calibrate(run, [task for tasks in sets.values() for task in tasks], recipe.model.context_length)
+        return replace(evaluate(run, all_tasks=all_tasks), step=step)
     finally:
         run.close()
 
@@ -115,7 +157,7 @@ def sample_answers(recipe: Recipe, number: int) -> list[RolloutGroup]:
     try:
         tasks = run.taskset.next_batch(number)
         calibrate(run, tasks, recipe.rollout.max_prompt_tokens)
-        one_each = replace(run.collection.at_step(1), group_size=1)
+        one_each = replace(run.collection.at_step(1), group_size=1, group_sizes={})
         return collect_groups(tasks, run.rewards, run.workers, one_each, Collecting())
     finally:
         run.close()
@@ -172,7 +214,7 @@ def build_server_run(recipe: Recipe) -> Run:
     if server.answers == "tokens":
         recipe = with_found_model(recipe, weights=False)
         spec = model_spec(recipe)
-        tokenizer = load_tokenizer(tokenizer_folder(recipe), spec.vocab_size)
+        tokenizer = recipe_tokenizer(recipe, spec.vocab_size)
     console = Console(recipe.logging.console, recipe.steps, mismatch_limit=recipe.mismatch.warn_above)
     environments = build_environments(recipe)
     collection = build_collection(recipe, build_chats(recipe, spec, tokenizer, environments))
@@ -189,7 +231,7 @@ def build_server_run(recipe: Recipe) -> Run:
     if unread is not None:
         console.warn(unread)
     try:
-        rewards = build_scorers(recipe, environments, tokenizer)
+        rewards, eval_rewards = build_rewards(recipe, spec, environments, tokenizer)
     except BaseException:
         workers.close()
         raise
@@ -199,6 +241,7 @@ def build_server_run(recipe: Recipe) -> Run:
         taskset=taskset,
         conversations=None,
         rewards=cast("Rewards", rewards),  # validated: no reward model scores, so there are some
+        eval_rewards=eval_rewards,
         algorithm=build_algorithm(recipe.algorithm),
         workers=cast("Workers", workers),  # it generates, which is all that an evaluation asks
         method=GenerateThenLearn(),
@@ -212,6 +255,6 @@ def evaluate_server(recipe: Recipe, *, all_tasks: bool) -> EvalReport:
     """Evaluates the model of `engine.openai` by the recipe's environment. all_tasks: not only those held out."""
     run = build_server_run(recipe)
     try:
-        return evaluate(run, run.taskset.all_tasks() if all_tasks else None)
+        return evaluate(run, all_tasks=all_tasks)
     finally:
         run.close()

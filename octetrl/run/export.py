@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,12 +52,20 @@ INSIDE = ".partial"
 LAST = "config.json"
 
 
-def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: bool = False) -> Path:
+def export_run(
+    run_or_checkpoint: str,
+    to: str,
+    *,
+    adapter: bool = False,
+    fp8: bool = False,
+    add: Callable[[Path, Path], None] | None = None,
+) -> Path:
     """Write the model of a run's last checkpoint (or of a checkpoint) to `to`, a folder that is new or empty.
 
     `adapter`: of a run with LoRA, the adapter in PEFT's form instead of the merged model. `fp8`: the linears as E4M3
-    codes with scales of 128 x 128 blocks. UserError for weights that are not finite, and for `fp8`: an adapter alone, a
-    reward model, or a width that is not a multiple of 128.
+    codes with scales of 128 x 128 blocks. `add`: writes further files, from the checkpoint into the folder. UserError
+    for weights that are not finite, and for `fp8`: an adapter alone, a reward model, or a width that is not a multiple
+    of 128.
     """
     if adapter and fp8:
         raise UserError("--fp8: an adapter alone has no FP8 form; leave out --adapter to write the merged model in FP8")
@@ -87,6 +95,8 @@ def export_run(run_or_checkpoint: str, to: str, *, adapter: bool = False, fp8: b
                     ) from error
                 raise
             _refuse_non_finite(folder, source)
+            if add is not None:
+                add(source, folder)
             refuse_pruned(source)
 
     read_model(run_or_checkpoint, export)

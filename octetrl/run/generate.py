@@ -12,20 +12,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octetrl.backends.openai.backend import OpenaiBackend
 from octetrl.backends.openai.text import CharacterTokenizer
 from octetrl.config.load import load_recipe, recipe_from_mapping
-from octetrl.config.schema import OpenaiConfig, Recipe
+from octetrl.config.schema import OpenaiConfig, Recipe, RolloutConfig
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from octetrl.models.families import load_spec
-from octetrl.records import Completion, GenerationProgress, GenerationRequest, Prompt, SamplingParams
+from octetrl.records import Completion, GenerationProgress, GenerationRequest, Prompt, SamplingParams, Task
 from octetrl.rollout.backend import MeasuredSession, seed_in_call
-from octetrl.rollout.chat_tokens import ChatTokens
-from octetrl.run.model_source import precision_of, recipe_of_run, template_variables_of
+from octetrl.rollout.call_text import find_format
+from octetrl.rollout.chat_tokens import ChatTokens, template_names, unread
+from octetrl.run.model_source import precision_of, recipe_of_run, rollout_of
 from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong
@@ -51,7 +53,7 @@ CALIBRATION_TEXTS = (
 
 def generate_text(
     model: str,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt | Task],
     sampling: SamplingParams,
     *,
     precision: str | None = "bf16",
@@ -59,23 +61,27 @@ def generate_text(
     seed: int = 0,
     n: int | Sequence[int] = 1,
     plain: bool = False,
+    chat_template: str | None = None,
     shows_progress: bool = False,
 ) -> list[list[Completion]]:
-    """`n` completions of each prompt. n may have a number for each prompt.
+    """`n` completions of each prompt. n may have a number for each prompt. A task's id begins messages about it.
 
     model: a Hugging Face folder, a run folder or a checkpoint. precision: None for the run's own, or bf16 if the model
     is no run. cluster: a recipe's section, for the device or for several workers. shows_progress: on stderr. plain:
-    prompts without a template.
+    prompts without a template. chat_template: a file in place of the tokenizer's template.
     """
     console = Console("auto" if shows_progress else "quiet", total_steps=0, out=sys.stderr)
 
-    def load(folder: Path) -> tuple[Workers, list[tuple[int, ...]]]:
-        trained, tokenizer, positions = model_parts(folder)
-        chat = ChatTokens(tokenizer, context_length=positions, variables=template_variables_of(model))
-        try:
-            token_lists = [chat.tokens_of(prompt, plain=plain) for prompt in prompts]
-        except TextTooLong as error:
-            raise UserError(f"a prompt has {error}, the model's positions; shorten it") from None
+    tasks = [prompt if isinstance(prompt, Task) else Task("", prompt) for prompt in prompts]
+
+    def load(folder: Path) -> tuple[Workers, list[tuple[int, ...]], ChatTokens]:
+        trained, tokenizer, positions = model_parts(folder, chat_template)
+        rollout = rollout_of(model)
+        variables = rollout.chat_template_kwargs
+        form = find_format(tokenizer, rollout.tool_format, variables)
+        chat = ChatTokens(tokenizer, context_length=positions, variables=variables, tool_format=form)
+        names = template_names(tokenizer)
+        token_lists = [_prompt_tokens(chat, task, names, plain=plain) for task in tasks]
         longest = max(map(len, token_lists))
         if longest + sampling.max_new_tokens > positions:
             raise UserError(
@@ -85,23 +91,43 @@ def generate_text(
         name, sections = precision_of(model, precision)
         recipe = generation_recipe(trained, name, cluster or {}, longest + sampling.max_new_tokens, **sections)
         with console.phase("load"):
-            return generating_workers(recipe, tokenizer, console), token_lists
+            return generating_workers(recipe, tokenizer, console), token_lists, chat
 
-    workers, token_lists = read_model(model, load)
+    workers, token_lists, chat = read_model(model, load)
     counts = [n] * len(token_lists) if isinstance(n, int) else n
+    with_calls = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *chat.call_ends))
     requests = [
-        GenerationRequest(f"prompt {place}", tokens, sampling, siblings, seed_in_call(seed, place))
-        for place, (tokens, siblings) in enumerate(zip(token_lists, counts, strict=True))
+        GenerationRequest(
+            f"prompt {place}", tokens, with_calls if task.tools else sampling, siblings, seed_in_call(seed, place)
+        )
+        for place, (task, tokens, siblings) in enumerate(zip(tasks, token_lists, counts, strict=True))
     ]
     with closing(workers), console.phase("generate"):
         if workers.needs_calibration:
             workers.calibrate(token_lists)
-        return workers.generate(requests)
+        completions = workers.generate(requests)
+    return [
+        [chat.with_calls(one, sampling.stop) for one in siblings] if task.tools else siblings
+        for task, siblings in zip(tasks, completions, strict=True)
+    ]
+
+
+def _prompt_tokens(chat: ChatTokens, task: Task, names: frozenset[str] | None, *, plain: bool) -> tuple[int, ...]:
+    """names: that the template reads. Raises UserError, with the task's id if it has one."""
+    try:
+        if lost := unread(names, task.chat_template_kwargs, task.tools):
+            raise UserError(lost)
+        return chat.of(task).tokens_of(task.prompt, plain=plain)
+    except TextTooLong as error:
+        problem = f"a prompt has {error}, the model's positions; shorten it"
+        raise UserError(f"{task.id}: {problem}" if task.id else problem) from None
+    except UserError as error:
+        raise UserError(f"{task.id}: {error}" if task.id else str(error)) from error
 
 
 def generate_by_server(
     config: OpenaiConfig,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt | Task],
     sampling: SamplingParams,
     *,
     n: Sequence[int],
@@ -122,7 +148,10 @@ def generate_by_server(
         completions: list[dict[int, Completion]] = [{} for _ in prompts]
         with backend.session(on_progress) as session:
             for place, (prompt, siblings) in enumerate(zip(prompts, n, strict=True)):
-                tokens = chat.tokens_of(prompt, plain=plain)
+                task = prompt if isinstance(prompt, Task) else Task("", prompt)
+                if task.tools:
+                    raise UserError(f"{task.id}: a server's calls are no text; leave 'tools' out")
+                tokens = chat.of(task).tokens_of(task.prompt, plain=plain)
                 request = GenerationRequest(f"prompt {place}", tokens, sampling, siblings, seed_in_call(seed, place))
                 session.accept(session.checked(request))
             for place, siblings in enumerate(n):
@@ -135,11 +164,16 @@ def generate_by_server(
 # ---------------------------------------------------------------- workers that only generate
 
 
-def model_parts(folder: Path) -> tuple[dict[str, Any], Tokenizer, int]:
-    """A model's part of a recipe (`trained_model`), its tokenizer, and its positions."""
+def model_parts(folder: Path, template: str | None = None) -> tuple[dict[str, Any], Tokenizer, int]:
+    """A model's part of a recipe (`trained_model`), its tokenizer, and its positions. template: a file with a chat
+    template in place of the tokenizer's."""
     trained = trained_model(folder)
     tokenizer_folder = Path(trained["tokenizer"] or trained["path"])
-    tokenizer = load_tokenizer(tokenizer_folder, remedy="copy the model's tokenizer files into it, or give a folder")
+    remedy = "copy the model's tokenizer files into it, or give a folder"
+    try:
+        tokenizer = load_tokenizer(tokenizer_folder, remedy=remedy, template=template)
+    except UserError as error:
+        raise UserError(str(error).replace("model.chat_template", "--chat-template")) from error
     positions = load_spec(Path(trained["path"])).max_positions
     refuse_pruned(folder)
     return trained, tokenizer, positions
@@ -187,14 +221,15 @@ class StandingModel:
     """
 
     def __init__(
-        self, recipe: Recipe, tokenizer: Tokenizer, calibration_texts: Sequence[str], variables: Mapping[str, Any]
+        self, recipe: Recipe, tokenizer: Tokenizer, calibration_texts: Sequence[str], rollout: RolloutConfig
     ) -> None:
         self._recipe, self._calibration_texts = recipe, calibration_texts
         self.tokenizer, self.cluster = tokenizer, recipe.cluster
-        self.vocab_size = model_spec(recipe).vocab_size
+        spec = model_spec(recipe)
+        self.vocab_size, self.eos_token_ids = spec.vocab_size, spec.eos_token_ids
         self.context_length = recipe.model.context_length  # tokens, prompt and answer together
-        self.variables = variables  # of the chat template
-        self.chat = ChatTokens(tokenizer, context_length=self.context_length, variables=variables)
+        self.variables, self.tool_format = rollout.chat_template_kwargs, rollout.tool_format
+        self.chat = ChatTokens(tokenizer, context_length=self.context_length, variables=self.variables)
         self._workers: Workers | None = self._built()
 
     def _built(self) -> Workers:
@@ -244,6 +279,7 @@ def load_standing_model(
     context_length: int | None = None,
     kv_cache_tokens: int | None = None,
     max_batch: int = 256,
+    chat_template: str | None = None,
     calibration_texts: Sequence[str] = CALIBRATION_TEXTS,
     spelled: Callable[[str], str] = str,
 ) -> StandingModel:
@@ -251,12 +287,12 @@ def load_standing_model(
 
     precision: None: as the run was trained, or bf16 for a model that is no run. cluster: a recipe's section.
     context_length: None for that of the run's recipe, or for a model's own, at most CONTEXT_LENGTH. kv_cache_tokens: of
-    each worker; None for what the memory allows. spelled: how a message to the user writes the name of one of these
-    settings. Raises UserError.
+    each worker; None for what the memory allows. chat_template: a file in place of the tokenizer's template. spelled:
+    how a message to the user writes the name of one of these settings. Raises UserError.
     """
 
     def load(folder: Path) -> StandingModel:
-        trained, tokenizer, positions = model_parts(folder)
+        trained, tokenizer, positions = model_parts(folder, chat_template)
         length = min(positions, default_context_length(model)) if context_length is None else context_length
         if not 1 <= length <= positions:
             raise UserError(
@@ -274,7 +310,7 @@ def load_standing_model(
             fp8["calibration_margin"] = max(CALIBRATION_MARGIN, fp8.get("calibration_margin", 0.0))
         engine = {"max_batch": max_batch, "kv_cache_tokens": kv_cache_tokens}
         recipe = generation_recipe(trained, name, cluster, length, **{**sections, "engine": engine, "fp8": fp8})
-        return StandingModel(recipe, tokenizer, calibration_texts, template_variables_of(model))
+        return StandingModel(recipe, tokenizer, calibration_texts, rollout_of(model))
 
     return read_model(model, load)
 

@@ -164,6 +164,7 @@ _WITHOUT_REWARD = (
     "reward_crash",
     "reward_memory",
     "tool_error",
+    "agent_error",
     "environment_error",
     "environment_timeout",
 )
@@ -211,7 +212,7 @@ class SoundCheckpoints:
 
     def __init__(self, checkpoints: Checkpoints, recipe: Recipe, past: Iterable[Mapping[str, float | None]]) -> None:
         self._checkpoints, self._fails = checkpoints, recipe.collapse == "fail"
-        self._gate = None if recipe.collapse == "off" else CollapseGate(recipe.rollout.group_size)
+        self._gate = None if recipe.collapse == "off" else CollapseGate(max(recipe.group_sizes))
         self._num_pruned, self._once_more = 0, False
         if self._gate is not None:
             self._gate.replay(past)

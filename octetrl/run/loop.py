@@ -17,26 +17,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from octetrl.config.schema import Recipe
-from octetrl.environments.python_object import Given
+from octetrl.environments.python_object import Given, folders_of
 from octetrl.fp8.non_finite import NonFiniteError
-from octetrl.records import joined
+from octetrl.records import RolloutGroup, joined
 from octetrl.run.build import build_run
 from octetrl.run.callbacks import Callback, Callbacks
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.run.environment import NOTHING_GIVEN
-from octetrl.run.evaluate import calibrate, evaluate
-from octetrl.run.folder.journal import NO_FILES, Journal
+from octetrl.run.evaluate import calibrate, evaluate, evaluate_rows
+from octetrl.run.folder.journal import NO_FILES, Journal, check_failures
 from octetrl.run.folder.layout import CHECKPOINTS, RECIPE_FILE
 from octetrl.run.folder.output_folder import OutputFolder
 from octetrl.run.health import EmptySteps, SlowRewards, SoundCheckpoints
-from octetrl.run.recipe_files import with_found_model
+from octetrl.run.recipe_files import Resume, has_run, module_names, with_found_model
 from octetrl.run.report import banner, in_force, last_screen, leave_report
 from octetrl.run.resume import Cursor, branch, remember_answers, restore
 from octetrl.run.state import Run, StepResult
 from octetrl.system.errors import UserError
 from octetrl.system.process import StopRequest, terminable
 from octetrl.telemetry.console import Console, keeps_writing
-from octetrl.telemetry.ending import ending_of, reopen, write_ending
+from octetrl.telemetry.ending import CALLBACKS, MODULES, ending_of, reopen, write_ending
 from octetrl.telemetry.metrics import slowest_workers
 from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
 from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, sample_texts, steps_until
@@ -49,7 +49,7 @@ SHOWN_SAMPLES = 20  # steps whose rollouts TensorBoard shows
 
 def train(
     recipe: Recipe,
-    resume: bool = False,
+    resume: Resume = False,
     given: Given = NOTHING_GIVEN,
     *,
     allowed: Collection[str] = (),
@@ -58,13 +58,20 @@ def train(
 ) -> None:
     """Run a recipe to its last step. Raises UserError for bad input, RunFailed when the run fails.
 
-    given: what the recipe names as `given:NAME` (environments/python_object.py). allowed: fields that differ from those
+    resume: "auto" starts where the folder has no run, and does nothing where the run has finished. given: what the
+    recipe names as `given:NAME` (environments/python_object.py). allowed: fields that differ from those
     of the run that is resumed (allowed_changes.py). optimizer_of: a run, RUN@STEP or checkpoint; a new run begins with
     its weights and optimizer. callbacks: after the recipe's (callbacks.py).
     """
     recipe = with_found_model(recipe)
     callers = Callbacks.of(recipe, Path(recipe.output_dir), callbacks)
+    is_auto, resume = resume == "auto", has_run(Path(recipe.output_dir)) if resume == "auto" else bool(resume)
     with terminable(), OutputFolder(recipe, resume=resume, allowed=allowed) as folder, keeps_writing(folder.path):
+        console = Console(recipe.logging.console, recipe.steps)
+        if is_auto and (ending := folder.finished()) is not None:
+            return console.note(f"nothing is left to do: the run in {recipe.output_dir} has finished{ending}")
+        if lacking := [name for name in folder.given_callbacks() if name not in callers.given]:
+            console.note(f"callbacks: the run goes on without {', '.join(lacking)}, which it began with in Python")
         restarts = recipe.cluster.max_restarts
         while True:
             try:
@@ -75,7 +82,7 @@ def train(
                 restarts, resume = restarts - 1, True
                 with suppress(OSError):
                     reopen(folder.path)
-                Console(recipe.logging.console, recipe.steps).warn(f"{lost}\n  building all workers again")
+                console.warn(f"{lost}\n  building all workers again")
             except BaseException as error:  # also while the workers are built again
                 _leave_ending(folder.path, error)
                 raise
@@ -105,16 +112,18 @@ def _train(
     checkpoints = Checkpoints(folder.path / CHECKPOINTS, recipe.checkpoint, folder.run_id)
     last = checkpoints.latest() if resume else None
     start = 0 if last is None else step_of(last)
-    if start > recipe.steps:
-        raise UserError(f"steps: {recipe.steps}, but the run has {start} steps already; give a larger number")
+    if recipe.epochs is None:
+        _refuse_fewer_steps(recipe, start)
     if last is not None:
         manifest = check_complete(last)  # refused before anything is built
         complete_line(folder.path / METRICS_FILE, start, manifest["metrics"])
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
     run = build_run(recipe, given=given, check_contents=folder.check_contents)
+    recipe = run.config  # with the steps of its epochs
     try:
+        _refuse_fewer_steps(recipe, start)
         if last is not None:
-            restore(run, last, has_changed=folder.has_changed_contents(start))
+            restore(run, last, has_changed=folder.has_changed_contents(start), resamples=folder.resamples(start))
             rest = "; no step is left to do" if start == recipe.steps else ""
             run.console.note(f"resumed after step {start} from {checkpoints.folder}{rest}")
             remember_answers(run, folder.path, start)
@@ -122,15 +131,25 @@ def _train(
             run.console.note("no checkpoint is there yet: the run begins again at step 1")
         if last is None and optimizer_of is not None:
             run.console.note(branch(run, optimizer_of))
-        folder.keep(in_force(recipe))
+        found = {CALLBACKS: callbacks.given, MODULES: folders_of(module_names(recipe))}
+        folder.keep({**in_force(recipe), **found}, recipe)
         if start == recipe.steps:
             _leave_ending(folder.path, None)  # no later error makes it a run that was stopped
         run.console.rows(*banner(run))
         journal = Journal.of(recipe, folder.path if recipe.logging.rollouts else None, start)
-        sinks = open_sinks(folder.path, recipe.logging, recipe.model_dump(mode="json"), start, run.console.warn)
+        as_json = recipe.model_dump(mode="json")
+        sinks = open_sinks(folder.path, recipe.logging, as_json, start, run.console.warn, folder.run_id)
         with sinks, run.console.steps(start, past):
             callbacks.begin(start, past)
-            _run_steps(run, start, journal, sinks, checkpoints, past, callbacks)
+            if recipe.evaluation.on_start and not start:
+                _evaluate_first(run, journal, sinks, callbacks)
+            if 0 < start < recipe.steps and callbacks.stopped_for is not None:
+                again = "to go on, change what stopped it, such as early_stopping=null"
+                run.console.note(
+                    f"no step is left to do: it ended after step {start}, {callbacks.stopped_for}; {again}"
+                )
+            else:
+                _run_steps(run, start, journal, sinks, checkpoints, past, callbacks)
             callbacks.checkpoint(checkpoints.written())
             callbacks.end()
         _leave_ending(folder.path, None, callbacks.stopped_for)
@@ -141,6 +160,11 @@ def _train(
     finally:
         run.close()
         leave_report(folder.path, run.console)
+
+
+def _refuse_fewer_steps(recipe: Recipe, start: int) -> None:
+    if start > recipe.steps:
+        raise UserError(f"steps: {recipe.steps}, but the run has {start} steps already; give a larger number")
 
 
 def _leave_ending(folder: Path, error: BaseException | None, stopped_for: str | None = None) -> None:
@@ -228,14 +252,37 @@ def one_step(run: Run, step: int, journal: Journal = NO_FILES) -> StepResult:
     result = run.method.step(run, step, journal)
     metrics = joined(calibrated, result.metrics, {"time/step": time.perf_counter() - began})
     metrics = joined(metrics, slowest_workers(metrics))
-    if not run.config.evaluation.every or step % run.config.evaluation.every:
+    every, is_end = run.config.evaluation.every, run.config.holds_out_rows and step == run.config.steps
+    if not is_end and (not every or step % every):
         return replace(result, metrics=metrics)
+    measured, evaluated = _evaluate_after(run, step, journal)
+    return replace(result, metrics=joined(metrics, measured), evaluated=evaluated)
+
+
+def _evaluate_after(run: Run, step: int, journal: Journal) -> tuple[Mapping[str, float], Sequence[RolloutGroup]]:
+    """The metrics and the groups of an evaluation after the step."""
     with run.method.paused() as waited:
         began = time.perf_counter()
-        report = evaluate(run)
-        journal.record_evaluation(step, report.groups)
+        groups: Sequence[RolloutGroup] = ()
+        if run.config.holds_out_rows:
+            measured: Mapping[str, float] = evaluate_rows(run)
+        else:
+            report = evaluate(run)
+            measured, groups = report.metrics, report.groups
+            journal.record_evaluation(step, groups)
         took = {"time/evaluate": time.perf_counter() - began}
-    return replace(result, metrics=joined(metrics, waited, report.metrics, took), evaluated=report.groups)
+    return joined(waited, measured, took), groups
+
+
+def _evaluate_first(run: Run, journal: Journal, sinks: Sinks, callbacks: Callbacks) -> None:
+    """The evaluation before the first step."""
+    calibrated = {} if run.conversations is not None else _calibrate_first(run)
+    metrics, groups = _evaluate_after(run, 0, journal)
+    metrics = joined(calibrated, metrics)
+    sinks.write(0, metrics)
+    run.console.step(0, metrics, is_due=False)
+    check_failures(run.config, groups, "evaluation before step 1")
+    callbacks.step(0, StepResult(metrics, evaluated=groups))
 
 
 def _calibrate_first(run: Run) -> Mapping[str, float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octetrl.config.load import load_recipe
+from octetrl.config.schema import RolloutConfig
 from octetrl.system.errors import UserError, dangling, nearest_file, runs_in
 from octetrl.system.names import HubName, hub_name
 
@@ -91,10 +92,11 @@ def precision_of(name: str | Path, given: str | None) -> tuple[str | None, dict[
     return recipe.precision, {"fp8": fp8, "dtype": recipe.model.dtype}
 
 
-def template_variables_of(name: str | Path) -> dict[str, Any]:
-    """The variables of the chat template that the run was trained with; none if `name` is no run."""
+def rollout_of(name: str | Path) -> RolloutConfig:
+    """How the run's model was spoken to: variables of the chat template and the format of tool calls. The defaults if
+    `name` is no run."""
     path = recipe_of_run(name)
-    return {} if path is None else load_recipe(path).rollout.chat_template_kwargs
+    return RolloutConfig() if path is None else load_recipe(path).rollout
 
 
 def _checkpoint(run: Path, step: str) -> Path:

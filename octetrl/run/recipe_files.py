@@ -6,10 +6,12 @@ and the readers of tasks and conversations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
+from octetrl.config.environment import reward_names
 from octetrl.config.rules_environment import FILES
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, renamed
@@ -19,9 +21,26 @@ from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_unwritable
 from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
 from octetrl.system.errors import UserError, nearest, nearest_file
 from octetrl.system.names import hub_dataset
+from octetrl.telemetry.curves import missing_clients
 from octetrl.telemetry.glossary import METRICS, explained
-from octetrl.telemetry.sinks import missing_wandb
+from octetrl.telemetry.metrics import OF_A_PART, OF_ALL
 from octetrl.workers.model_shape import with_context_length
+
+Resume = bool | Literal["auto"]
+
+
+def has_run(folder: Path) -> bool:
+    """Whether `resume: auto` resumes there."""
+    return (folder / RECIPE_FILE).exists()
+
+
+def module_names(recipe: Recipe) -> list[str]:
+    """What the recipe names as `module:name`."""
+    names = [recipe.algorithm.name, *recipe.callbacks]
+    for each in recipe.each_environment.values():
+        dataset = [each.dataset] if each.kind == "python" and each.dataset is not None else []
+        names += [*dataset, *reward_names(each.reward), *each.tools]
+    return names
 
 
 def with_found_model(recipe: Recipe, *, weights: bool = True) -> Recipe:
@@ -57,10 +76,11 @@ def _with_context_length(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def refuse_early(recipe: Recipe, *, resume: bool) -> None:
+def refuse_early(recipe: Recipe, *, resume: Resume) -> None:
     """Refuse to train a model that is missing, on files that are missing, or in a folder that can't take the run."""
     folder = Path(recipe.output_dir)
     try:
+        resume = has_run(folder) if resume == "auto" else resume
         if resume:
             _refuse_no_run(folder)
         else:
@@ -72,7 +92,7 @@ def refuse_early(recipe: Recipe, *, resume: bool) -> None:
         path = found_model(recipe.model.path)
         if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
             load_spec(path)  # its message says what to do
-    for problem in (*unknown_metric(recipe), *missing_wandb(recipe.logging)):
+    for problem in (*unknown_metric(recipe), *missing_clients(recipe.logging)):
         raise UserError(problem)
     missing = None if resume else next(missing_files(recipe), None)  # a resumed run is first compared with its recipe
     if missing is not None:
@@ -86,9 +106,52 @@ def unknown_metric(recipe: Recipe) -> Iterator[str]:
     if recipe.early_stopping is not None:
         named["early_stopping.metric"] = recipe.early_stopping.metric
     for field, metric in named.items():
-        if explained(metric) is None and ":" not in recipe.algorithm.name:
+        if metric.startswith("eval/"):
+            if problem := unmeasured(recipe, metric):
+                yield f"{field}: {problem}"
+        elif explained(metric) is None and ":" not in recipe.algorithm.name:
             near = nearest(metric, [each.name for family in METRICS.values() for each in family])
             yield f"{field}: no run has '{metric}'{near}; `octetrl metrics` lists all"
+
+
+def unmeasured(recipe: Recipe, metric: str) -> str | None:
+    """Why the evaluations of this recipe do not have the metric `eval/...`. None: they have it."""
+    if recipe.holds_out_rows:
+        return _unmeasured_rows(recipe, metric)
+    several, evaluation = recipe.each_environment, recipe.evaluation
+    sets = {name: one for each in several.values() for name, one in each.eval_sets.items() if name}
+    terms: set[str] | None = set()  # None: an environment's own code gives them names
+    for each in several.values():
+        if isinstance(each.reward, str) or (each.reward is None and each.kind in ("python", "verifiers", "gymnasium")):
+            terms = None
+        elif terms is not None and isinstance(each.reward, Mapping):
+            terms |= {name for name, one in each.reward.items() if one.only != "training"}
+
+    def of_part(ks: Collection[int]) -> set[str]:
+        estimates = {f"pass_at_{k}" for k in ks} | {f"maj_at_{k}" for k in ks if k > 1}
+        return {*OF_A_PART, *estimates, *(f"component/{name}" for name in terms or ())}
+
+    known = of_part(evaluation.k) | OF_ALL
+    if recipe.environments:
+        each_part = of_part(evaluation.k)
+        known |= {"mean_of_environments", *(f"environments/{name}/{one}" for name in several for one in each_part)}
+    for name, one in sets.items():
+        known |= {f"{name}/{number}" for number in of_part(evaluation.k if one.k is None else one.k)}
+    name = metric.removeprefix("eval/")
+    beginning, is_term, _ = name.rpartition("component/")
+    part = name.partition("/")[2]
+    if part in of_part(evaluation.k) and any(one.kind == "python" for one in several.values()):
+        return None  # the environment may have such a set
+    if name in known or (terms is None and is_term and (not beginning or f"{beginning}accuracy" in known)):
+        return None
+    return f"no evaluation of this recipe measures '{metric}'{nearest(metric, [f'eval/{one}' for one in known])}"
+
+
+def _unmeasured_rows(recipe: Recipe, metric: str) -> str | None:
+    names = ("loss",) if recipe.algorithm.learns_from == "conversations" else ("loss", "accuracy", "margin")
+    sets = dict.fromkeys(f"{name}/".lstrip("/") for name in ("", *recipe.held_out_sources))
+    known = [f"eval/{each}{name}" for each in sets for name in names]
+    return None if metric in known else f"held-out examples of data have {', '.join(known)}, and no '{metric}'"
 
 
 def missing_files(recipe: Recipe) -> Iterator[str]:
@@ -97,9 +160,14 @@ def missing_files(recipe: Recipe) -> Iterator[str]:
         for name, source in recipe.sources.items():
             field = f"data.sources.{name}.path" if recipe.data.sources else "algorithm.conversations"
             yield from _missing_file(field, source.path)
+        for name, held_out in recipe.held_out_sources.items() if recipe.data.eval_dataset is not None else ():
+            yield from _missing_file(f"data.eval_dataset{f'.{name}.path' if name else ''}", held_out.path)
     for name, one in alone(recipe).items():
-        if one.environment.dataset is not None and one.environment.kind in FILES:
-            for problem in _missing_file("environment.dataset", one.environment.dataset):
+        files = {"dataset": one.environment.dataset} if one.environment.kind in FILES else {}
+        for of_set, config in one.environment.eval_sets.items():
+            files[f"eval_dataset.{of_set}.dataset" if of_set else "eval_dataset"] = config.dataset
+        for field, path in files.items():
+            for problem in _missing_file(f"environment.{field}", path) if path is not None else ():
                 yield renamed(problem, name)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.schema import Recipe
@@ -25,6 +26,7 @@ from octetrl.environments.reward_workers import RewardWorkers
 from octetrl.environments.scoring import RETURNED_BY, Score
 from octetrl.environments.tasks import Environment
 from octetrl.records import RolloutStatus, Task
+from octetrl.rollout.chat_tokens import unread
 from octetrl.run.environment import (
     NOTHING_GIVEN,
     build_environment,
@@ -44,12 +46,22 @@ MANY_TOO_LONG = 0.1  # share of prompts above which it is worth a line
 GARBAGE = "}{ 1e999 \\frac{ </answer> \u2603 \n\n <|nothing|> 'quote\" 0x -inf"
 
 
+class FirstPrompt(NamedTuple):
+    """The first training prompt as the model reads it."""
+
+    task_id: str
+    text: str
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class Rehearsal:
-    """What was found. `lines` are (name, text) to show, `problems` what a run would fail with."""
+    """What was found. `lines` are (name, text) to show, `problems` what a run would fail with. prompts: one of each
+    environment."""
 
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    prompts: list[FirstPrompt] = field(default_factory=list)
 
     def warn(self, text: str) -> None:
         self.lines.append(("warning", text))
@@ -74,6 +86,7 @@ def rehearse(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Rehearsal:
         of_one = _rehearse_alone(one, tokenizer)
         found.lines += [(f"{name}: {label}" if label else "", text) for label, text in of_one.lines]
         found.problems += [renamed(problem, name) for problem in of_one.problems]
+        found.prompts += of_one.prompts
     if found.problems or recipe.algorithm.name == "reward_model":
         return found
     try:
@@ -101,6 +114,7 @@ def _rehearse_alone(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Rehea
     if tasks and tokenizer is not None:
         with found.collecting():
             _rehearse_prompts(found, recipe, environment, tokenizer, tasks)
+            _look_at_rows(found, environment.tasks if isinstance(environment.tasks, list | tuple) else tasks, tokenizer)
     with found.collecting():
         scores = None if is_dialogue(environment) or config.reward_model or config.judge else environment.score
         if scores is None or not tasks:
@@ -132,13 +146,20 @@ def _rehearse_prompts(
 ) -> None:
     limit, chat = recipe.rollout.max_prompt_tokens, chat_options(recipe, environment)
     plain = [replace(task.plain(), metadata={}) for task in tasks]  # a user's own class may not travel
-    shown = json.dumps(tokenizer.prompt_text(plain[0], chat), ensure_ascii=False)
+    text = tokenizer.prompt_text(plain[0], chat)
+    shown = json.dumps(text, ensure_ascii=False)
     found.lines.append(("first prompt", shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN - 3]}..."))
+    if chat["tools"]:
+        asked = recipe.rollout.tool_format
+        source = "by the chat template" if asked == "auto" else "by the recipe"
+        found.lines.append(("tool calls", f"{tokenizer.tool_format(asked)}, {source} (rollout.tool_format)"))
     for name, default in tokenizer.template_variables().items():
         given = chat["variables"].get(name)
         set_to = f"{json.dumps(given)} by the recipe" if given is not None else default or "not set"
         found.lines.append(("template", f"{name}: {set_to} (rollout.chat_template_kwargs)"))
-    lengths = sorted(tokenizer.prompt_lengths(plain, chat, recipe.model.context_length))
+    lengths = tokenizer.prompt_lengths(plain, chat, recipe.model.context_length)
+    found.prompts.append(FirstPrompt(tasks[0].id, text, lengths[0]))
+    lengths.sort()
     late = lengths[math.ceil(0.99 * len(lengths)) - 1]
     too_long = sum(length > limit for length in lengths)
     found.lines.append(
@@ -155,6 +176,20 @@ def _rehearse_prompts(
         )
     elif too_long > MANY_TOO_LONG * len(lengths):
         found.warn(f"prompts that are too long get no answer; rollout.max_prompt_tokens={late} takes 99% of them")
+
+
+def _look_at_rows(found: Rehearsal, tasks: Sequence[Task], tokenizer: TokenizerProcess) -> None:
+    """Raise UserError for the first row whose tools or variables the template ignores. Warn of the first prompt that
+    nobody but the system says."""
+    names = tokenizer.template_names()
+    for task in tasks:
+        if lost := unread(names, task.chat_template_kwargs, task.tools):
+            raise UserError(f"task '{task.id}': {lost}")
+    alone = (task for task in tasks if all(message["role"] in ("system", "developer") for message in task.messages))
+    if (task_alone := next(alone, None)) is not None:
+        found.warn(
+            f"task '{task_alone.id}' has system messages alone, so nobody asks anything; is its question missing?"
+        )
 
 
 def _load_reward(config: EnvironmentConfig) -> None:
@@ -180,6 +215,10 @@ def _rehearse_score(found: Rehearsal, config: EnvironmentConfig, workers: Reward
     for (name, _, _), score in zip(tried, scores, strict=True):
         shown.setdefault(name, score)
     found.lines += [(name, _shown(score)) for name, score in shown.items()]
+    several = {} if config.reward is None or isinstance(config.reward, str) else config.reward
+    if not_called := [name for name, each in several.items() if each.in_run]:
+        text = f"{', '.join(not_called)}: the run's process calls them; `--sample 2` does too"
+        found.lines.append(("without", text))
     failed = [score for score in scores if score.reward is None]
     wrong_type = [score for score in failed if RETURNED_BY in (score.detail or "")]
     field_name = "environment.reward" if config.reward is not None else "environment"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octetrl.config.environment import EnvironmentConfig, reward_names
-from octetrl.config.in_words import describe_roles, describe_tail, in_flight
+from octetrl.config.in_words import describe_roles, describe_tail, in_flight, range_text
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import is_given
@@ -120,7 +120,9 @@ def _device(recipe: Recipe, console: Console) -> str:
 def _data(run: Run) -> str:
     recipe = run.config
     if run.conversations is not None:
-        return ", ".join(str(source.path) for source in recipe.sources.values())
+        held_out = sum(map(len, run.conversations.held_out.values()))
+        shown = [f"{counted(held_out, 'sequence')} held out"] if held_out else []
+        return ", ".join([*(str(source.path) for source in recipe.sources.values()), *shown])
     described = [f"{name}: {_tasks(one)}" if name else _tasks(one) for name, one in recipe.each_environment.items()]
     return "; ".join(described)
 
@@ -128,21 +130,23 @@ def _data(run: Run) -> str:
 def _tasks(environment: EnvironmentConfig) -> str:
     names = [environment.kind, str(environment.dataset)] if environment.dataset else [environment.kind]
     reward = f", reward {' + '.join(reward_names(environment.reward))}" if environment.reward else ""
-    held_out = f", {environment.eval_size} tasks held out" if environment.eval_size else ""
-    return f"{' '.join(names)}{reward}{held_out}"
+    return f"{' '.join(names)}{reward}{f', {environment.held_out_text}' if environment.holds_out else ''}"
 
 
 def _step(recipe: Recipe) -> str:
     algorithm, rollout = recipe.algorithm, recipe.rollout
     if isinstance(algorithm, DatasetSettings):
         return f"{algorithm.batch_size} {'pairs' if algorithm.learns_from == 'preferences' else 'conversations'}"
-    answers = rollout.prompts_per_step * rollout.group_size
-    drawn = f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {answers} answers"
+    most = "" if len(set(recipe.group_sizes)) == 1 else "at most "
+    drawn = (
+        f"{rollout.prompts_per_step} prompts x {range_text(recipe.group_sizes)} = {most}{recipe.most_answers} answers"
+    )
     return f"{drawn} of at most {counted(rollout.max_new_tokens, 'token')}"
 
 
 def _plan(recipe: Recipe) -> str:
-    plan = [f"{recipe.steps:,} step{'s' * (recipe.steps != 1)}"]
+    length = "" if recipe.epochs is None else f" ({recipe.epochs:g} epochs)"
+    plan = [f"{recipe.steps:,} step{'s' * (recipe.steps != 1)}{length}"]
     if 0 < recipe.evaluation.every <= recipe.steps:
         plan.append(f"an evaluation every {recipe.evaluation.every}")
     is_saved = 0 < recipe.checkpoint.every < recipe.steps
@@ -176,9 +180,7 @@ def last_screen(folder: Path, recipe: Recipe) -> Screen:
         rows.append((next_label, f"{command}   {what}"))
         next_label = ""
     spent = duration(run.hours[-1] * 3600) or "0 s"
-    return f"done: {len(run.rows)} step{'s' * (len(run.rows) != 1)} in {spent}", [
-        (one, text) for one, text in rows if text
-    ]
+    return f"done: {counted(run.num_steps, 'step')} in {spent}", [(one, text) for one, text in rows if text]
 
 
 def _seconds_by_part(run: RunRecord) -> str:
@@ -209,7 +211,7 @@ def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:
         python_only = any(
             is_given(name) for one in environments for name in (one.dataset or "", *reward_names(one.reward))
         )
-        if any(one.eval_size for one in environments) and not python_only:
+        if any(one.holds_out for one in environments) and not python_only:
             commands.append((f"octetrl eval {place}", "held-out tasks, with intervals"))
     if recipe.algorithm.name == "reward_model":
         out = shlex.quote(str(folder / "export"))

@@ -95,15 +95,16 @@ class Cursor:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def restore(run: Run, path: Path, *, has_changed: bool = False) -> None:
+def restore(run: Run, path: Path, *, has_changed: bool = False, resamples: bool = False) -> None:
     """Verifies and loads the checkpoint in `path`. Raises UserError for a damaged one.
 
-    has_changed: whether the user allowed other contents than the run had then (contents.py)."""
+    has_changed: whether the user allowed other contents than the run had then (contents.py). resamples: whether batches
+    ahead are left out and drawn again; the trainer divides their logits by the temperature of now."""
     saved = checkpoint.load(path)
     cursor = Cursor(**saved.json(CURSOR))
     run.workers.load(saved, cursor.policy_version)
     cursor.put_into(run, has_changed=has_changed)
-    if BATCHES in saved.files:
+    if BATCHES in saved.files and not resamples:
         run.method.put_back(run, batches_from_json(saved.json(BATCHES)), cursor.step)
 
 
@@ -192,7 +193,7 @@ def _read_turn(turn: Mapping[str, Any]) -> Turn:
         read[name] = tuple(read[name])
     read["updates"] = tuple((begin, version) for begin, version in read["updates"])
     replies = tuple(Reply(**reply) for reply in turn["replies"])
-    return Turn(tuple(turn["prompt_token_ids"]), Completion(**read), replies)
+    return Turn(tuple(turn["prompt_token_ids"]), Completion(**read), replies, turn.get("is_fork", False))
 
 
 # ---------------------------------------------------------------- answers of earlier steps, for drafts

@@ -122,8 +122,11 @@ class Run:
     console: Console
     collection: CollectionSettings
     lengths: ExpectedLengths  # of answers, learnt from step to step
+    eval_rewards: Rewards | None = None  # None: `rewards` score the answers of evaluations too
 
     def close(self) -> None:
         self.method.close()
         self.rewards.close()
+        if self.eval_rewards is not None:
+            self.eval_rewards.close()
         self.workers.close()

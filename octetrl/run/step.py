@@ -11,7 +11,7 @@ from dataclasses import replace
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.records import Sample, joined
 from octetrl.rollout.collect import CollectedBatch, collect_batch
-from octetrl.rollout.samples import to_samples
+from octetrl.rollout.samples import samples_of, trained_rollouts
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.trainer.packing import pack
@@ -22,8 +22,9 @@ class GenerateThenLearn(StepMethod):
 
     def step(self, run: Run, number: int, journal: Journal) -> StepResult:
         collected = produce(run, number)
-        recorded = journal.record(number, collected.groups)
-        learnt = learn(run, to_samples(collected.kept, run.algorithm), number)
+        trained = trained_rollouts(collected.kept, run.algorithm)
+        recorded = journal.record(number, collected.groups, trained)
+        learnt = learn(run, samples_of(trained, run.collection.temperatures), number)
         metrics = joined(recorded, collected.metrics, learnt)
         return StepResult(metrics, collected.groups, reward_times=collected.reward_times)
 

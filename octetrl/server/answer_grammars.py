@@ -3,7 +3,8 @@
     response_format   json_object, json_schema                          the answer is one JSON text
     tool_choice       required, {"type": "function", "function": ...}   the answer is tool calls in the model's own form
 
-The forms of tool calls are those of environments/tools/messages.py: Hermes' and Qwen's tags, or Llama 3's plain JSON.
+A demanded call is JSON: in Hermes' and Qwen's tags, or Llama 3's plain JSON. In other formats of
+environments/tools/formats/ no call can be demanded.
 
 **Schema references.** References inside a JSON schema: those that never end, and those of a schema that becomes a part
 of another one.
@@ -22,7 +23,7 @@ from urllib.parse import unquote
 from pydantic import BaseModel, ConfigDict, Field
 
 from octetrl.engine.grammars import WHITE_SPACE, json_grammar
-from octetrl.environments.tools.messages import Family
+from octetrl.environments.tools.formats.reading import ToolFormat
 
 LARGEST_SCHEMA = 1 << 18  # characters: some seconds of compiling, in which no token is sampled
 MOST_REFERENCES = 250  # llguidance follows them recursively, on the thread's stack
@@ -69,10 +70,12 @@ def format_grammar(asked: ResponseFormat | None) -> str | None:
     return json_grammar(asked.json_schema.content)
 
 
-def call_grammar(functions: Sequence[dict[str, Any]], family: Family, *, several: bool) -> str:
+def call_grammar(functions: Sequence[dict[str, Any]], form: ToolFormat, *, several: bool) -> str:
     """The grammar of one call, or `several`, of these functions (`name` and JSON schema `parameters`). Raises
-    ValueError for parameters that no text matches."""
-    key = "arguments" if family == "hermes" else "parameters"
+    ValueError for parameters that no text matches, and for a format whose calls are not JSON objects."""
+    key, is_hermes = form.arguments_key, form.name == "hermes"
+    if key is None:
+        raise ValueError(f"tools: no call can be demanded of a model with the format {form.name}; use tool_choice auto")
     calls = []
     for place, one in enumerate(functions):
         parameters = one.get("parameters") or {"type": "object"}
@@ -84,8 +87,8 @@ def call_grammar(functions: Sequence[dict[str, Any]], family: Family, *, several
         )
     body = json.dumps({"anyOf": calls, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
     _check_size(body, "tools", "their schemas together have")
-    more = ' ("\\n" call)*' if several and family == "hermes" else ' ("; " call)*' if several else ""
-    call = '"<tool_call>\\n" body "\\n</tool_call>"' if family == "hermes" else "body"
+    more = ' ("\\n" call)*' if several and is_hermes else ' ("; " call)*' if several else ""
+    call = '"<tool_call>\\n" body "\\n</tool_call>"' if is_hermes else "body"
     return f"start: call{more}\ncall: {call}\nbody: %json {body}\n"
 
 

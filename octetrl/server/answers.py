@@ -97,6 +97,7 @@ class Form:
     num_top: int = 0  # likeliest tokens to show with each token
     prompt_top: int | None = None  # the same with each token of the prompt; None: the prompt is not shown
     echoed: Sequence[Echo] | None = None  # of each prompt; None: prompts are not repeated
+    call_ids: str = "any"  # as the format of tool calls needs them (ToolFormat.ids)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -122,6 +123,12 @@ class Form:
     def closing(self, usage: Usage, *, shows_usage: bool) -> str:
         """Write the end of a stream."""
         return (event(self.usage_chunk(usage)) if shows_usage else "") + DONE
+
+    def call_id(self, call: ToolCall, index: int, place: int) -> str:
+        """An id that is unique in the conversation, for call `place` of answer `index`."""
+        unique = self.id.removeprefix(self.prefix)[1:13]
+        ids = {"own": call.id, "nine": f"{unique[:5]}{index % 100:02d}{place % 100:02d}"}
+        return ids.get(self.call_ids, f"call-{unique}-{index}-{place}")
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         raise NotImplementedError
@@ -264,16 +271,11 @@ class ChatForm(Form):
         }
 
     def _calls(self, piece: ChoicePiece) -> list[dict[str, Any]]:
-        return [self._call(call, f"{piece.index}-{place}") for place, call in enumerate(piece.calls)]
+        return [self._call(call, piece.index, place) for place, call in enumerate(piece.calls)]
 
-    def _call(self, call: ToolCall, place: str) -> dict[str, Any]:
-        """Write a tool call. Its id is unique in the conversation, not only in its message."""
+    def _call(self, call: ToolCall, index: int, place: int) -> dict[str, Any]:
         function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
-        return {
-            "id": f"call-{self.id.removeprefix(self.prefix)[1:13]}-{place}",
-            "type": "function",
-            "function": function,
-        }
+        return {"id": self.call_id(call, index, place), "type": "function", "function": function}
 
     def _logprobs(self, piece: ChoicePiece) -> dict[str, Any]:
         tops = piece.tops or ((),) * len(piece.token_ids)

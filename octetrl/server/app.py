@@ -1,6 +1,6 @@
 """The HTTP application: paths, the API key, the size limit of bodies, and errors in OpenAI's form.
 
-    POST /v1/completions  /v1/chat/completions  /v1/responses  /tokenize  /detokenize
+    POST /v1/completions  /v1/chat/completions  /v1/responses  /v1/messages[/count_tokens]  /tokenize  /detokenize
     GET  /v1/models  /v1/models/NAME  /health  /metrics  /version
 
 /health and /metrics need no key. The status of /health is 200 while requests are served, and 503 while the server
@@ -26,7 +26,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, completions, detokenize, responses, tokenize
+from octetrl.server.endpoints import (
+    CLIENT_CLOSED_REQUEST,
+    Served,
+    chat,
+    completions,
+    count_tokens,
+    detokenize,
+    messages,
+    responses,
+    tokenize,
+)
 from octetrl.server.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -101,7 +111,7 @@ def make_app(
     def generates(answers: Answers) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             _check_key(request, api_key)
-            body = await _read_body(request, max_body_bytes)
+            body = await read_body(request, max_body_bytes)
             return await answers(request, body, served)
 
         return _measured(endpoint, served)
@@ -130,12 +140,14 @@ def make_app(
             Route("/v1/completions", generates(completions), methods=["POST"]),
             Route("/v1/chat/completions", generates(chat), methods=["POST"]),
             Route("/v1/responses", generates(responses), methods=["POST"]),
+            Route("/v1/messages", generates(messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", generates(count_tokens), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", models),
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},
+        exception_handlers=ERROR_HANDLERS,
         lifespan=lifespan,
     )
 
@@ -189,12 +201,17 @@ def _measured(
 def _check_key(request: Request, api_key: str | None) -> None:
     if api_key is None:
         return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), api_key.encode()):
+    if not secrets.compare_digest(key_of(request).encode(), api_key.encode()):
         raise ApiError(401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key")
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+def key_of(request: Request) -> str:
+    """The key that a client of OpenAI or Anthropic sends; empty: none."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -244,3 +261,6 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     return _error_response(ApiError(500, "the server failed to answer; its log says why", code="internal_error"))
+
+
+ERROR_HANDLERS: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}

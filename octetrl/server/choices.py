@@ -13,13 +13,15 @@ has one, also the token that ended the answer. `token` is the text of a single t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from octetrl.engine.stopping import TextDecoder, TextStream
-from octetrl.environments.tools.messages import Family, ToolCall, parse_message, to_message
+from octetrl.environments.tools.formats.reading import ToolCall, ToolFormat
+from octetrl.environments.tools.messages import to_message
 from octetrl.records import Completion, EventDetails, FinishReason, PromptLogprobs, SessionEvent, Top
-
-_CALLS_BEGIN: dict[Family, tuple[str, ...]] = {"hermes": ("<tool_call>",), "llama3_json": ("<|python_tag|>", "{")}
+from octetrl.rollout.call_text import CallText
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class ChoicePiece:
 
 
 class Choice:
-    """Choice `index` of an answer. `family`: form of the tool calls to look for; None: everything is text."""
+    """Choice `index` of an answer. `tool_format`: of the calls to look for; None: everything is text."""
 
     def __init__(
         self,
@@ -47,15 +49,21 @@ class Choice:
         *,
         decode: TextDecoder,
         stops: tuple[str, ...],
-        family: Family | None,
+        tool_format: ToolFormat | None,
         logprobs: bool,
         empty: bool = False,
+        tools: Sequence[Any] = (),
+        call_text: CallText | None = None,
     ) -> None:
-        """`empty`: the client wants no answer; the one token that the engine samples is dropped."""
+        """tools: their schemas. call_text: decodes the special tokens of calls; None: there are none.
+
+        `empty`: the client wants no answer; the one token that the engine samples is dropped."""
         self._empty = empty
-        self._index, self._decode, self._family, self._logprobs = index, decode, family, logprobs
+        self._index, self._format, self._logprobs, self._tools = index, tool_format, logprobs, tools
+        self._call_text = call_text
+        decode = decode if call_text is None else TextDecoder(call_text.decode, decode.byte_tokens)
         self._stops = stops
-        self._marks = () if family is None else _CALLS_BEGIN[family]
+        self._marks = () if tool_format is None else tool_format.openings
         self._stream = TextStream(decode)
         self._shown = 0  # characters
         self._offset = 0  # of the last token; a byte may take back what the bytes before it had spelt
@@ -74,15 +82,16 @@ class Choice:
                 self._stream.push(token)
         if completion is None:
             text = self._stream.text[: self._showable(self._stream.text)]
-            return self._piece(drawn, text if self._family is None else text.strip(), offsets)
+            return self._piece(drawn, text if self._format is None else text.strip(), offsets)
         return self._last_piece(drawn, completion, offsets)
 
     def _last_piece(self, drawn: SessionEvent, completion: Completion, offsets: list[int]) -> ChoicePiece:
         text = completion.text
         calls: tuple[ToolCall, ...] = ()
         reason = completion.finish_reason.value
-        if self._family is not None:
-            parsed = parse_message(text, self._family)
+        if self._format is not None:
+            text = text if self._call_text is None else self._call_text.of(completion, self._stops)
+            parsed = self._format.parse(text, self._tools)
             text = to_message(parsed)["content"]
             calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
             if calls and completion.finish_reason is FinishReason.STOP:

@@ -1,4 +1,4 @@
-"""/v1/completions, /v1/chat/completions and /v1/responses: a body becomes generation requests, their results an answer.
+"""/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages: a body becomes requests, their results an answer.
 
     body -> prompt tokens -> `Answer` of the intake -> whole: one JSON object
                                                     -> stream: server-sent events, [DONE] at the end
@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -29,6 +29,7 @@ from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Speller
 from octetrl.server.choices import Choice, ChoicePiece
 from octetrl.server.errors import ApiError
 from octetrl.server.intake import Answer, ClientGone, Intake
+from octetrl.server.messages import CountBody, MessageForm, MessagesBody, MessagesError
 from octetrl.server.meters import Meters
 from octetrl.server.prompts import Prompts, max_tokens_of
 from octetrl.server.requests import (
@@ -113,6 +114,7 @@ async def chat(http: Request, body: bytes, served: Served) -> Response:
         num_siblings=asked.n,
         num_top=asked.num_top,
         prompt_top=asked.prompt_logprobs,
+        call_ids=_call_ids(served),
     )
     limit = max_tokens_of(asked)
     return await _respond(http, _call(form, asked, served, limit), served)
@@ -124,10 +126,37 @@ async def responses(http: Request, body: bytes, served: Served) -> Response:
     try:
         chat = asked.chat
         prompt = await served.prompts.of_chat(chat)
-        call = _call(ResponseForm(asked, served.name, served.spell, prompt), chat, served, asked.max_output_tokens)
+        form = ResponseForm(asked, served.name, served.spell, prompt, _call_ids(served))
+        call = _call(form, chat, served, asked.max_output_tokens)
     except ApiError as error:
         raise renamed(error) from error
     return await _respond(http, call, served)
+
+
+async def messages(http: Request, body: bytes, served: Served) -> Response:
+    try:
+        asked = parse_body(MessagesBody, body)
+        _check_model(asked.model, served)
+        chat = asked.chat
+        prompt = await served.prompts.of_chat(chat)
+        form = MessageForm(served.name, served.spell, prompt, _call_ids(served))
+        return await _respond(http, _call(form, chat, served, asked.max_tokens), served)
+    except ApiError as error:
+        raise MessagesError(error) from error
+
+
+async def count_tokens(http: Request, body: bytes, served: Served) -> Response:
+    try:
+        asked = parse_body(CountBody, body)
+        _check_model(asked.model, served)
+        chat = TokenizeBody.model_validate({"messages": asked.conversation, "tools": asked.functions or None})
+        return JSONResponse({"input_tokens": len(await served.prompts.tokens_of(chat))})
+    except ApiError as error:
+        raise MessagesError(error) from error
+
+
+def _call_ids(served: Served) -> str:
+    return "any" if served.prompts.tool_format is None else served.prompts.tool_format.ids
 
 
 async def tokenize(http: Request, body: bytes, served: Served) -> Response:
@@ -172,14 +201,18 @@ def _parsed(kind: type[Generation], body: bytes, served: Served) -> Generation:
 
 def _call(form: Form, asked: GenerationBody, served: Served, limit: int | None) -> Call:
     served.intake.check_size(len(form.prompts) * asked.n)  # before an object is made for each of them
-    seed, family = asked.drawn_seed(), None
+    seed, tool_format = asked.drawn_seed(), None
+    tools: list[Any] = []
+    ends: tuple[int, ...] = ()
     if isinstance(asked, ChatBody) and asked.tool_schemas is not None:
-        family = served.prompts.family
-    grammar = grammar_of(asked, family)
+        tool_format, ends = served.prompts.tool_format, served.prompts.call_ends
+        tools = asked.tool_schemas or []
+    grammar = grammar_of(asked, tool_format)
     requests, choices = [], {}
     for place, tokens in enumerate(form.prompts):
         room = served.prompts.room(tokens)
         sampling = asked.sampling(max(1, room if limit is None else min(limit, room)), grammar)
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         name, prompt_seed = f"{form.id}/{place}", seed_in_call(seed, place)
         request = GenerationRequest(name, tokens, sampling, num_siblings=asked.n, seed=prompt_seed)
         requests.append(request)
@@ -188,7 +221,9 @@ def _call(form: Form, asked: GenerationBody, served: Served, limit: int | None) 
                 place * asked.n + sibling,
                 decode=served.decode,
                 stops=sampling.stop,
-                family=family,
+                tool_format=tool_format,
+                tools=tools,
+                call_text=None if tool_format is None else served.prompts.call_text,
                 logprobs=form.logprobs,
                 empty=limit == 0,
             )

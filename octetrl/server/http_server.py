@@ -144,9 +144,10 @@ class OncePerMinute(logging.Filter):
         return True
 
 
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """A second signal cancels the last task of uvicorn, which logs the traceback as an error."""
-    return not record.getMessage().rstrip().endswith("CancelledError")
+def is_no_cancellation(record: logging.LogRecord) -> bool:
+    """A second signal, or the end of a run, cancels the last tasks of uvicorn, which logs the tracebacks as errors."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError) and not record.getMessage().rstrip().endswith("CancelledError")
 
 
 class Server(uvicorn.Server):
@@ -182,7 +183,7 @@ class Server(uvicorn.Server):
         self.interrupted = False  # by Ctrl-C
         self._ending: asyncio.Task[None] | None = None
         intake.most_answers = Bounded.most - FOR_OTHERS
-        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
+        logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
         for name in ("uvicorn.error", "asyncio"):
             logging.getLogger(name).addFilter(OncePerMinute())
 

@@ -7,28 +7,33 @@ adding special tokens. Long prompts take long to tokenize, so a separate thread 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from octetrl.environments.tools.messages import TEMPLATE_ERRORS, Family, family_of, json_arguments
+from octetrl.environments.tools.formats.reading import ToolFormat
+from octetrl.environments.tools.messages import json_arguments
+from octetrl.rollout.call_text import CallText, call_ends, find_format
 from octetrl.rollout.chat_tokens import ChatTokenizer, check_variables
 from octetrl.rollout.encode import Encoder
+from octetrl.rollout.message_tokens import Template
 from octetrl.server.errors import wrong
 from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
 from octetrl.system.errors import UserError
-from octetrl.system.text import TextTooLong
+from octetrl.system.text import TextTooLong, escaped
 
 Result = TypeVar("Result")
+Recorded = Callable[[str, Sequence[dict[str, Any]], Callable[[str], Sequence[int]]], tuple[int, ...]]
 
 
 class Prompts:
     """Converts prompts for one model with `vocab_size` tokens.
 
     context_length: largest number of tokens of prompt and answer together. variables: of the chat template, unless a
-    request gives others.
+    request gives others. tool_format: name of the format of tool calls. ends: stop tokens of the model.
     """
 
     def __init__(
@@ -38,17 +43,24 @@ class Prompts:
         vocab_size: int,
         context_length: int,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        tool_format: str = "auto",
+        ends: Collection[int] = (),
     ) -> None:
         self._tokenizer = deepcopy(tokenizer)
         self._encoder = Encoder(self._tokenizer, context_length)
         self._vocab_size, self._context_length = vocab_size, context_length
         self._variables = dict(variables)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-        template = tokenizer.chat_template
-        self.family: Family | None = family_of(template) if isinstance(template, str) else None
+        self.tool_format: ToolFormat | None = find_format(tokenizer, tool_format, variables)
+        self.call_ends = call_ends(tokenizer, self.tool_format)
+        self.call_text: CallText | None = None  # where the format has special tokens
+        if self.tool_format is not None:
+            text = CallText(tokenizer, self.tool_format, (*ends, *self.call_ends))
+            self.call_text = text if text.is_needed else None
 
-    async def of_chat(self, body: ChatBody) -> tuple[int, ...]:
-        tokens = await self._beside_the_loop(lambda: self._chat_tokens(body))
+    async def of_chat(self, body: ChatBody, recorded: Recorded | None = None) -> tuple[int, ...]:
+        """recorded: makes the tokens of the rendered text in place of the tokenizer alone."""
+        tokens = await self._beside_the_loop(lambda: self._chat_tokens(body, recorded))
         self._check(tokens, body, "messages")
         return tokens
 
@@ -100,29 +112,25 @@ class Prompts:
             message = f"this model's context is {self._context_length} tokens; the prompt has {error}; shorten it"
             raise wrong(param, message, "context_length_exceeded") from error
 
-    def _chat_tokens(self, body: ChatBody) -> tuple[int, ...]:
+    def _chat_tokens(self, body: ChatBody, recorded: Recorded | None = None) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
             raise wrong("messages", "this model has no chat template; use /v1/completions")
         tools = body.tool_schemas
-        if tools is not None and self.family is None:
+        if tools is not None and self.tool_format is None:
             raise wrong("tools", "tools: this model's form of tool calls is not supported; leave tools out")
-        given = {**self._variables, **body.chat_template_kwargs, **({} if tools is None else {"tools": tools})}
         try:
             check_variables(self._tokenizer, body.chat_template_kwargs)
         except UserError as error:
             raise wrong("chat_template_kwargs", str(error), "unsupported_parameter") from error
         conversation = [_message(message, place) for place, message in enumerate(body.messages)]
         try:
-            text = self._tokenizer.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=True,
-                **given,
-            )
-        except TEMPLATE_ERRORS as error:
-            reason = " ".join(str(error).split())[:200]
+            template = Template(self._tokenizer, tools, {**self._variables, **body.chat_template_kwargs})
+            text = template.render(conversation, True)
+        except UserError as error:
+            reason = " ".join(str(error.__cause__ or error).split())[:200]
             raise wrong("messages", f"messages: the model's chat template does not accept them: {reason}") from error
-        return self._encoded(text, "messages", special=False)
+        encode = partial(self._encoded, param="messages", special=False)
+        return encode(text) if recorded is None else recorded(escaped(text), conversation, encode)
 
     def _check(self, tokens: tuple[int, ...], body: GenerationBody, param: str) -> None:
         if not tokens:

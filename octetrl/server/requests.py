@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from octetrl.config.schema import MOST_TEMPERATURE
 from octetrl.engine.admission import LEAST_REPETITION, MOST_TOP, MOST_TOP_K
-from octetrl.environments.tools.messages import Family
+from octetrl.environments.tools.formats.reading import ToolFormat
 from octetrl.records import LogitOptions, SamplingParams
 from octetrl.server.answer_grammars import ResponseFormat, ToolChoice, call_grammar, format_grammar
 from octetrl.server.errors import ApiError, wrong
@@ -287,8 +287,8 @@ class DetokenizeBody(BaseModel):
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def grammar_of(body: GenerationBody, family: Family | None) -> str | None:
-    """The grammar that the answer must match, or None. `family`: the model's form of tool calls. Raises ApiError."""
+def grammar_of(body: GenerationBody, tool_format: ToolFormat | None) -> str | None:
+    """The grammar that the answer must match, or None. `tool_format`: of the model's calls. Raises ApiError."""
     demanded = body.demanded_functions if isinstance(body, ChatBody) else []
     try:
         wanted = format_grammar(body.response_format)
@@ -304,11 +304,11 @@ def grammar_of(body: GenerationBody, family: Family | None) -> str | None:
         return wanted
     if wanted is not None:
         raise wrong("response_format", "response_format: a call is demanded by tool_choice; leave one of them out")
-    assert family is not None, "tools of a model without a form of calls are refused before"
+    assert tool_format is not None, "tools of a model without a form of calls are refused before"
     assert isinstance(body, ChatBody)
     one = body.parallel_tool_calls is False or isinstance(body.tool_choice, ToolChoice)
     try:
-        return call_grammar(demanded, family, several=not one)
+        return call_grammar(demanded, tool_format, several=not one)
     except ValueError as error:
         raise wrong("tools", str(error), "invalid_value") from None
 

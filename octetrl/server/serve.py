@@ -44,6 +44,8 @@ class ServeOptions:
     cluster: Mapping[str, Any] = field(default_factory=dict)  # a recipe's section; several workers are replicas
     context_length: int | None = None  # None: the run's; of a model that is no run, its own, at most CONTEXT_LENGTH
     kv_cache_tokens: int | None = None
+    chat_template: str | None = None  # a file in place of the tokenizer's template
+    tool_format: str | None = None  # of the model's tool calls; None: the run's, or by the chat template
     max_batch: int = 256
     max_queue: int = 256  # completions that wait
     max_body_bytes: int = 8 << 20
@@ -80,6 +82,7 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
         context_length=options.context_length,
         kv_cache_tokens=options.kv_cache_tokens,
         max_batch=options.max_batch,
+        chat_template=options.chat_template,
         calibration_texts=options.calibration_texts,
         spelled=lambda name: f"--{name.replace('_', '-')}",
     )
@@ -90,7 +93,14 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
     served = Served(
         name=options.name or Path(options.model).resolve().name,
         context_length=context_length,
-        prompts=Prompts(own, vocab_size=loaded.vocab_size, context_length=context_length, variables=loaded.variables),
+        prompts=Prompts(
+            own,
+            vocab_size=loaded.vocab_size,
+            context_length=context_length,
+            variables=loaded.variables,
+            tool_format=options.tool_format or loaded.tool_format,
+            ends=loaded.eos_token_ids,
+        ),
         intake=intake,
         meters=Meters(intake),
         decode=decoder_of(own),

@@ -149,7 +149,7 @@ class CollapseGate:
         return self._dead_groups * math.log((equal + 1) / (groups + 2)) < math.log(IMPROBABLE)
 
     def _groups(self, step: Mapping[str, float]) -> float:
-        return step.get("rollout/count", 0.0) / self._group_size
+        return step.get("rollout/groups", step.get("rollout/count", 0.0) / self._group_size)
 
     def _chances(self, step: Mapping[str, float]) -> float:
         """Groups whose rewards could have differed. Groups of one answer could not; their step counts as one."""

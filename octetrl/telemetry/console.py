@@ -2,11 +2,12 @@
 
     live    (a terminal)  a line per step, above the phases that run now, which stay at the bottom (below)
     plain   (pipes, CI)   a line per step of at most 120 columns, and one a minute within a phase
+    a notebook            one display with a bar and a curve (notebook.py)
     quiet                 only warnings
 
-`auto` is live on a terminal and plain elsewhere. Warnings go to stderr in every mode, so they are visible even if
-stdout is a pipe; the run takes them for its folder (`take_warnings`). The console only shows metrics. It computes and
-stores none. Phases may run in several threads.
+`auto` is live on a terminal, the display in a notebook, and plain elsewhere. Warnings go to stderr, so they are visible
+even if stdout is a pipe, or into a notebook's display; the run takes them for its folder (`take_warnings`). The console
+only shows metrics. It computes and stores none. Phases may run in several threads.
 
 **Progress.** What runs now: the phases of a step with what is left of each, for a terminal's last lines and a pipe's
 heartbeat.
@@ -25,6 +26,7 @@ SIGHUP is ignored, as by nohup, also in processes that the run starts. The first
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import statistics
@@ -44,9 +46,12 @@ from rich.live import Live
 from rich.text import Text
 
 from octetrl.config.limits import MISMATCH_LIMIT
+from octetrl.config.ranking import lower_is_better
+from octetrl.system.errors import error_line
 from octetrl.system.text import escaped, printable
 from octetrl.telemetry.glossary import own_metrics
 from octetrl.telemetry.metrics import BETWEEN_STEPS
+from octetrl.telemetry.notebook import Bar, notebook_view
 from octetrl.telemetry.step_line import (
     WIDTH,
     LinePart,
@@ -54,6 +59,7 @@ from octetrl.telemetry.step_line import (
     Tone,
     duration,
     environment_parts,
+    evaluated_metric,
     evaluation_parts,
     line,
     rows_of,
@@ -61,11 +67,17 @@ from octetrl.telemetry.step_line import (
 
 Mode = Literal["auto", "plain", "quiet"]
 
-HEARTBEAT_SECONDS = 60.0
+HEARTBEAT_SECONDS, VIEW_SECONDS = 60.0, 1.0
 FRAMES = 4.0  # a second
 STYLES: dict[Tone, str] = {"plain": "", "good": "green", "warn": "yellow", "bad": "bold red"}
 AFTER = {"rollout": "rewards"}  # what a step does between two phases
 MOST_WORKERS = 8  # with a line each
+OF_EVALUATIONS = {  # lines below an evaluation's: the form of the metrics' names
+    "  accuracy by environment": "eval/environments/{}/accuracy",
+    "  loss by set": "eval/{}/loss",
+    "  accuracy by set": "eval/{}/accuracy",
+    "  terms of the reward": "eval/component/{}",
+}
 
 _on_screen: list[Console] = []  # with phases at the bottom of the terminal
 
@@ -87,9 +99,12 @@ class Console:
         screens = cast(TextIO, Screen("stdout")), cast(TextIO, Screen("stderr"))
         self._out = RichConsole(file=out or screens[0], highlight=False, soft_wrap=True)
         self._err = RichConsole(file=err or screens[1], highlight=False, soft_wrap=True)
-        self._is_live = mode == "auto" and self._out.is_terminal and not self._out.is_dumb_terminal
+        self._view = notebook_view() if mode == "auto" and out is None else None
+        can_be_live = mode == "auto" and self._view is None
+        self._is_live = can_be_live and self._out.is_terminal and not self._out.is_dumb_terminal
         self._is_ascii = not self._out.encoding.lower().startswith("utf")
         self._quiet = mode == "quiet"
+        self._collected: list[str] = []  # lines for it
         self._total_steps = total_steps
         self._warnings: list[str] = []  # that nobody took yet
         self.workers: Callable[[], Sequence[str]] | None = None  # a line for each of several workers
@@ -98,7 +113,8 @@ class Console:
         self._between: Phase | None = None  # what runs between two phases
         self._line = StepLine(total_steps, mismatch_limit)
         self._seconds: list[float] = []  # for each step
-        self._evaluations: dict[int, float] = {}  # accuracy by step
+        self._evaluations: dict[int, float] = {}  # by step: the metric that is judged by
+        self._evaluated = "held-out accuracy"  # what it is
         self._step: int | None = None  # that runs now
         self._step_began = 0.0
         self._live: Live | None = None
@@ -112,9 +128,12 @@ class Console:
     def steps(self, start: int, past: Iterable[Mapping[str, float | None]] = ()) -> Iterator[None]:
         """Within, the steps after `start` run. `past`: metrics of the steps before."""
         for row in past:
-            accuracy, step = row.get("eval/accuracy"), row.get("step")
-            if accuracy is not None and step is not None:
-                self._evaluations[int(step)] = accuracy
+            if self._view is not None:
+                self._view.add(int(row.get("step") or 0), row)
+            metric, step = evaluated_metric(row), row.get("step")
+            value = None if metric is None else row[metric]
+            if value is not None and step is not None and math.isfinite(value):
+                self._evaluations[int(step)] = value
         self._next_step(start)
         try:
             with self._shown():
@@ -155,7 +174,8 @@ class Console:
                 )
             elif is_first:
                 self._ended.clear()
-                self._heart = threading.Thread(target=self._beat, args=(HEARTBEAT_SECONDS,), daemon=True)
+                beat, seconds = (self._beat, HEARTBEAT_SECONDS) if self._view is None else (self._update, VIEW_SECONDS)
+                self._heart = threading.Thread(target=beat, args=(seconds,), daemon=True)
         try:
             if is_first and self._live is not None:
                 _on_screen.append(self)
@@ -176,6 +196,20 @@ class Console:
             _on_screen.remove(self)
         self._ended.set()
         self._heart = None
+        if self._view is not None and self._view.is_open:
+            self._view.show(self._bars(), is_due=True)
+
+    def _update(self, seconds: float) -> None:
+        """A notebook's display, while a phase runs."""
+        view = self._view
+        while view is not None and view.failure is None and not self._ended.wait(seconds):
+            view.show(self._bars())
+
+    def _leave_failed_view(self) -> None:
+        """Plain lines from here on, if the notebook's display has failed."""
+        if self._view is not None and self._view.failure is not None:
+            failure, self._view = self._view.failure, None
+            self.warn(f"the notebook's display can't be updated ({error_line(failure)}); the run shows plain lines")
 
     def _beat(self, seconds: float) -> None:
         """One line a minute, within a phase that takes longer."""
@@ -192,35 +226,33 @@ class Console:
                 for text in self._workers_lines():
                     self.note(f"    {text}")
 
-    def _bottom(self) -> Group:
-        """The last lines of a terminal."""
-        width = self._out.width - 1
+    def _bars(self) -> list[Bar]:
+        """What runs now: the phases, then the whole run."""
         with self._lock:
             phases = list(self._phases.values())
             if not phases and self._step is not None:
                 phases = [self._between or Phase("")]
-        room = max([10, *(len(phase.name) for phase in phases)])
-        rows: list[Text] = []
-        for phase in phases:
-            if phase.name:
-                facts = [*phase.facts, phase.time_left]
-                rows.append(bar_line(phase.name, phase.share, facts, width, room, plain=self._is_ascii))
-        if self._step is not None:
-            rows.append(self._whole(width, room))
+        bars = [Bar(phase.name, phase.share, [*phase.facts, phase.time_left]) for phase in phases if phase.name]
+        return bars if self._step is None else [*bars, self._whole(self._step)]
+
+    def _bottom(self) -> Group:
+        """The last lines of a terminal."""
+        width, bars = self._out.width - 1, self._bars()
+        room = max([10, *(len(bar.label) for bar in bars[: -1 if self._step is not None else None])])
+        rows = [bar_line(bar.label, bar.share, list(bar.facts), width, room, plain=self._is_ascii) for bar in bars]
         rows += [Text(f"    {text}"[:width], style="bright_black", no_wrap=True) for text in self._workers_lines()]
         return Group(*rows)
 
-    def _whole(self, width: int, room: int) -> Text:
-        """The line of the whole run."""
-        assert self._step is not None
-        done, mean = self._step - 1, self._mean_seconds
+    def _whole(self, step: int) -> Bar:
+        """The bar of the whole run."""
+        done, mean = step - 1, self._mean_seconds
         spent = time.perf_counter() - self._step_began
         share = (done + (min(spent / mean, 1.0) if mean else 0.0)) / max(self._total_steps, 1)
         left = mean * (self._total_steps - done) - spent
         latest = self._evaluations[max(self._evaluations)] if self._evaluations else None
-        facts = [] if latest is None else [f"held-out accuracy {latest:.3f}"]
+        facts = [] if latest is None else [f"{self._evaluated} {latest:.3f}"]
         facts.append(f"{duration(left)} left" if left > 0 else duration(spent) or "0 s")
-        return bar_line(f"step {self._step}/{self._total_steps}", share, facts, width, room, plain=self._is_ascii)
+        return Bar(f"step {step}/{self._total_steps}", share, facts)
 
     @property
     def _mean_seconds(self) -> float:
@@ -251,12 +283,25 @@ class Console:
             each = environment_parts(metrics, "  reward by environment", "environments/{}/reward")
             self._print_parts(each, width)
             self._print_parts(_own_parts(metrics), width)
-        if "eval/accuracy" in metrics:
+            self._into_view("step")
+        if (metric := evaluated_metric(metrics)) is not None:
             self._print_parts(evaluation_parts(step, self._total_steps, metrics, self._evaluations, width))
-            each = environment_parts(metrics, "  accuracy by environment", "eval/environments/{}/accuracy")
-            self._print_parts(each, width)
-            self._evaluations[step] = metrics["eval/accuracy"]
+            for label, form in OF_EVALUATIONS.items():
+                self._print_parts(environment_parts(metrics, label, form), width)
+            if math.isfinite(metrics[metric]):
+                self._evaluations[step] = metrics[metric]
+                self._evaluated = "held-out loss" if lower_is_better(metric) else "held-out accuracy"
+            self._into_view("eval")
         self._next_step(step)
+        if self._view is not None:
+            self._view.add(step, metrics)
+            self._view.show(self._bars())
+            self._leave_failed_view()
+
+    def _into_view(self, kind: str) -> None:
+        if self._view is not None:
+            self._view.lines(kind, self._collected)
+            self._collected = []
 
     def _next_step(self, step: int) -> None:
         self._step = step + 1 if step < self._total_steps else None
@@ -264,6 +309,9 @@ class Console:
 
     def _print_parts(self, parts: list[LinePart], width: int = WIDTH) -> None:
         """Print the parts, in several rows if one of `width` columns does not hold them."""
+        if self._view is not None:
+            self._collected += [line(row) for row in rows_of(parts, width)]
+            return
         for row in () if self._quiet else rows_of(parts, width):
             if not self._is_live:
                 self._out.print(line(row), markup=False)
@@ -277,12 +325,20 @@ class Console:
 
     def note(self, text: str) -> None:
         """Show one line of information, such as the step that a run resumes from."""
-        if not self._quiet:
+        if self._view is not None and self._view.is_open:
+            self._view.note(text)
+        elif not self._quiet:
             self._out.print(escaped(text), markup=False)
 
     def rows(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Show a title and rows of a label and a text. A label that is empty continues the row before."""
         if self._quiet:
+            return
+        if self._view is not None:
+            self._view.table(title, rows)
+            self._view.show(self._bars(), is_due=True)
+            self._leave_failed_view()
+        if self._view is not None:
             return
         room = max((len(label) for label, _ in rows), default=0)
         self._out.print(Text(escaped(title), style="bold" if self._is_live else ""))
@@ -296,6 +352,9 @@ class Console:
     def warn(self, text: str) -> None:
         """Show one line that a person should act on."""
         self._warnings.append(text)
+        if self._view is not None and self._view.is_open:
+            self._view.note(f"warning: {text}")
+            return
         text = escaped(f"warning: {text}")
         is_above = self._live is not None and self._err.is_terminal  # or it would be drawn over
         (self._out if is_above else self._err).print(text, style="yellow", markup=False)

@@ -25,6 +25,8 @@ from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, read_objects
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 MOST = 2_000  # characters of a reason
+CALLBACKS = "given_callbacks"  # in run.json: classes of callbacks that no recipe names
+MODULES = "module_folders"  # in run.json: where the modules lie that the recipe names
 LIVE: Mapping[str, None] = {"ended": None}  # in the run.json of a run that has not ended
 
 
@@ -78,6 +80,18 @@ def _place_of(error: BaseException) -> str:
 def read_where(folder: Path) -> dict[str, Any]:
     """The run.json of a run's folder. Empty if it has none, or a damaged one."""
     return next(read_objects(folder / RUN_FILE), {})
+
+
+def module_folders(run_folder: Path) -> list[str]:
+    """The folders of the modules that a run's recipe names."""
+    folders = read_where(run_folder).get(MODULES)
+    return [str(folder) for folder in folders] if isinstance(folders, list) else []
+
+
+def given_callbacks(run_folder: Path) -> list[str]:
+    """Classes of the callbacks of a run that were given in Python, not named in its recipe."""
+    names = read_where(run_folder).get(CALLBACKS)
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def write_ending(folder: Path, ending: Ending) -> None:

@@ -9,8 +9,8 @@ All are means over tasks, and only completions with a reward count. A completion
 hung, or if the prompt was too long. It is neither right nor wrong, and is counted by its status. The estimates for k
 leave out tasks with fewer than k completions. `Estimate.tasks` is the number of tasks that count.
 
-With several environments, these are means over all their tasks. Each environment has a report of its own, and
-`mean_of_environments` is the plain mean of their accuracies.
+With several environments or evaluation sets, these are means over all their tasks. Each environment and each set has a
+report of its own, and `mean_of_environments` is the plain mean of the environments' accuracies.
 
 Two models are compared task by task, on the tasks for which both have a value.
 """
@@ -20,14 +20,14 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy
 
 from octetrl.records import Rollout, RolloutGroup, RolloutStatus
-from octetrl.telemetry.rollout_metrics import Failures, by_environment
+from octetrl.telemetry.rollout_metrics import Failures, by_environment, means_by_name
 from octetrl.telemetry.sample_estimates import Estimate, Vote, estimate_mean, majority_at_k, pass_at_k, reward_range
 
 REWARD = "reward_mean"  # the one estimate whose values may have any range
@@ -51,6 +51,7 @@ class EvalReport:
     scoring: Scoring
     tokens_per_second: float = 0.0
     step: int = 0  # the checkpoint's; 0: a model that is no checkpoint, or the run's present weights
+    sets: Mapping[str, EvalReport] = field(default_factory=dict)  # of each named evaluation set
 
     def __repr__(self) -> str:
         """The estimates with their intervals, without the groups, which hold every answer."""
@@ -134,21 +135,32 @@ class EvalReport:
     def failures(self) -> Failures:
         return Failures.among(self.groups)
 
+    @cached_property
+    def components(self) -> dict[str, float]:
+        """Mean of each term of the reward by name, over the completions that have it."""
+        return means_by_name([rollout.components for group in self.groups for rollout in group.rollouts])
+
+    @property
+    def parts(self) -> dict[str, EvalReport]:
+        """The reports of environments and sets, by the names of their metrics."""
+        return {**{f"environments/{name}": one for name, one in self.by_environment.items()}, **self.sets}
+
     @property
     def numbers(self) -> dict[str, float]:
-        """What an evaluation of several environments measures of each: estimates, the interval of the accuracy, the
-        number of tasks, and the share of truncated answers."""
+        """What is measured of each part: estimates, the interval of the accuracy, the number of tasks, the share of
+        truncated answers, and the terms of the reward."""
         numbers = {name: estimate.mean for name, estimate in self.estimates.items()} | {"tasks": float(self.tasks)}
         if (accuracy := self.estimates.get("accuracy")) is not None:
             numbers |= {"accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
-        return numbers | {name: share for name, share in self.lengths.items() if name == "truncated_share"}
+        numbers |= {name: share for name, share in self.lengths.items() if name == "truncated_share"}
+        return numbers | {f"component/{name}": mean for name, mean in self.components.items()}
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of a step, `eval/*`: numbers, those of each environment, lengths and statuses."""
         numbers = {**self.numbers, "tokens_per_second": self.tokens_per_second}
-        for name, report in self.by_environment.items():
-            numbers |= {f"environments/{name}/{key}": value for key, value in report.numbers.items()}
+        for name, report in self.parts.items():
+            numbers |= {f"{name}/{key}": value for key, value in report.numbers.items()}
         if self.mean_of_environments is not None:
             numbers["mean_of_environments"] = self.mean_of_environments
         numbers |= {f"{name}_length": length for name, length in self.lengths.items() if name != "truncated_share"}
@@ -159,6 +171,8 @@ class EvalReport:
     def as_json(self) -> dict[str, Any]:
         several = {name: report.numbers for name, report in self.by_environment.items()}
         return {
+            **({"sets": {name: report.numbers for name, report in self.sets.items()}} if self.sets else {}),
+            **({"components": self.components} if self.components else {}),
             **({"environments": several, "mean_of_environments": self.mean_of_environments} if several else {}),
             "step": self.step,
             "tasks": self.tasks,

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import itemgetter
 
+from octetrl.records import RolloutStatus
+
 MISMATCH = "mismatch/token_mult_prob_error"  # mean over tokens of exp(|log-prob of the engine - of the trainer|)
 BETWEEN_STEPS = ("time/evaluate", "time/wait_to_evaluate", "time/checkpoint")  # not in time/step
 
@@ -25,6 +27,15 @@ BETWEEN_STEPS = ("time/evaluate", "time/wait_to_evaluate", "time/checkpoint")  #
 TRUNCATED_LIMIT = 0.1  # share of the answers that reach their token limit
 UNFINISHED_LIMIT = 0.1  # share of the conversations that run out of turns or context
 EQUAL_REWARDS_LIMIT = 0.8  # share of the groups
+
+
+# What every evaluation measures (telemetry/eval_report.py): of each environment and set, and over all tasks.
+OF_A_PART = ("accuracy", "accuracy_low", "accuracy_high", "reward_mean", "tasks", "truncated_share")
+OF_ALL = {
+    "tokens_per_second",
+    *(f"{name}_length" for name in ("mean", "p10", "p50", "p90", "p99", "max")),
+    *(status.value for status in RolloutStatus if status is not RolloutStatus.SCORED),
+}
 
 
 def slowest_workers(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -48,6 +48,7 @@ CHARACTERS = 1500  # most of an answer that the page shows
 SIBLINGS = 4  # most of a group that the page shows
 CURVES: tuple[tuple[str, str], ...] = (
     ("reward", "reward/mean"), ("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward_mean"),
+    ("held-out loss", "eval/loss"), ("held-out margin", "eval/margin"),
     ("loss", "loss"), ("answer length", "rollout/mean_length"), ("entropy", "entropy"),
     ("age of the tokens", "rollout/staleness"), ("tokens that are not stale", "rollout/on_policy_share"),
     ("KL from the reference", "kl"), ("gradient norm", "grad_norm"), ("learning rate", "lr"),
@@ -55,12 +56,14 @@ CURVES: tuple[tuple[str, str], ...] = (
     ("engine against trainer", "mismatch/token_mult_prob_error"),
     ("corrected tokens", "correction/clip_fraction"), ("clipped ratios", "ratio/clip_fraction"),
     ("K and V clamped", "fp8/kv_saturation"), ("groups without a signal", "reward/zero_variance_fraction"),
+    ("tasks that rest", "curriculum/resting_share"), ("pass rate of the tasks", "curriculum/pass_rate"),
     ("truncated answers", "rollout/truncated_share"), ("rollouts without a reward", "rollout/failure_share"),
     ("preference accuracy", "preference/accuracy"), ("preference margin", "preference/margin"),
     ("explained variance", "value/explained_variance"), ("rollout, tokens/s", "rollout/tokens_per_second"),
     ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),
 )  # fmt: skip
 _ACCURACY, _REWARD = "eval/accuracy", "eval/reward_mean"
+_OF_SET = re.compile(r"eval/(?!environments/)(?:([^/]+)/(accuracy|loss)|component/(.+))")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?%?")
 _SECONDS = "Seconds of a step, and of the evaluation and the checkpoint after it."
 _BANDS = {
@@ -68,7 +71,16 @@ _BANDS = {
     "eval/accuracy": " The band is the 95% interval.",
 }
 _SAME = " The mean held-out reward is the same number."
-HEADLINES = ("reward/mean", "eval/accuracy", "loss", "rollout/mean_length", "entropy", "grad_norm", "time/step")
+HEADLINES = (
+    "reward/mean",
+    "eval/accuracy",
+    "eval/loss",
+    "loss",
+    "rollout/mean_length",
+    "entropy",
+    "grad_norm",
+    "time/step",
+)
 _TONES = (("#2f5fb3", "#8db4f5"), ("#b26a00", "#f0b35c"), ("#2b7a4b", "#6fcf97"), ("#8a3fa0", "#d39be6"),
           ("#b3372f", "#f08a80"), ("#3b7f8c", "#7cc9d6"), ("#75746b", "#b9bcc4"),
           ("#a33b74", "#f09cc6"), ("#5f6b1d", "#c2cf6a"), ("#6b4a2b", "#cfa97c"))  # runs, parts of time  # fmt: skip
@@ -207,10 +219,15 @@ def _meaning(name: str) -> str:
 
 
 def _of_environments(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
-    """Further curves of runs with several environments."""
+    """Further curves of runs with several environments, evaluation sets or rewards."""
+    measured = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    for name in measured:
+        if found := _OF_SET.fullmatch(name):
+            yield f"{found[1] or 'held-out'}: {found[2] or found[3]}", name
     for name in dict.fromkeys(name for run in runs for name in run.environments):
         yield f"{name}: reward", f"environments/{name}/reward"
         yield f"{name}: held-out accuracy", f"eval/environments/{name}/accuracy"
+        yield f"{name}: tasks that rest", f"environments/{name}/curriculum/resting_share"
         yield f"{name}: groups without a signal", f"environments/{name}/zero_variance_fraction"
 
 
@@ -423,7 +440,7 @@ def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[s
     """Lines of the report, no wider than `width` columns. What a run wrote cannot control the terminal."""
     for run in runs:
         ended = f", {run.ending.how}" if run.ending is not None else ""
-        head = f"{run.name}: {counted(len(run.rows), 'step')} in {duration(run.hours[-1] * 3600) or '0 s'}{ended}"
+        head = f"{run.name}: {counted(run.num_steps, 'step')} in {duration(run.hours[-1] * 3600) or '0 s'}{ended}"
         yield from _wrapped(head, width, "  ")
         facts = {**dict(results(run)), **{label: text for label, text in run.settings if label in _FACTS}}
         for label, text in facts.items():

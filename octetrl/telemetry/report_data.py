@@ -78,6 +78,11 @@ class RunRecord:
         lines = f"{counted(self.unread, 'line')} of {METRICS_FILE} can't be read; their steps are missing here"
         return [lines] if self.unread else []
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that are finished. An evaluation before the first one is a row, and no step."""
+        return sum(row["step"] > 0 for row in self.rows)
+
     @cached_property
     def hours(self) -> list[float]:
         """Hours of work until the end of each step, evaluations and checkpoints included."""
@@ -131,7 +136,7 @@ class RunRecord:
         for label, paths in _SETTINGS.items():
             # A run that has a batch size learns from files, not from rollouts.
             hidden = _OF_ROLLOUTS if rows_a_step is not None else _OF_TASKS if self.environments else ()
-            rows += [(label, self.setting(path)) for path in paths if label not in hidden]
+            rows += [(label, _setting_text(self.setting(path))) for path in paths if label not in hidden]
         if rows_a_step is not None:
             rows += [("data", ", ".join(self._files()) or None), ("rows a step", rows_a_step)]
         rows += [(f"environment {name}", _environment_text(section)) for name, section in self.environments.items()]
@@ -141,7 +146,7 @@ class RunRecord:
             rows.append(("linears by layer", f"{layers}; embedding, norms, lm_head: {dtype}"))
         rows += [("parity", self.where.get("parity")), *self._workers()]
         rows.append(("weights in flight", self.where.get("weights_in_flight")))
-        rows.append(("steps", f"{len(self.rows)} of {self.recipe.get('steps', '?')}"))
+        rows.append(("steps", f"{self.num_steps} of {self.recipe.get('steps', '?')}"))
         rows.append(("changed", "; ".join(map(_change_text, read_objects(self.folder / HISTORY_FILE))) or None))
         rows += [(label, self.where.get(label)) for label in ("machine", "commit")]
         versions = (self.where.get("versions") or {}).items()
@@ -181,10 +186,20 @@ class RunRecord:
             yield "max_staleness", str(cluster.max_staleness)
 
 
+def _setting_text(value: Any) -> Any:
+    """Several reward functions as a weighted sum; another value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    terms = ((f"{one.get('weight', 1):g} x {name}", one.get("only")) for name, one in value.items())
+    return " + ".join(f"{term} (in {only} only)" if only else term for term, only in terms)
+
+
 def _environment_text(section: Mapping[str, Any]) -> str:
     """One of several environments in a few words."""
-    reward = f", reward {section['reward']}" if section.get("reward") else ""
-    return f"{section.get('kind', '')} {section.get('dataset', '')}{reward}, weight {section.get('weight', 1):g}"
+    reward = f", reward {_setting_text(section['reward'])}" if section.get("reward") else ""
+    labels = {"temperature": "temperature", "group_size": "answers a prompt"}
+    own = "".join(f", {label} {section[key]:g}" for key, label in labels.items() if section.get(key) is not None)
+    return f"{section.get('kind', '')} {section.get('dataset', '')}{reward}, weight {section.get('weight', 1):g}{own}"
 
 
 def _change_text(line: Mapping[str, Any]) -> str:
@@ -322,11 +337,11 @@ def idle_tail(run: RunRecord) -> str | None:
 def results(run: RunRecord) -> Iterator[tuple[str, str]]:
     """What came out: the best and the last evaluation, and reward or loss of the first and the last step."""
     metric = run.setting("checkpoint.best_metric") or ""
-    metric = metric if run.values(metric) else "eval/accuracy"
+    metric = metric if run.values(metric) else "eval/loss" if run.values("eval/loss") else "eval/accuracy"
     evaluations = {step: value for step, _, value in run.series(metric)}
     if evaluations:
-        best, last = best_steps(evaluations.items())[0], max(evaluations)
-        name = "held-out accuracy" if metric == "eval/accuracy" else metric
+        best, last = next(iter(best_steps(evaluations.items(), metric)), min(evaluations)), max(evaluations)
+        name = {"eval/accuracy": "held-out accuracy", "eval/loss": "held-out loss"}.get(metric, metric)
         text = f"; the last: {evaluations[last]:.3f} at step {last}" if best != last else ""
         if metric == "eval/accuracy" and not evaluations[best]:
             yield name, f"0 in {counted(len(evaluations), 'evaluation')}"

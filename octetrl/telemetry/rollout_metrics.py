@@ -55,6 +55,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if lengths:
         metrics["rollout/mean_length"] = statistics.fmean(lengths)
         metrics["rollout/max_length"] = max(lengths)
+    if any(turn.is_fork for rollout in rollouts for turn in rollout.turns):
+        metrics["rollout/segments"] = statistics.fmean(len(rollout.segments) for rollout in rollouts if rollout.turns)
     metrics |= _component_metrics([rollout.components for rollout in rollouts])
     return metrics | _means("environment", [rollout.metrics for rollout in rollouts])
 
@@ -77,12 +79,15 @@ def equal_rewards(family: str, groups: Sequence[RolloutGroup]) -> dict[str, floa
     return {f"{family}/zero_variance_fraction": statistics.fmean(not differ(rewards) for rewards in several)}
 
 
-def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def means_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each name's values, over the rollouts that have it."""
     names = dict.fromkeys(name for values in measured for name in values)
-    return {
-        f"{family}/{name}": statistics.fmean(values[name] for values in measured if name in values) for name in names
-    }
+    return {name: statistics.fmean(values[name] for values in measured if name in values) for name in names}
+
+
+def _means(family: str, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By the names of the step's metrics. A name with a family of its own keeps it."""
+    return {name if "/" in name else f"{family}/{name}": mean for name, mean in means_by_name(measured).items()}
 
 
 def _component_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -84,6 +84,7 @@ def _group(group: SampledGroup, pieces: Pieces | None) -> dict[str, Any]:
         "task": group.rows[0].task_id,
         "prompt": first["prompt"],
         "answer": first.get("answer"),
+        "read": "" if pieces is None else "".join(pieces(first.get("prompt_token_ids", []))),
         "rows": [_row(row, pieces) for row in group.rows],
     }
 
@@ -98,9 +99,18 @@ def _row(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
         "metrics": row.metrics,
         "tokens": len(row.token_ids),
         "versions": row.versions_text,
+        "trained": row.trained_text,
+        **_sequences(row, pieces),
         **{key: line.get(key) for key in ("finish_reason", "policy_version", "answered", "detail", "trace")},
         "said": [_part(row, part, pieces) for part in row.said],
     }
+
+
+def _sequences(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
+    """Its token sequences as texts, each with whether the model sampled it. None for one of prompt and answer alone."""
+    if pieces is None or len(row.said) < 2:
+        return {}
+    return {"sequences": [[[by, "".join(pieces(ids))] for by, ids in each if ids] for each in row.sequences]}
 
 
 def _part(row: SampledRow, part: Utterance, pieces: Pieces | None) -> dict[str, Any]:

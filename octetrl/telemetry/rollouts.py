@@ -6,6 +6,8 @@
     prompt_token_ids                 of the first turn
     text                             what the model said; of several turns a line each, without the replies
     token_ids logprobs               sampled tokens of all completions, concatenated
+    advantage                        of each trained token, before shaping (a critic, KL in the reward); null: nothing
+                                     of the rollout is trained on. Not in evaluations
     environment                      only in a run of several: its name
     policy_versions                  only if weights changed meanwhile: (token, version) where each version begins
     components metrics               only for environments that have them: each reward, unweighted, and their metrics
@@ -35,8 +37,10 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Required
+from typing import Annotated, Any, NamedTuple, Required
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # which pydantic asks for before Python 3.12
@@ -69,21 +73,28 @@ class RolloutFiles:
             if name is not None and (name["partial"] or int(name["step"]) > resumed_step):
                 path.unlink()
 
-    def write(self, step: int, groups: Iterable[RolloutGroup]) -> Path:
-        """Write `step_NNNNNN.jsonl` and return its path. Raises UserError if it can't be written."""
+    def write(self, step: int, groups: Iterable[RolloutGroup], advantages: Mapping[int, float] | None = None) -> Path:
+        """Write `step_NNNNNN.jsonl` and return its path. Raises UserError if it can't be written.
+
+        advantages: by the id of the rollout, of those that are trained on. None: nothing is trained on."""
         try:
-            return write_rollouts(self.folder, step, groups)
+            return write_rollouts(self.folder, step, groups, advantages)
         except OSError as error:
             raise not_written(self.folder, error) from error
 
 
-def write_rollouts(folder: Path, step: int, groups: Iterable[RolloutGroup]) -> Path:
+def write_rollouts(
+    folder: Path, step: int, groups: Iterable[RolloutGroup], advantages: Mapping[int, float] | None = None
+) -> Path:
     """Write `step_NNNNNN.jsonl` and return its path. Raises OSError, and then leaves the file as it was."""
     path = folder / f"step_{step:06d}.jsonl"
     with replaced_file(path, errors=ESCAPE) as file:
         for group in groups:
             for sibling, rollout in enumerate(group.rollouts):
-                line = json.dumps(_as_json(rollout, sibling), ensure_ascii=False, allow_nan=False)
+                fields = _as_json(rollout, sibling)
+                if advantages is not None:
+                    fields["advantage"] = advantages.get(id(rollout))
+                line = json.dumps(fields, ensure_ascii=False, allow_nan=False)
                 file.write(line + "\n")
     return path
 
@@ -124,6 +135,8 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
     begins = _version_begins(completions)
     if len(begins) > 1:
         fields["policy_versions"] = begins
+    if rollout.result is not None:
+        fields["result"] = rollout.result
     for name in ("components", "metrics"):
         if getattr(rollout, name):
             fields[name] = dict(getattr(rollout, name))
@@ -134,6 +147,7 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
                 "num_tokens": len(turn.completion.token_ids),
                 "text": turn.completion.text,
                 "replies": [{"role": reply.role, "text": reply.text} for reply in turn.replies],
+                **({"is_fork": True} if turn.is_fork else {}),
             }
             for turn in rollout.turns
         ]
@@ -170,6 +184,7 @@ class TurnLine(TypedDict, total=False):
     num_tokens: Required[int]
     text: Required[str]
     replies: list[ReplyLine]
+    is_fork: bool
 
 
 @with_config(STRICT)
@@ -182,9 +197,11 @@ class RolloutLine(TypedDict, total=False):
     status: Required[str]
     reward: Required[float | None]
     text: Required[str]
+    advantage: float | None
     answer: str | None
     answered: str | None
     detail: str | None
+    result: str
     trace: str | None
     prompt_token_ids: list[TokenId]
     token_ids: list[TokenId]
@@ -225,6 +242,22 @@ class Filter:
         has_status = not self.statuses or row.status in self.statuses
         said = not self.text or any(self.text.lower() in part.text.lower() for part in row.said)
         return in_rewards and has_status and self.task in row.task_id and said
+
+
+class Span(NamedTuple):
+    """A part of a token sequence. tokens: its number of tokens; None: not known."""
+
+    is_trained: bool
+    text: str
+    tokens: int | None
+
+
+def spans_of(token_ids: Sequence[int], mask: Sequence[bool]) -> list[tuple[bool, list[int]]]:
+    """The tokens in runs that are trained on, or are not."""
+    return [
+        (trained, [token for _, token in run])
+        for trained, run in groupby(zip(mask, token_ids, strict=True), key=itemgetter(0))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +324,25 @@ class SampledRow:
             end = slice(tokens.stop, tokens.stop)
             parts += [Utterance(reply["role"], reply["text"], end) for reply in turn.get("replies", ())]
         return parts
+
+    @property
+    def sequences(self) -> list[list[tuple[bool, list[int]]]]:
+        """The token sequences that are its samples, one unless the history was changed: tokens that the model sampled
+        (True), and those of prompts and replies between them."""
+        sequences: list[list[tuple[bool, list[int]]]] = []
+        for turn, tokens in self._turns():
+            if turn.get("is_fork") or not sequences:
+                sequences.append([])
+            sequences[-1] += [(False, turn.get("prompt_token_ids", [])), (True, list(self.token_ids[tokens]))]
+        return sequences
+
+    @property
+    def trained_text(self) -> str:
+        """Its advantage, in words. Empty where the file does not have it."""
+        if "advantage" not in self.line:
+            return ""
+        advantage = self.line["advantage"]
+        return "not trained on" if advantage is None else f"advantage {advantage:+.3f}"
 
     @property
     def answers(self) -> Iterator[EarlierAnswer]:

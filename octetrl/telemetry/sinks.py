@@ -1,4 +1,4 @@
-"""Write a step's metrics: always to `metrics.jsonl`, and to TensorBoard and wandb if the recipe asks for it. Write
+"""Write a step's metrics: always to `metrics.jsonl`, and to the curves that the recipe asks for (curves.py). Write
 warnings to `warnings.jsonl`.
 
 `metrics.jsonl` has one JSON object per step, `{"step": 3, "loss": ..., ...}`, with sorted names. Floats are written so
@@ -8,9 +8,7 @@ returns, so write a step's line before its checkpoint. `warnings.jsonl` has what
 
 On resume, lines after the checkpoint's step and an incomplete last line are removed, and those steps run again. The
 files then equal those of an uninterrupted run, except for times. The remaining lines of `metrics.jsonl` must have every
-step from the first.
-
-wandb is an optional dependency. Only this module imports it.
+step from the first. An evaluation before the first step is a line of step 0.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from octetrl.records import Rollout, RolloutGroup
 from octetrl.system.errors import UserError
 from octetrl.system.files import replaced_file
 from octetrl.system.text import ESCAPE, counted, escaped
+from octetrl.telemetry.curves import Curves, TensorBoard, open_curves, short_reason
 from octetrl.telemetry.rollouts import not_written
 
 if TYPE_CHECKING:
@@ -66,6 +64,11 @@ def complete_line(path: Path, step: int, metrics: Mapping[str, float]) -> None:
         MetricsFile(path, step - 1).write(step, metrics)
 
 
+def _of_start(lines: Sequence[bytes]) -> int:
+    """1 if the first line is that of an evaluation before the first step, step 0; otherwise 0."""
+    return int(bool(lines) and _step_of(lines[0]) == 0)
+
+
 def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
     """Read the lines of steps 1 to `last`. Later lines are ignored, and the file is not changed.
 
@@ -73,17 +76,19 @@ def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
     if not path.exists() and last:
         raise UserError(f"--resume: '{path}' is missing, but the run was at step {last}; restore the file")
     steps: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines()[:last] if last else [], start=1):
+    lines = path.read_bytes().splitlines() if last else []
+    first = _of_start(lines)
+    for number, line in enumerate(lines[first : first + last], start=1):
         step = _step_of(line)
         if step is None:
             raise UserError(
-                f"{path}, line {number}: not one step's JSON object; restore the file to resume, put two steps that"
-                f" share a line on lines of their own, or remove the checkpoints after step {len(steps)} to resume"
+                f"{path}, line {first + number}: not one step's JSON object; restore the file to resume, put two steps"
+                f" that share a line on lines of their own, or remove the checkpoints after step {len(steps)} to resume"
                 " before them"
             )
         if step != number:
             raise UserError(
-                f"{path}, line {number}: step {step} instead of step {number}; restore the missing lines to"
+                f"{path}, line {first + number}: step {step} instead of step {number}; restore the missing lines to"
                 f" resume, or start again in another output_dir"
             )
         steps.append(json.loads(line))
@@ -134,7 +139,8 @@ def _append(path: Path, line: str) -> None:
 def _truncate_after(path: Path, resumed_step: int) -> None:
     """Cut the file after the line of `resumed_step`, and add that line's newline if it is missing."""
     steps_until(path, resumed_step)
-    lines = path.read_bytes().splitlines(keepends=True)[:resumed_step]
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines = lines[: resumed_step + _of_start(lines)] if resumed_step else []
     with path.open("r+b") as file:
         file.truncate(sum(map(len, lines)))
         if lines and not lines[-1].endswith(b"\n"):
@@ -142,77 +148,6 @@ def _truncate_after(path: Path, resumed_step: int) -> None:
             file.write(b"\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-# ---------------------------------------------------------------- curves
-
-
-class Curves(Protocol):
-    """Receives the metrics of each step, in ascending order of steps."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Writes scalars, the recipe and some rollouts as text, as TensorBoard events in the run's folder. A resumed run
-    hides the events it will write again.
-
-    The mismatch of each tenth of the answers is left out while it says that the log-probs are equal: twenty constant
-    curves would hide the others."""
-
-    def __init__(self, folder: Path, resumed_step: int = 0, recipe: Mapping[str, Any] | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # this import takes a second, so only runs load it
-
-        begun = resumed_step > 0 or any(folder.glob("events.out.tfevents.*"))  # by a run without a checkpoint, too
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if begun else None)
-        if recipe is not None and not begun:
-            text = escaped(json.dumps(recipe, indent=2, default=str))
-            self._writer.add_text("recipe", "".join(f"    {line}\n" for line in text.splitlines()), global_step=0)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if not (name.startswith("mismatch/decile_") and value in (0.0, 1.0)):
-                self._writer.add_scalar(escaped(name), value, global_step=step)
-
-    def write_text(self, step: int, name: str, markdown: str) -> None:
-        self._writer.add_text(name, markdown, global_step=step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """Writes scalars to Weights & Biases. The run's id is its folder's name, so a resumed run continues its curves."""
-
-    def __init__(self, project: str, folder: Path, recipe: Mapping[str, Any], *, begun: bool = False) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=folder.resolve().name,
-            dir=str(folder),
-            config=dict(recipe),
-            resume="allow" if begun else "never",
-        )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def missing_wandb(config: LoggingConfig) -> Iterator[str]:
-    """The problem that the recipe asks for wandb and it is not installed. Imports nothing."""
-    known = sys.modules["wandb"] if "wandb" in sys.modules else find_spec("wandb")
-    if config.wandb_project and known is None:
-        yield (
-            f"logging.wandb_project: '{config.wandb_project}' needs wandb, which is not installed; pip install"
-            " 'octetrl[wandb]', or leave it out: logging.wandb_project=null"
-        )
 
 
 # ---------------------------------------------------------------- all of a run
@@ -252,22 +187,26 @@ class Sinks:
         for text in texts:
             _append(self._warnings, json.dumps({"step": step, "text": text}, ensure_ascii=False))
 
-    def _try(self, curves: Curves, call: Callable[[], None]) -> None:
-        name = type(curves).__name__
+    def _try(self, curves: Curves, call: Callable[[], None], is_last: bool = False) -> None:
+        errors = list[BaseException]()
         try:
             call()
-        except Exception as error:  # a library's, of a disk or a network
-            if not self._failures[name]:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                self._warn(f"{name} can't be written ({reason}); the run goes on without, and tries again each step")
-            self._failures[name] += 1
+        except Exception as raised:  # a library's, of a disk or a network
+            errors.append(raised)
+        for error in (*errors, *curves.late_errors()):
+            if not self._failures[curves.name]:
+                goes_on = "" if is_last else "; the run goes on without, and tries again each step"
+                self._warn(f"{curves.name} can't be written ({short_reason(error)}){goes_on}")
+            self._failures[curves.name] += 1
 
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for curves in self._curves:
-            self._try(curves, curves.close)
+            self._try(curves, partial(curves.close, failed=error is not None), is_last=True)
         for name, count in self._failures.items():
             self._warn(f"{name}: {counted(count, 'write')} failed; metrics.jsonl has all steps")
 
@@ -278,18 +217,13 @@ def open_sinks(
     recipe: Mapping[str, Any],
     resumed_step: int = 0,
     warn: Callable[[str], None] = print,
+    run_id: str | None = None,
 ) -> Sinks:
-    """Open the sinks that `logging` asks for, in the run's folder. `recipe` is the resolved recipe as a dict.
+    """Open the sinks that `logging` asks for, in the run's folder. `recipe` is the resolved recipe as a dict, `run_id`
+    the id of the run, by which trackers know it again.
 
-    Raises UserError before anything is written if wandb is needed and not installed; `refuse_early` says it before."""
-    for problem in missing_wandb(config):
-        raise UserError(problem)
-    curves: list[Curves] = []
-    if config.wandb_project:
-        curves.append(Wandb(config.wandb_project, folder, recipe, begun=(folder / METRICS_FILE).exists()))
-    if config.tensorboard:
-        curves.append(TensorBoard(folder, resumed_step, recipe))
-    return Sinks(folder, resumed_step, curves, warn)
+    Raises UserError before anything is written if a tracker's client is not installed."""
+    return Sinks(folder, resumed_step, open_curves(folder, config, recipe, resumed_step, run_id, warn), warn)
 
 
 # ---------------------------------------------------------------- rollouts as text, for TensorBoard

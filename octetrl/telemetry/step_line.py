@@ -9,10 +9,10 @@ that matter most are kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from octetrl.config.limits import MISMATCH_LIMIT
-from octetrl.config.ranking import best_steps
+from octetrl.config.ranking import best_steps, lower_is_better
 from octetrl.system.text import counted
 from octetrl.telemetry.metrics import EQUAL_REWARDS_LIMIT, MISMATCH, TRUNCATED_LIMIT, UNFINISHED_LIMIT, stale_share
 
@@ -57,6 +57,7 @@ NUMBERS = (  # in the order of the line
     Number("rollout/failure_share", "failed", ".0%", only_above_0=True, warn=0.0, tone="bad"),
     Number("rollout/too_long_share", "too long", ".0%", only_above_0=True, warn=0.0),
     Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=EQUAL_REWARDS_LIMIT),
+    Number("curriculum/resting_share", "resting", ".0%", only_above_0=True),
     Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=TRUNCATED_LIMIT),
     Number("rollout/unfinished_share", "out of turns", ".0%", only_above_0=True, warn=UNFINISHED_LIMIT),
     Number("fp8/kv_saturation", "clamped KV", ".2%", only_above_0=True, warn=0.001),
@@ -68,13 +69,21 @@ NUMBERS = (  # in the order of the line
 TIME, REWARDS = "time/step", "time/reward"
 OTHERS = {"log-probs equal": MISMATCH, "log-probs apart": MISMATCH, "apart": MISMATCH} | {
     "stale": "rollout/on_policy_share",
-    "held-out accuracy": "eval/accuracy",
+    **{"held-out accuracy": "eval/accuracy", "held-out loss": "eval/loss"},
     "waiting for rewards": REWARDS,
 }
 PRIORITY = (  # which numbers are kept where not all fit
     *("reward/mean", MISMATCH, "preference/accuracy", "kl", "rollout/failure_share"),
     *("rollout/too_long_share", "reward/zero_variance_fraction", "rollout/truncated_share", TIME, REWARDS),
-    *("rollout/unfinished_share", "loss", "rollout/mean_length", "entropy", "fp8/kv_saturation", "grad_norm"),
+    *(
+        "rollout/unfinished_share",
+        "curriculum/resting_share",
+        "loss",
+        "rollout/mean_length",
+        "entropy",
+        "fp8/kv_saturation",
+        "grad_norm",
+    ),
     "memory/peak_gb",
     *("rollout/tokens_per_second", "train/tokens_per_second", "correction/clip_fraction"),
 )
@@ -159,23 +168,36 @@ def on_the_console(label: str) -> str | None:
     return labels.get(label.strip().lower())
 
 
+def evaluated_metric(metrics: Mapping[str, Any]) -> str | None:
+    """The metric of a step that its evaluation is judged by. None: it has no evaluation."""
+    return next((name for name in ("eval/loss", "eval/accuracy") if metrics.get(name) is not None), None)
+
+
 def evaluation_parts(
     step: int, total: int, metrics: Mapping[str, float], earlier: Mapping[int, float], width: int = WIDTH
 ) -> list[LinePart]:
-    """The parts of an evaluation's line. `earlier`: accuracy of the evaluations before, by step. What `width` does not
-    hold is left out; the comparison is kept longest."""
-    accuracy = metrics["eval/accuracy"]
-    title = [LinePart("eval", f"{step:>{len(str(total))}}/{total}"), LinePart("held-out accuracy", f"{accuracy:.3f}")]
+    """The parts of an evaluation's line. `earlier`: that metric of the evaluations before, by step. What `width` does
+    not hold is left out; the comparison is kept longest."""
+    metric = evaluated_metric(metrics)
+    assert metric is not None, "a step without an evaluation has no line of one"
+    value, sign = metrics[metric], -1 if lower_is_better(metric) else 1
+    label = "held-out loss" if sign < 0 else "held-out accuracy"
+    title = [
+        LinePart("eval", f"{step:>{len(str(total))}}/{total}"),
+        LinePart(label, f"{value:.{4 if sign < 0 else 3}f}"),
+    ]
+    if sign < 0 and "eval/accuracy" in metrics:
+        title.append(LinePart("pairs right", f"{metrics['eval/accuracy']:.1%}"))
     interval, best, seconds = None, None, metrics.get("time/evaluate")
     if "eval/accuracy_low" in metrics and "eval/accuracy_high" in metrics:
         low_to_high = f"{metrics['eval/accuracy_low']:.3f} to {metrics['eval/accuracy_high']:.3f}"
         interval = LinePart("95% interval", low_to_high)
     if earlier:
-        at = best_steps(earlier.items())[0]
-        if accuracy <= 0 and earlier[at] <= 0:
+        at = best_steps(earlier.items(), metric)[0]
+        if sign > 0 and value <= 0 and earlier[at] <= 0:
             best = LinePart("", "none above 0 so far")
-        elif accuracy > earlier[at]:
-            best = LinePart("", f"the best so far, {accuracy - earlier[at]:+.3f} against step {at}", "good")
+        elif sign * value > sign * earlier[at]:
+            best = LinePart("", f"the best so far, {value - earlier[at]:+.3f} against step {at}", "good")
         else:
             best = LinePart("best so far", f"{earlier[at]:.3f} at step {at}")
     took = LinePart("", duration(seconds)) if seconds else None
@@ -193,7 +215,7 @@ def environment_parts(metrics: Mapping[str, float], label: str, form: str) -> li
     form: the metric's name, such as `environments/{}/reward`."""
     begin, end = form.split("{}")
     found = {name.removeprefix(begin).removesuffix(end): value for name, value in metrics.items()
-             if name.startswith(begin) and name.endswith(end)}  # fmt: skip
+             if name.startswith(begin) and name.endswith(end) and name.count("/") == form.count("/")}  # fmt: skip
     shown = {name: LinePart(name, f"{value:.3f}") for name, value in found.items()}
     for metric in metrics:
         if metric.startswith(begin) and metric.endswith("/failure_share"):

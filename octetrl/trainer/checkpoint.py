@@ -132,19 +132,6 @@ def stage(
     return StagedCheckpoint(final, sum(file.size for file in written))
 
 
-def save(
-    folder: Path,
-    step: int,
-    payload: Payload,
-    *,
-    write_more: Callable[[Path], Iterable[WrittenFile] | None] | None = None,
-    metrics: Mapping[str, float] | None = None,
-    run_id: str | None = None,
-) -> Path:
-    """`stage` and `commit`: writes `folder/step_NNNNNN`, replacing one of that step, and returns it."""
-    return stage(folder, step, payload, write_more=write_more, metrics=metrics, run_id=run_id).commit()
-
-
 @contextmanager
 def _explained(final: Path) -> Iterator[None]:
     """Makes one line of an error of the disk."""
@@ -211,7 +198,7 @@ def best_of(folder: Path, run_id: str | None, metric: str) -> Path | None:
 
 
 def _ranked(manifests: Mapping[int, Mapping[str, Any]], metric: str) -> list[int]:
-    return best_steps((step, manifest["metrics"].get(metric)) for step, manifest in manifests.items())
+    return best_steps(((step, manifest["metrics"].get(metric)) for step, manifest in manifests.items()), metric)
 
 
 def step_of(path: Path) -> int:
@@ -233,7 +220,7 @@ def prune(
     run_id: str | None = None,
     exempt: Collection[int] = (),
 ) -> list[Path]:
-    """Hide the checkpoints of run `run_id`, all but the last `keep_last`, the `keep_best` of highest `best_metric`
+    """Hide the checkpoints of run `run_id`, all but the last `keep_last`, the `keep_best` of the best `best_metric`
     (config/ranking.py) and those of the `exempt` steps. A folder in which somebody has put a file of their own stays
     too. Returns the hidden folders, for `remove_hidden`."""
     steps = _steps(folder)

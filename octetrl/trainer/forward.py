@@ -98,7 +98,9 @@ class Forward:
 
     def logprobs_of(self, hidden_NE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of the trained tokens, float32 [N]."""
-        return self.model.logprobs(hidden_NE, micro_batch.targets_N, self._temperature, self._chunk)
+        own_N = micro_batch.temperatures_N
+        temperature = self._temperature if own_N is None else own_N
+        return self.model.logprobs(hidden_NE, micro_batch.targets_N, temperature, self._chunk)
 
     def logprobs(
         self, micro_batch: MicroBatch, kv: KVReplay, kv_amax_LS: Tensor | None = None

@@ -28,6 +28,7 @@ from octetrl.algorithms.weighting import TokenWeighting, weigh
 from octetrl.records import MicroBatch, PackedBatch, Sample
 
 Int64s = npt.NDArray[np.int64]
+Units = list[tuple[int, ...]]  # indices of samples that share a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,19 @@ class PackingLayout:
 def pack(samples: Sequence[Sample], layout: PackingLayout, token_weighting: TokenWeighting) -> PackedBatch:
     """Pack one batch into micro-batches, on the CPU.
 
-    Samples without a trained token are left out and counted. With fewer samples than `layout.minibatches` there are as
-    many minibatches as samples. Without samples the batch is empty, and the trainer skips it.
+    Samples without a trained token are left out and counted. With fewer rollouts than `layout.minibatches` there are as
+    many minibatches as rollouts. Without samples the batch is empty, and the trainer skips it.
     Raises RuntimeError if samples were drawn under another precision table than the trainer's.
     """
     _check_digests(samples, layout.precision_digest)
     units = [unit for unit in _units(samples) if all(any(samples[i].loss_mask) for i in unit)]
     trained = [samples[i] for i in chain.from_iterable(units)]
     minibatches, denominators = [], []
-    for part in _split(units, layout.minibatches):
+    for rollouts_of_part in _split(_by_rollout(units, samples), layout.minibatches):
+        part = list(chain.from_iterable(rollouts_of_part))
         numbers = list(chain.from_iterable(part))
-        weighting = weigh([sum(samples[i].loss_mask) for i in numbers], token_weighting)
+        rollouts = [samples[i].rollout for i in numbers]
+        weighting = weigh([sum(samples[i].loss_mask) for i in numbers], token_weighting, rollouts)
         weight_of = dict(zip(numbers, weighting.token_weights, strict=True))
         versions = [_last_version(samples[unit[-1]]) for unit in part] if layout.by_version else ()
         bins = layout.fill([sum(len(samples[i].token_ids) for i in unit) for unit in part], versions)
@@ -96,9 +99,9 @@ def _check_digests(samples: Sequence[Sample], expected: str | None) -> None:
             )
 
 
-def _units(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+def _units(samples: Sequence[Sample]) -> Units:
     """Indices of samples that must share a micro-batch: both of a preference pair, or a single sample."""
-    units: list[tuple[int, ...]] = []
+    units: Units = []
     for number, sample in enumerate(samples):
         before = units[-1] if units else ()
         if sample.pair is not None and len(before) == 1 and samples[before[0]].pair == sample.pair:
@@ -108,11 +111,23 @@ def _units(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
     return units
 
 
-def _split(units: Sequence[tuple[int, ...]], parts: int) -> list[Sequence[tuple[int, ...]]]:
-    """Contiguous parts whose sizes differ by at most one. No part is empty."""
-    parts = min(parts, len(units))
-    bounds = [len(units) * part // parts for part in range(parts + 1)] if parts else [0]
-    return [units[start:end] for start, end in pairwise(bounds)]
+def _by_rollout(units: Units, samples: Sequence[Sample]) -> list[Units]:
+    """The units of each rollout, which must share a minibatch: its weight is divided among its segments."""
+    parts: list[Units] = []
+    for unit in units:
+        rollout = samples[unit[0]].rollout
+        if parts and rollout is not None and samples[parts[-1][0][0]].rollout == rollout:
+            parts[-1].append(unit)
+        else:
+            parts.append([unit])
+    return parts
+
+
+def _split(rollouts: Sequence[Units], parts: int) -> list[Sequence[Units]]:
+    """Contiguous parts whose numbers of rollouts differ by at most one. No part is empty."""
+    parts = min(parts, len(rollouts))
+    bounds = [len(rollouts) * part // parts for part in range(parts + 1)] if parts else [0]
+    return [rollouts[start:end] for start, end in pairwise(bounds)]
 
 
 def _last_version(sample: Sample) -> int | None:
@@ -213,6 +228,7 @@ def micro_batch_of(given: Sequence[Sample], chosen: Sequence[int], token_weights
         group_N=_group(samples, sequence_N),
         versions_N=_versions(given, samples, positions),
         cut_off_N=_cut_off(samples, sequence_N),
+        temperatures_N=_temperatures(samples, sequence_N),
     )
 
 
@@ -247,6 +263,12 @@ def _cut_off(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:
         return None
     is_last_N = np.diff(sequence_N, append=len(samples)) > 0
     return torch.from_numpy(np.array([sample.cut_off for sample in samples])[sequence_N] & is_last_N)
+
+
+def _temperatures(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:
+    given = [sample.temperature for sample in samples if sample.temperature is not None]
+    assert len(given) in (0, len(samples)), "samples with and without a temperature in one batch"
+    return torch.from_numpy(_float32s(given)[sequence_N]) if given else None
 
 
 def _group(samples: Sequence[Sample], sequence_N: Int64s) -> Tensor | None:

@@ -87,6 +87,11 @@ class RewardTrainer:
         metrics["train/tokens_per_second"] = self.config.epochs * tokens / (time.perf_counter() - started)
         return PolicyUpdate(self.policy_version, metrics)
 
+    def measure(self, micro_batch: MicroBatch) -> TokenLoss:
+        """Loss and metrics of each pair with the present weights."""
+        part = self._part(micro_batch)
+        return part.loss(self.scalar_trainer.scalars(part.micro_batch, part.rows_R))
+
     def state(self) -> ScalarState:
         return self.scalar_trainer.state()
 

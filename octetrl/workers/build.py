@@ -15,7 +15,7 @@ import torch
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import ClusterConfig, Recipe
-from octetrl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from octetrl.data.tokenizer import Tokenizer, recipe_tokenizer
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
@@ -101,7 +101,7 @@ def build_worker(
     algorithm = build_algorithm(recipe.algorithm)
     if algorithm.reward_loss is not None:
         count = LoadCount()
-        tokenizer = tokenizer or load_tokenizer(tokenizer_folder(recipe))
+        tokenizer = tokenizer or recipe_tokenizer(recipe)
         model = build_reward_model(recipe, device, peers, count, pad_token_id=tokenizer.pad_token_id)
         return BuiltWorker(RewardModelWorker(recipe, model, algorithm, peers=peers), loaded=count)
     spec = model_spec(recipe)
@@ -114,7 +114,7 @@ def build_worker(
         recipe,
         spec=spec.cut(TensorCut(peers.group.rank, peers.group.size)),
         policy=precision_policy(spec, recipe.fp8),
-        tokenizer=tokenizer or load_tokenizer(tokenizer_folder(recipe), spec.vocab_size),
+        tokenizer=tokenizer or recipe_tokenizer(recipe, spec.vocab_size),
         algorithm=algorithm,
         load_weights=lambda model, loading: fill_weights(model, recipe, loading),
         device=device,

@@ -40,6 +40,7 @@ from octetrl.trainer.peers import ALONE, Peers, join_store
 from octetrl.trainer.shards import Share
 from octetrl.trainer.streamed import StreamedCall
 from octetrl.trainer.tensor_peers import GridPeers, connect_grid
+from octetrl.trainer.without_update import Sums
 from octetrl.workers.assignment import Room
 from octetrl.workers.build import BuildWorker, BuiltWorker, Role, WorkerState, build_worker
 from octetrl.workers.hosted_session import HostedSession, SessionNews, Withdrawn, with_pause
@@ -217,6 +218,9 @@ class HostedWorker:
         assert self._update is not None, "`begin_update` comes first"
         update, self._update = self._update, None
         return self._compute("train", lambda: update.finish(whole))
+
+    def measure_held_out(self, batch: PackedBatch) -> list[Sums]:
+        return self._compute("evaluate", lambda: self._worker.measure_held_out(batch))
 
     def publish(self, policy_version: int) -> Published:
         if self._plan.role != "generates" and isinstance(self._worker, Worker):

@@ -73,6 +73,7 @@ def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     named = {
         "model.path": model.path,
         "model.tokenizer": model.tokenizer,
+        "model.chat_template": model.chat_template,
         "model.lora.path": None if model.lora is None else model.lora.path,
         "critic.path": recipe.critic.path,
         "algorithm.teacher": algorithm.teacher if isinstance(algorithm, DistillConfig) else None,

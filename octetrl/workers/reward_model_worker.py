@@ -14,10 +14,12 @@ from octetrl.engine.weights import digest_of, weight_set
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.records import PackedBatch, PolicyUpdate, Published
 from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.reward_trainer import RewardTrainer
 from octetrl.trainer.state_writer import Content
+from octetrl.trainer.without_update import Sums, held_out_sums
 from octetrl.workers.checkpoint_state import SavedWorker, load_reward_model, reward_model_files
 from octetrl.workers.clock import Clock
 from octetrl.workers.kernel_paths import path_metrics
@@ -58,6 +60,9 @@ class RewardModelWorker(SavedWorker):
         with self.clock("train") as took:
             update = self.trainer.train(batch)
         return replace(update, metrics={**update.metrics, **took})
+
+    def measure_held_out(self, batch: PackedBatch) -> list[Sums]:
+        return held_out_sums(self.trainer, batch, KVReplay())
 
     def publish(self, policy_version: int) -> Published:
         """Nothing generates with these weights. The digest tells whether several workers hold the same ones."""

@@ -62,7 +62,7 @@ from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
 from octetrl.trainer.state_writer import Content
 from octetrl.trainer.trainer import Trainer
-from octetrl.trainer.without_update import observe_kv
+from octetrl.trainer.without_update import Sums, held_out_sums, observe_kv
 from octetrl.workers.build_engine import build_engine, with_own_engine
 from octetrl.workers.checkpoint_state import SavedWorker, load_state, saved_earlier_scales, saved_scales, state_files
 from octetrl.workers.clock import Clock
@@ -192,6 +192,11 @@ class Worker(SavedWorker):
         mismatch = mismatch_of(update.logprobs, update.policy_version - 1, equality_is_promised=is_promised)
         exchanged = self.trainer.weights.take_exchange()
         return PolicyUpdate(update.policy_version, joined(update.metrics, mismatch, took, calibrated, exchanged))
+
+    def measure_held_out(self, batch: PackedBatch) -> list[Sums]:
+        """The losses of examples that are not learnt from (trainer/without_update.py)."""
+        self.free_cache()
+        return held_out_sums(self.trainer, batch, self.replay(batch.policy_version))
 
     def free_cache(self) -> None:
         """The memory of the KV cache for training; the next rollout allocates it again."""

@@ -45,6 +45,7 @@ from octetrl.telemetry.console import Console
 from octetrl.trainer.checkpoint import Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
 from octetrl.trainer.peers import serve_store
+from octetrl.trainer.without_update import Sums, added
 from octetrl.workers.assignment import Costs, deal
 from octetrl.workers.build import BuiltWorker, WorkerState
 from octetrl.workers.clock import Clock
@@ -122,10 +123,19 @@ class Workers:
     def train(self, batch: PackedBatch) -> PolicyUpdate:
         """One update from `batch`. Raises NonFiniteError, with the weights as they were, for results that are not
         finite."""
+        return self._update("train", self._parts(batch))
+
+    def measure_held_out(self, batch: PackedBatch) -> Sums:
+        """The summed loss, and of pairs the other sums, of a batch that is not learnt from."""
+        parts: list[list[Sums]] = self._team.ask_each("evaluate", "measure_held_out", self._parts(batch))
+        return added([one for part in parts[:: self._size] for one in part])
+
+    def _parts(self, batch: PackedBatch) -> list[tuple[PackedBatch]]:
+        """The batch's micro-batches of each worker; workers that share one model have the same."""
         if self._costs is None:
-            return self._update("train", [(batch,)])
+            return [(batch,)]
         parts = deal(batch, self._team.size // self._size, self._costs)
-        return self._update("train", [(part,) for part in parts for _ in range(self._size)])
+        return [(part,) for part in parts for _ in range(self._size)]
 
     def _update(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> PolicyUpdate:
         """One update by a verb that all workers call together."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from octetrl.workers.team import Call, WorkerLost
 from tests.e2e.faults import measured
 from tests.e2e.killed_run import _processes
 from tests.e2e.test_evaluation import DRAWING
-from tests.e2e.tiny_run import make_model, recipe_tree
+from tests.e2e.tiny_run import make_model, read_lines, recipe_tree
 from tests.unit.workers.thread_team import RunTeam
 
 pytestmark = pytest.mark.slow
@@ -137,6 +138,21 @@ def test_a_run_that_fails_by_a_limit_saves_its_batches(
     monkeypatch.setattr(build, "start_team", RunTeam)
     train(recipe_from_mapping(tree), resume=True)
     assert_same(tmp_path / "run", whole)
+
+
+def test_batches_that_another_temperature_sampled_are_drawn_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer divides by the temperature of now."""
+    changes = {"cluster.max_staleness": 1, "checkpoint.batches_ahead": "saved", "trainer.optimizer.lr": 0.0, "steps": 3}
+    tree, folder = recipe_tree(model, tmp_path / "run", CHANGES | changes), tmp_path / "run"
+    run_with(RunTeam, tree, monkeypatch)
+    for step in (2, 3):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
+    tree["rollout"]["temperature"] = 0.5
+    monkeypatch.setattr(build, "start_team", RunTeam)
+    train(recipe_from_mapping(tree), resume=True, allowed=["rollout.temperature"])
+    assert [line["mismatch/max_abs_diff"] for line in read_lines(folder / "metrics.jsonl")] == [0.0] * 3
 
 
 @pytest.mark.parametrize("how", ["saved", "drawn_again"])

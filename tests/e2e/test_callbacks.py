@@ -137,6 +137,24 @@ def test_early_stopping_counts_values_without_improvement(
             stopped = number
             break
     assert stopped == stops_after
+    if stopped is not None:
+        callbacks.begin(stopped, steps[:stopped])
+        assert callbacks.stopped_for is not None, "it has ended already"
+        callbacks.begin(stopped - 1, steps[: stopped - 1])
+        assert callbacks.stopped_for is None
+
+
+def test_a_run_that_early_stopping_ended_is_not_continued(model: Path, tmp_path: Path) -> None:
+    """Entropy hardly moves, so no value is better by one."""
+    stopping = {"early_stopping": {"metric": "entropy", "patience": 2, "min_delta": 1.0}, "evaluation.every": 0}
+    recipe = tiny_recipe(model, tmp_path / "run", CHANGES | stopping)
+    train(recipe)
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 3]
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    train(recipe, resume=True)
+    ending = read_ending(read_where(tmp_path / "run"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert ending is not None and ending.how == "finished" and "entropy" in ending.why
 
 
 def test_a_recipes_callbacks_are_loaded_and_what_is_none_is_refused(model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,23 @@ def test_the_tasks_follow_the_weights_and_each_is_scored_by_its_own(whole: Path)
         assert not any(row["environment"] != "talk" and "turns" in row for row in rows)
 
 
+def test_each_has_its_own_temperature_and_group_size_and_log_probs_stay_equal(model: Path, tmp_path: Path) -> None:
+    """The trainer divides the logits of each token by its environment's temperature, also in later turns."""
+    own = {"noise": {"temperature": 0.02, "group_size": 2}, "exact": {"temperature": 3.0}, "talk": {"group_size": 3}}
+    environments = {name: {**section, **own[name]} for name, section in THREE.items()}
+    changes = several(environments, **{"rollout.prompts_per_step": 4, "rollout.temperature": 1.5, "steps": 2})
+    lines = run(model, tmp_path / "run", changes | {"evaluation.every": 2})
+    for rows in rows_of(tmp_path / "run"):
+        assert Counter(row["environment"] for row in rows) == {"noise": 4, "exact": 4, "talk": 3}
+        likely = {name: [p for row in rows if row["environment"] == name for p in row["logprobs"]] for name in own}
+        mean = {name: sum(each) / len(each) for name, each in likely.items()}
+        assert mean["noise"] > -4 > max(mean["talk"], mean["exact"])  # nearly greedy, nearly uniform over 320 tokens
+    assert all(line["mismatch/equal_fraction"] == 1 and line["mismatch/tokens"] > 0 for line in lines)
+    assert lines[1]["rollout/count"] == 11 and lines[1]["eval/tasks"] == len(
+        rows_of(tmp_path / "run", "evaluations")[0]
+    )
+
+
 def test_metrics_by_environment_are_those_of_its_rollouts(whole: Path) -> None:
     for line, rows in zip(read_lines(whole / "metrics.jsonl"), rows_of(whole), strict=True):
         for name, share in (("noise", 0.5), ("exact", 0.25), ("talk", 0.25)):

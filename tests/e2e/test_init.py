@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
 from octetrl.cli.init import TOKENIZER_TEXTS
 from octetrl.cli.main import run_command
+from octetrl.config.json_schema import recipe_json_schema
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.run.tiny_model import VOCABULARY, save_tokenizer, write_tokenizer
 from tests.e2e.tiny_run import read_lines
@@ -42,6 +46,20 @@ def test_a_new_project_checks_trains_and_is_tested(
     assert len(lines) == 2 and all(line["train/samples"] > 0 for line in lines)
     assert all(line["mismatch/max_abs_diff"] == 0.0 for line in lines)
     assert lines[0]["reward/mean"] < 0.3 and lines[1]["eval/accuracy"] == 0.0, "it has much to learn"
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "ppo", "agent"])
+def test_each_objective_checks_as_it_stands(objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["init", objective, "."]) == 0
+    first = Path("recipe.yaml").read_text().splitlines()[0]
+    assert json.loads(Path(first.partition("$schema=")[2]).read_text()) == recipe_json_schema()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "environment", raising=False)
+    assert run_command(["check", "recipe.yaml"]) == 0
+    held_out = {task.prompt for task in importlib.import_module("environment").environment.tasks}
+    for file in tmp_path.glob("*.jsonl"):
+        assert not held_out & {line["prompt"] for line in read_lines(file)}
 
 
 def test_its_tokenizer_is_the_one_that_transformers_would_write(tmp_path: Path) -> None:

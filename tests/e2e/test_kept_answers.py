@@ -105,9 +105,9 @@ def test_an_evaluation_names_the_checkpoint_that_it_read(
     folder = shutil.copytree(evaluated, tmp_path / "run")
     real = run_evaluate.evaluate
 
-    def while_the_run_goes_on(*args: Any) -> Any:
+    def while_the_run_goes_on(*args: Any, **options: Any) -> Any:
         (folder / "checkpoints/step_000002").rename(folder / "checkpoints/step_000003")
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(run_evaluate, "evaluate", while_the_run_goes_on)
     assert run_command(["eval", f"{folder}@2", "--out", str(tmp_path / "out")]) == 0

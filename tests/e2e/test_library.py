@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +32,26 @@ SECTIONS: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class AboutANumber(octetrl.Task):
+    """Computes its prompt."""
+
+    number: int = 0
+    prompt: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", f"say {self.number}")
+
+
 def settings(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Of `octetrl.train`, for two steps on the tiny model."""
     section = {"path": str(model), "context_length": 128}
     return {"model": section, "output_dir": folder, "steps": 2, **SECTIONS, **changes}
 
 
-def test_from_a_closure_to_text(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_closure_to_text(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[octetrl.Task] = []
 
     def noise(task: octetrl.Task, text: str) -> float:
@@ -50,6 +66,25 @@ def test_from_a_closure_to_text(model: Path, tmp_path: Path, capsys: pytest.Capt
     assert (run.recipe.environment.reward, run.recipe.environment.dataset) == ("given:noise", "given:tasks")
     assert {task.answer for task in seen} <= {task["answer"] for task in TASKS}
 
+    assert [row["sibling"] for row in run.rollouts(1)] == [0, 1, 2, 3] * 2 and len(run.rollouts()) == 8
+    for begin in (0, 4):
+        rewards = [row["reward"] for row in run.rollouts(1)[begin : begin + 4]]
+        spread = statistics.stdev(rewards)
+        expected = [(reward - statistics.fmean(rewards)) / spread if spread else None for reward in rewards]
+        assert [row["advantage"] for row in run.rollouts(1)[begin : begin + 4]] == pytest.approx(expected)
+    assert run.rollouts(2)[0]["text"] != run.rollouts(1)[0]["text"]
+    with pytest.raises(octetrl.UserError, match="1 to 2"):
+        run.rollouts(3)
+    assert run.best == run.folder / "checkpoints" / "step_000002", "the last, where none has the metric"
+    assert run.report().read_text().startswith("<!doctype html>")
+    page = run._repr_html_()
+    assert str(run.folder) in page and page.count("<polyline") == 1, "the curve of the reward"
+    frame = SimpleNamespace(DataFrame=lambda rows: SimpleNamespace(set_index=lambda name: (name, rows)))
+    monkeypatch.setitem(sys.modules, "pandas", frame)
+    assert run.to_pandas() == ("step", run.metrics)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(octetrl.UserError, match="pip install pandas"):
+        run.to_pandas()
     report = run.evaluate(samples=2, temperature=1.0)
     assert (report.tasks, len(report.groups[0].rollouts)) == (4, 2)
     assert report.accuracy is not None
@@ -61,6 +96,7 @@ def test_from_a_closure_to_text(model: Path, tmp_path: Path, capsys: pytest.Capt
     [expected, _] = generate_text(str(exported), asked, sampling.for_engine(), cluster=on_cpu, seed=3, n=2)
     assert list(first.outputs) == expected
     assert (first.text, first.prompt, second.prompt) == (expected[0].text, "3 + 1 =", "hello")
+    assert run.generate("3 + 1 =", sampling)[0].token_ids, "with the run's precision"
 
     recipe = str(run.folder / "config.yaml")
     assert run_command(["eval", str(exported), "--recipe", recipe]) == 2
@@ -121,6 +157,11 @@ def test_an_environment_object(model: Path, tmp_path: Path) -> None:
     run = octetrl.train(tasks=Echo(), **settings(model, tmp_path / "run", steps=1))
     assert run.recipe.environment.dataset == "given:Echo"
     assert run.metrics[0]["reward/count"] == 8
+    tasks = [AboutANumber(str(number), number=number) for number in range(8)]
+    run = octetrl.train(
+        tasks=tasks, reward=lambda task, text: float(task.number), **settings(model, tmp_path / "own", steps=1)
+    )
+    assert {row["prompt"] for row in run.rollouts(1)} <= {task.prompt for task in tasks}
     with pytest.raises(octetrl.UserError, match="'given:Half' has no score"):
         octetrl.train(tasks=type("Half", (), {"tasks": Echo().tasks})(), **settings(model, tmp_path / "half"))
 
@@ -145,6 +186,10 @@ def test_a_reward_that_hangs_is_counted_and_the_run_goes_on(model: Path, tmp_pat
         ({"tasks": [{"prompt": "a"}, {"answer": "b"}]}, r"tasks\[1\]: .*'prompt'"),
         ({"tasks": [{"prompt": "a"}, 3]}, r"tasks\[1\]: an int; give a Task or a dictionary"),
         ({"tasks": [octetrl.Task("x", "a"), octetrl.Task("x", "b")]}, r"tasks\[1\]: id 'x' is that of tasks\[0\]"),
+        (
+            {"tasks": [AboutANumber("x")], "environment": {"prompt_template": "Q: {prompt}"}},
+            r"tasks\[0\]: an AboutANumber does not take another prompt",
+        ),
         ({"tasks": 3}, "tasks is an int; give a JSONL file"),
         ({"tasks": TASKS, "reward": lambda text: 1.0}, r"can't be called as reward\(task, text\)"),
         ({"tasks": TASKS, "reward": 1.0}, "reward is a float; give a function"),

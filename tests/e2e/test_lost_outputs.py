@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from octetrl.cli.main import run_command
-from octetrl.telemetry.sinks import MetricsFile, TensorBoard
+from octetrl.telemetry.curves import TensorBoard
+from octetrl.telemetry.sinks import MetricsFile
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, recipe_tree
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from octetrl.cli.main import run_command
 from octetrl.run.loop import train
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 from tests.house.tree import REPO
+from tests.unit.algorithms import own_losses
 from tests.unit.workers.thread_team import run_on, steps_of
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
@@ -34,6 +37,22 @@ def test_a_run_with_a_shipped_objective_written_again_has_its_bits(
 ) -> None:
     assert timeless(run(model, tmp_path / "shipped", SHIPPED)) == mine
     assert len(mine) == 3 and mine[0]["grad_norm"] > 0
+
+
+def test_a_step_asks_for_the_advantages_of_each_group_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Counter[str]()
+    for name, writes in {"written": True, "not": False}.items():
+
+        def advantages(self: object, rewards: Sequence[float], name: str = name) -> list[float]:
+            calls[name] += 1
+            return [float(place % 2) for place in range(len(rewards))]
+
+        monkeypatch.setattr(own_losses.LeaveOneOut, "advantages", advantages)
+        algorithm = {"name": "tests.unit.algorithms.own_losses:rloo"}
+        run(model, tmp_path / name, {"algorithm": algorithm, "steps": 1, "logging.rollouts": writes})
+    assert calls["written"] == calls["not"] > 0
 
 
 def test_a_resumed_run_repeats_them(model: Path, tmp_path: Path, mine: list[dict[str, Any]]) -> None:
@@ -70,6 +89,8 @@ def test_check_finds_the_module_beside_the_recipe_and_says_what_is_wrong(
         ("algorithm.name=beside_it:lost", "module 'beside_it' has no 'lost'; did you mean 'loss'?"),
         ("algorithm.name=beside_us:loss", "module 'beside_us' does not import, there is no such module"),
     ):
-        monkeypatch.setattr("octetrl.cli.check._rehearsal_problems", lambda *_: [])  # the first check was rehearsed
+        monkeypatch.setattr(
+            "octetrl.cli.check._rehearsal_problems", lambda *_: ([], None)
+        )  # the first check was rehearsed
         assert run_command(["check", str(recipe), change]) == 2
         assert line in capsys.readouterr().err

@@ -504,7 +504,7 @@ def test_json_follows_its_schema(live: Live) -> None:
     [
         ("previous_response_id", "resp-1", "previous_response_id", "invalid_value"),
         ("background", True, "background", "unsupported_value"),
-        ("tools", [{"type": "web_search"}], "tools", "invalid_value"),
+        ("tools", [{"type": "web_search"}], "tools", "unsupported_value"),
         ("input", [], "input", "invalid_value"),
         ("input", "1 " * 2_000, "input", "context_length_exceeded"),
         ("text", {"format": {"type": "json_schema", "name": "x"}}, "text", "invalid_value"),

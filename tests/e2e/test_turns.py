@@ -57,6 +57,18 @@ def test_the_trainer_sees_what_the_engine_drew(precision: str, plain: Path, mode
         assert line["environment/letters"] > 0
 
 
+def test_a_changed_history_begins_a_sample_and_no_rollout_weighs_more(model: Path, tmp_path: Path) -> None:
+    changes = {"rollout.history": "template", "algorithm.token_weighting": "sequence", "steps": 1}
+    (line,) = run(model, tmp_path / "run", talk("EditedTalk", **changes))
+    assert line["mismatch/max_abs_diff"] == 0.0 and line["grad_norm"] > 0
+    assert 1.2 < line["rollout/segments"] < 3
+    assert line["train/samples"] == round(line["rollout/segments"] * line["rollout/count"])
+    rows = read_lines(tmp_path / "run/rollouts/step_000001.jsonl")
+    forks = [turn for row in rows for turn in row.get("turns", []) if turn.get("is_fork")]
+    assert len(forks) == line["train/samples"] - line["rollout/count"]
+    assert line["train/trained_tokens"] == sum(len(row["token_ids"]) for row in rows)
+
+
 def test_when_environments_answer_changes_nothing(plain: Path, model: Path, tmp_path: Path) -> None:
     quick = read_lines(plain / "metrics.jsonl")
     slow = run(model, tmp_path / "slow", talk("SlowTalk", **{"environment.turns": {"max_in_flight": 4}}))

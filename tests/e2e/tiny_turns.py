@@ -38,6 +38,15 @@ class Talk:
         return len(conversation.text)
 
 
+class EditedTalk(Talk):
+    """Forgets the first answer after the second."""
+
+    async def reply(self, conversation: Conversation) -> str | list[dict[str, str]] | None:
+        if conversation.turns == 2:
+            del conversation.messages[1:3]
+        return await super().reply(conversation)
+
+
 class SlowTalk(Talk):
     most_seconds = 0.02
 

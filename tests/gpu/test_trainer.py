@@ -16,13 +16,14 @@ from octetrl.config.schema import Fp8Config, OptimizerConfig, TrainerConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Sample
-from octetrl.trainer.checkpoint import load, save
+from octetrl.trainer.checkpoint import load
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack
 from octetrl.trainer.prepared import TrainerState
 from octetrl.trainer.trainer import Trainer
 from octetrl.trainer.without_update import accumulate_gradients
 from tests.objectives import objective
+from tests.saved_checkpoint import save_checkpoint
 from tests.tiny_spec import TINY_SPEC
 
 pytestmark = pytest.mark.gpu
@@ -124,7 +125,9 @@ def test_a_saved_trainer_comes_back_bit_for_bit(tmp_path: Path, master: str) -> 
     trainer, kv = make_trainer(FP8, master=master), KVReplay(kv_mode="dynamic")
     train(trainer, make_samples(6), kv)
     state = trainer.state()
-    path = save(tmp_path, 1, {"weights.safetensors": state.weights, "optimizer.safetensors": state.optimizer})
+    path = save_checkpoint(
+        tmp_path, 1, {"weights.safetensors": state.weights, "optimizer.safetensors": state.optimizer}
+    )
     restored, saved = make_trainer(FP8, seed=7, master=master), load(path)
     restored.load_state(TrainerState(saved.tensors("weights.safetensors"), saved.tensors("optimizer.safetensors"), 1))
     for part in ("weights", "optimizer"):

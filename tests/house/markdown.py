@@ -85,4 +85,4 @@ def paragraphs(document: str) -> Iterator[Paragraph]:
 
 
 def _cells(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))]

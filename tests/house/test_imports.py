@@ -28,7 +28,8 @@ ARROWS: dict[str, set[str]] = {
     "trainer": {"algorithms", *NUMERICS, *BASE},
     "backends": {"engine", "endpoint", *NUMERICS, *BASE},  # other engines, which are ours to drive
 }
-ARROWS["workers"] = set(ARROWS) - {"endpoint", "process", "workers"}
+ARROWS["agents"] = {"server", "rollout", "engine", "environments", *BASE}
+ARROWS["workers"] = set(ARROWS) - {"agents", "endpoint", "process", "workers"}
 ARROWS["run"] = set(ARROWS)
 ARROWS["server"] = {"run", "engine", "rollout", "environments", *BASE}  # HTTP around the engine: only cli imports it
 ARROWS["doctor"] = set(ARROWS)
@@ -39,11 +40,12 @@ ARROWS["api"] = set(ARROWS) - {"cli", "doctor", "bench", "server"}  # only octet
 ONLY_IN: dict[str, set[str]] = {
     "lab": set(),  # the scripts behind our own figures: not shipped
     "ray": {"octetrl/workers/ray.py", "octetrl/workers/ray_cluster.py"},
-    "wandb": {"octetrl/telemetry/sinks.py"},
-    "starlette": {f"octetrl/server/{name}.py" for name in ("app", "endpoints")} | {"octetrl/server/serve.py"},
+    **{name: {"octetrl/telemetry/curves.py"} for name in ("wandb", "mlflow", "trackio", "swanlab")},
+    "starlette": {f"octetrl/{name}.py" for name in ("server/app", "server/endpoints", "server/serve", "agents/server")},
     "vllm": {f"octetrl/backends/vllm/{name}.py" for name in ("start",)},
-    "uvicorn": {"octetrl/server/http_server.py"},
+    "uvicorn": {"octetrl/server/http_server.py", "octetrl/agents/server.py"},
     "llguidance": {"octetrl/engine/grammars.py"},
+    "huggingface_hub": {"octetrl/run/hub.py", "octetrl/run/model_source.py"},
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/server/serve.py"},
     "transformers": {"octetrl/data/tokenizer.py", "octetrl/run/tiny_model.py"},
 }

@@ -36,6 +36,7 @@ PAGES = [
 ]
 RUN_ELSEWHERE = {
     "README.md": "tests/e2e/test_library_page.py",
+    "docs/coming_from.md": "tests/e2e/test_library_page.py",
     "docs/index.md": "tests/e2e/test_library_page.py",
     "docs/library.md": "tests/e2e/test_library_page.py",
     "docs/server.md": "tests/e2e/test_serve_command.py",

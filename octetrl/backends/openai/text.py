@@ -37,12 +37,17 @@ class CharacterTokenizer:
         return [chr(id) for id in ids]
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> str:
-        """The messages as JSON. Tools are for several turns. Raises TypeError for arguments that are no text."""
+        """The messages as JSON, with variables of the template, which servers like vLLM read. Tools are for several
+        turns. Raises TypeError for arguments that are no text."""
         assert "tools" not in options, "tools are refused where a server gives text"
         calls = (call for message in conversation for call in message.get("tool_calls") or ())
         if any(not isinstance(call.get("function", call).get("arguments", ""), str) for call in calls):
             raise TypeError("arguments of calls must be JSON text")  # the caller gives them as such
-        return json.dumps({"messages": conversation})
+        variables = {
+            name: value for name, value in options.items() if name not in ("tokenize", "add_generation_prompt")
+        }
+        given = {"chat_template_kwargs": variables} if variables else {}
+        return json.dumps({"messages": conversation, **given})
 
     def get_chat_template(self, **options: Any) -> str:
         return str(self.chat_template)

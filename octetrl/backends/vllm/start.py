@@ -33,7 +33,10 @@ from octetrl.backends.vllm.settings import no_room
 from octetrl.config.backends import why_no_vllm
 from octetrl.system.errors import UserError
 
-FORCED = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}  # otherwise vLLM requantises weights to power-of-two scales on Hopper
+FORCED = {
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",  # otherwise vLLM requantises weights to power-of-two scales on Hopper
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its core runs in this process
+}
 FORCED_ON_RANKS = {  # these need one process that sees all GPUs, or make the default group in another way
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -64,13 +67,13 @@ class StartedVllm:
         return self.make_prompt(token_ids)
 
 
-def prepare_environment(*, in_process: bool = True, rank: int = 0) -> None:
-    """Sets what vLLM reads from the environment. Before vLLM is imported. `in_process`: its core too runs here.
+def prepare_environment(*, rank: int = 0) -> None:
+    """Sets what vLLM reads from the environment. Before vLLM is imported.
 
     `rank`: of the worker. All but the first keep their compiled graphs in a folder of their own, because vLLM writes
     their list without a lock, in a folder that would be the same for all.
     """
-    os.environ.update(FORCED | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))})
+    os.environ.update(FORCED)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if rank:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -112,12 +112,17 @@ class ToolEnvironment:
     tasks: Sequence[Task]
     score: Scorer
     tools: tuple[Tool, ...]
+    eval_tasks: Sequence[Task] | Mapping[str, Sequence[Task]] | None = None
 
 
 def with_tools(environment: Environment, config: EnvironmentConfig) -> Environment:
     """`environment` with the recipe's tools. Raises UserError for a tool that is not available."""
     tools = tuple(_tool(name, config) for name in config.tools)
-    return ToolEnvironment(environment.tasks, environment.score, tools) if tools else environment
+    return (
+        ToolEnvironment(environment.tasks, environment.score, tools, getattr(environment, "eval_tasks", None))
+        if tools
+        else environment
+    )
 
 
 def _tool(name: str, config: EnvironmentConfig) -> Tool:

@@ -34,9 +34,8 @@ from torch import Tensor
 
 PROGRAMS = 128  # at most: fewer than the multiprocessors of a Hopper GPU, so all run at once
 TILE = 2048  # words, 8 KB
-TILES = 8  # of a program in one call
+TILES = 8  # of a program in one call; more are gathered in several
 WARPS = 4
-MOST_WORDS = PROGRAMS * TILES * TILE  # of one worker in one call; more are gathered in several
 
 
 @dataclass(frozen=True, slots=True)

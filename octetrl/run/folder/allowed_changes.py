@@ -26,21 +26,22 @@ from octetrl.telemetry.sinks import HISTORY_FILE, read_objects
 
 MAY_CHANGE = (
     *("steps", "output_dir", "logging", "cluster", "evaluation", "checkpoint", "mismatch", "collapse", "failures"),
-    "environment.max_failure_share",  # when to stop; it computes nothing
+    *("environment.max_failure_share", "early_stopping"),  # when to stop; they compute nothing
+    *("epochs", "data.eval_dataset", "data.eval_split"),
 )
 CANNOT_CHANGE = (
     *("precision", "model", "fp8", "data", "seed", "critic.path"),
     *("algorithm.name", "algorithm.conversations", "algorithm.teacher", "algorithm.teacher_precision"),
     *("environment.kind", "environment.dataset", "environment.columns", "environment.parameters"),
-    *("environment.split", "environment.subset", "environment.eval_split"),
+    *("environment.split", "environment.subset", "environment.eval_split", "environment.eval_dataset"),
     *("environment.train_size", "environment.eval_size", "environment.seed", "environment.prompt_template"),
     *("trainer.optimizer.states", "trainer.optimizer.master", "trainer.optimizer.offload"),
     *("critic.optimizer.states", "critic.optimizer.master", "critic.optimizer.offload"),
 )
 
 CONTENT = re.compile(  # what may be allowed without a value: a digest of it is kept (contents.py)
-    r"chat_template|algorithm\.(conversations|name)|data\.sources\.[^=]+"
-    r"|(environment|environments\.[^.=]+)\.(dataset|eval_split|reward|tools|corpus)"
+    r"chat_template|algorithm\.(conversations|name)|data\.sources\.[^=]+|data\.eval_dataset(\.[^=]+)?"
+    r"|(environment|environments\.[^.=]+)\.(dataset|eval_split|eval_dataset|reward|tools|corpus)"
 )
 _IS_ENVIRONMENT = re.compile(r"^environments\.[^.]+")
 

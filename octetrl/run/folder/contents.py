@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import resolve_name
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 from octetrl.config.environment import EnvironmentConfig, reward_names
@@ -50,14 +51,17 @@ def contents_of(
     for name, config in recipe.each_environment.items():
         section = section_name(name)
         found[f"{section}.dataset"] = _tasks(config, environments[name], given)
-        if config.eval_split is not None:
+        if config.eval_split is not None or config.eval_dataset is not None:
             rows = [task for task in taskset.held_out() if task.environment == name]
-            found[f"{section}.eval_split"] = {"rows": rows_digest(rows)}
+            field = "eval_split" if config.eval_dataset is None else "eval_dataset"
+            found[f"{section}.{field}"] = {"rows": rows_digest(rows)}
         found[f"{section}.reward"] = _reward(config, given)
         found[f"{section}.corpus"] = {} if config.corpus is None else {"files": _files_digest(Path(config.corpus))}
         found[f"{section}.tools"] = {file: one for tool in config.tools for file, one in _source(tool, given).items()}
     for name, digest in ({} if data is None else data.digests).items():
         found[f"data.sources.{name}" if recipe.data.sources else "algorithm.conversations"] = {"rows": digest}
+    for name, digest in ({} if data is None else data.eval_digests).items():
+        found[f"data.eval_dataset.{name}" if name else "data.eval_dataset"] = {"rows": digest}
     found["algorithm.name"] = _source(recipe.algorithm.name, given)
     return {field: parts for field, parts in found.items() if parts}
 
@@ -124,7 +128,7 @@ def _source(path: str, given: Given) -> dict[str, str]:
 
 def _own_source(thing: Any) -> dict[str, str]:
     """The digest of a function or class of a script or a notebook: its own lines, as others of a script may change."""
-    with suppress(OSError, TypeError, SyntaxError):  # typed in, or made by a program
+    with suppress(OSError, TypeError, SyntaxError, TokenError):  # typed in, made by a program, or its file was edited
         return {"source": _digest(inspect.getsource(thing if hasattr(thing, "__name__") else type(thing)))}
     return {"source": NOT_COMPARED}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
 from octetrl.records import RolloutGroup
+from octetrl.rollout.samples import TrainedRollout
 from octetrl.telemetry.rollout_metrics import Failures, by_environment, environment_metrics, rollout_metrics
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS, RolloutFiles
 
@@ -35,16 +36,17 @@ class Journal:
         files = held_out = None
         if run_folder is not None:
             evaluations = run_folder / EVALUATIONS
-            evaluates = recipe.evaluation.every > 0 or evaluations.is_dir()
+            evaluates = recipe.evaluation.every > 0 or recipe.evaluation.on_start or evaluations.is_dir()
             files = RolloutFiles(run_folder / ROLLOUTS, resumed_step)
             held_out = RolloutFiles(evaluations, resumed_step) if evaluates else None
         right_from = recipe.evaluation.right_from
         return cls(files, held_out, environments=tuple(recipe.environments), right_from=right_from)
 
-    def record(self, step: int, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Writes the groups of a step. Returns their metrics."""
+    def record(self, step: int, groups: Sequence[RolloutGroup], trained: Sequence[TrainedRollout]) -> dict[str, float]:
+        """Writes the groups of a step, with the advantages of the rollouts that are trained on. Returns their
+        metrics."""
         if self._files is not None:
-            self._files.write(step, groups)
+            self._files.write(step, groups, {id(one.rollout): one.advantage for one in trained})
         return rollout_metrics(groups) | environment_metrics(groups, self._environments, self._right_from)
 
     def record_evaluation(self, step: int, groups: Sequence[RolloutGroup]) -> None:

@@ -40,12 +40,13 @@ from octetrl.run.folder.layout import (
 )
 from octetrl.system.errors import UserError
 from octetrl.system.files import replaced_file
-from octetrl.telemetry.ending import LIVE
+from octetrl.telemetry.ending import FINISHED, LIVE, given_callbacks, read_ending, read_where
 from octetrl.telemetry.provenance import where_it_runs
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import METRICS_FILE, RUN_FILE, last_step
 from octetrl.trainer import checkpoint
 
+EPOCHS = "epochs"  # in run.json: the length that a recipe gave in place of steps
 NOTHING: Mapping[str, object] = {}
 _SHOWN = 3  # names of checkpoints in a message
 
@@ -61,6 +62,7 @@ class OutputFolder:
     def __init__(self, recipe: Recipe, *, resume: bool, allowed: Collection[str] = ()) -> None:
         self.path = Path(recipe.output_dir)
         self._recipe, self._allowed = recipe, allowed
+        self._saved: Recipe | None = None
         self._changes: list[Change] = []
         self._contents: Contents = {}
         self._resumes, self._is_kept = resume, False
@@ -73,19 +75,23 @@ class OutputFolder:
             raise
         self.path = self.path.absolute()  # an environment may change the working directory
 
-    def keep(self, in_force: Mapping[str, object] = NOTHING) -> None:
+    def keep(self, in_force: Mapping[str, object] = NOTHING, recipe: Recipe | None = None) -> None:
         """Starts the run: writes its resolved recipe, then its id, each to a temporary file that is renamed, so a kill
         leaves whole files. Creates `checkpoints/`, so that it is missing only if it was removed.
 
-        in_force: what the model makes of settings, for the report."""
+        in_force: what the model makes of settings, for the report. recipe: with the steps that its `epochs` are, which
+        take their place in the file."""
+        self._recipe = self._recipe if recipe is None else recipe
+        epochs, plain = self._recipe.epochs, self._recipe.model_copy(update={"epochs": None})
+        found = {**where_it_runs(), **in_force, **({} if epochs is None else {EPOCHS: epochs})}
         with self._writing():
             record_changes(self.path, self._last_step(), self._changes)
             self._changes = []  # a restart of the workers keeps the folder again
             with replaced_file(self.path / RECIPE_FILE) as file:
-                file.write(dump_recipe(self._recipe))
+                file.write(dump_recipe(plain))
                 (self.path / CHECKPOINTS).mkdir(exist_ok=True)
             if self.run_id is not None:
-                write_run_id(self.path, self.run_id, {**where_it_runs(), **in_force, CONTENTS: self._contents})
+                write_run_id(self.path, self.run_id, {**found, CONTENTS: self._contents})
         self._is_kept = True
 
     def check_contents(self, contents: Contents) -> None:
@@ -99,10 +105,31 @@ class OutputFolder:
         refuse_contents(self.path, changed, self._allowed)
         self._changes += [Change(field, saved[field], contents[field]) for field in changed]
 
+    def finished(self) -> str | None:
+        """After which step, and why, the resumed run ended with this recipe's number of steps. None: it goes on."""
+        ending = read_ending(read_where(self.path)) if self._saved is not None else None
+        if self._saved is None or ending is None or ending.how != FINISHED:
+            return None
+        step, steps = last_step(self.path / METRICS_FILE), self._recipe.steps
+        if self._recipe.epochs is not None:  # how many steps it is follows from the data
+            steps = self._saved.steps if read_where(self.path).get(EPOCHS) == self._recipe.epochs else step + 1
+        is_done = step >= steps or (bool(ending.why) and steps == self._saved.steps)
+        return f" after step {step}{ending.why and f' ({ending.why})'}" if is_done else None
+
+    def given_callbacks(self) -> list[str]:
+        """Classes of the callbacks that were given in Python when the resumed run began."""
+        return given_callbacks(self.path) if self._resumes else []
+
     def has_changed_contents(self, step: int) -> bool:
         """Whether contents were allowed to change after `step`, or now."""
-        fields = {change.field for change in self._changes} | changed_after(self.path, step)
-        return bool(fields & self._contents.keys())
+        return bool(self._changed_after(step) & self._contents.keys())
+
+    def resamples(self, step: int) -> bool:
+        """Whether a temperature changed like this: batches that were sampled ahead of `step` had the earlier one."""
+        return any(field.endswith(".temperature") for field in self._changed_after(step))
+
+    def _changed_after(self, step: int) -> set[str]:
+        return {change.field for change in self._changes} | changed_after(self.path, step)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -123,7 +150,7 @@ class OutputFolder:
             raise UserError(
                 f"--resume: '{self.path}' holds no run (no {RECIPE_FILE}); leave --resume out to start one there"
             )
-        before = load_recipe(str(self.path / RECIPE_FILE))
+        self._saved = before = load_recipe(str(self.path / RECIPE_FILE))
         self._changes = changes_between(before.model_dump(), self._recipe.model_dump())
         refuse_changes(self.path, self._changes, self._allowed, before)
         places = [self.path / name for name in (ROLLOUTS, EVALUATIONS, CHECKPOINTS)]

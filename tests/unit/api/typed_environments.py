@@ -81,3 +81,21 @@ def refused() -> None:
     octetrl.train(model="m", tasks=Nothing())  # type: ignore[arg-type]
     octetrl.train(model="m", tasks=3)  # type: ignore[arg-type]
     octetrl.train(model="m", tasks=[], reward=1.0)  # type: ignore[arg-type]
+
+
+def asked(task: Task, text: str) -> float:
+    return float("please" in text)
+
+
+def run() -> None:
+    """An unknown field is an error of the type checker, and so is an ignore without an error."""
+    octetrl.train("demo_grpo", steps=3, rollout={"group_size": 4, "stop": ["\n"]}, trainer={"optimizer": {"lr": 1e-5}})
+    octetrl.train(model={"path": "m"}, algorithm={"name": "dapo", "clip_high": 0.3}, precision="fp8_full", seed=1)
+    sums = [{"prompt": "2+2="}]
+    octetrl.train(environments={"sums": {"tasks": sums, "eval_tasks": sums, "reward": asked, "weight": 2}}, epochs=None)
+    octetrl.resume("runs/sums", reward=asked, steps=400, trainer={"optimizer": {"lr": 1}})
+    octetrl.train("demo_grpo", stepz=3)  # type: ignore[call-arg]
+    octetrl.train("demo_grpo", rollout={"temperatur": 1})  # type: ignore[typeddict-unknown-key]
+    octetrl.train("demo_grpo", trainer={"optimizer": {"lr": "fast"}})  # type: ignore[typeddict-item]
+    octetrl.train("demo_grpo", algorithm={"clip": 0.2})  # type: ignore[typeddict-unknown-key]
+    octetrl.resume("runs/sums", stepz=400)  # type: ignore[call-arg]

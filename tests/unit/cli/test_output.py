@@ -111,7 +111,10 @@ def test_eval_hands_over_targets_and_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("model: {path: m}\nenvironment: {dataset: chain_sum}\n")
+    during_training = (
+        "evaluation: {every: 5, on_start: true}\nearly_stopping: {}\ncheckpoint: {every: 5, keep_best: 1}\n"
+    )
+    recipe.write_text(f"model: {{path: m}}\nenvironment: {{dataset: chain_sum}}\n{during_training}")
     seen: list[Any] = []
 
     def evaluate_targets(targets: list[str], resolved: Any, *, all_tasks: bool) -> dict[str, EvalReport]:
@@ -128,6 +131,7 @@ def test_eval_hands_over_targets_and_recipe(
     assert run_command([*arguments, "--k", "4,1", "--temperature", "0.5", "--all-tasks"]) == 0
     assert seen == [(["runs/x", "runs/y"], 0.9, 1, (), 0.0, False), (["runs/x", "runs/y"], 0.9, 4, (1, 4), 0.5, True)]
     assert "accuracy         0.5000 [" in capsys.readouterr().out
+    recipe.write_text("model: {path: m}\nenvironment: {dataset: chain_sum}\n")
     assert run_command([*arguments, "environment.eval_size=0"]) == 2
     assert "no task is held out" in capsys.readouterr().err
 
@@ -161,9 +165,10 @@ def test_generate_hands_over_its_options(
         "seed": 3,
         "n": [2, 2],
         "plain": False,
+        "chat_template": None,
         "shows_progress": True,
     }
-    assert seen == [(("m", ["a", "b"], sampling), options)]
+    assert seen == [(("m", [Task("", "a"), Task("", "b")], sampling), options)]
     assert "completion 2" in capsys.readouterr().out
     Path("rows.jsonl").write_text('{"prompt": "a", "n": 2}\n{"prompt": "b"}\n')
     assert run_command(["generate", "m", "--input", "rows.jsonl", "-n", "3"]) == 0

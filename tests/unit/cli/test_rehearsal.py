@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,21 @@ def test_it_shows_prompt_lengths_and_what_texts_are_worth(check: Check) -> None:
     assert "prompts 20 tried: median 98 tokens, 99% at most 193; limit 32, 85% too long" in out
     assert "rollout.max_prompt_tokens=193 takes 99% of them" in out
     assert "reference answer reward 1 empty text reward 0 garbage reward 0" in out
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "math"])
+def test_rows_need_no_answer_where_a_reward_is_named(kind: str, folder: Path, check: Check) -> None:
+    (folder / "open.jsonl").write_text('{"prompt": "1", "solution": "2"}\n')
+    of_file = (f"environment.kind={kind}", "environment.dataset=open.jsonl", "environment.answer_marker=null")
+    assert check(*of_file)[0] == 2
+    code, out, err = check(*of_file, "environment.reward=rewards_to_try:length")
+    assert (code, err) == (0, "") and "empty text reward 0" in out
+
+
+def test_functions_that_the_run_calls_are_named(check: Check) -> None:
+    of = "function: 'rewards_to_try:length'"
+    code, out, _ = check(f"environment.reward={{here: {{{of}}}, judge: {{{of}, max_concurrent: 2}}}}")
+    assert code == 0 and "without judge: the run's process calls them" in out
 
 
 def test_references_of_mathematics_that_cannot_be_read_are_refused(folder: Path, check: Check) -> None:
@@ -137,7 +153,7 @@ def test_the_process_of_the_tokenizer_ends_with_the_check(folder: Path, monkeypa
     monkeypatch.delitem(sys.modules, "transformers", raising=False)  # otherwise no process is needed
     with TokenizerProcess(folder / "model", None) as tokenizer:
         process = tokenizer._process
-        assert process is not None and tokenizer.tool_family() is None
+        assert process is not None and tokenizer.tool_format() is None
         worker = process.pid
         assert Path("/proc", str(worker)).exists()
     assert not Path("/proc", str(worker)).exists()
@@ -193,3 +209,73 @@ def test_it_shows_the_first_prompt_and_the_templates_variables(folder: Path, tmp
     assert "enable_thinking: false by the recipe" in out
     code, _, err = check(*changes, "rollout.chat_template_kwargs.tokenize=false")
     assert code == 2 and err.count("\n") == 1 and "'tokenize'" in err
+
+
+READS = "{% if think %}T{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "said"),
+    [
+        ({}, ["rollout.chat_template_kwargs.thnik=false"], "rollout.chat_template_kwargs: the chat template does not"),
+        ({"chat_template_kwargs": {"thnik": True}}, [], "task '2': chat_template_kwargs"),
+        ({"tools": [TOOL]}, [], "task '2': tools: the chat template reads none"),
+        ({"chat_template_kwargs": {"think": True}}, ["rollout.chat_template_kwargs.think=false"], None),
+    ],
+)
+def test_what_the_template_does_not_read_is_told(
+    folder: Path, row: dict[str, Any], changes: list[str], said: str | None, check: Check
+) -> None:
+    (folder / "t.jinja").write_text(READS)
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "b", **row}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    code, _, err = check("environment.dataset=rows.jsonl", "model.chat_template=t.jinja", *changes)
+    assert (code, err.count("\n")) == ((0, 0) if said is None else (2, 1))
+    assert said is None or (said in err and ("thnik" not in err or "did you mean 'think'?" in err))
+
+
+def test_rows_of_sft_too(folder: Path, check: Check) -> None:
+    (folder / "t.jinja").write_text(READS)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": said}] * 80 + [{"messages": said, "tools": [TOOL]}]  # behind those that are rendered
+    (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    changes = ["algorithm={name: sft, conversations: chats.jsonl}", "environment={}", "rollout={}", "precision=bf16"]
+    code, _, err = check("model.chat_template=t.jinja", *changes)
+    assert code == 2 and "chats.jsonl:81: tools: the chat template reads none" in err
+
+
+def test_a_prompt_of_the_system_alone_is_warned_of(folder: Path, check: Check) -> None:
+    row = {"prompt": [{"role": "system", "content": "Be brief."}], "answer": "b"}
+    (folder / "alone.jsonl").write_text(json.dumps(row) + "\n")
+    code, out, _ = check("environment.dataset=alone.jsonl")
+    assert code == 0 and "task '1' has system messages alone" in out
+
+
+def test_a_sample_shows_what_is_trained_on(folder: Path, check: Check) -> None:
+    """The tokenizer has a token for each letter, and one for each of the template's three."""
+    code, out, err = check("--sample", "rollout.system_prompt=be kind", "rollout.max_new_tokens=8")
+    assert (code, err) == (0, "")
+    read = out.partition("what the model reads, and what is trained on ")[2]
+    assert read.startswith("context ") and "be kind" in read
+    assert read.index("be kind") < read.index("<|assistant|> trained (the policy's answer, of at most 8 tokens)")
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\n"}] * 2
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    (folder / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "cc"}) + "\n")
+    (folder / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    changes = ["algorithm={name: sft, conversations: chats.jsonl}", "environment={}", "rollout={}", "precision=bf16"]
+    code, out, err = check("--sample", *changes, "environment.dataset=null", "model.chat_template=t.jinja")
+    assert (code, err) == (0, "")
+    user, opening = len("user:a") + 1, len("assistant:")
+    turn = f"context {user + opening} user:a<|end|>assistant: trained 3 b⏎ <|end|>"
+    assert (
+        f"chats.jsonl:1: {2 * (user + opening + 3)} tokens, of which 6 are trained on {turn} {turn} no problems" in out
+    )
+    changes[0] = "algorithm={name: dpo, conversations: pairs.jsonl}"
+    code, out, err = check("--sample", "3", *changes, "environment.dataset=null")
+    assert (code, err) == (0, "")
+    assert "pairs.jsonl:1, chosen: " in out and "trained 2 b<|end|> pairs.jsonl:1, rejected: " in out
+    assert out.endswith("trained 3 cc<|end|> no problems")

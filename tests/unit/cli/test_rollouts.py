@@ -106,6 +106,28 @@ def test_a_page_has_the_tokens_of_the_runs_tokenizer(run: Path, capsys: Capture)
     assert '"pieces"' not in (printed(capsys, "run", "--html", "r.html", "--no-tokens") and Path("r.html").read_text())
 
 
+def test_the_token_sequence_shows_what_was_trained_on(run: Path, capsys: Capture) -> None:
+    save_tokenizer(["1 + 2 = 3"], run / "checkpoints" / "step_000003", vocab_size=300)
+    path = run / "rollouts" / "step_000003.jsonl"
+    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    talk = next(row for row in rows if row["task_id"] == "talk")
+    talk["advantage"] = 0.5
+    rows[1]["advantage"] = None
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = printed(capsys, "run", "--sequence", "--text", "told you").splitlines()
+    assert lines[0] == "step 3, talk #0: reward 1, advantage +0.500, 9 tokens"
+    spans = [line.split()[:2] for line in lines if line.startswith(("  context", "  trained"))]
+    assert spans == [["context", "1"], ["trained", "4"], ["context", "1"], ["trained", "3"]]
+    talk["turns"][1]["is_fork"] = True
+    assert "  trained " not in printed(capsys, "run", "--sequence", "--step", "2"), "a file without advantages"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = printed(capsys, "run", "--sequence", "--text", "told you")
+    assert "5 tokens, sequence 1 of 2" in text and "4 tokens, sequence 2 of 2" in text
+    left_out = printed(capsys, "run", "--sequence", "--step", "3", "--text", "FOUR")
+    assert "not trained on" in left_out and "  sampled " in left_out and "  trained " not in left_out
+    assert printed(capsys, "run", "--html", "r.html") and '"sequences":[[[false,' in Path("r.html").read_text()
+
+
 def test_one_file_will_do(run: Path, capsys: Capture) -> None:
     shutil.copy(run / "rollouts" / "step_000002.jsonl", "step_000002.jsonl")
     assert "2 of 2 groups from 1 step" in printed(capsys, "step_000002.jsonl")

@@ -39,8 +39,8 @@ def workers(job: Any) -> Any:
 def test_the_job_asks_for_the_gpus_that_the_pods_have() -> None:
     job = manifest()
     command = shlex.split(job["spec"]["entrypoint"])
-    assert command[:2] == ["octetrl", "train"]
-    cluster = load_recipe("grpo_chain-sum_qwen3-0.6b_1gpu_fp8-full", command[3:]).cluster
+    assert command[:2] == ["octetrl", "train"] and command[-2:] == ["--resume", "auto"]
+    cluster = load_recipe("grpo_chain-sum_qwen3-0.6b_1gpu_fp8-full", command[3:-2]).cluster
     (container,) = workers(job)["template"]["spec"]["containers"]
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert (cluster.address, cluster.nodes, str(cluster.gpus_per_node)) == ("auto", workers(job)["replicas"], gpus)
@@ -49,7 +49,7 @@ def test_the_job_asks_for_the_gpus_that_the_pods_have() -> None:
 def test_the_slurm_script_is_bash_and_its_settings_are_a_recipes() -> None:
     script = EXAMPLES / "slurm.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
-    (line,) = [line for line in script.read_text().splitlines() if line.startswith("octetrl train")]
+    (line,) = [line.removesuffix("\\") for line in script.read_text().splitlines() if line.startswith("octetrl train")]
     line = line.replace('"$address"', "host:6379").replace('"$SLURM_JOB_NUM_NODES"', "2").replace('"$gpus"', "8")
     cluster = load_recipe("grpo_chain-sum_qwen3-0.6b_1gpu_fp8-full", shlex.split(line)[3:]).cluster
     assert (cluster.address, cluster.nodes, cluster.gpus_per_node, cluster.num_workers) == ("host:6379", 2, 8, 16)
@@ -88,4 +88,4 @@ def test_the_slurm_script_starts_ray_on_all_machines_and_then_the_run(tmp_path: 
     (head, others) = [call for call in calls if call.startswith("srun") and "ray start" in call]
     assert "--nodelist=first ray" in head and "--nodes=1 --ntasks=1 --overlap --exclude=first ray" in others
     run = "octetrl train r.yaml trainer.optimizer.lr=2e-6 cluster.address=10.0.0.1:6379 cluster.nodes=2"
-    assert calls[-1] == f"{run} cluster.gpus_per_node=8"
+    assert calls[-1] == f"{run} cluster.gpus_per_node=8 --resume auto"

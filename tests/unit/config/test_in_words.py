@@ -45,7 +45,7 @@ def test_objectives_whose_advantages_need_their_group_alone_learn_beside_the_tai
     recipe = tiny_recipe(Path("model"), Path("run"), TAIL | {"algorithm": {"name": name}})
     assert "at most 16 answers" in str(describe_tail(recipe))
     with pytest.raises(UserError, match=r"^rollout.learn_beside_tail: "):
-        refuse_for_turns(recipe)
+        refuse_for_turns(recipe, has_agent=False)
 
 
 def test_settings_that_a_server_does_not_read_are_named() -> None:

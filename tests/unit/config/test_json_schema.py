@@ -9,6 +9,7 @@ from octetrl.config.algorithm import OBJECTIVES
 from octetrl.config.json_schema import SCHEMA_FILE, recipe_json_schema
 from octetrl.config.recipe_page import page
 from octetrl.config.schema import Recipe
+from octetrl.config.typed_fields import FIELDS, typed_fields
 
 SCHEMA = recipe_json_schema()
 
@@ -17,6 +18,11 @@ def test_the_file_for_editors_is_current() -> None:
     written = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     assert written == SCHEMA, "octetrl/config/schema.py changed: run `make schema`"
     assert "required" not in SCHEMA, "a file that extends another may leave anything out"
+
+
+def test_the_types_for_editors_are_current() -> None:
+    """What they refuse is in tests/unit/api/typed_environments.py, which mypy reads."""
+    assert FIELDS.read_text(encoding="utf-8") == typed_fields(), "the schema changed: run `make schema`"
 
 
 def test_every_field_has_a_row() -> None:

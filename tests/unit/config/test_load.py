@@ -83,6 +83,21 @@ def test_extends_merges_sections_and_replaces_everything_else(tmp_path: Path) ->
     assert (recipe.seed, recipe.steps, recipe.environment.dataset) == (3, 7, "chain_sum")
 
 
+def test_another_kind_drops_what_only_the_former_reads(tmp_path: Path) -> None:
+    """The kinds of files read the same fields, so a change among them keeps the held-out sets."""
+    base = (
+        "model: {path: m}\nenvironment: {kind: math, dataset: d.jsonl, columns: {prompt: q}, eval_dataset: e.jsonl}\n"
+    )
+    (tmp_path / "base.yaml").write_text(base)
+    for recipe in (
+        load(tmp_path, "extends: base.yaml\nenvironment: {kind: jsonl}\n"),
+        load(tmp_path, "extends: base.yaml\n", "environment.kind=jsonl"),
+    ):
+        assert (recipe.environment.columns, recipe.environment.eval_dataset) == ({"prompt": "q"}, "e.jsonl")
+    sums = load(tmp_path, "extends: base.yaml\n", "environment.kind=reasoning_gym", "environment.dataset=chain_sum")
+    assert (sums.environment.columns, sums.environment.eval_dataset) == ({}, None)
+
+
 def test_bases_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("extends: recipe.yaml\n")
     assert "circle" in refusal(tmp_path, "extends: other.yaml\n")
@@ -205,7 +220,7 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
         "modle: unknown key; did you mean 'model'?",
         "did you mean 'calibrated'?",
         "command line: engine.page_size: 7 is not allowed; choose one of 16, 32, 64, 128",
-        "rollout.group_size: with 1, grpo has no siblings",
+        "rollout.group_size: with 1 answer to a prompt, grpo",
     ):
         assert said in message
 

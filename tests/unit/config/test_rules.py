@@ -10,7 +10,7 @@ import pytest
 
 from octetrl.config.problems import field_names
 from octetrl.config.rules import Rule
-from octetrl.config.rules_environment import DATASET, ENVIRONMENT, MIXTURE, ONE_OF_SEVERAL, SEVERAL_TURNS
+from octetrl.config.rules_environment import AGENT, DATASET, ENVIRONMENT, MIXTURE, ONE_OF_SEVERAL, SEVERAL_TURNS
 from octetrl.config.rules_running import BESIDE_TAIL, RUNNING, SERVER_TRAINS
 from octetrl.config.rules_training import MODEL, RUN, TRAINING
 from octetrl.config.schema import Recipe
@@ -23,6 +23,10 @@ MESSAGES = Path(__file__).with_name("refusals.txt")
 Changes = dict[str, Any]
 
 SFT = {"algorithm.name": "sft", "algorithm.conversations": "c.jsonl"}
+TWO_SOURCES = {
+    "algorithm.name": "sft",
+    "data.sources": {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl", "columns": {"prompt": "q"}}},
+}
 RLOO = {"algorithm.name": "rloo", "algorithm.rloo_ratio": "sequence"}
 KL = {"algorithm.kl_coefficient": 0.1}
 BEFORE = {**KL, "algorithm.kl_in": "reward_before_baseline"}
@@ -37,6 +41,7 @@ TAIL = {"rollout.learn_beside_tail": True, "cluster.cpus": 2}
 SHARED = {"cluster.cpus": 2, "cluster.tensor_parallel": 2}
 JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 PRESET = {"model.path": None, "model.preset": "tiny", "model.init": "random", "model.tokenizer": "t"}
+FILE = {"kind": "jsonl", "dataset": "b.jsonl"}
 CODE = {"environment.kind": "code", "environment.dataset": "tasks.jsonl"}
 
 EXAMPLES: list[Changes] = [
@@ -63,6 +68,7 @@ EXAMPLES: list[Changes] = [
     {"algorithm.kl_in": "reward_before_baseline"},
     {**KL, "algorithm.kl_gradient": "k2", "algorithm.kl_in": "reward"},
     {**BEFORE, "algorithm.overlong": "mask"},
+    {**BEFORE, "rollout.history": "template"},
     {**RLOO, "algorithm.token_weighting": "token"},
     {**RLOO, **KL, "algorithm.kl_in": "reward"},
     {**SFT, "data.sources": {"a": {"path": "b"}}},
@@ -147,7 +153,54 @@ EXAMPLES: list[Changes] = [
     {"environment": {}, "environments": {"sums": {"dataset": "chain_sum", "reward_model": "m"}}},
     {"environment.reward": {"right": {"function": "right"}}},
     {"environment.reward": {}},
+    {"environment.reward": {"a": {"function": "a:b", "only": "evaluation"}}},
+    {
+        "environment.reward": {
+            "a": {"function": "a:b", "only": "training"},
+            "c": {"function": "c:d", "only": "evaluation"},
+        }
+    },
+    {"environment.reward": {"a": {"function": "a:b"}, "c": {"function": "c:d", "only": "evaluation", "weight": 2.0}}},
+    {"environment.eval_dataset": "test.jsonl"},
+    {"environment.curriculum": {"order_by": "level"}, **SFT},
+    {"environment.curriculum": {}},
+    {"environment.curriculum": {"pass_rate": [0.9, 0.1]}},
+    *({"environment.curriculum": {"order_by": "a", name: 0.5}} for name in ("retry_hard", "retry_easy", "unseen")),
+    {"environment.kind": "math", "environment.dataset": "a.jsonl", "environment.eval_dataset": {}},
+    *(
+        {"environment.kind": "math", "environment.dataset": "a.jsonl", "environment.eval_dataset": {name: one}}
+        for name, one in {
+            "environments": {"dataset": "b.jsonl"},
+            "b": {"dataset": "b.jsonl", "k": [4]},
+            "greedy": {"dataset": "b.jsonl", "samples": 4},
+            "parted": {"dataset": "b.jsonl", "split": "test"},
+            "long": {"dataset": "b.jsonl", "max_new_tokens": 1 << 20},
+        }.items()
+    ),
+    {"environments": {"a": {"dataset": "x"}, "b": {**FILE, "eval_dataset": {"a": {"dataset": "t.jsonl"}}}}},
+    {"environments": {"a": {"dataset": "x", "group_size": 1}, "b": {"dataset": "y"}}},
+    {
+        "environments": {"a": {"dataset": "x", "temperature": 0.5}},
+        "algorithm.name": "distill",
+        "algorithm.teacher": "t",
+    },
+    {"environments": {"a": {"dataset": "x", "temperature": 3.0}}, **VLLM},
+    {"environments": {"a": {"dataset": "x", "group_size": 4}}, **TAIL},
+    {"evaluation.on_start": True, "environment.eval_size": 0},
     {"early_stopping": {"patience": 2}},
+    # held-out examples, epochs
+    *(
+        {name: 1 if name == "data.eval_size" else "a"}
+        for name in ("data.eval_dataset", "data.eval_split", "data.eval_size")
+    ),
+    {"epochs": 2},
+    {**SFT, "epochs": 2, "steps": 100},
+    {**SFT, "data.eval_size": 1, "data.eval_dataset": "h.jsonl"},
+    {**SFT, "data.eval_size": 1, "data.eval_split": "test"},
+    {**SFT, "data.eval_split": "test", "data.eval_dataset": {"a": {"path": "h.jsonl"}}},
+    {**SFT, "data.eval_split": "test"},
+    {"algorithm.name": "sft", "data.sources": {"a": {"path": "a/b"}}, "data.eval_split": "train"},
+    {**TWO_SOURCES, "data.eval_dataset": "h.jsonl"},
     {"callbacks": ["notify"]},
     # engine
     {"engine.kv_cache_tokens": 2047},
@@ -287,7 +340,7 @@ def test_every_rule_has_an_example() -> None:
     assert {rule.fields for rule in RULES if rule not in by_role} <= found
 
 
-@pytest.mark.parametrize("rule", [*RULES, *SEVERAL_TURNS, *SERVER_TRAINS], ids=lambda rule: rule.pattern)
+@pytest.mark.parametrize("rule", [*RULES, *SEVERAL_TURNS, *AGENT, *SERVER_TRAINS], ids=lambda rule: rule.pattern)
 def test_the_fields_of_a_rule_are_those_of_a_recipe(rule: Rule) -> None:
     assert set(rule.fields) <= set(field_names(Recipe))
 

@@ -1,9 +1,7 @@
-"""Shipped recipes are found by name, listed with a sentence each, copied whole, and part of a wheel."""
+"""Shipped recipes are found by name, listed with a sentence each, and copied whole."""
 
 from __future__ import annotations
 
-import fnmatch
-import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +10,7 @@ import pytest
 from octetrl.cli.main import run_command
 from octetrl.config.load import load_recipe
 from octetrl.config.schema import Preset
-from octetrl.config.shipped import FOLDER, SCHEMA, copy_recipe, shipped_path, shipped_recipes
+from octetrl.config.shipped import SCHEMA, copy_recipe, shipped_path, shipped_recipes
 from octetrl.models.families import spec_from_config
 from octetrl.shapes.presets import PRESETS, preset_config
 from octetrl.system.errors import UserError
@@ -71,17 +69,6 @@ def test_the_verb_lists_and_copies(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_each_says_in_a_sentence_what_it_does(name: str) -> None:
     assert 10 < len(shipped_recipes()[name]) < 180, shipped_path(name)
-
-
-def test_a_wheel_contains_them() -> None:
-    """What pyproject.toml says belongs to the package matches every file of the folder."""
-    assert FOLDER.resolve() == REPO / "recipes"
-    data = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    for path in FOLDER.rglob("*.*"):
-        package = ".".join(path.relative_to(REPO).parent.parts)
-        assert any(fnmatch.fnmatch(path.name, pattern) for pattern in data[package]), path
-    assert (REPO / "octetrl" / "py.typed").is_file()
-    assert "py.typed" in data["octetrl"]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_a_field_that_cannot_be_is_refused_in_one_line(fields: list[tuple[str, A
         [*SFT, ("trainer.minibatches", 64)],
         [("evaluation.samples", 4), ("evaluation.temperature", 0.6)],
         [("environment.reward", "my_package.rewards:length")],
+        [("cluster.device", "cpu"), ("cluster.trainer_cpus", 1), ("cluster.engine_cpus", 1)],
     ],
 )
 def test_what_can_stand_together_passes(fields: list[tuple[str, Any]]) -> None:
@@ -108,9 +109,12 @@ WRONG_VALUES = [
     ("precision", "fp16", "choose one of bf16, fp8_rollout, fp8, fp8_full"),
     ("engine.page_size", 48, "choose one of 16, 32, 64, 128"),
     ("data.sources", {"Chat": {"path": "c"}}, "may only contain small letters"),
-    ("data.sources", {"chat": "c.jsonl"}, "data.sources[chat]: 'c.jsonl' is not a section"),
-    ("data.sources", {"chat": {}}, "data.sources[chat][path]: missing"),
+    ("data.sources", {"chat": "c.jsonl"}, "data.sources.chat: 'c.jsonl' is not a section"),
+    ("data.sources", {"chat": {}}, "data.sources.chat.path: missing"),
     ("data.sources", {"chat": {"path": "c", "wieght": 2}}, "unknown key; did you mean 'weight'?"),
+    ("environment.reward", {"a": {"function": "m:f", "onyl": "x"}}, "a.onyl: unknown key; did you mean 'only'?"),
+    ("environment.reward", {"a": {"weight": 2}}, "environment.reward.a.function: missing"),
+    ("environment.eval_dataset", {"a": {"dataset": "d", "k": [1], "x": 1}}, "a.x: unknown key; allowed are dataset"),
     ("data.sources", {"chat": {"path": "c", "weight": 0}}, "it must be above 0"),
     ("engine.speculation.ngrams", [], "engine.speculation.ngrams: [] has too few values; give at least 1"),
     ("engine.speculation.ngrams", [3] * 9, "has too many values; give at most 8"),
@@ -141,8 +145,8 @@ def test_types_and_ranges(name: str, value: Any, says: str | None) -> None:
         ("environment.weight", "weight belongs to one of several environments: environments.NAME.weight"),
         ("logging.wandb", "did you mean 'wandb_project'?"),
         ("logging.level", "allowed are console"),  # and not environment.sandbox.level
-        ("epochs", "did you mean 'steps'?"),
-        ("algorithm.epochs", "did you mean 'steps'?"),
+        ("total_epochs", "did you mean 'steps'?"),
+        ("algorithm.epochs", "did you mean 'trainer.epochs' or 'epochs'?"),
         ("dataset", "did you mean 'environment.dataset'?"),
         ("max_new_tokens", "did you mean 'rollout.max_new_tokens' or 'evaluation.max_new_tokens'?"),
     ],

@@ -109,7 +109,9 @@ def test_the_evaluation_split_is_held_out_and_trained_on_nowhere(hub: Path) -> N
     assert prompts == {row["question"] for row in SUMS["train"]} - {row["question"] for row in SUMS["test"]}
     held_out = taskset.held_out()
     assert len(held_out) == 4 and all(task.id.startswith("test/") for task in held_out)
-    assert {task.prompt.partition("\n")[0] for task in taskset.all_tasks()} == {r["question"] for r in SUMS["test"]}
+    assert {task.prompt.partition("\n")[0] for task in taskset.evaluation_sets(all_tasks=True)[""]} == {
+        r["question"] for r in SUMS["test"]
+    }
     assert environment.score(held_out[0], f"so \\boxed{{{held_out[0].answer}}}") == 1.0
     state = json.loads(json.dumps(taskset.state()))
     build_taskset(environment, recipe.environment).restore(state)
@@ -122,7 +124,7 @@ def test_the_evaluation_split_is_held_out_and_trained_on_nowhere(hub: Path) -> N
 def test_the_recipes_for_evaluation_read_their_columns(hub: Path, name: str, rows: list[dict[str, Any]]) -> None:
     config = load_recipe(name, ["environment.eval_size=4"], training=False).environment
     environment = build_environment(config)
-    tasks = build_taskset(environment, config).all_tasks()
+    tasks = build_taskset(environment, config).evaluation_sets(all_tasks=True)[""]
     assert [task.prompt.partition("\n")[0] for task in tasks] == [row["problem"] for row in rows]
     assert environment.score(tasks[5], f"\\boxed{{{rows[5]['answer']}}}") == 1.0
     assert environment.score(tasks[5], "\\boxed{77}") == 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from octetrl.environments.calls import CallResult
 from octetrl.environments.dialogue import ConversationLimits, Dialogue, Failed, RequestedCall
-from octetrl.environments.tools.messages import Family
+from octetrl.environments.tools.formats import FORMATS
 from octetrl.environments.turns import Conversation, current
 from octetrl.records import Completion, FinishReason, RolloutStatus, Task
 from octetrl.system.errors import error_line
@@ -41,12 +41,11 @@ class Refuses:
         """Nothing."""
 
 
-def play(
-    environment: Any, player: Player, *, task: int = 0, max_turns: int = 12, family: Family | None = None
-) -> Played:
+def play(environment: Any, player: Player, *, task: int = 0, max_turns: int = 12, family: str | None = None) -> Played:
     """Task number `task` to its end."""
     scorer = Refuses() if hasattr(environment, "score") else None
-    dialogue = Dialogue(environment, ConversationLimits(max_turns), family=family, scorer=scorer)
+    tool_format = None if family is None else FORMATS[family]
+    dialogue = Dialogue(environment, ConversationLimits(max_turns), tool_format=tool_format, scorer=scorer)
     chosen: Task = environment.tasks[task]
     played = Played(dialogue.begin(chosen, "0"))
     with asyncio.Runner() as runner:

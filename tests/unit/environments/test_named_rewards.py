@@ -12,9 +12,11 @@ import numpy
 import pytest
 
 import octetrl
-from octetrl.environments.named_rewards import NamedReward, NamedRewards, WithGroupRewards
+from octetrl.config.environment import EnvironmentConfig
+from octetrl.environments.named_rewards import LimitedCalls, NamedReward, NamedRewards, RewardsInRun, _Call
+from octetrl.environments.python_object import named_reward, rewards_in_run
 from octetrl.environments.reward_workers import FunctionRewards, RewardWorkers
-from octetrl.environments.scoring import Score, Scorer, begin_round
+from octetrl.environments.scoring import RoundAtTheEnd, Score, Scorer, begin_round
 from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import RolloutStatus, Task
 from octetrl.system.errors import UserError
@@ -83,10 +85,10 @@ def test_none_is_none_of_completions_and_groups_together() -> None:
         octetrl.log("texts", len(texts))
         return [2.0 if len(text) > 2 else None for text in texts]
 
-    own = NamedRewards((NamedReward("short", lambda task, text: 1.0 if len(text) < 2 else None),), before_groups=True)
+    own = NamedRewards((NamedReward("short", lambda task, text: 1.0 if len(text) < 2 else None),), before_others=True)
     parts = [NamedReward("long", long, 0.5)]
-    for first, expected in ((own, [1.0, None, 1.0]), (NamedRewards((), before_groups=True), [None, None, 1.0])):
-        scorer = WithGroupRewards(in_a_thread(first), parts, timeout_seconds=30.0)
+    for first, expected in ((own, [1.0, None, 1.0]), (NamedRewards((), before_others=True), [None, None, 1.0])):
+        scorer = RewardsInRun(in_a_thread(first), parts, timeout_seconds=30.0)
         scores = scorer.score([(TASKS[0], "a"), (TASKS[0], "aa"), (TASKS[0], "aaa")])
         assert [score.reward for score in scores] == expected
         assert [score.status for score in scores] == [ERROR if reward is None else SCORED for reward in expected]
@@ -111,8 +113,8 @@ def test_what_is_no_number_is_an_error_with_the_rewards_name(value: Any) -> None
     assert (score.status, score.reward) == (ERROR, None) and "'odd'" in (score.detail or "")
 
 
-def grouped(parts: Sequence[NamedReward], seconds: float = 30.0) -> WithGroupRewards:
-    return WithGroupRewards(in_a_thread(NamedRewards(PARTS[:1])), parts, timeout_seconds=seconds)
+def grouped(parts: Sequence[NamedReward], seconds: float = 30.0) -> RewardsInRun:
+    return RewardsInRun(in_a_thread(NamedRewards(PARTS[:1])), parts, timeout_seconds=seconds)
 
 
 def test_a_group_is_scored_together_in_any_order_of_its_completions() -> None:
@@ -167,7 +169,7 @@ def test_a_completion_that_failed_alone_keeps_its_failure() -> None:
         raise ValueError(text)
 
     inner = in_a_thread(NamedRewards((NamedReward("fails", fails),)))
-    scorer = WithGroupRewards(inner, [NamedReward("rank", ranked)], timeout_seconds=30.0)
+    scorer = RewardsInRun(inner, [NamedReward("rank", ranked)], timeout_seconds=30.0)
     (score,) = scorer.score([(TASKS[0], "x")])
     assert isinstance(score, Score) and (score.status, score.reward) == (ERROR, None)
     scorer.close()
@@ -260,3 +262,120 @@ def test_log_needs_a_rollout_a_name_and_a_number() -> None:
 
         (score,) = in_a_thread(bad).score([(TASKS[0], "x")])
         assert (score.status, score.reward) == (ERROR, None)
+
+
+# --- functions with limits, in the run's process
+
+
+class Gauge:
+    """An async judge that counts its calls at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.calls = 0
+
+    async def __call__(self, task: Task, text: str) -> float | None:
+        self.now, self.calls = self.now + 1, self.calls + 1
+        self.most = max(self.most, self.now)
+        octetrl.log("asked", len(text))
+        try:
+            await asyncio.sleep(0.01 if text != "hangs" else 60)
+        finally:
+            self.now -= 1
+        if text == "fails":
+            raise ConnectionError("429")
+        return None if text == "none" else float(len(text))
+
+
+def limited(part: NamedReward, groups: Sequence[NamedReward] = (), seconds: float = 30.0) -> RewardsInRun:
+    inner = in_a_thread(NamedRewards(PARTS[:1], before_others=True))
+    return RewardsInRun(inner, groups, limited=[part], timeout_seconds=seconds)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, 1), (3, 3), (None, 12)])
+def test_so_many_calls_are_made_at_once(most: int | None, expected: int) -> None:
+    gauge = Gauge()
+    scorer = limited(NamedReward("judge", gauge, 0.5, max_concurrent=most, per_minute=None if most else 1000))
+    scores = scorer.score([(TASKS[0], "a" * (1 + number)) for number in range(12)])
+    assert [score.reward for score in scores] == [(number == 0) + 0.5 * (1 + number) for number in range(12)]
+    assert (gauge.most, gauge.calls) == (expected, 12)
+    assert scores[3].components == {"right": 0.0, "judge": 4.0} and scores[3].metrics["asked"] == 4
+    scorer.close()
+
+
+def test_a_call_that_fails_or_hangs_is_no_reward_of_its_completion_alone() -> None:
+    """Its time begins with the call and not with its wait: all others have theirs."""
+    scorer = limited(NamedReward("judge", Gauge(), max_concurrent=1), GROUP[:1], seconds=0.3)
+    texts = ["fails", "none", "hangs", *["bb"] * 3]
+    scores = scorer.score([(TASKS[0], text) for text in texts])
+    timeout = RolloutStatus.REWARD_TIMEOUT
+    assert [score.status for score in scores] == [ERROR, SCORED, timeout, SCORED, SCORED, SCORED]
+    assert "judge" in (scores[0].detail or "") and "429" in (scores[0].detail or "")
+    assert scores[1].components == {"right": 0.0, "rank": 3.0} and scores[3].components["judge"] == 2.0
+    scorer.close()
+
+
+def test_calls_a_minute_are_limited_in_any_minute() -> None:
+    now, begun = [0.0], []
+    part = NamedReward("judge", lambda task, text: begun.append(now[0]) or 1.0, per_minute=3)
+    calls = LimitedCalls(timeout_seconds=30.0, clock=lambda: now[0])
+    for number in range(10):
+        calls.add(_Call(part, (number, 0), TASKS[0], ("x",)))
+    ended = 0
+    while not calls.is_done:
+        ended += len(list(calls.advance(0.01)))
+        now[0] += 7.0
+    assert ended == len(begun) == 10
+    assert all(sum(start <= each < start + 60 for each in begun) <= 3 for start in begun)
+    assert begun[-1] < 60 * 4  # and no slower than that
+    calls.close()
+
+
+def test_scores_are_known_early_unless_a_group_follows() -> None:
+    for groups in ((), GROUP[:1]):
+        scorer = limited(NamedReward("judge", short, max_concurrent=2), groups)
+        scorer._scorer = _Known()
+        with begin_round(scorer) as scoring:
+            scoring.submit((0, 0), TASKS[0], "aa")
+            until = time.monotonic() + 5
+            while not scoring.is_done and time.monotonic() < until:
+                scoring.advance()
+            early = scoring.so_far()
+            final = scoring.finish()
+        assert early == ({} if groups else final) and final[0, 0].components["judge"] == 0.5
+        scorer.close()
+
+
+class _Known(RoundAtTheEnd):
+    """A scorer whose scores are there at once."""
+
+    def __init__(self) -> None:
+        super().__init__(self)
+
+    def score(self, completions: Sequence[tuple[Task, str]]) -> list[Score]:
+        return [Score(SCORED, 0.0) for _ in completions]
+
+    def begin(self) -> _Known:
+        return self
+
+    def so_far(self) -> dict[Any, Score]:
+        return dict.fromkeys(self._completions, Score(SCORED, 0.0))
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_recipe_says_where_a_function_runs() -> None:
+    where = "tests.unit.environments.test_named_rewards"
+    fields = {
+        "plain": {"function": f"{where}:right"},
+        "judge": {"function": f"{where}:later", "max_concurrent": 4, "weight": 2.0},
+        "rank": {"function": f"{where}:ranked", "of": "group", "per_minute": 60, "only": "evaluation"},
+    }
+    config = EnvironmentConfig.model_validate({"reward": fields})
+    of_groups, of_completions = rewards_in_run(config, {})
+    assert [(part.name, part.weight, part.per_minute) for part in of_groups] == [("rank", 0.0, 60)]
+    assert [(part.name, part.weight, part.max_concurrent) for part in of_completions] == [("judge", 2.0, 4)]
+    assert config.reward is not None and len(named_reward(config.reward, {}).parts) == 1  # type: ignore[attr-defined]
+    wrong = EnvironmentConfig.model_validate({"reward": {"x": {"function": f"{where}:workers", "per_minute": 1}}})
+    with pytest.raises(UserError, match=r"environment\.reward\.x"):
+        rewards_in_run(wrong, {})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octetrl.environments.tasks import EndlessOrder, Taskset
+from octetrl.environments.tasks import EndlessOrder, EvalSet, Taskset
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 
@@ -56,7 +56,7 @@ def test_no_training_prompt_is_a_held_out_one(values: list[int], eval_size: int,
 
 
 def test_training_skips_all_of_an_evaluation_split_and_not_only_what_was_chosen() -> None:
-    taskset = Taskset(numbered(12), eval_size=2, seed=0, eval_tasks=numbered(9))
+    taskset = Taskset(numbered(12), eval_size=2, seed=0, eval_sets={"": EvalSet(numbered(9), 2)})
     assert len(taskset.held_out()) == 2
     assert {task.prompt for task in taskset.next_batch(24)} == {f"question {index}" for index in (9, 10, 11)}
 
@@ -76,14 +76,10 @@ def test_a_resumed_order_is_the_order_never_interrupted(batch: int, killed_after
     assert resumed.next_batch(other_batch) == whole[drawn : drawn + other_batch]
 
 
-def test_other_tasks_are_not_resumed_nor_more_held_out_than_there_are() -> None:
+def test_other_tasks_are_not_resumed() -> None:
     state = Taskset(numbered(17), eval_size=4, seed=3).state()
     for tasks, seed in ((numbered(18), 3), (numbered(17), 4)):
         with pytest.raises(UserError, match="differ from the checkpoint's"):
             Taskset(tasks, eval_size=4, seed=seed).restore(state)
-    taskset = Taskset(numbered(10), eval_size=4, seed=0)
-    assert taskset.held_out(3) == taskset.held_out()[:3]
-    with pytest.raises(UserError, match="5 held-out tasks asked for, 4 set aside"):
-        taskset.held_out(5)
     with pytest.raises(UserError, match="there are no tasks"):
         Taskset([], eval_size=0, seed=0)

@@ -60,6 +60,7 @@ def test_messages_are_given_as_in_conversational_data_sets() -> None:
         (of.of_ids, "needs the column 'completion_ids', which the task does not have; it has level, id, answer"),
         (of.a_number, "returned a float; return a list of one number"),
         (of.two, "returned 2 rewards for 1 completion"),
+        (of.of_messages, "gives lists of messages"),
     ],
 )
 def test_a_wrong_function_is_a_reward_error(function: Any, text: str) -> None:

@@ -76,8 +76,8 @@ def refusal(folder: Path, *, of_headers: bool = True) -> str:
 
 def test_our_own_export_is_bit_equal_whatever_the_shards(folder: Path, tmp_path: Path) -> None:
     ours = decoder_of(folder, dtype=torch.bfloat16)
-    export = tmp_path / "export"
-    for max_shard_bytes in (5_000_000_000, 1, 30_000, 5_000_000_000):
+    for max_shard_bytes in (5_000_000_000, 1, 30_000):
+        export = tmp_path / f"export {max_shard_bytes}"
         save_weights(ours, export, max_shard_bytes)
         assert load_spec(export) == ours.spec
         for (name, mine), again in zip(
@@ -89,7 +89,7 @@ def test_our_own_export_is_bit_equal_whatever_the_shards(folder: Path, tmp_path:
             assert len(files) > 2
             for file in files:
                 assert sum(tensor.nbytes for tensor in load_file(export / file).values()) <= 30_000
-    assert not list(export.glob("*.part"))
+        assert not list(export.glob("*.part"))
 
 
 def test_an_fp8_export_of_ragged_blocks_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class TalkingSession:
         self._progress: dict[tuple[str, int], int] = {}
         self.submitted: list[GenerationRequest] = []
         self.batches: list[int] = []
+        self.cancelled: list[str] = []
 
     @property
     def has_work(self) -> bool:
@@ -41,13 +42,17 @@ class TalkingSession:
             tokens = list(self._says(request, random.Random(f"{request.seed}/{sibling}")))
             self._running[request.id, sibling] = (request, tokens[: request.sampling.max_new_tokens], len(tokens))
 
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        self._running = {key: one for key, one in self._running.items() if key[0] != request_id}
+
     def events(self, wait_seconds: float = 0.0) -> list[SessionEvent]:
         drawn = []
         self.batches.append(min(len(self._running), self._max_batch))
         for key in list(self._running)[: self._max_batch]:
             _, tokens, wanted = self._running[key]
             self._progress[key] = self._progress.get(key, 0) + 1
-            if self._progress[key] < len(tokens):
+            if not tokens or self._progress[key] < len(tokens):  # without tokens it never ends
                 continue
             del self._running[key], self._progress[key]
             logprobs = tuple(map(logprob_of, tokens))

@@ -239,11 +239,18 @@ class Tasks:
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.drawn: list[int] = []
+        self.recorded: list[str] = []
 
     def next_batch(self, n: int) -> list[Task]:
+        assert self.recorded == [str(i) for i in range(sum(self.drawn))], (
+            "all earlier groups, before the next are drawn"
+        )
         self.drawn.append(n)
         first = sum(self.drawn[:-1])
         return [Task(str(first + i), "1") for i in range(n)]
+
+    def record(self, groups: Sequence[RolloutGroup]) -> None:
+        self.recorded += [group.task.id for group in groups]
 
 
 def collect(

@@ -13,6 +13,7 @@ import pytest
 
 from octetrl.environments.dialogue import ConversationLimits, Dialogue
 from octetrl.environments.tools import tool
+from octetrl.environments.tools.formats import format_of
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import (
     Completion,
@@ -51,8 +52,7 @@ def collect(
     lengths: ExpectedLengths | None = None,
     **changes: Any,
 ) -> tuple[list[RolloutGroup], TalkingWorkers, Occupancy]:
-    family = "hermes" if tokenizer is not TOKENIZER else None
-    dialogue = Dialogue(environment, limits, family=family)
+    dialogue = Dialogue(environment, limits, tool_format=format_of(tokenizer.chat_template or ""))
     workers = TalkingWorkers(tokenizer, says)
     chat = ChatTokens(tokenizer, tools=[one.schema() for one in getattr(environment, "tools", ())])
     collection = CollectionSettings(chat, SamplingParams(9), group_size, max_prompt_tokens=2000, seed=1)

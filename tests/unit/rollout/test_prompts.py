@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from octetrl.backends.openai.text import CharacterTokenizer, asked_of
 from octetrl.data.conversations import read_conversation
 from octetrl.environments.tasks import Taskset
 from octetrl.records import Reply, Task
@@ -110,3 +111,22 @@ def test_held_out_conversations_are_compared_by_what_the_policy_sees() -> None:
     held_out = taskset.held_out()[0].problem
     drawn = taskset.next_batch(8)
     assert all(task.problem != held_out for task in drawn) and Task("5", "7 + 8 = ?").problem == "7 + 8 = ?"
+
+
+def test_a_plain_task_keeps_what_the_policy_sees_when_the_callers_lists_change() -> None:
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    tools, variables = [{"name": "f"}], {"x": [1]}
+    plain = Task("t", messages, tools=tools, chat_template_kwargs=variables).plain()
+    problem = plain.problem
+    messages[0]["content"][0]["text"] = "b"
+    messages.append({"role": "assistant", "content": "c"})
+    tools[0]["name"], variables["x"][0] = "g", 2
+    assert plain.problem == problem and "g" not in problem
+
+
+def test_variables_reach_a_server_that_takes_messages() -> None:
+    chat = ChatTokens(CharacterTokenizer(), variables={"enable_thinking": False})
+    asked = asked_of(chat.prompt_tokens("a"))
+    messages = [{"role": "user", "content": "a"}]
+    assert asked == {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
+    assert asked_of(ChatTokens(CharacterTokenizer()).prompt_tokens("a")) == {"messages": messages}

@@ -103,7 +103,7 @@ class Line:
             taskset=no_place,
             rewards=None,
             lengths=no_place,
-            collection=SimpleNamespace(at_step=lambda step: step),
+            collection=SimpleNamespace(at_step=lambda step: step, temperatures={}),
             workers=SimpleNamespace(policy_version=0),
         )
         self._workers: Any = SimpleNamespace(adopt=self._adopt, pause_seconds=0.0)
@@ -117,7 +117,8 @@ class Line:
 
         self.ahead._produce = produce_and_leave  # type: ignore[method-assign]
         monkeypatch.setattr("octetrl.run.ahead.collect_batch", self._collect)
-        monkeypatch.setattr("octetrl.run.ahead.to_samples", lambda kept, _: list(kept))
+        monkeypatch.setattr("octetrl.run.ahead.trained_rollouts", lambda kept, *_: list(kept))
+        monkeypatch.setattr("octetrl.run.ahead.samples_of", lambda trained, *_: list(trained))
         monkeypatch.setattr("octetrl.run.ahead.learn", self._learn)
 
     def _adopt(self) -> None:

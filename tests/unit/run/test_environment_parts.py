@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octetrl.config.environment import EnvironmentConfig
 from octetrl.config.load import recipe_from_mapping
 from octetrl.environments.mixed import MixedDialogues, MixedScorer
 from octetrl.environments.tasks import named
 from octetrl.models.families import spec_from_config
-from octetrl.run.environment import build_chats, build_environments, build_scorers, build_tasks
+from octetrl.run.environment import (
+    build_chats,
+    build_environment,
+    build_environments,
+    build_scorers,
+    build_tasks,
+    build_taskset,
+)
 from octetrl.run.tiny_model import TOOL_TEMPLATE, train_tokenizer
 from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import UserError
@@ -19,13 +28,13 @@ from tests.unit.run.tiny_environments import TASKS
 SPEC = spec_from_config(preset_config("tiny"))
 
 
-def several(**datasets: str) -> Any:
+def several(algorithm: dict[str, Any] | None = None, **datasets: str) -> Any:
     sections = {
         name: {"kind": "python", "dataset": f"tests.unit.run.tiny_environments:{one}", "eval_size": 1}
         for name, one in datasets.items()
     }
     model = {"path": "unused"}
-    return recipe_from_mapping({"model": model, "environments": sections, "fp8": {}})
+    return recipe_from_mapping({"model": model, "algorithm": algorithm or {}, "environments": sections, "fp8": {}})
 
 
 def test_tools_are_in_the_prompts_of_their_own_environment() -> None:
@@ -58,3 +67,28 @@ def test_what_a_run_cannot_use_is_refused_and_the_environment_is_named() -> None
         build_scorers(recipe, build_environments(recipe), tokenizer)
     with pytest.raises(UserError, match=r"environments\.a\.dataset: .*its environment is 'kitchen', but the run sets"):
         build_environments(several(a="Kitchen"))
+    before_baseline = several({"kl_coefficient": 0.1, "kl_in": "reward_before_baseline"}, agent="Agent", own="Program")
+    tokenizer = train_tokenizer(["1 + 2 ="], chat_template=TOOL_TEMPLATE)
+    with pytest.raises(UserError, match=r"environments\.own: algorithm\.kl_in: .* agent may be several samples"):
+        build_scorers(before_baseline, build_environments(before_baseline), tokenizer)
+
+
+def test_rows_without_an_answer_need_a_reward_that_can_do_without(tmp_path: Path) -> None:
+    """As soon as tasks are read, so that `octetrl check` says it too."""
+    files = {"tasks": '{"prompt": "1 + 2 =", "answer": 3}\n{"prompt": "say hello"}\n', "eval": '{"prompt": "hello?"}\n'}
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+
+    def read(dataset: str, **changes: Any) -> None:
+        fields = {"kind": "jsonl", "dataset": str(tmp_path / f"{dataset}.jsonl"), "eval_size": 0, **changes}
+        config = EnvironmentConfig.model_validate(fields)
+        build_taskset(build_environment(config), config)
+
+    with pytest.raises(UserError, match=r"tasks\.jsonl:2: there is no 'answer' .*environment\.reward"):
+        read("tasks")
+    read("tasks", reward="tests.e2e.tiny_rewards:by_text")
+    read("tasks", judge={"base_url": "http://localhost:1/v1", "model": "m"})
+    read("tasks", max_failure_share=1.0)
+    (tmp_path / "tasks.jsonl").write_text(files["tasks"].splitlines()[0])
+    with pytest.raises(UserError, match=r"eval\.jsonl:1: there is no 'answer'"):
+        read("tasks", eval_dataset=str(tmp_path / "eval.jsonl"))

@@ -24,6 +24,7 @@ from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
+from tests.saved_checkpoint import save_checkpoint
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 40}
 SPEC = spec_from_config(preset_config("tiny") | SMALL)
@@ -45,7 +46,7 @@ def run(tmp_path: Path) -> Path:
     """A run folder with checkpoints of steps 1 and 2, whose weights differ."""
     (tmp_path / "run").mkdir()
     for step in (1, 2):
-        checkpoint.save(
+        save_checkpoint(
             tmp_path / "run" / CHECKPOINTS,
             step,
             {"optimizer.safetensors": {"exp_avg": torch.ones(3)}, "cursor.json": {"step": step}},
@@ -74,11 +75,11 @@ def test_a_run_exports_its_own_newest_checkpoint_or_the_one_that_is_named(run: P
         assert not {"optimizer.safetensors", "cursor.json", checkpoint.MANIFEST} & names
     # Checkpoints of steps 98 and 100 of another run lie in the folder.
     for step in (98, 100):
-        checkpoint.save(run / CHECKPOINTS, step, {}, write_more=lambda f: save_weights(model(seed=5), f), run_id="old")
+        save_checkpoint(run / CHECKPOINTS, step, {}, write_more=lambda f: save_weights(model(seed=5), f), run_id="old")
     with pytest.raises(UserError, match="checkpoints of 2 runs"):
         export_run(str(run), str(tmp_path / "out"))
     write_run_id(run, "new", {})
-    checkpoint.save(run / CHECKPOINTS, 3, {}, write_more=lambda f: save_weights(model(seed=3), f), run_id="new")
+    save_checkpoint(run / CHECKPOINTS, 3, {}, write_more=lambda f: save_weights(model(seed=3), f), run_id="new")
     export_run(str(run), str(tmp_path / "out"))
     assert same(weights_of(tmp_path / "out"), model(seed=3))
 
@@ -92,7 +93,7 @@ def test_weights_that_are_not_finite_are_refused(fp8: bool, value: float, dtype:
     next(one for one in broken.parameters() if one.ndim == 2).data[0, 0] = value
     folder = tmp_path / "run" / CHECKPOINTS
     folder.parent.mkdir()
-    checkpoint.save(folder, 1, {}, write_more=lambda to: save_weights(broken, to))
+    save_checkpoint(folder, 1, {}, write_more=lambda to: save_weights(broken, to))
     with pytest.raises(UserError, match="is not finite everywhere"):
         export_run(str(tmp_path / "run"), str(tmp_path / "out"), fp8=fp8)
     assert not (tmp_path / "out").exists()
@@ -150,7 +151,7 @@ def trained_wide(folder: Path) -> Decoder:
     decoder = Decoder(WIDE, precision_policy(WIDE, Fp8Config(rollout=True, train=True)), "train")
     decoder.random_init(3)
     folder.mkdir()
-    checkpoint.save(
+    save_checkpoint(
         folder / CHECKPOINTS, 1, {"cursor.json": {"step": 1}}, write_more=lambda f: save_weights(decoder, f)
     )
     return decoder
@@ -177,7 +178,7 @@ def test_what_has_no_fp8_form_is_refused_before_anything_is_written(run: Path, t
     with pytest.raises(UserError, match=r"whole blocks of 128, and this model has hidden size 32.*export BF16"):
         export_run(str(run), str(tmp_path / "out"), fp8=True)
     (tmp_path / "scorer").mkdir()
-    checkpoint.save(
+    save_checkpoint(
         tmp_path / "scorer" / CHECKPOINTS,
         1,
         {"config.json": hf_config(WIDE, scalar=True)},

@@ -26,6 +26,7 @@ from octetrl.run.trained_model import read_model
 from octetrl.shapes.presets import preset_config
 from octetrl.system.errors import UserError
 from octetrl.trainer import checkpoint
+from tests.saved_checkpoint import save_checkpoint
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 320}
 SPEC = spec_from_config(preset_config("tiny") | SMALL)
@@ -49,7 +50,7 @@ class Training:
     def next(self) -> None:
         """Save the next step and prune the one before it."""
         self.step += 1
-        checkpoint.save(self.folder / CHECKPOINTS, self.step, {}, write_more=lambda to: write_model(to, self.step))
+        save_checkpoint(self.folder / CHECKPOINTS, self.step, {}, write_more=lambda to: write_model(to, self.step))
         checkpoint.remove_hidden(checkpoint.prune(self.folder / CHECKPOINTS, keep_last=1))
 
     def before(self, called: Callable[..., Any], times: int) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from octetrl.system.errors import UserError
 from octetrl.telemetry.report_data import read_run, results
 from octetrl.trainer import checkpoint
 from octetrl.workers.model_shape import model_spec
+from tests.saved_checkpoint import save_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +92,8 @@ def test_the_best_checkpoint_of_a_run_and_of_its_report_is_one(here: Path) -> No
     (folder / "checkpoints").mkdir(parents=True)
     values = {5: 0.5, 10: float("nan"), 15: 0.25, 20: 0.5}
     for step, value in values.items():
-        checkpoint.save(folder / "checkpoints", step, {}, metrics={"eval/accuracy": value}, run_id="ours")
-    checkpoint.save(folder / "checkpoints", 25, {}, metrics={"eval/accuracy": 0.9}, run_id="theirs")
+        save_checkpoint(folder / "checkpoints", step, {}, metrics={"eval/accuracy": value}, run_id="ours")
+    save_checkpoint(folder / "checkpoints", 25, {}, metrics={"eval/accuracy": 0.9}, run_id="theirs")
     (folder / "run.json").write_text('{"run": "ours"}')
     (folder / "config.yaml").write_text(dump_recipe(recipe))
     lines = [{"step": step, "eval/accuracy": value} for step, value in values.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from octetrl.environments.programs import Model
 from octetrl.environments.tools import tool
 from octetrl.environments.turns import reward
 from octetrl.records import Task
@@ -36,3 +37,7 @@ class Agent:
 
 class Kitchen(Plain):
     tasks = [Task("1", "?", environment="kitchen"), Task("2", "!")]  # noqa: RUF012
+
+
+class Program(Plain):
+    def agent(self, task: Task, model: Model) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import cache
 from typing import Any
@@ -11,16 +12,32 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octetrl.engine.stopping import Stopping, decoder_of
-from octetrl.environments.tools.messages import Family
+from octetrl.environments.tools.formats import FORMATS
 from octetrl.records import Completion, FinishReason, SessionEvent
 from octetrl.run.tiny_model import train_tokenizer
-from octetrl.server.answers import Speller
+from octetrl.server.answer_grammars import call_grammar
+from octetrl.server.answers import ChatForm, Speller
 from octetrl.server.choices import Choice, ChoicePiece
+from octetrl.server.prompts import Prompts
+from octetrl.server.requests import ChatBody
 from tests.byte_fallback import FIRST_BYTE, byte_fallback, id_of
+from tests.unit.rollout.call_templates import call_tokenizer
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "<tool_call> 🦊"}}</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"x": 1}}'
-BITS = [*"aé🦊 \n{}<;", "ab", "<tool", CALL, LLAMA, "<think>", "</think>", "<|python_tag|>"]
+BITS = [
+    *"aé🦊 \n{}<;",
+    "ab",
+    "<tool",
+    CALL,
+    LLAMA,
+    "<think>",
+    "</think>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "<function=f>",
+    "<|channel|>final<|message|>",
+]
 
 
 class Bytes:
@@ -49,15 +66,14 @@ def drawn(said: bytes, stops: tuple[str, ...]) -> list[SessionEvent]:
     return [*events, SessionEvent("r", 0, (tokens[-1],), (-1.0,), completion)]
 
 
-def whole_and_pieces(
-    said: bytes, stops: tuple[str, ...], family: Family | None
-) -> tuple[ChoicePiece, list[ChoicePiece]]:
+def whole_and_pieces(said: bytes, stops: tuple[str, ...], family: str | None) -> tuple[ChoicePiece, list[ChoicePiece]]:
     events = drawn(said, stops)
     completion = events[-1].completion
     assert completion is not None
 
     def choice() -> Choice:
-        return Choice(0, decode=DECODE, stops=stops, family=family, logprobs=True)
+        tool_format = None if family is None else FORMATS[family]
+        return Choice(0, decode=DECODE, stops=stops, tool_format=tool_format, logprobs=True)
 
     whole = choice().take(SessionEvent("r", 0, completion.token_ids, completion.logprobs, completion))
     streamed = choice()
@@ -68,10 +84,10 @@ def whole_and_pieces(
 @given(
     st.one_of(st.lists(st.sampled_from(BITS), max_size=8).map("".join).map(str.encode), st.binary(max_size=40)),
     st.lists(st.sampled_from(["ab", "b🦊", "é\n", "{", "</t", "aa"]), max_size=2, unique=True),
-    st.sampled_from([None, "hermes", "llama3_json"]),
+    st.sampled_from([None, *FORMATS]),
 )  # fmt: skip
 @example(b"<<|python_tag|>", [], "llama3_json")  # the first "<" is shown, and then might begin the call
-def test_pieces_add_up_to_the_whole(said: bytes, stops: list[str], family: Family | None) -> None:
+def test_pieces_add_up_to_the_whole(said: bytes, stops: list[str], family: str | None) -> None:
     said = bytes(byte for byte in said if byte)
     whole, pieces = whole_and_pieces(said, tuple(stops), family)
     assert "".join(piece.text for piece in pieces) == whole.text
@@ -97,7 +113,7 @@ def test_text_is_shown_as_soon_as_it_is_sure() -> None:
         ("llama3_json", "see {1, 2}", "see", " {1, 2}", 0),
     ],
 )
-def test_calls_are_held_back_and_read_at_the_end(family: Family, said: str, shown: str, rest: str, calls: int) -> None:
+def test_calls_are_held_back_and_read_at_the_end(family: str, said: str, shown: str, rest: str, calls: int) -> None:
     _, pieces = whole_and_pieces(said.encode(), (), family)
     *before, last = pieces
     assert ("".join(piece.text for piece in before), last.text, len(last.calls)) == (shown, rest, calls)
@@ -109,7 +125,7 @@ def test_calls_are_held_back_and_read_at_the_end(family: Family, said: str, show
 def test_an_answer_cut_off_after_a_call_ends_by_its_length() -> None:
     tokens = tuple(f"{CALL} and".encode())
     completion = Completion(tokens, (-1.0,) * len(tokens), f"{CALL} and", FinishReason.LENGTH, 0, "")
-    choice = Choice(0, decode=DECODE, stops=(), family="hermes", logprobs=False)
+    choice = Choice(0, decode=DECODE, stops=(), tool_format=FORMATS["hermes"], logprobs=False)
     piece = choice.take(SessionEvent("r", 0, tokens, completion.logprobs, completion))
     assert (piece.finish_reason, len(piece.calls)) == ("length", 1)
 
@@ -145,3 +161,50 @@ def test_joined_bytes_are_the_text(text: str) -> None:
     spell = Speller(tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert bytes(byte for token in tokens for byte in spell.bytes_of(token)).decode() == text
+
+
+def test_calls_of_special_tokens_are_read_and_shown_nowhere() -> None:
+    tokenizer = call_tokenizer("mistral")
+    prompts = Prompts(tokenizer, vocab_size=len(tokenizer), context_length=99, ends=(tokenizer.eos_token_id,))
+    tokens = tokenizer.encode('I look.[TOOL_CALLS]f[ARGS]{"x": 1}</s>', add_special_tokens=False)
+    decode = decoder_of(tokenizer)
+    completion = Completion(tuple(tokens), (-1.0,) * len(tokens), decode(tuple(tokens)), FinishReason.STOP, 0, "")
+    choice = Choice(
+        0, decode=decode, stops=(), tool_format=prompts.tool_format, logprobs=False, call_text=prompts.call_text
+    )
+    *before, last = [
+        choice.take(SessionEvent("r", 0, (token,), (-1.0,), completion if place == len(tokens) - 1 else None))
+        for place, token in enumerate(tokens)
+    ]
+    assert "".join(piece.text for piece in before) == "I look."
+    assert (last.text, last.finish_reason) == ("", "tool_calls")
+    assert [(call.name, call.arguments) for call in last.calls] == [("f", {"x": 1})]
+    form = ChatForm(
+        "m", Speller(tokenizer), logprobs=False, token_ids=False, prompts=[()], num_siblings=1, call_ids="nine"
+    )
+    (shown,) = form.choice(last)["message"]["tool_calls"]
+    assert len(shown["id"]) == 9 and shown["id"].isalnum()
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v3.1"])
+def test_calls_of_the_history_have_arguments_as_the_template_takes_them(family: str) -> None:
+    tokenizer = call_tokenizer(family)
+    prompts = Prompts(tokenizer, vocab_size=len(tokenizer), context_length=999)
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    body = ChatBody.model_validate_json(json.dumps({"model": "m", "messages": said}))
+    text = tokenizer.decode(list(asyncio.run(prompts.of_chat(body))))
+    assert '{"x": 1}' in text and text.endswith("<｜tool▁output▁begin｜>1<｜tool▁output▁end｜>")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_calls_can_be_demanded_where_they_are_json_objects(name: str) -> None:
+    if name in ("hermes", "llama3_json"):
+        assert call_grammar([{"name": "f"}], FORMATS[name], several=True)
+        return
+    with pytest.raises(ValueError, match=name):
+        call_grammar([{"name": "f"}], FORMATS[name], several=True)

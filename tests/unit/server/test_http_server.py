@@ -17,7 +17,7 @@ try:
     import uvicorn
 
     from octetrl.server import http_server
-    from octetrl.server.http_server import Connection, OncePerMinute, close_quiet, connection_limit
+    from octetrl.server.http_server import Connection, OncePerMinute, close_quiet, connection_limit, is_no_cancellation
 except ModuleNotFoundError as error:
     missing("serve", str(error), whole_module=True)
 
@@ -156,6 +156,12 @@ def test_who_has_waited_longest_makes_room_and_an_answer_does_not() -> None:
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 OK\r\n")
 
     served(test, 600.0)
+
+
+def test_what_the_end_cancels_is_not_logged() -> None:
+    for error, is_logged in ((asyncio.CancelledError(), False), (OSError(), True)):
+        record = logging.LogRecord("uvicorn.error", 40, "", 1, "Exception\n", None, (type(error), error, None))
+        assert is_no_cancellation(record) == is_logged
 
 
 def test_connections_leave_room_for_other_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octetrl.engine.grammars import Grammars
+from octetrl.environments.tools.formats import FORMATS
 from octetrl.server.answer_grammars import (
     MOST_REFERENCES,
     ResponseFormat,
@@ -49,7 +50,7 @@ def test_a_schema_that_needs_itself_is_refused(schema: dict[str, Any]) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     for more in ({"response_format": form}, {"tools": tools, "tool_choice": "required"}):
         with pytest.raises(ApiError, match=r"the schema can't be followed: what '.ref': '#") as refused:
-            grammar_of(ChatBody.model_validate_json(json.dumps(asked | more)), "hermes")
+            grammar_of(ChatBody.model_validate_json(json.dumps(asked | more)), FORMATS["hermes"])
         assert refused.value.status == 400 and "\n" not in str(refused.value)
 
 
@@ -110,7 +111,7 @@ def test_a_chain_of_references_is_followed_in_any_order_or_refused_by_its_length
         format_grammar(ResponseFormat.model_validate(longest))
     tools = [{"name": f"f{place}", "parameters": {"enum": ["x" * 100] * 1300}} for place in range(2)]
     with pytest.raises(ValueError, match="their schemas together have 270,"):
-        call_grammar(tools, "hermes", several=True)
+        call_grammar(tools, FORMATS["hermes"], several=True)
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama3_json"])
@@ -120,7 +121,7 @@ def test_references_of_a_tool_lead_into_its_own_schema(family: Any) -> None:
     fast = letters_tokenizer()
     parameters = {"type": "object", "properties": {"t": {"$ref": "#/$defs/node"}}, "required": ["t"]}
     tools = [{"name": "g"}, {"name": "f", "parameters": {**parameters, "$defs": {"node": NODE}}}]
-    guide = Grammars(fast, 257, [256]).guide(call_grammar(tools, family, several=False))
+    guide = Grammars(fast, 257, [256]).guide(call_grammar(tools, FORMATS[family], several=False))
     key = "arguments" if family == "hermes" else "parameters"
     text = json.dumps({"name": "f", key: {"t": {"v": 1, "kids": [{"v": 2, "kids": []}]}}})
     for token in fast.backend_tokenizer.encode(

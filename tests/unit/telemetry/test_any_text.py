@@ -19,10 +19,12 @@ from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGro
 from octetrl.run.report import leave_report
 from octetrl.system.text import escaped, to_utf8
 from octetrl.telemetry.console import Console
+from octetrl.telemetry.curves import TensorBoard
 from octetrl.telemetry.rollout_page import write_page
 from octetrl.telemetry.rollouts import Filter, RolloutFiles, select
-from octetrl.telemetry.sinks import MetricsFile, TensorBoard
+from octetrl.telemetry.sinks import MetricsFile
 from octetrl.trainer import checkpoint
+from tests.saved_checkpoint import save_checkpoint
 
 HALF = "naïve\ud800 \udcff\u2028\0<b>"
 
@@ -88,7 +90,7 @@ def test_console_metrics_and_checkpoints(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
     board.write(1, {f"reward/component/{HALF}": 1.0})
     board.close()
-    saved = checkpoint.save(tmp_path, 1, {"cursor.json": {"lengths": {HALF: 3}}})
+    saved = save_checkpoint(tmp_path, 1, {"cursor.json": {"lengths": {HALF: 3}}})
     assert checkpoint.load(saved).json("cursor.json") == {"lengths": {HALF: 3}}
 
 

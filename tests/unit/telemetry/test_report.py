@@ -328,10 +328,17 @@ def test_a_runs_files_are_read_as_they_were_written_and_damaged_lines_counted(tm
     assert "3 lines of metrics.jsonl can&#x27;t be read" in page_of([run])
     # YAML 1.2: an environment may be named `no`. And float32 is not called BF16.
     folder = make_run(tmp_path / "named", steps=1)
-    (folder / "config.yaml").write_text("model: {dtype: float32}\nenvironments: {no: {weight: 1}, en: {weight: 2}}\n")
+    (folder / "config.yaml").write_text(
+        "model: {dtype: float32}\nenvironments: {no: {weight: 1}, en: {weight: 2, temperature: 0.5, group_size: 4}}\n"
+    )
     run = read_run(folder)
     assert list(run.environments) == ["no", "en"]
+    assert dict(run.settings)["environment en"].endswith("weight 2, temperature 0.5, answers a prompt 4")
     assert dict(run.settings)["precision"] == "linears in float32, KV cache in float32"
+    folder = make_run(tmp_path / "rewarded", steps=1)
+    reward = "{a: {function: m:a}, b: {function: m:b, weight: 0.5, only: training}}"
+    (folder / "config.yaml").write_text(f"environment: {{reward: {reward}}}\n")
+    assert dict(read_run(folder).settings)["reward"] == "1 x a + 0.5 x b (in training only)"
 
 
 def test_settings_that_a_resumed_run_changed_are_on_its_page(tmp_path: Path) -> None:

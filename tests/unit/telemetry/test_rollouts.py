@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from octetrl.algorithms.table import build_algorithm
+from octetrl.config.algorithm import GrpoConfig
 from octetrl.records import RolloutGroup, RolloutStatus
+from octetrl.rollout.samples import to_samples
 from octetrl.system.errors import UserError
-from octetrl.telemetry.rollouts import Filter, Interval, RolloutFiles, matching_rows, select
+from octetrl.telemetry.rollouts import Filter, Interval, RolloutFiles, RolloutLine, matching_rows, select
+from tests.house.tree import REPO
 from tests.unit.telemetry.sampled_rows import FLAT, GROUP, TASK, line, rollout, turn, write_run
 
 # ---------------------------------------------------------------- writing
@@ -37,6 +42,32 @@ def test_file_holds_every_rollout_whole(tmp_path: Path) -> None:
     group = RolloutGroup(TASK, (rollout(RolloutStatus.SCORED, 1.0, first, changed),))
     (line,) = RolloutFiles(tmp_path).write(3, [group]).read_text().splitlines()
     assert json.loads(line)["policy_versions"] == [[0, 5], [4, 6]]
+
+
+def test_the_page_has_every_field_that_is_written_and_the_advantages_are_those_of_the_samples(tmp_path: Path) -> None:
+    first, second = turn((7, 8, 9), reply="go on"), replace(turn((5, 6)), is_fork=True)
+    changed = replace(first, completion=replace(first.completion, updates=((1, 6),)))
+    whole = replace(
+        rollout(RolloutStatus.SCORED, 1.0, changed, second),
+        task=replace(TASK, environment="sums"),
+        components={"right": 1.0},
+        metrics={"length": 2.0},
+        result="789",
+    )
+    group = RolloutGroup(TASK, (whole, rollout(RolloutStatus.SCORED, 0.0, turn((1,)))))
+    (line, other) = RolloutFiles(tmp_path).write(3, [group], {id(whole): 0.25}).read_text().splitlines()
+    written = json.loads(line)
+    names = {*written, *(f"turns.{name}" for part in written["turns"] for name in part)}
+    text = (REPO / "docs/evaluation.md").read_text().split("### The fields of the file")[1].split("\n## ")[0]
+    cells = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
+    documented = {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+    assert documented == {*names, "trainer_logprobs"} >= set(RolloutLine.__annotations__)
+    assert set(written["turns"][0]["replies"][0]) == {"role", "text"}
+    assert (written["advantage"], json.loads(other)["advantage"]) == (0.25, None)
+    (row, _) = (row for *_, row in matching_rows(tmp_path, Filter()))
+    by_sample = [[(trained, token) for trained, ids in sequence for token in ids] for sequence in row.sequences]
+    samples = to_samples([RolloutGroup(TASK, (whole,))], build_algorithm(GrpoConfig()))
+    assert by_sample == [list(zip(sample.loss_mask, sample.token_ids, strict=True)) for sample in samples]
 
 
 def test_resume_removes_later_steps_and_torn_files(tmp_path: Path) -> None:

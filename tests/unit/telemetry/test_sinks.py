@@ -1,16 +1,14 @@
 import json
 import math
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from octetrl.config.schema import LoggingConfig
 from octetrl.records import Completion, FinishReason, Reply, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from octetrl.system.errors import UserError
-from octetrl.telemetry.sinks import MetricsFile, TensorBoard, as_code, open_sinks, said_in, sample_texts
+from octetrl.telemetry.curves import TensorBoard
+from octetrl.telemetry.sinks import MetricsFile, as_code, open_sinks, said_in, sample_texts
 
 
 def write(path: Path, steps: range, resumed_step: int = 0) -> None:
@@ -79,32 +77,6 @@ def test_a_gap_is_named_and_nothing_is_cut(text: str, says: str, tmp_path: Path)
     with pytest.raises(UserError, match=says) as refusal:
         MetricsFile(path, resumed_step=4)
     assert "\n" not in str(refusal.value) and path.read_text() == text
-
-
-def test_wandb_missing_names_the_extra_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"octetrl\[wandb\]"):
-        open_sinks(tmp_path, LoggingConfig(wandb_project="fp8"), {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_wandb_continues_a_begun_run_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run without a checkpoint yet begins at step 1 again: its folder and not the step tells that wandb knows it."""
-    runs: list[dict[str, Any]] = []
-    logged: list[tuple[int, dict[str, float]]] = []
-
-    def init(**given: Any) -> Any:
-        runs.append(given)
-        return SimpleNamespace(log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for resumed_step in (0, 0, 1):
-        config = LoggingConfig(wandb_project="fp8", tensorboard=False)
-        with open_sinks(tmp_path, config, {"seed": 3}, resumed_step) as sinks:
-            sinks.write(resumed_step + 1, {"loss": 0.5})
-    assert [run["resume"] for run in runs] == ["never", "allow", "allow"]
-    assert {(run["project"], run["id"], run["config"]["seed"]) for run in runs} == {("fp8", tmp_path.name, 3)}
-    assert logged == [(1, {"loss": 0.5}), (1, {"loss": 0.5}), (2, {"loss": 0.5})]
 
 
 def test_tensorboard_has_the_recipe_and_samples_and_no_constant_curves(tmp_path: Path) -> None:

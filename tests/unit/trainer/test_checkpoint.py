@@ -18,7 +18,8 @@ import torch
 from octetrl.system.errors import UserError
 from octetrl.trainer import file_digests
 from octetrl.trainer import state_writer as state_files
-from octetrl.trainer.checkpoint import latest, latest_of, load, prune, remove_hidden, remove_leftovers, save
+from octetrl.trainer.checkpoint import latest, latest_of, load, prune, remove_hidden, remove_leftovers
+from tests.saved_checkpoint import save_checkpoint
 
 
 def payload(value: float = 1.0) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def payload(value: float = 1.0) -> dict[str, Any]:
 
 
 def test_what_was_saved_is_loaded_exactly(tmp_path: Path) -> None:
-    path = save(tmp_path / "checkpoints", 12, payload(), metrics={"eval/accuracy": 0.5})
+    path = save_checkpoint(tmp_path / "checkpoints", 12, payload(), metrics={"eval/accuracy": 0.5})
     assert path.name == "step_000012" and latest(tmp_path / "checkpoints") == path
     loaded = load(path)
     assert loaded.step == 12 and loaded.metrics == {"eval/accuracy": 0.5}
@@ -37,16 +38,16 @@ def test_what_was_saved_is_loaded_exactly(tmp_path: Path) -> None:
     assert loaded.json("state.json") == {"step": 1.0, "names": ["a"]} and loaded.bytes("rng.bin") == b"\x00\xff"
     with pytest.raises(UserError, match="has no optimizer"):
         loaded.tensors("optimizer.safetensors")
-    again = save(tmp_path / "checkpoints", 12, payload(2.0))  # replaces it
+    again = save_checkpoint(tmp_path / "checkpoints", 12, payload(2.0))  # replaces it
     assert load(again).json("state.json")["step"] == 2.0
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000012"]
 
 
 def test_without_xxhash_a_checkpoint_has_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = save(tmp_path, 1, payload())
+    fast = save_checkpoint(tmp_path, 1, payload())
     with monkeypatch.context() as patch:
         patch.setattr(file_digests, "xxhash", None)
-        slow = save(tmp_path, 2, payload())
+        slow = save_checkpoint(tmp_path, 2, payload())
         assert load(slow).step == 2
         with pytest.raises(UserError, match="pip install xxhash"):
             load(fast)
@@ -61,7 +62,7 @@ def test_without_xxhash_a_checkpoint_has_sha256(tmp_path: Path, monkeypatch: pyt
 def test_large_tensors_go_on_in_further_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_files, "SHARD_BYTES", 40)
     tensors = {f"t{i}": torch.full((8,), float(i)) for i in range(3)}
-    loaded = load(save(tmp_path, 1, {"a.safetensors": tensors}))
+    loaded = load(save_checkpoint(tmp_path, 1, {"a.safetensors": tensors}))
     assert loaded.files == ("a.safetensors", "a.safetensors.1", "a.safetensors.2")
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.tensors("a.safetensors").items())
     assert loaded.tensors("a.safetensors").keys() == tensors.keys()
@@ -87,8 +88,8 @@ def _save_until(folder: Path, call: int) -> None:
 
     for name in DISK_CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    save(folder, 2, payload(2.5))
-    save(folder, 3, payload(3.0))
+    save_checkpoint(folder, 2, payload(2.5))
+    save_checkpoint(folder, 3, payload(3.0))
     remove_hidden(prune(folder, keep_last=2))
     os._exit(0)
 
@@ -97,7 +98,7 @@ def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
     """The checkpoint before is valid after each kill, and the next save works and leaves nothing else behind."""
     kills = 0
     for step in (1, 2):
-        save(tmp_path / "before", step, payload(step))
+        save_checkpoint(tmp_path / "before", step, payload(step))
     for call in range(1, 200):
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(call))
         child = os.fork()
@@ -112,7 +113,7 @@ def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
             assert os.WEXITSTATUS(status) == 0
             break
         kills += 1
-        save(folder, 4, payload(4.0))
+        save_checkpoint(folder, 4, payload(4.0))
         remove_hidden(prune(folder, keep_last=1))
         assert [path.name for path in folder.iterdir()] == ["step_000004"]
     else:
@@ -121,17 +122,17 @@ def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
 
 
 def test_an_exception_while_writing_leaves_nothing_of_it(tmp_path: Path) -> None:
-    save(tmp_path, 1, payload())
+    save_checkpoint(tmp_path, 1, payload())
     with pytest.raises(AssertionError):
-        save(tmp_path, 2, payload() | {"later.bin": 3})
+        save_checkpoint(tmp_path, 2, payload() | {"later.bin": 3})
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "rng.bin", "manifest.json"])
 def test_damage_is_named_and_the_one_before_offered(tmp_path: Path, name: str) -> None:
-    save(tmp_path, 1, payload())
-    save(tmp_path, 5, payload())
-    path = save(tmp_path, 9, payload(), metrics={"eval/accuracy": 0.5})
+    save_checkpoint(tmp_path, 1, payload())
+    save_checkpoint(tmp_path, 5, payload())
+    path = save_checkpoint(tmp_path, 9, payload(), metrics={"eval/accuracy": 0.5})
     content = (path / name).read_bytes()
     altered = content[:-2] + bytes([content[-2] ^ 1]) + content[-1:]
     figures = content.replace(b"0.5", b"0.9") if name == "manifest.json" else altered
@@ -144,7 +145,7 @@ def test_damage_is_named_and_the_one_before_offered(tmp_path: Path, name: str) -
 
 
 def test_without_one_before_and_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
-    path = save(tmp_path / "run", 1, payload())
+    path = save_checkpoint(tmp_path / "run", 1, payload())
     (path / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match=r"manifest.json is missing or altered; there is none before it"):
         load(path)
@@ -154,7 +155,7 @@ def test_without_one_before_and_without_a_checkpoint_it_says_so(tmp_path: Path) 
 
 
 def test_a_full_disk_is_a_users_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1, payload())
+    save_checkpoint(tmp_path, 1, payload())
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -162,13 +163,13 @@ def test_a_full_disk_is_a_users_error_and_leaves_nothing(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(UserError, match=r"no space left .*step_000002 .*last whole checkpoint is step_000001"):
-            save(tmp_path, 2, payload())
+            save_checkpoint(tmp_path, 2, payload())
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
 def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     for step, accuracy in enumerate([0.1, 0.9, 0.4, 0.9, None, 0.2, 0.3], start=1):
-        save(tmp_path, step, payload(), metrics={} if accuracy is None else {"eval/accuracy": accuracy})
+        save_checkpoint(tmp_path, step, payload(), metrics={} if accuracy is None else {"eval/accuracy": accuracy})
     remove_hidden(prune(tmp_path, keep_last=2, keep_best=1, best_metric="eval/accuracy"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000006", "step_000007"]
     remove_hidden(prune(tmp_path, keep_last=1))
@@ -177,7 +178,7 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
 
 def test_pruning_leaves_a_folder_with_somebodys_file(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
-        save(tmp_path, step, payload())
+        save_checkpoint(tmp_path, step, payload())
     (tmp_path / "step_000001" / "notes.txt").write_text("why this one failed")
     (tmp_path / "step_000002" / ".nfs0001").touch()
     moved = tmp_path.with_name(f"{tmp_path.name}_elsewhere")
@@ -190,8 +191,8 @@ def test_pruning_leaves_a_folder_with_somebodys_file(tmp_path: Path) -> None:
 
 def test_pruning_leaves_other_runs_and_the_exempt(tmp_path: Path) -> None:
     for step, run_id in ((1, "ours"), (2, "ours"), (3, "ours"), (98, "theirs"), (99, None)):
-        save(tmp_path, step, payload(), run_id=run_id)
-    save(tmp_path, 100, payload(), run_id="ours")
+        save_checkpoint(tmp_path, step, payload(), run_id=run_id)
+    save_checkpoint(tmp_path, 100, payload(), run_id="ours")
     (tmp_path / "step_000100" / "manifest.json").write_text("altered")
     remove_hidden(prune(tmp_path, keep_last=1, run_id="ours", exempt=[1]))
     names = sorted(path.name for path in tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -45,14 +46,41 @@ def test_fields_by_hand() -> None:
 
 
 def test_dtypes_of_all_fields() -> None:
-    changes = {"pair": 0, "group": 1}
+    changes = {"pair": 0, "group": 1, "temperature": 0.5}
     pair = [sample(5, chosen=one == 0, cut_off=one == 0, policy_version=one, **changes) for one in range(2)]
     (micro_batch,) = micro_batches(pack(pair, PackingLayout(16), "token"))
     found = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
     assert type(found.pop("max_seqlen")) is int
-    float32s, others = ("weights_N", "advantages_N", "generator_logprobs_N"), {"cu_seqlens_B1": torch.int32}
+    float32s = ("weights_N", "advantages_N", "generator_logprobs_N", "temperatures_N")
+    others = {"cu_seqlens_B1": torch.int32}
     expected = others | dict.fromkeys(float32s, torch.float32) | dict.fromkeys(("chosen_N", "cut_off_N"), torch.bool)
     assert {name: one.dtype for name, one in found.items()} == {name: expected.get(name, torch.int64) for name in found}
+
+
+@pytest.mark.parametrize(
+    ("weighting", "weights"), [("sequence", [0.25, 0.25, 0.5]), (8, [0.125] * 3), ("token", [1.0] * 3)]
+)
+def test_a_rollout_weighs_the_same_in_one_segment_or_several(weighting: Any, weights: list[float]) -> None:
+    """Of a rollout of 1 + 3 trained tokens in two segments, and one of 2 tokens."""
+    segments = [sample(5, 0, trained=1, rollout=0), sample(6, 10, trained=3, rollout=0), sample(7, 20, rollout=1)]
+    batch = pack(segments, PackingLayout(32), weighting)
+    (micro_batch,) = micro_batches(batch)
+    found = {
+        int(token) // 10: float(one) for token, one in zip(micro_batch.targets_N, micro_batch.weights_N, strict=True)
+    }
+    assert [found[number] for number in range(3)] == weights
+    assert batch.loss_denominators == (6.0 if weighting == "token" else 2.0,)
+
+
+@settings(max_examples=30)
+@given(segments=st.lists(st.integers(1, 3), min_size=1, max_size=8), minibatches=st.integers(1, 4))
+def test_the_segments_of_a_rollout_share_a_minibatch(segments: list[int], minibatches: int) -> None:
+    samples = [sample(4, 100 * one, rollout=one) for one, count in enumerate(segments) for _ in range(count)]
+    batch = pack(samples, PackingLayout(8, minibatches), "sequence")
+    parts = [{int(t) // 100 for m in part for t in m.targets_N} for part in batch.minibatches]
+    assert sum(map(len, parts)) == len(segments)
+    assert [len(part) for part in parts] == [int(one) for one in batch.loss_denominators]
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_first_fit_decreasing() -> None:

@@ -32,6 +32,7 @@ from octetrl.trainer.sharded_state import (
 )
 from octetrl.trainer.shards import Share, cut_rows
 from octetrl.trainer.state_writer import Content, write_files
+from tests.saved_checkpoint import save_checkpoint
 
 SHAPES = {"wide.weight": (300, 96), "norm.weight": (77,), "tall.weight": (1000, 5), "one.bias": (1,)}
 
@@ -80,7 +81,7 @@ def write(folder: Path, whole: Mapping[str, Tensor], parameters: Mapping[str, Te
     for rank in range(count):
         files |= shard_files(owned(whole, parameters, Share(rank, count)))
     assert len(files) == 2 * count
-    return checkpoint.save(folder, 1, {}, write_more=lambda place: write_files(place, files))
+    return save_checkpoint(folder, 1, {}, write_more=lambda place: write_files(place, files))
 
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:

@@ -41,6 +41,7 @@ from tests.objectives import objective
 from tests.parity.shapes import TINY
 from tests.parity.short_run import worker_of
 from tests.parity.sides import PRECISIONS
+from tests.saved_checkpoint import save_checkpoint
 from tests.team import run_team
 from tests.unit.trainer.tiny_trainer import random_samples, supervised
 
@@ -102,7 +103,7 @@ def save(folder: Path, workers: list[Worker]) -> Path:
         return [file for one in workers for file in one.write_state(place, copied=True)]
 
     assert [one.copy_state() for one in workers] == [None] * len(workers)
-    return checkpoint.save(folder, 2, {}, write_more=write)
+    return save_checkpoint(folder, 2, {}, write_more=write)
 
 
 def saved_by(team: list[Any], folder: Path) -> Path:
@@ -113,7 +114,7 @@ def saved_by(team: list[Any], folder: Path) -> Path:
             file.rename(place / file.name)
         return [file for returned in team for file in returned[2]]
 
-    return checkpoint.save(folder / "saved", 2, {}, write_more=write)
+    return save_checkpoint(folder / "saved", 2, {}, write_more=write)
 
 
 def resumed(path: Path, kind: str, peers: Peers) -> tuple[dict[str, Tensor], str, dict[str, Tensor]]:

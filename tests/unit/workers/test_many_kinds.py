@@ -26,6 +26,7 @@ from octetrl.workers.worker import Worker
 from tests.objectives import objective
 from tests.parity.short_run import worker_of
 from tests.parity.sides import PRECISIONS
+from tests.saved_checkpoint import save_checkpoint
 from tests.team import run_team
 from tests.unit.trainer.test_critic import pairs
 from tests.unit.trainer.tiny_trainer import random_samples
@@ -157,7 +158,7 @@ def test_a_reward_model_and_its_checkpoint(kind: str, tmp_path: Path) -> None:
     def write(place: Path) -> list[Any]:
         return [file for worker, _ in team for file in worker.write_state(place, copied=False)]
 
-    path = checkpoint.save(tmp_path, STEPS, {}, write_more=write)
+    path = save_checkpoint(tmp_path, STEPS, {}, write_more=write)
     assert RowShards.find(path) is not None
 
     def loaded(peers: Peers) -> dict[str, Tensor]:

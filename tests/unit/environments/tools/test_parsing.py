@@ -8,21 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from octetrl.environments.tools.messages import (
-    Family,
-    MalformedCall,
-    ParsedMessage,
-    ToolCall,
-    family_of,
-    parse_message,
-    to_message,
-    tool_message,
-)
+from octetrl.environments.tools.formats import FORMATS, format_of
+from octetrl.environments.tools.formats.reading import MalformedCall, ParsedMessage, ToolCall
+from octetrl.environments.tools.messages import to_message, tool_message
 from octetrl.run.tiny_model import CHAT_TEMPLATE
 from tests.unit.environments.tools.templates import HERMES, LLAMA3, render, said
 
-TEMPLATES: dict[Family, str] = {"hermes": HERMES, "llama3_json": LLAMA3}
-FAMILIES: list[Family] = ["hermes", "llama3_json"]
+TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA3}
+FAMILIES = ["hermes", "llama3_json"]
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", '{"name": "f", ', '"parameters": {']
 MARKS += ['"arguments": {"a": 1}', "}", "{", "[", '"', "; ", "\n", "1e999", "NaN", "\\ud800", "\\", "text "]
 unicode = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -35,6 +28,10 @@ values = st.recursive(
 arguments = st.dictionaries(marked, values, max_size=4)
 calls = st.lists(st.tuples(st.from_regex(r"[A-Za-z_]\w{0,20}", fullmatch=True), arguments), min_size=1, max_size=3)
 plain = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=30).map(str.strip)
+
+
+def parse_message(text: str, family: str) -> ParsedMessage:
+    return FORMATS[family].parse(text)
 
 
 def numbered(pairs: list[tuple[str, dict[str, Any]]]) -> tuple[ToolCall, ...]:
@@ -66,7 +63,7 @@ def test_llama_calls_are_read_as_they_were_written(pairs: list[Any]) -> None:
 @example("<tool_call>" + "[" * 100_000)
 @example('<|python_tag|>{"name":' + "9" * 5_000)
 @example('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}')
-def test_arbitrary_text_is_content_or_a_call_or_told_to_be_malformed(family: Family, text: str) -> None:
+def test_arbitrary_text_is_content_or_a_call_or_told_to_be_malformed(family: str, text: str) -> None:
     parsed = parse_message(text, family)
     assert parsed.calls or parsed.content == text.strip()
     render(TEMPLATES[family], [to_message(parsed)]).encode()
@@ -135,7 +132,7 @@ def test_llama_cases(text: str, parsed: ParsedMessage) -> None:
         ('<|python_tag|>{"name": "f"}', "llama3_json", 'it has no "parameters"'),
     ],
 )
-def test_what_is_wrong_is_told_with_what_is_expected(text: str, family: Family, said: str) -> None:
+def test_what_is_wrong_is_told_with_what_is_expected(text: str, family: str, said: str) -> None:
     parsed = parse_message(text, family)
     (call,) = parsed.calls
     assert isinstance(call, MalformedCall)
@@ -157,5 +154,6 @@ def test_a_malformed_call_does_not_hide_its_neighbours() -> None:
 
 
 def test_the_family_is_told_from_the_template() -> None:
-    assert [family_of(HERMES), family_of(LLAMA3), family_of(CHAT_TEMPLATE)] == ["hermes", "llama3_json", None]
-    assert family_of(HERMES + "<function=name>") is None  # other ways of writing inside the same tags
+    assert [format_of(HERMES), format_of(LLAMA3)] == [FORMATS["hermes"], FORMATS["llama3_json"]]
+    assert format_of(CHAT_TEMPLATE) is None
+    assert format_of(HERMES + "<function=name>") == FORMATS["qwen3_coder"]  # another way inside the same tags

@@ -11,7 +11,7 @@ import pytest
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.environments.rewards import ExactScorer
-from octetrl.environments.tasks import NoTasks, TaskEnvironment, Taskset
+from octetrl.environments.tasks import EvalSet, NoTasks, TaskEnvironment, Taskset
 from octetrl.environments.trl_rewards import TrlRewards
 from octetrl.records import Task
 from octetrl.run.folder.allowed_changes import CONTENT
@@ -96,6 +96,14 @@ def test_a_function_of_a_script_or_notebook_is_its_own_lines() -> None:
         assert _source("given:score", {"given:score": given}) == {"source": NOT_COMPARED}
 
 
+def test_a_function_of_a_file_that_was_edited_meanwhile_is_not_compared(tmp_path: Path) -> None:
+    """inspect reads the lines of the file as it is now, and these end in an open bracket."""
+    file, names = tmp_path / "script.py", {"__name__": "__main__"}
+    exec(compile("def score(task, text):\n    return 1.0\n", str(file), "exec"), names)
+    file.write_text("score = max(\n")
+    assert _source("given:score", {"given:score": names["score"]}) == {"source": NOT_COMPARED}
+
+
 def test_a_given_environment_is_its_rows_and_its_class() -> None:
     class Sums:
         tasks = (Task("1", "1 + 1 =", "2"),)
@@ -118,7 +126,7 @@ def test_held_out_rows_of_a_split_are_a_content() -> None:
 
     def contents(answer: str) -> Contents:
         held_out = [Task("test/1", "8 + 1 =", answer), Task("test/2", "9 + 1 =", "10")]
-        taskset = Taskset(tasks, eval_size=2, seed=0, eval_tasks=held_out)
+        taskset = Taskset(tasks, eval_size=2, seed=0, eval_sets={"": EvalSet(held_out, 2)})
         return contents_of(recipe, {}, None, {"": TaskEnvironment(tasks, ExactScorer())}, taskset, None)
 
     assert changed_contents(contents("9"), contents("9")) == {}

@@ -20,7 +20,7 @@ from octetrl.run.folder import layout
 from octetrl.run.folder.layout import is_held
 from octetrl.run.folder.output_folder import OutputFolder, read_run_id
 from octetrl.system.errors import UserError
-from octetrl.trainer import checkpoint
+from tests.saved_checkpoint import save_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +213,7 @@ def test_two_processes_race_for_a_folder_that_comes_and_goes(here: Path) -> None
 
 
 def put_checkpoint(step: int, run_id: str | None, folder: str = "runs/one") -> None:
-    checkpoint.save(Path(folder) / "checkpoints", step, {"cursor.json": {"step": step}}, run_id=run_id)
+    save_checkpoint(Path(folder) / "checkpoints", step, {"cursor.json": {"step": step}}, run_id=run_id)
 
 
 def put_metrics(last: int) -> None:

@@ -1,0 +1,99 @@
+"""Agents: the policy as a program calls it, and a command of the recipe as an agent for the tasks of any file.
+
+    environment: {kind: math, dataset: gsm8k.jsonl, agent: {command: [my-agent, --task, "{prompt}"]}}
+
+The command runs once for each rollout, in an empty folder of its own, with OPENAI_BASE_URL, OPENAI_API_KEY,
+ANTHROPIC_BASE_URL and ANTHROPIC_AUTH_TOKEN set. What it prints is its result, which the environment's scorer reads. An
+exit code other than 0 is a failure of the agent, not of the policy: the rollout has no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+
+from octetrl.config.environment import AgentConfig
+from octetrl.environments.scoring import Scorer
+from octetrl.process.command import CommandResult, run_command
+from octetrl.records import Task
+
+POLICY = "policy"  # the model's name
+_UNTIL_CANCELLED = 2e6  # seconds: environment.turns.agent_timeout_seconds ends it before
+_SHOWN = 300  # letters of what a failed command has said
+
+
+class AgentFailed(Exception):
+    """Raised by an environment's `agent`: the policy has failed the task. The rollout is scored as it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The policy as an agent calls it, by OpenAI's or Anthropic's interface. The key belongs to one rollout."""
+
+    base_url: str  # with /v1
+    api_key: str = field(repr=False)
+    name: str = POLICY
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables by which clients and programs find the policy."""
+        address = self.base_url.removesuffix("/v1")
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": address,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_AUTH_TOKEN": self.api_key,
+        }
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: str | None = ".",
+        env: Mapping[str, str] = MappingProxyType({}),
+        stdin: str = "",
+        seconds: float = 3600.0,
+    ) -> CommandResult:
+        """Run a command that calls the policy. Everything that it starts ends with it, with the rollout or the run.
+        cwd: None: an empty folder of its own, which is removed then."""
+        cancelled = threading.Event()
+        given = {**self.variables, **env}
+        call = partial(run_command, command, cwd=cwd, env=given, stdin=stdin, seconds=seconds, cancelled=cancelled)
+        try:
+            return await asyncio.to_thread(call)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+
+@dataclass(frozen=True)
+class CommandEnvironment:
+    """Tasks whose answers a command gives. score: of what it prints."""
+
+    tasks: Sequence[Task]
+    score: Scorer
+    config: AgentConfig
+    eval_tasks: Sequence[Task] | Mapping[str, Sequence[Task]] | None = None
+
+    async def agent(self, task: Task, model: Model) -> str:
+        values = {"{prompt}": task.text, "{task_id}": task.id, "{model}": model.name}
+        command = [filled(word, values) for word in self.config.command]
+        stdin = task.text if self.config.prompt_on_stdin else ""
+        result = await model.run(command, cwd=None, env=self.config.env, stdin=stdin, seconds=_UNTIL_CANCELLED)
+        if result.code != 0:
+            said = " ".join((result.stderr or result.stdout)[-_SHOWN:].split())
+            ended = result.stopped or f"exit code {result.code}"
+            raise RuntimeError(f"{command[0]}: {ended}{f': {said}' if said else ''}")
+        return result.stdout.strip()
+
+
+def filled(word: str, values: Mapping[str, str]) -> str:
+    """The word with each {name} of `values` replaced, in one pass: a prompt may hold such a name itself."""
+    return re.sub("|".join(map(re.escape, values)), lambda name: values[name[0]], word)
