@@ -24,7 +24,7 @@ class AgentCall:
 
     prompt_token_ids: tuple[int, ...]
     completion: Completion
-    is_constrained: bool = False  # by a grammar: its log-probs are from before the mask, so it is not trained on
+    is_constrained: bool = False  # by a grammar, so its log-probs are from before the mask; or it shall not be trained
     request: str = ""  # several answers of one request (`n`) have the same
 
     @property

@@ -45,11 +45,12 @@ _PREFIX = "agent/"  # of requests' ids
 
 class SentBody:
     """A body as a client sent it. is_retry: the client says that it may have sent it before, by its number of retries
-    or by a key of its own, which makes equal bodies two requests."""
+    or by a key of its own, which makes equal bodies two requests. session: `X-Session-ID`, see `Model.open_session`."""
 
     def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
         key = headers.get("idempotency-key", "")
-        self.digest = hashlib.sha256(key.encode() + b"\n" + body).hexdigest()
+        self.session = headers.get("x-session-id", "")
+        self.digest = hashlib.sha256(f"{self.session}\n{key}\n".encode() + body).hexdigest()
         self.is_retry = bool(key) or headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
@@ -66,6 +67,7 @@ class _Asked:
 
     request: GenerationRequest
     prompt: _Prompt
+    session: str = ""
     begun: float = field(default_factory=time.monotonic)
     listeners: list[Listener] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -96,10 +98,17 @@ class OpenRollout:
         self._failure: str | None = None
         self._counts = Counter[str]()
         self._seconds_in_engine = 0.0
+        self._trains: dict[str, bool] = {}  # by session
 
     @property
     def model(self) -> Model:
-        return Model(f"{self._owner.address}/v1", self.key)
+        return Model(f"{self._owner.address}/v1", self.key, sessions=self._open_session)
+
+    def _open_session(self, session: str, trains: bool) -> None:
+        with self._lock:
+            if not self._sealed:
+                self._trains[session] = trains
+                self._owner.sessions[session] = self
 
     # ------------------------------------------------------------ the HTTP thread and its tokenizer
 
@@ -147,7 +156,7 @@ class OpenRollout:
                 message = f"this rollout has used its {self.max_calls} calls (environment.turns.max_turns)"
                 raise ApiError(403, message, code="calls_used_up")
             self._num_asked += 0 if earlier else wanted
-            asked = earlier or [self._ask(request) for request in requests]
+            asked = earlier or [self._ask(request, sent.session) for request in requests]
             self._retries[sent.digest] = asked
             self._counts["joined_retries"] += earlier is not None
             self._hit_limit = False
@@ -159,7 +168,7 @@ class OpenRollout:
         if earlier is None:
             self._owner.ask(self, [one.request for one in asked])
 
-    def _ask(self, request: GenerationRequest) -> _Asked:
+    def _ask(self, request: GenerationRequest, session: str) -> _Asked:
         number, place, own = len(self._asked), self._place, self._settings.sampling
         token_ids = request.prompt_token_ids
         prompt, again = self._prompts[token_ids], self._drawn[token_ids]
@@ -175,7 +184,7 @@ class OpenRollout:
         seed = seed_of(place.run_seed, place.step, place.place, place.sibling, digest, again)
         name = f"{_PREFIX}{place.place}.{place.sibling}.{number}"
         sent = replace(request, id=name, sampling=sampling, seed=seed, continues=prompt.continues)
-        asked = self._asked[name] = _Asked(sent, prompt, unfinished=sent.num_siblings)
+        asked = self._asked[name] = _Asked(sent, prompt, session, unfinished=sent.num_siblings)
         return asked
 
     # ------------------------------------------------------------ the collecting thread
@@ -215,7 +224,13 @@ class OpenRollout:
             open_ones = [asked for asked in self._asked.values() if asked.unfinished]
             for asked in open_ones:
                 asked.put(ApiError(409, "this rollout has ended before the answer", code="rollout_ended"))
-            calls = [call for call, *_ in self._calls]
+            trains = self._trains
+            calls = [
+                call if trains.get(asked.session, True) else replace(call, is_constrained=True)
+                for call, asked, _ in self._calls
+            ]
+            for session in trains:
+                self._owner.sessions.pop(session, None)
             last = self._calls[-1] if self._calls else None
             counts = Counter(self._counts)
         self._owner.close(self, {name: asked.unfinished > 0 for name, asked in self._asked.items()})
@@ -246,13 +261,14 @@ class CapturedPolicy:
     ) -> None:
         self.address, self.spell, self.ends, self._wake = address, spell, frozenset(ends), wake
         self._rollouts: dict[str, OpenRollout] = {}  # by key
+        self.sessions: dict[str, OpenRollout] = {}  # by what `Model.open_session` was given
         self._asking: dict[str, OpenRollout] = {}  # by request in the session
         self._new = SimpleQueue[tuple[OpenRollout, GenerationRequest]]()
         self._cancelled: list[str] = []
 
-    def find(self, key: str) -> OpenRollout:
-        """Raises ApiError for an unknown key."""
-        rollout = self._rollouts.get(key)
+    def find(self, key: str, session: str = "") -> OpenRollout:
+        """A known key goes before a session. Raises ApiError if neither is known."""
+        rollout = self._rollouts.get(key) or self.sessions.get(session)
         if rollout is None:
             raise ApiError(401, "this key is unknown, or its rollout has ended", code="invalid_api_key")
         return rollout

@@ -112,7 +112,8 @@ class AgentServer:
 
     def _endpoint(self, answers: Any) -> Any:
         async def endpoint(request: Request) -> Response:
-            rollout = self.policy.find(request.path_params.get("key") or key_of(request))
+            key = request.path_params.get("key") or key_of(request)
+            rollout = self.policy.find(key, request.headers.get("x-session-id", ""))
             try:
                 body = await read_body(request, MOST_BYTES)
             except ClientDisconnect:  # a program that was ended

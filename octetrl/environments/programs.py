@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -38,6 +38,14 @@ class Model:
     base_url: str  # with /v1
     api_key: str = field(repr=False)
     name: str = POLICY
+    sessions: Callable[[str, bool], None] | None = field(default=None, repr=False, compare=False)
+
+    def open_session(self, session: str, *, trains: bool = True) -> None:
+        """Also take requests with this `X-Session-ID` and without a known key, until the rollout ends: for a library
+        whose rollouts share one client. Each session is a random text of its own. trains: False: these calls are
+        answered and not trained on."""
+        assert self.sessions is not None, "a model of a running rollout"
+        self.sessions(session, trains)
 
     @property
     def variables(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ How it ends decides the status. A reward is never made up for a failure of the p
     the agent returns, or raises AgentFailed    SCORED       the rewards', from what was said and returned
     its time or its calls are used up           UNFINISHED   the rewards', from the state that is left
     it raises after the context was full        UNFINISHED   the same
+    it raises `Failed`                          its status   none, or the rewards' for UNFINISHED
     it raises anything else, or made no call    AGENT_ERROR  none
     the engine or the capture failed            GENERATION_ERROR  none
 """
@@ -87,8 +88,11 @@ def run_agent(
         conversation.text, conversation.turns = captured.text, captured.num_calls
         if captured.failure is not None:
             raise Failed(RolloutStatus.GENERATION_ERROR, captured.failure)
-        gave_up = isinstance(returned.raised, AgentFailed)
-        if gave_up:
+        if isinstance(returned.raised, Failed):
+            if not returned.raised.status.has_reward:
+                raise returned.raised
+            status, detail = returned.raised.status, returned.raised.detail
+        elif isinstance(returned.raised, AgentFailed):
             detail = str(returned.raised)
         elif returned.timed_out or (returned.error is not None and captured.hit_limit):
             status, detail = RolloutStatus.UNFINISHED, returned.error

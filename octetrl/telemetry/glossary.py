@@ -43,7 +43,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/component_zeros/{name}", SHARE, "Rollouts in which that term is 0."),
         Metric("agent/sampled_tokens", TOKENS, "Sampled tokens of an agent's rollout, trained or not."),
         Metric("agent/discarded_tokens", TOKENS, "Of answers that the agent dropped for another to the same prompt."),
-        Metric("agent/constrained_tokens", TOKENS, "Of answers under a grammar, which are not trained on."),
+        Metric("agent/constrained_tokens", TOKENS, "Of answers under a grammar or of a judge, not trained on."),
         Metric("agent/time_in_engine", SECONDS, "Time that an agent's requests waited for their answers, added up.",
                "Near the agent's time limit: raise environment.turns.agent_timeout_seconds."),
         Metric("agent/ignored_options", "", "Fields of an agent's requests that the recipe's sampling replaces."),

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octetrl.environments.dialogue import Failed
 from octetrl.environments.programs import Model
 from octetrl.environments.turns import Conversation
 from octetrl.records import GenerationRequest, RolloutStatus
@@ -97,6 +98,34 @@ def test_an_answer_under_a_grammar_is_served_and_not_trained() -> None:
         rollout.metrics["agent/sampled_tokens"] == 2 * rollout.metrics["agent/constrained_tokens"]
         and len(rollout.turns) == 1
     )
+
+
+def test_a_session_is_another_key_and_may_be_answered_without_being_trained() -> None:
+    async def asks(client: httpx.AsyncClient, model: Model) -> None:
+        for session in ("first", "judge", "again"):
+            model.open_session(session, trains=session != "judge")
+        shared = {"authorization": "Bearer EMPTY"}
+        for session in ("first", "judge", "judge"):
+            await said(client, body("7 + 8 =", session), **shared, **{"x-session-id": session})
+        model.open_session("first", trains=False)  # an attempt that was given up
+        await said(client, body("9"), **shared, **{"x-session-id": "again"})
+        unknown = await client.post("/chat/completions", json=body("9"), headers={**shared, "x-session-id": "other"})
+        assert unknown.status_code == 401
+
+    rollout, session = played(asks)
+    assert rollout.reward == 4 and len(rollout.turns) == 1
+    assert rollout.turns[0].prompt_token_ids == session.submitted[3].prompt_token_ids
+
+
+@pytest.mark.parametrize("status", [RolloutStatus.ENVIRONMENT_TIMEOUT, RolloutStatus.UNFINISHED])
+def test_an_agent_may_name_the_status(status: RolloutStatus) -> None:
+    async def asks(client: httpx.AsyncClient, model: Model) -> None:
+        await said(client, body("7 + 8 ="))
+        raise Failed(status, "it took a day")
+
+    rollout, _ = played(asks)
+    assert (rollout.status, rollout.detail) == (status, "it took a day")
+    assert rollout.reward == (1 if status is RolloutStatus.UNFINISHED else None)
 
 
 @pytest.mark.parametrize("kind", ["context", "calls"])
