@@ -43,6 +43,8 @@ class Task:
     environment: str = field(default="", kw_only=True)  # its name, in a run of several
     tools: Sequence[Any] = field(default=(), kw_only=True)  # schemas that the template writes besides the environment's
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # over the recipe's
+    temperature: float | None = field(default=None, kw_only=True)  # of its training answers; None: the recipe's
+    group_size: int | None = field(default=None, kw_only=True)  # number of its training answers; None: the recipe's
 
     def plain(self) -> Task:
         """A `Task` with these fields, each read once: those of a user's own class may compute, and draw random
@@ -56,6 +58,8 @@ class Task:
             environment=self.environment,
             tools=tuple(map(deepcopy, self.tools)),
             chat_template_kwargs=deepcopy(self.chat_template_kwargs),
+            temperature=self.temperature,
+            group_size=self.group_size,
         )
 
     @property

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from octetrl import records
-from octetrl.config.limits import MOST_COMPLETIONS
-from octetrl.config.schema import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from octetrl.config.limits import MOST_COMPLETIONS, MOST_TEMPERATURE
+from octetrl.config.schema import LEAST_TEMPERATURE
 from octetrl.shapes.spec import MOST_TOKENS
 from octetrl.system.errors import UserError, nearest
 

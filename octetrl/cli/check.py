@@ -39,9 +39,9 @@ from octetrl.config.load import load_recipe
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.rules_shape import experts_refused_on_gpu, spec_problems
 from octetrl.config.schema import OpenaiConfig, Recipe
-from octetrl.config.several_environments import temperatures_of
 from octetrl.data.mixture import read_source, steps_of
 from octetrl.data.rows import read_rows
+from octetrl.data.tasks import SAMPLING
 from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, slow_paths, why_measured, why_no_fixed_order
@@ -240,8 +240,12 @@ def _essentials(recipe: Recipe, device: Device, *, imports: bool) -> Iterator[tu
             yield "held out", f"{held_out or f'{recipe.data.eval_size:,} {what}'}, measured {when}after the last step"
     else:
         size = f"{rollout.prompts_per_step} prompts x {range_text(recipe.group_sizes)} siblings a step"
-        temperatures = range_text(tuple(temperatures_of(recipe).values()) or (rollout.temperature,))
+        several = [one.temperature or rollout.temperature for one in recipe.environments.values()]
+        temperatures = range_text(several or [rollout.temperature])
         yield "algorithm", f"{algorithm.name}, {size}, temperature {temperatures}"
+        by_row = {ours for one in recipe.each_environment.values() for ours in one.columns} & {*SAMPLING}
+        if by_row:
+            yield "", f"a row's own {' and '.join(sorted(by_row))} replaces that"
         tail = describe_tail(recipe)
         if tail is not None:
             yield "beside tail", tail

@@ -25,9 +25,9 @@ import typer
 
 from octetrl.cli.arguments import Address, ChatTemplate, ChosenPrecision, Cpus, Device, Gpus, cluster_section
 from octetrl.cli.output import loading_pytorch
-from octetrl.config.limits import MOST_COMPLETIONS
+from octetrl.config.limits import MOST_COMPLETIONS, MOST_TEMPERATURE
 from octetrl.config.rules_running import openai_problems
-from octetrl.config.schema import MOST_TEMPERATURE, OpenaiConfig
+from octetrl.config.schema import OpenaiConfig
 from octetrl.data.conversations import VARIABLES
 from octetrl.data.rows import read_jsonl
 from octetrl.data.tasks import row_prompt

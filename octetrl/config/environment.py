@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from octetrl.config.limits import MOST_COMPLETIONS
+from octetrl.config.limits import LEAST_OWN_TEMPERATURE, MOST_COMPLETIONS, MOST_TEMPERATURE
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Fraction, Section
 from octetrl.system.names import HOW, is_address
@@ -145,7 +145,7 @@ class EvalSetConfig(Section):  # one of several evaluation sets (docs/evaluation
     subset: str | None = None
     """Subset of a Hugging Face data set. None: the default subset."""
     columns: dict[Literal["prompt", "answer", "id"], str] | None = None
-    """As `environment.columns`, which None stands for."""
+    """As those of `environment.columns`, which None stands for."""
     reference_marker: str | None = None
     """As `environment.reference_marker`, which None stands for."""
     size: int | None = Field(default=None, ge=1, le=1_000_000)
@@ -154,7 +154,7 @@ class EvalSetConfig(Section):  # one of several evaluation sets (docs/evaluation
     """Number of completions per task. None: evaluation.samples."""
     k: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Numbers k for pass@k and maj@k. None: evaluation.k."""
-    temperature: float | None = Field(default=None, ge=0.0, le=10.0)
+    temperature: float | None = Field(default=None, ge=0.0, le=MOST_TEMPERATURE)
     """Sampling temperature; 0: greedy. None: evaluation.temperature."""
     max_new_tokens: int | None = Field(default=None, ge=1, le=1 << 24)
     """Largest length of an answer, in tokens. None: evaluation.max_new_tokens."""
@@ -246,9 +246,9 @@ class EnvironmentConfig(Section):
     """For files: another file or data set with the held-out tasks; `eval_split` is then its split. Or several by name,
     {aime: {dataset: aime.jsonl, samples: 16}, easy: {dataset: easy.jsonl}}, each with metrics of its own
     (`eval/aime/accuracy`). All their tasks are held out, whatever `eval_size` is, and training skips them."""
-    columns: dict[Literal["prompt", "answer", "id"], str] = Field(default_factory=dict)
+    columns: dict[Literal["prompt", "answer", "id", "temperature", "group_size"], str] = Field(default_factory=dict)
     """For files: our key -> the file's key. A dot selects a key inside an object: {prompt: question, answer:
-    reward.ground_truth}."""
+    reward.ground_truth}. temperature, group_size: of a task's training answers; null: those of the recipe."""
     reference_marker: str | None = None
     """For files: the reference answer is the text after the last such marker in the answer's column, for example
     "####". None: the whole column."""
@@ -349,7 +349,7 @@ class MixedEnvironmentConfig(EnvironmentConfig):
 
     weight: float = Field(default=1.0, gt=0.0, le=1e6)
     """Share of the tasks, relative to the other environments' weights."""
-    temperature: float | None = Field(default=None, ge=0.001, le=10.0)
+    temperature: float | None = Field(default=None, ge=LEAST_OWN_TEMPERATURE, le=MOST_TEMPERATURE)
     """Sampling temperature of its training answers, as rollout.temperature, which None stands for."""
     group_size: int | None = Field(default=None, ge=1, le=MOST_COMPLETIONS)
     """Number of answers sampled for each of its prompts, as rollout.group_size, which None stands for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octetrl.config.backends import VLLM_TEMPERATURES
 from octetrl.config.environment import EnvironmentConfig, reward_names
 from octetrl.config.rules import Rule, problems_of, together
-from octetrl.config.rules_training import FILE_NAMES, OBJECT
+from octetrl.config.rules_training import FILE_NAMES, GROUPS, OBJECT, samples_rollouts
 from octetrl.config.schema import Recipe
 from octetrl.system.errors import UserError, nearest
 
@@ -74,16 +74,32 @@ def _set_of_two(recipe: Recipe) -> str | None:
     return next((name for place, name in enumerate(names) if name in names[:place]), None)
 
 
-def _own_sampling(recipe: Recipe) -> str | None:
-    """Why an environment of several cannot have a temperature or group size of its own."""
-    own = [one.temperature for one in recipe.environments.values() if one.temperature is not None]
-    if own and recipe.algorithm.name == "distill":
-        return "distill compares whole distributions, at one temperature; set rollout.temperature"
+def own_sampling_problem(recipe: Recipe, temperature: float | None, group_size: int | None) -> str | None:
+    """Why an environment of several, or a task, cannot have this temperature or group size of its own in training."""
     low, high = VLLM_TEMPERATURES
-    if recipe.engine.backend == "vllm" and not all(low <= one <= high for one in own):
-        return f"engine.backend: vllm samples at temperatures from {low:g} to {high:g}"
-    if recipe.rollout.learn_beside_tail and len({*recipe.group_sizes, recipe.rollout.group_size}) > 1:
-        return "rollout.learn_beside_tail divides by one group_size; leave out that of each environment"
+    if not samples_rollouts(recipe):
+        return None
+    if temperature is not None:
+        if recipe.algorithm.name == "distill":
+            return "distill compares whole distributions, at one temperature; set rollout.temperature"
+        if recipe.engine.backend == "vllm" and not low <= temperature <= high:
+            return f"engine.backend: vllm samples at temperatures from {low:g} to {high:g}"
+    if group_size in (None, recipe.rollout.group_size):
+        return None
+    if recipe.rollout.learn_beside_tail:
+        return "rollout.learn_beside_tail divides by one group_size; leave out the others"
+    own = recipe.model_copy(
+        update={"environments": {}, "rollout": recipe.rollout.model_copy(update={"group_size": group_size})}
+    )
+    return next((problem.text.removeprefix("rollout.group_size: ") for problem in problems_of(GROUPS, own)), None)
+
+
+def _own_sampling(recipe: Recipe) -> tuple[str, str] | None:
+    """The first environment of several that cannot have its own temperature or group size, and why."""
+    for name, one in recipe.environments.items():
+        problem = own_sampling_problem(recipe, one.temperature, one.group_size)
+        if problem is not None:
+            return name, problem
     return None
 
 
@@ -226,7 +242,7 @@ MIXTURE = (
     ),
     Rule(
         "environments ?algorithm.name ?engine.backend ?rollout.learn_beside_tail",
-        lambda r: str(_own_sampling(r)),
+        lambda r: ": ".join(_own_sampling(r) or ()),
         lambda r: _own_sampling(r) is not None,
     ),
     Rule(

@@ -63,6 +63,26 @@ def _samples(recipe: Recipe) -> int:
     return recipe.rollout.prompts_per_step * min(recipe.group_sizes)
 
 
+GROUPS = (  # of one size: rollout.group_size, where something has that
+    Rule(
+        "?rollout.prompts_per_step ?rollout.group_size",
+        f"{{}} prompts of {{r.rollout.group_size}} rollouts are too many for a step; at most {MOST_ROLLOUTS:,} fit",
+        lambda r: r.has_shared_size and r.rollout.prompts_per_step * r.rollout.group_size > MOST_ROLLOUTS,
+    ),
+    Rule(
+        "algorithm.best_of_group ?rollout.group_size",
+        "{} is more than a group_size, {r.rollout.group_size}; lower it",
+        lambda r: r.has_shared_size and value(r, "algorithm.best_of_group") > r.rollout.group_size,
+    ),
+    Rule(
+        "?rollout.group_size ?algorithm.name",
+        "with 1 answer to a prompt, {r.algorithm.name} has no siblings to compare; use at least 2, or algorithm.name:"
+        " reinforce_pp",
+        lambda r: (
+            samples_rollouts(r) and r.algorithm.needs_siblings and r.has_shared_size and r.rollout.group_size == 1
+        ),
+    ),
+)
 LENGTHS = (
     Rule(
         "?model.context_length ?rollout.max_prompt_tokens ?rollout.max_new_tokens",
@@ -102,14 +122,7 @@ MODEL = (
         lambda r: _has_fp8(r) or r.fp8.kv_cache != "none",
     ),
     Rule("fp8.emulate=false cluster.device=cpu", "false needs FP8 tensor cores; leave it out, or use a GPU", _has_fp8),
-    Rule(
-        "?rollout.prompts_per_step ?rollout.group_size",
-        lambda r: (
-            f"{r.rollout.prompts_per_step} prompts of {max(r.group_sizes)} rollouts are too many for a step; at most"
-            f" {MOST_ROLLOUTS:,} fit"
-        ),
-        lambda r: r.most_answers > MOST_ROLLOUTS,
-    ),
+    GROUPS[0],
     *LENGTHS,
 )
 OBJECTIVE = (
@@ -183,17 +196,7 @@ OBJECTIVE = (
         for name in ("eval_dataset", "eval_split", "eval_size")
     ),
     Rule("epochs ?algorithm.name", "{r.algorithm.name} reads no rows; set steps instead", samples_rollouts),
-    Rule(
-        "algorithm.best_of_group ?rollout.group_size",
-        lambda r: f"{value(r, 'algorithm.best_of_group')} is more than a group_size, {min(r.group_sizes)}; lower it",
-        lambda r: value(r, "algorithm.best_of_group") > min(r.group_sizes),
-    ),
-    Rule(
-        "?rollout.group_size ?algorithm.name",
-        "with 1 answer to a prompt, {r.algorithm.name} has no siblings to compare; use at least 2, or algorithm.name:"
-        " reinforce_pp",
-        lambda r: samples_rollouts(r) and r.algorithm.needs_siblings and min(r.group_sizes) == 1,
-    ),
+    *GROUPS[1:],
     *(
         Rule(
             f"{name}.temperature>0 {name}.temperature<{LEAST_TEMPERATURE}",

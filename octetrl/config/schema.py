@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
-from octetrl.config.limits import MISMATCH_LIMIT, MOST_COMPLETIONS
+from octetrl.config.limits import MISMATCH_LIMIT, MOST_COMPLETIONS, MOST_TEMPERATURE
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.section import Fraction, Section
 from octetrl.shapes.blocks import KVMode, KVTensors
@@ -171,7 +171,6 @@ class Fp8Config(Section):
 
 
 LEAST_TEMPERATURE = 1e-8  # besides 0: smaller ones would overflow float32 in logits / temperature
-MOST_TEMPERATURE = 10.0
 
 
 ToolFormatName = Literal[
@@ -548,6 +547,11 @@ class Recipe(Section):
         """Answers to a prompt, of each environment."""
         own = tuple(one.group_size or self.rollout.group_size for one in self.environments.values())
         return own or (self.rollout.group_size,)
+
+    @property
+    def has_shared_size(self) -> bool:
+        """Whether an environment has `rollout.group_size`."""
+        return not self.environments or any(one.group_size is None for one in self.environments.values())
 
     @property
     def most_answers(self) -> int:

@@ -61,12 +61,6 @@ def problems_of_each(recipe: Recipe, problems: Callable[[Recipe], Iterator[Probl
             yield Problem(fields, renamed(problem.text, name))
 
 
-def temperatures_of(recipe: Recipe) -> dict[str, float]:
-    """Temperatures of training's answers by environment. Empty: all have that of `rollout`."""
-    own = {name: one.temperature or recipe.rollout.temperature for name, one in recipe.environments.items()}
-    return own if any(one.temperature is not None for one in recipe.environments.values()) else {}
-
-
 def never_drawn(recipe: Recipe) -> list[str]:
     """A line for each environment whose weight is too small for a single task in the run.
 

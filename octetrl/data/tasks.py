@@ -7,8 +7,9 @@ A prompt may be a list of messages, whose next answer is the policy's; `messages
 of the assistant at its end is left out. `tools` and `chat_template_kwargs` of a row go to the chat template. verl's
 `reward_model.ground_truth` is the answer of a row without `answer`.
 
-`columns` maps our keys to other keys of a file. A dot selects a key inside an object. If the answer's column has a
-solution that ends with the answer, `reference_marker` is the text between them:
+`columns` maps our keys to other keys of a file. A dot selects a key inside an object. `temperature` and `group_size` of
+a task's training answers are only read where `columns` names their keys: data may have such keys for another purpose.
+If the answer's column has a solution that ends with the answer, `reference_marker` is the text between them:
 
     GSM8K      {"question": "...", "answer": "... #### 72"}      prompt: question; reference_marker "####"
     MATH       {"problem": "...", "solution": "... \\boxed{3}"}   prompt: problem, answer: solution (math finds the box)
@@ -28,13 +29,23 @@ from typing import Any, Literal
 
 from octetrl.data.conversations import VARIABLES
 from octetrl.data.rows import Row, find_value, read_rows, required_text, without_padding
-from octetrl.environments.prompts import read_messages, read_prompt, read_tools, read_variables, with_prompt_template
+from octetrl.environments.prompts import (
+    read_group_size,
+    read_messages,
+    read_prompt,
+    read_temperature,
+    read_tools,
+    read_variables,
+    with_prompt_template,
+)
 from octetrl.environments.rewards import extract_answer
 from octetrl.records import Prompt, Task
 from octetrl.system.errors import UserError, nearest
 from octetrl.system.json_file import kind_of
 
 OF_THE_TEMPLATE = ("prompt", "messages", "tools", VARIABLES)
+SAMPLING = ("temperature", "group_size")  # of a task's training answers
+Columns = Mapping[Literal["prompt", "answer", "id", "temperature", "group_size"], str]
 AnswerProblems = Callable[[Sequence[str | None]], Sequence[str | None]]
 
 
@@ -42,7 +53,7 @@ def read_tasks(
     path: str | Path,
     prompt_template: str = "{prompt}",
     *,
-    columns: Mapping[Literal["prompt", "answer", "id"], str] = MappingProxyType({}),
+    columns: Columns = MappingProxyType({}),
     reference_marker: str | None = None,
     split: str = "train",
     subset: str | None = None,
@@ -63,7 +74,7 @@ def make_tasks(
     rows: Iterable[Row],
     prompt_template: str = "{prompt}",
     *,
-    columns: Mapping[Literal["prompt", "answer", "id"], str] = MappingProxyType({}),
+    columns: Columns = MappingProxyType({}),
     reference_marker: str | None = None,
     answer_problems: AnswerProblems | None = None,
 ) -> list[Task]:
@@ -72,6 +83,7 @@ def make_tasks(
     row_of_id: dict[str, int] = {}
     places: list[str] = []
     taken = {columns.get(key, key) for key in ("prompt", "answer", "id")}
+    taken |= {theirs for ours, theirs in columns.items() if ours in SAMPLING}
     for number, where, record, is_padded in rows:
         row = dict(record)
         for ours, theirs in columns.items():
@@ -95,6 +107,7 @@ def make_tasks(
                 metadata={key: value for key, value in record.items() if key not in used},
                 tools=read_tools(row.get("tools"), f"{where}: 'tools'"),
                 chat_template_kwargs=read_variables(row.get(VARIABLES), f"{where}: '{VARIABLES}'"),
+                **_own_sampling(row, columns, where),
             )
         )
     wrong = [] if answer_problems is None else answer_problems([task.answer for task in tasks])
@@ -134,6 +147,12 @@ def row_prompt(row: Mapping[str, Any], where: str) -> Prompt:
         return read_prompt(row["prompt"], f"{where}: 'prompt'")
     read = read_messages(messages, f"{where}: 'messages'")
     return read_prompt(read[:-1] if read[-1]["role"] == "assistant" else read, f"{where}: 'messages'")
+
+
+def _own_sampling(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+    """Temperature and group size of the row, where `columns` has them."""
+    readers = {"temperature": read_temperature, "group_size": read_group_size}
+    return {name: read(row[name], f"{where}: '{columns[name]}'") for name, read in readers.items() if name in columns}
 
 
 def _reference(answer: object, marker: str | None, where: str) -> str | None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from octetrl.config.several_environments import errors_named, renamed
@@ -39,14 +39,23 @@ from octetrl.system.errors import UserError
 
 
 class MixedTaskset(Taskset):
-    """`members` by name, and their weights, each above 0."""
+    """`members` by name, and their weights, each above 0. temperatures, group_sizes: of training's answers, where an
+    environment has its own."""
 
-    def __init__(self, members: Mapping[str, Taskset], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        members: Mapping[str, Taskset],
+        weights: Mapping[str, float],
+        *,
+        temperatures: Mapping[str, float | None] = MappingProxyType({}),
+        group_sizes: Mapping[str, int | None] = MappingProxyType({}),
+    ) -> None:
         assert members.keys() == weights.keys(), "each environment has a weight"
         self._members = dict(sorted(members.items()))  # so that a recipe may list them in any order
         self._weights = {name: weights[name] for name in self._members}
         self._shares = shares_of(list(self._weights.values()))
         self._taken = dict.fromkeys(self._members, 0)  # since the weights are these
+        self._temperatures, self._group_sizes = temperatures, group_sizes
         held_out = {task.problem for member in members.values() for task in member.held_out()}
         for name, member in members.items():
             with errors_named(name):
@@ -60,7 +69,8 @@ class MixedTaskset(Taskset):
             name = names[furthest_behind(self._shares, list(self._taken.values()))]
             self._taken[name] += 1
             (task,) = self._members[name].next_batch(1)
-            batch.append(named(task, name))
+            own, size = self._temperatures.get(name), self._group_sizes.get(name)
+            batch.append(named(task, name, temperature=own, group_size=size))
         return batch
 
     def evaluation_sets(self, *, all_tasks: bool = False) -> dict[str, list[Task]]:

@@ -9,9 +9,13 @@ held-out tasks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
+from octetrl.config.limits import LEAST_OWN_TEMPERATURE, MOST_COMPLETIONS, MOST_TEMPERATURE
 from octetrl.environments.tools.messages import with_read_calls
 from octetrl.records import Message, Prompt, plain_prompt
 from octetrl.system.errors import UserError, nearest
@@ -61,6 +65,36 @@ def read_variables(variables: object, where: str) -> Mapping[str, Any]:
     if variables is not None and not isinstance(variables, Mapping):
         raise UserError(f'{where} is {kind_of(variables)}; it must be an object, such as {{"enable_thinking": false}}')
     return dict(variables or {})
+
+
+def read_temperature(value: object, where: str) -> float | None:
+    """Sampling temperature of a task's training answers; None for null. Raises UserError."""
+    number = _number(value)
+    if value is not None and (number is None or not LEAST_OWN_TEMPERATURE <= number <= MOST_TEMPERATURE):
+        most = f"{MOST_TEMPERATURE:g}, or null for the recipe's"
+        raise UserError(f"{where} is {_given(value)}; it must be a number from {LEAST_OWN_TEMPERATURE:g} to {most}")
+    return number
+
+
+def read_group_size(value: object, where: str) -> int | None:
+    """Number of a task's training answers; None for null. Raises UserError."""
+    number = _number(value)
+    if value is not None and (number is None or number != int(number) or not 1 <= number <= MOST_COMPLETIONS):
+        most = f"{MOST_COMPLETIONS:,}, or null for the recipe's"
+        raise UserError(f"{where} is {_given(value)}; it must be a whole number from 1 to {most}")
+    return None if number is None else int(number)
+
+
+def _number(value: object) -> float | None:
+    """The value of a finite number, also of numpy's and a Decimal."""
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _given(value: object) -> str:
+    return kind_of(value) if _number(value) is None else f"{value}"
 
 
 def with_prompt_template(prompt: Prompt, template: str) -> Prompt:

@@ -44,7 +44,7 @@ from typing import Any, TypeVar
 from octetrl.config.environment import EnvironmentConfig, RewardConfig
 from octetrl.environments.calls import unchanged_process
 from octetrl.environments.named_rewards import NamedReward, NamedRewards, check_call_in_run
-from octetrl.environments.prompts import read_prompt
+from octetrl.environments.prompts import read_group_size, read_prompt, read_temperature
 from octetrl.environments.scoring import Scorer, check_call, check_signature, place_of
 from octetrl.environments.tasks import Environment, own_eval_sets
 from octetrl.environments.trl_rewards import TrlRewards, has_trl_form
@@ -325,6 +325,8 @@ def _check_task(task: Any, where: str) -> None:
             raise UserError(f"{where}: its {field} is {type_of(value)}; give {needed}")
     if not isinstance(task.prompt, str):
         read_prompt(task.prompt, f"{where}: its prompt")
+    read_temperature(task.temperature, f"{where}: its temperature")
+    read_group_size(task.group_size, f"{where}: its group_size")
     environment = getattr(task, "environment", None)
     if not isinstance(environment, str) or environment:
         raise UserError(

@@ -68,8 +68,10 @@ class NamedTask(Task):
     own: Task = field(kw_only=True)
 
 
-def named(task: Task, environment: str) -> NamedTask:
-    """`task` of the environment with this name."""
+def named(
+    task: Task, environment: str, *, temperature: float | None = None, group_size: int | None = None
+) -> NamedTask:
+    """`task` of the environment with this name. temperature, group_size: of a task that has none of its own."""
     return NamedTask(
         f"{environment}/{task.id}",
         task.prompt,
@@ -79,6 +81,8 @@ def named(task: Task, environment: str) -> NamedTask:
         environment=environment,
         tools=task.tools,
         chat_template_kwargs=task.chat_template_kwargs,
+        temperature=temperature if task.temperature is None else task.temperature,
+        group_size=group_size if task.group_size is None else task.group_size,
     )
 
 

@@ -114,8 +114,8 @@ class CollectionSettings:
     penalty: LengthPenalty | None = None  # added to the reward for its length; None: none
     context_length: int = 1 << 30  # tokens that a conversation may have
     history: History = "recorded"  # of a conversation: how the prompts of later turns are made
-    group_sizes: Mapping[str, int] = field(default_factory=dict)  # by environment; of others it is `group_size`
-    temperatures: Mapping[str, float] = field(default_factory=dict)  # by environment; of others that of `sampling`
+    own_group_sizes: bool = True  # a task's own replaces `group_size`
+    own_temperatures: bool = True  # a task's own replaces that of `sampling`
     answer_limits: Callable[[Task], tuple[int, ...]] | None = None  # of each sibling, for a bench; else as `sampling`
 
     @classmethod
@@ -135,7 +135,8 @@ class CollectionSettings:
 
     def siblings(self, task: Task) -> range:
         """The places in the task's group."""
-        return range(self.group_sizes.get(task.environment, self.group_size))
+        own = task.group_size if self.own_group_sizes else None
+        return range(self.group_size if own is None else own)
 
     def at_step(self, step: int) -> CollectionSettings:
         return replace(self, step=step)
@@ -318,7 +319,7 @@ def _request(
     return GenerationRequest(
         id=first_request(place, task),
         prompt_token_ids=prompt,
-        sampling=sampling_of(task, collection.sampling, collection.temperatures),
+        sampling=sampling_of(task, collection.sampling) if collection.own_temperatures else collection.sampling,
         num_siblings=len(collection.siblings(task)),
         seed=seed_of(collection.seed, collection.step, place),
         expected_tokens=lengths.estimate(task, len(prompt)),
@@ -417,7 +418,7 @@ def _collect_conversations(
 ) -> Rollouts:
     """`requests`: those of the first turns."""
     settings = ConversationSettings(
-        collection.chat, collection.sampling, collection.context_length, collection.history, collection.temperatures
+        collection.chat, collection.sampling, collection.context_length, collection.history, collection.own_temperatures
     )
     with nullcontext() if dialogue.scorer is None else begin_round(dialogue.scorer) as scoring:
         with workers.session(state.end_session) as session:

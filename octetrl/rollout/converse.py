@@ -16,8 +16,8 @@ the time at which the environment answered.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octetrl.environments.dialogue import Dialogue, Failed, RequestedCall
@@ -66,18 +66,17 @@ class ConversationSettings:
     sampling: SamplingParams
     context_length: int
     history: History = "recorded"
-    temperatures: Mapping[str, float] = field(default_factory=dict)  # by environment, as in `CollectionSettings`
+    own_temperatures: bool = True  # as in `CollectionSettings`
 
     def of(self, task: Task) -> ConversationSettings:
-        """Those of the task's environment, with the task's own tools and variables of the template."""
-        sampling = sampling_of(task, self.sampling, self.temperatures)
+        """With the task's own tools, variables of the template, and temperature."""
+        sampling = sampling_of(task, self.sampling) if self.own_temperatures else self.sampling
         return replace(self, chat=self.chat.of(task), sampling=sampling)
 
 
-def sampling_of(task: Task, sampling: SamplingParams, temperatures: Mapping[str, float]) -> SamplingParams:
-    """`sampling` with the temperature of the task's environment, if it has one."""
-    temperature = temperatures.get(task.environment)
-    return sampling if temperature is None else replace(sampling, temperature=temperature)
+def sampling_of(task: Task, sampling: SamplingParams) -> SamplingParams:
+    """`sampling` with the task's own temperature, if it has one."""
+    return sampling if task.temperature is None else replace(sampling, temperature=task.temperature)
 
 
 def converse(

@@ -13,10 +13,9 @@ earlier segment is part of the prompt of a later one, and is trained on once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from octetrl.records import Completion, Rollout, RolloutGroup, Sample, Turn
@@ -38,25 +37,21 @@ class TrainedRollout(NamedTuple):
     group: int
 
 
-def to_samples(
-    groups: Sequence[RolloutGroup],
-    algorithm: CreditAssignment,
-    temperatures: Mapping[str, float] = MappingProxyType({}),
-) -> list[Sample]:
+def to_samples(groups: Sequence[RolloutGroup], algorithm: CreditAssignment, temperature: float = 1.0) -> list[Sample]:
     """A sample for each segment of each rollout of `groups`, all of one step, that has a reward and is trained on, in
-    their order. temperatures: by environment, if they differ."""
-    return samples_of(trained_rollouts(groups, algorithm), temperatures)
+    their order. temperature: of tasks that have none of their own."""
+    return samples_of(trained_rollouts(groups, algorithm), temperature)
 
 
-def samples_of(
-    trained: Sequence[TrainedRollout], temperatures: Mapping[str, float] = MappingProxyType({})
-) -> list[Sample]:
-    """The samples of the rollouts, a sample for each segment."""
+def samples_of(trained: Sequence[TrainedRollout], temperature: float = 1.0) -> list[Sample]:
+    """The samples of the rollouts, a sample for each segment. temperature: of tasks that have none of their own."""
     samples = []
+    differ = any(rollout.task.temperature is not None for rollout, _, _ in trained)
     for number, (rollout, advantage, group) in enumerate(trained):
         segments = [_sample(turns, advantage, group, number) for turns in rollout.segments]
-        temperature = temperatures.get(rollout.task.environment)
-        segments = segments if temperature is None else [replace(one, temperature=temperature) for one in segments]
+        if differ:
+            own = temperature if rollout.task.temperature is None else rollout.task.temperature
+            segments = [replace(one, temperature=own) for one in segments]
         samples += [*segments[:-1], replace(segments[-1], cut_off=rollout.status.is_cut_off)]
     return samples
 

@@ -92,7 +92,7 @@ class Ahead(StepMethod):
             drawn = self._take(number)
         trained = trained_rollouts(drawn.kept, run.algorithm)
         recorded = journal.record(number, drawn.groups, trained)
-        samples = samples_of(trained, run.collection.temperatures)
+        samples = samples_of(trained, run.collection.sampling.temperature)
         stale = staleness(samples, run.workers.policy_version, self._lead.most)
         metrics = learn(run, samples, number)
         with self._changed:

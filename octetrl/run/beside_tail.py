@@ -9,8 +9,7 @@ micro-batches therefore follow from the recipe and the answers, and not from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from octetrl.algorithms.weighting import TokenWeighting
@@ -47,10 +46,10 @@ class Blocks:
         groups_per_block: int,
         layout: PackingLayout,
         objective: Objective,
-        temperatures: Mapping[str, float] = MappingProxyType({}),
+        temperature: float = 1.0,
     ) -> None:
         self._size, self._layout, self._objective = groups_per_block, layout, objective
-        self._temperatures = temperatures
+        self._temperature = temperature
         self._groups: dict[int, RolloutGroup] = {}
         self._packed: set[int] = set()  # blocks
         self._counts: dict[str, float] = {}
@@ -71,7 +70,7 @@ class Blocks:
 
     def _pack(self, block: int, places: range) -> PackedBatch:
         kept = [self._groups[place] for place in places if self._objective.keeps(self._groups[place])]
-        samples = to_samples(kept, self._objective, self._temperatures)
+        samples = to_samples(kept, self._objective, self._temperature)
         batch = pack(samples, self._layout, self._objective.token_weighting)
         self._packed.add(block)
         for name, value in batch.metrics.items():
@@ -94,7 +93,7 @@ class BesideTail(StepMethod):
 
     def step(self, run: Run, number: int, journal: Journal) -> StepResult:
         workers, objective = self._workers, run.algorithm
-        blocks = Blocks(groups_per_block(run.config), workers.layout, objective, run.collection.temperatures)
+        blocks = Blocks(groups_per_block(run.config), workers.layout, objective, run.collection.sampling.temperature)
 
         def on_group(place: int, group: RolloutGroup) -> None:
             batch = blocks.add(place, group)

@@ -15,7 +15,7 @@ from octetrl.algorithms.table import build_algorithm
 from octetrl.config.in_words import cannot_keep
 from octetrl.config.objective_settings import DatasetSettings, LengthPenaltySettings, refills_of
 from octetrl.config.schema import Fp8Config, Recipe
-from octetrl.config.several_environments import never_drawn, temperatures_of
+from octetrl.config.several_environments import never_drawn
 from octetrl.config.validate import combination_problems, validate_with_spec
 from octetrl.data.mixture import Mixture, read_source, steps_of
 from octetrl.data.tokenizer import Tokenizer, recipe_tokenizer
@@ -152,8 +152,6 @@ def build_collection(recipe: Recipe, chat: ChatTokens) -> CollectionSettings:
         max_refills=refills_of(algorithm),
         penalty=penalty,
         context_length=recipe.model.context_length,
-        group_sizes=dict(zip(recipe.environments, recipe.group_sizes, strict=False)),
-        temperatures=temperatures_of(recipe),
     )
 
 

@@ -6,7 +6,7 @@ parts are then joined (environments/mixed.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeVar
 
 from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.environment import EnvironmentConfig, EvalSetConfig
-from octetrl.config.rules_environment import refuse_for_turns
+from octetrl.config.rules_environment import own_sampling_problem, refuse_for_turns
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import alone, errors_named, renamed
-from octetrl.data.tasks import read_tasks
+from octetrl.data.tasks import SAMPLING, read_tasks
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.environments.calls import unchanged_process
 from octetrl.environments.code_scorer import code_environment
@@ -160,6 +160,7 @@ def _eval_sets(config: EnvironmentConfig) -> dict[str, EvalSet]:
 
     def read(prefix: str, one: EvalSetConfig) -> list[Task]:
         own = {name: value for name in ("columns", "reference_marker") if (value := getattr(one, name)) is not None}
+        own.setdefault("columns", {ours: name for ours, name in config.columns.items() if ours not in SAMPLING})
         own |= {"split": one.split, "subset": one.subset}
         tasks = [
             replace(task, id=f"{prefix}/{task.id}") for task in _read_tasks(one.dataset, config.model_copy(update=own))
@@ -211,10 +212,27 @@ def build_tasks(recipe: Recipe, environments: Environments) -> Taskset:
     tasksets = {}
     for name, config in recipe.each_environment.items():
         with errors_named(name):
+            _refuse_sampling(recipe, environments[name].tasks)
             tasksets[name] = build_taskset(environments[name], config, recipe.evaluation.right_from)
     if not recipe.environments:
         return tasksets[""]
-    return MixedTaskset(tasksets, {name: config.weight for name, config in recipe.environments.items()})
+    several = recipe.environments
+    return MixedTaskset(
+        tasksets,
+        {name: config.weight for name, config in several.items()},
+        temperatures={name: config.temperature for name, config in several.items()},
+        group_sizes={name: config.group_size for name, config in several.items()},
+    )
+
+
+def _refuse_sampling(recipe: Recipe, tasks: Sequence[Task]) -> None:
+    """Refuses a temperature or group size of a task's own that the recipe cannot have. Raises UserError."""
+    own: dict[tuple[float | None, int | None], Task] = {}
+    for task in tasks if isinstance(tasks, list | tuple) else ():
+        own.setdefault((task.temperature, task.group_size), task)
+    for (temperature, size), task in own.items():
+        if problem := own_sampling_problem(recipe, temperature, size):
+            raise UserError(f"environment: the temperature or group_size of task '{task.id}': {problem}")
 
 
 def build_chats(

@@ -78,8 +78,8 @@ def _evaluate_set(run: Run, name: str, tasks: Sequence[Task], state: Collecting)
         run.collection,
         sampling=sampling,
         group_size=config.samples or whole.samples,
-        group_sizes={},  # each environment's own are training's
-        temperatures={},
+        own_group_sizes=False,  # those are training's
+        own_temperatures=False,
         step=0,
     )
     state.first_place = 0
@@ -157,7 +157,7 @@ def sample_answers(recipe: Recipe, number: int) -> list[RolloutGroup]:
     try:
         tasks = run.taskset.next_batch(number)
         calibrate(run, tasks, recipe.rollout.max_prompt_tokens)
-        one_each = replace(run.collection.at_step(1), group_size=1, group_sizes={})
+        one_each = replace(run.collection.at_step(1), group_size=1, own_group_sizes=False)
         return collect_groups(tasks, run.rewards, run.workers, one_each, Collecting())
     finally:
         run.close()

@@ -24,7 +24,7 @@ class GenerateThenLearn(StepMethod):
         collected = produce(run, number)
         trained = trained_rollouts(collected.kept, run.algorithm)
         recorded = journal.record(number, collected.groups, trained)
-        learnt = learn(run, samples_of(trained, run.collection.temperatures), number)
+        learnt = learn(run, samples_of(trained, run.collection.sampling.temperature), number)
         metrics = joined(recorded, collected.metrics, learnt)
         return StepResult(metrics, collected.groups, reward_times=collected.reward_times)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from octetrl.config.schema import MOST_TEMPERATURE
+from octetrl.config.limits import MOST_TEMPERATURE
 from octetrl.engine.admission import LEAST_REPETITION, MOST_TOP, MOST_TOP_K
 from octetrl.environments.tools.formats.reading import ToolFormat
 from octetrl.records import LogitOptions, SamplingParams

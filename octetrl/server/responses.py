@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from octetrl.config.schema import MOST_TEMPERATURE
+from octetrl.config.limits import MOST_TEMPERATURE
 from octetrl.environments.tools.formats.reading import ToolCall
 from octetrl.server.answers import Form, Speller, Usage, event
 from octetrl.server.choices import ChoicePiece

@@ -79,6 +79,36 @@ def test_each_has_its_own_temperature_and_group_size_and_log_probs_stay_equal(mo
     )
 
 
+def test_rows_have_their_own_temperature_and_group_size_and_those_of_their_environment_otherwise(
+    model: Path, tmp_path: Path
+) -> None:
+    own: list[dict[str, Any]] = [{"heat": 0.02, "n": 3}, {"heat": 3.0, "n": None}, {"heat": None, "n": 2}]
+    rows = [{"id": str(k), "prompt": f"{k} + 1 =", "answer": f"{k + 1}", **own[k % 3]} for k in range(24)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    columns = {"temperature": "heat", "group_size": "n"}
+    section = {**SUMS, "dataset": str(file), "reward": "tests.e2e.tiny_rewards:by_text", "eval_size": 6}
+    section["columns"] = columns
+    mixed = several({"rows": {**section, "group_size": 5}, "exact": TWO["exact"]})
+    for name, changes, usual in (("one", {"environment": section}, 4), ("two", mixed, 5)):
+        changes = changes | {"rollout.prompts_per_step": 12, "rollout.temperature": 1.5, "evaluation.every": 1}
+        (line,) = run(model, tmp_path / name, changes | {"steps": 1})
+        ((*sampled,),) = rows_of(tmp_path / name)
+        groups = defaultdict(list)
+        for row in sampled:
+            if row.get("environment") != "exact":
+                groups[int(row["task_id"].removeprefix("rows/"))].append(sum(row["logprobs"]) / len(row["logprobs"]))
+        assert {len(groups[k]) for k in groups if k % 3 == 0} == {3} and {
+            len(groups[k]) for k in groups if k % 3 == 2
+        } == {2}
+        assert {len(groups[k]) for k in groups if k % 3 == 1} == {usual}
+        means = [[each for k, found in groups.items() if k % 3 == kind for each in found] for kind in range(3)]
+        assert min(means[0]) > -4 > max(means[1] + means[2]), "nearly greedy, nearly uniform over 320 tokens"
+        assert line["mismatch/equal_fraction"] == 1 and line["rollout/count"] == len(sampled)
+        evaluated = [row for row in rows_of(tmp_path / name, "evaluations")[0] if row.get("environment") != "exact"]
+        assert len(evaluated) == 6, "one greedy answer to each held-out task"
+
+
 def test_metrics_by_environment_are_those_of_its_rollouts(whole: Path) -> None:
     for line, rows in zip(read_lines(whole / "metrics.jsonl"), rows_of(whole), strict=True):
         for name, share in (("noise", 0.5), ("exact", 0.25), ("talk", 0.25)):

@@ -108,6 +108,8 @@ def rows_digest(tasks: Iterable[Task]) -> str:
     for task in tasks:
         row = [task.id, task.prompt, task.answer, dict(task.metadata)]
         row += [task.tools, dict(task.chat_template_kwargs)] if task.tools or task.chat_template_kwargs else []
+        own = {name: value for name in ("temperature", "group_size") if (value := getattr(task, name)) is not None}
+        row += [own] if own else []
         digest.update(to_utf8(json.dumps(row, sort_keys=True, default=_type_name) + "\n"))
     return digest.hexdigest()[:16]
 

@@ -179,6 +179,7 @@ EXAMPLES: list[Changes] = [
     ),
     {"environments": {"a": {"dataset": "x"}, "b": {**FILE, "eval_dataset": {"a": {"dataset": "t.jsonl"}}}}},
     {"environments": {"a": {"dataset": "x", "group_size": 1}, "b": {"dataset": "y"}}},
+    {"environments": {"a": {"dataset": "x", "group_size": 4}}, "algorithm.name": "rft", "algorithm.best_of_group": 5},
     {
         "environments": {"a": {"dataset": "x", "temperature": 0.5}},
         "algorithm.name": "distill",

@@ -115,6 +115,25 @@ def test_numbers_of_json_keep_their_value(tmp_path: Path, written: str, answer: 
     assert task.answer == answer
 
 
+def test_temperature_and_group_size_are_read_where_columns_names_them(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, '{"prompt": "?", "t": 0.5, "n": 4.0, "group_size": "big"}\n{"prompt": "!", "t": null, "n": null}'
+    )
+    first, second = read_tasks(path, columns={"temperature": "t", "group_size": "n"})
+    assert (first.temperature, first.group_size, first.metadata) == (0.5, 4, {"group_size": "big"})
+    assert (second.temperature, second.group_size) == (None, None)
+    assert {(task.temperature, task.group_size) for task in read_tasks(path)} == {(None, None)}
+
+
+@pytest.mark.parametrize("name", ["temperature", "group_size"])
+@pytest.mark.parametrize("written", ['"1"', "0", "-1", "1e6", "NaN", "true", "[]"])
+def test_a_bad_temperature_or_group_size_names_row_and_column(tmp_path: Path, name: Any, written: str) -> None:
+    path = write(tmp_path, f'{{"prompt": "?", "own": 2}}\n{{"prompt": "!", "own": {written}}}')
+    with pytest.raises(UserError) as caught:
+        read_tasks(path, columns={name: "own"})
+    assert str(caught.value).startswith(f"{path}:2: 'own' is ") and "\n" not in str(caught.value)
+
+
 def test_numbers_of_parquet_keep_their_value(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -103,7 +103,7 @@ class Line:
             taskset=no_place,
             rewards=None,
             lengths=no_place,
-            collection=SimpleNamespace(at_step=lambda step: step, temperatures={}),
+            collection=SimpleNamespace(at_step=lambda step: step, sampling=SimpleNamespace(temperature=1.0)),
             workers=SimpleNamespace(policy_version=0),
         )
         self._workers: Any = SimpleNamespace(adopt=self._adopt, pause_seconds=0.0)

@@ -92,3 +92,21 @@ def test_rows_without_an_answer_need_a_reward_that_can_do_without(tmp_path: Path
     (tmp_path / "tasks.jsonl").write_text(files["tasks"].splitlines()[0])
     with pytest.raises(UserError, match=r"eval\.jsonl:1: there is no 'answer'"):
         read("tasks", eval_dataset=str(tmp_path / "eval.jsonl"))
+
+
+def test_a_tasks_own_sampling_that_the_objective_cannot_have_is_refused_by_its_name(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"prompt": "1 +", "answer": 3, "n": 8, "t": 1}\n{"prompt": "2 +", "answer": 3, "n": 1, "t": 0.5}\n'
+    )
+    section = {"kind": "jsonl", "dataset": str(rows), "columns": {"group_size": "n"}, "eval_size": 0}
+    tree = {"model": {"path": "unused"}, "environment": section, "fp8": {}}
+    distill = {"name": "distill", "teacher": "t"}
+    heated = {**tree, "environment": {**section, "columns": {"temperature": "t"}}, "algorithm": distill}
+    for one, task in ((tree, "'2'"), (heated, "'1'")):
+        recipe = recipe_from_mapping(one)
+        with pytest.raises(UserError, match=f"of task {task}"):
+            build_tasks(recipe, build_environments(recipe))
+    for one in ({**tree, "algorithm": {"name": "reinforce_pp"}}, {**heated, "algorithm": {"name": "grpo"}}):
+        recipe = recipe_from_mapping(one)
+        assert build_tasks(recipe, build_environments(recipe)).next_batch(2)
