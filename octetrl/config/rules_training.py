@@ -56,6 +56,11 @@ def _corrects_nothing(recipe: Recipe) -> bool:
     return bool(set(_corrections(recipe)) - useful)
 
 
+def _has_shared_size(recipe: Recipe) -> bool:
+    """Whether an environment has no group size of its own."""
+    return not recipe.environments or any(one.group_size is None for one in recipe.environments.values())
+
+
 def _samples(recipe: Recipe) -> int:
     """Number of a step's samples, which its optimizer steps share."""
     if isinstance(recipe.algorithm, DatasetSettings):
@@ -67,19 +72,19 @@ GROUPS = (  # of one size: rollout.group_size, where something has that
     Rule(
         "?rollout.prompts_per_step ?rollout.group_size",
         f"{{}} prompts of {{r.rollout.group_size}} rollouts are too many for a step; at most {MOST_ROLLOUTS:,} fit",
-        lambda r: r.has_shared_size and r.rollout.prompts_per_step * r.rollout.group_size > MOST_ROLLOUTS,
+        lambda r: _has_shared_size(r) and r.rollout.prompts_per_step * r.rollout.group_size > MOST_ROLLOUTS,
     ),
     Rule(
         "algorithm.best_of_group ?rollout.group_size",
         "{} is more than a group_size, {r.rollout.group_size}; lower it",
-        lambda r: r.has_shared_size and value(r, "algorithm.best_of_group") > r.rollout.group_size,
+        lambda r: _has_shared_size(r) and value(r, "algorithm.best_of_group") > r.rollout.group_size,
     ),
     Rule(
         "?rollout.group_size ?algorithm.name",
         "with 1 answer to a prompt, {r.algorithm.name} has no siblings to compare; use at least 2, or algorithm.name:"
         " reinforce_pp",
         lambda r: (
-            samples_rollouts(r) and r.algorithm.needs_siblings and r.has_shared_size and r.rollout.group_size == 1
+            samples_rollouts(r) and r.algorithm.needs_siblings and _has_shared_size(r) and r.rollout.group_size == 1
         ),
     ),
 )

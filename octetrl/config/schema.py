@@ -549,11 +549,6 @@ class Recipe(Section):
         return own or (self.rollout.group_size,)
 
     @property
-    def has_shared_size(self) -> bool:
-        """Whether an environment has `rollout.group_size`."""
-        return not self.environments or any(one.group_size is None for one in self.environments.values())
-
-    @property
     def most_answers(self) -> int:
         """Largest number of a step's answers, without refills."""
         return self.rollout.prompts_per_step * max(self.group_sizes)

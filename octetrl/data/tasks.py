@@ -151,8 +151,10 @@ def row_prompt(row: Mapping[str, Any], where: str) -> Prompt:
 
 def _own_sampling(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:
     """Temperature and group size of the row, where `columns` has them."""
-    readers = {"temperature": read_temperature, "group_size": read_group_size}
-    return {name: read(row[name], f"{where}: '{columns[name]}'") for name, read in readers.items() if name in columns}
+    readers: dict[str, Callable[[object, str], Any]] = {"temperature": read_temperature, "group_size": read_group_size}
+    return {
+        ours: readers[ours](row[ours], f"{where}: '{theirs}'") for ours, theirs in columns.items() if ours in readers
+    }
 
 
 def _reference(answer: object, marker: str | None, where: str) -> str | None:

@@ -212,7 +212,7 @@ def build_tasks(recipe: Recipe, environments: Environments) -> Taskset:
     tasksets = {}
     for name, config in recipe.each_environment.items():
         with errors_named(name):
-            _refuse_sampling(recipe, environments[name].tasks)
+            refuse_own_sampling(recipe, environments[name].tasks)
             tasksets[name] = build_taskset(environments[name], config, recipe.evaluation.right_from)
     if not recipe.environments:
         return tasksets[""]
@@ -225,7 +225,7 @@ def build_tasks(recipe: Recipe, environments: Environments) -> Taskset:
     )
 
 
-def _refuse_sampling(recipe: Recipe, tasks: Sequence[Task]) -> None:
+def refuse_own_sampling(recipe: Recipe, tasks: Sequence[Task]) -> None:
     """Refuses a temperature or group size of a task's own that the recipe cannot have. Raises UserError."""
     own: dict[tuple[float | None, int | None], Task] = {}
     for task in tasks if isinstance(tasks, list | tuple) else ():

@@ -34,6 +34,7 @@ from octetrl.run.environment import (
     build_tasks,
     build_taskset,
     chat_options,
+    refuse_own_sampling,
     reward_processes,
 )
 from octetrl.run.tokenizer_process import TokenizerProcess
@@ -111,6 +112,7 @@ def _rehearse_alone(recipe: Recipe, tokenizer: TokenizerProcess | None) -> Rehea
     tasks: list[Task] = []
     with found.collecting():
         tasks = _sample(environment, config)
+        refuse_own_sampling(recipe, environment.tasks)
     if tasks and tokenizer is not None:
         with found.collecting():
             _rehearse_prompts(found, recipe, environment, tokenizer, tasks)
