@@ -78,9 +78,9 @@ class ByTokenizer(ToolFormat):
         calls: list[Call] = []
         for call in given if isinstance(given, list) else []:
             function = call.get("function", call) if isinstance(call, dict) else call
-            calls.append(self.call(draft_of(function, "arguments"), json.dumps(call), calls))
+            calls.append(self.call(draft_of(function, "arguments"), json.dumps(call)))
         said = content if isinstance(content, str) else ""
-        return ParsedMessage(join(f"{THINK}\n{thoughts}\n{UNTHINK}" if thoughts else "", said), tuple(calls))
+        return self.message(join(f"{THINK}\n{thoughts}\n{UNTHINK}" if thoughts else "", said), calls)
 
 
 def by_tokenizer(tokenizer: Any, prefix: str) -> ToolFormat:

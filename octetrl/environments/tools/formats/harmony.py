@@ -45,16 +45,16 @@ class Harmony(ToolFormat):
             header, marked, body = message.partition(_MESSAGE)
             recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
             if recipient is not None and recipient[1] not in ("assistant", "user", "all"):
-                calls.append(self._call(recipient[1], body if marked else None, message, calls))
+                calls.append(self._call(recipient[1], body if marked else None, message))
             elif not marked:
                 pieces.append(message.strip() if channel is None else "")  # a channel alone, cut off before its text
             elif channel is not None and channel[1] == "analysis":
                 pieces.append(f"{THINK}\n{body.strip()}\n{UNTHINK}" if body.strip() else "")
             else:
                 pieces.append(body)
-        return ParsedMessage(join(*pieces), tuple(calls))
+        return self.message(join(*pieces), calls)
 
-    def _call(self, recipient: str, body: str | None, text: str, calls: Sequence[Call]) -> Call:
+    def _call(self, recipient: str, body: str | None, text: str) -> Call:
         name = recipient.removeprefix("functions.")
         try:
             if body is None:
@@ -64,7 +64,7 @@ class Harmony(ToolFormat):
                 raise Unreadable(f"{shown(body[end:])} stands where {_CALL} should")
         except Unreadable as error:
             return self.malformed(text, error)
-        return self.call(Draft(name, arguments) if name else "it has no name of a tool", text, calls)
+        return self.call(Draft(name, arguments) if name else "it has no name of a tool", text)
 
 
 HARMONY = Harmony(

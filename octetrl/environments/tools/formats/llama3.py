@@ -34,7 +34,7 @@ class Llama3(ToolFormat):
         if not calls and _PYTHON_TAG in rest:
             before, _, body = rest.partition(_PYTHON_TAG)
             calls, after = self._read_series(body, has_tag=True)
-        return ParsedMessage(join(f"{thoughts}{before}", after), tuple(calls)) if calls else ParsedMessage(text.strip())
+        return self.message(join(f"{thoughts}{before}", after), calls) if calls else ParsedMessage(text.strip())
 
     def _read_series(self, body: str, *, has_tag: bool) -> tuple[list[Call], str]:
         """Objects separated by ";" and blanks, as far as they are meant as calls, and what comes after them. After a
@@ -50,7 +50,7 @@ class Llama3(ToolFormat):
                 return [*calls, self.malformed(body[position:], error)], ""
             if not _names_a_call(value) and (calls or not has_tag):
                 break
-            calls.append(self.call(draft_of(value, "parameters"), body[position:end], calls))
+            calls.append(self.call(draft_of(value, "parameters"), body[position:end]))
             position = skip_blanks(body, end)
             if body.startswith(";", position):
                 position = skip_blanks(body, position + 1)

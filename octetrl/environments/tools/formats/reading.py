@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ _SHOWN = 60
 class ToolCall:
     """A call that can be read. The tool may be unknown, and the arguments may be wrong."""
 
-    id: str  # unique within its message
+    id: str  # unique within a parsed message
     name: str
     arguments: Mapping[str, Any]  # as decoded from JSON
 
@@ -86,14 +86,23 @@ class ToolFormat:
     def malformed(self, text: str, error: object) -> MalformedCall:
         return MalformedCall(text.strip(), f"the tool call can't be read: {error}. Write {self.form}")
 
-    def call(self, draft: Draft | str, text: str, taken: Sequence[Call]) -> Call:
-        """The next call of a message after those `taken`. draft: a text says why it can't be read."""
-        if isinstance(draft, str):
-            return self.malformed(text, draft)
-        used = {call.id for call in taken if isinstance(call, ToolCall)}
-        numbered = (self.call_id(number) for number in count(len(taken)))
-        id = next(id for id in chain([draft.id], numbered) if id and id not in used)
-        return ToolCall(id, draft.name, draft.arguments)
+    def call(self, draft: Draft | str, text: str) -> Call:
+        """A call with the policy's own id. draft: a text says why it can't be read."""
+        return (
+            self.malformed(text, draft) if isinstance(draft, str) else ToolCall(draft.id, draft.name, draft.arguments)
+        )
+
+    def message(self, content: str, calls: Sequence[Call]) -> ParsedMessage:
+        """The message with an id for each call that has none, or that of one before it."""
+        used: set[str] = set()
+        named: list[Call] = []
+        for place, call in enumerate(calls):
+            if isinstance(call, ToolCall):
+                candidates = chain([call.id], map(self.call_id, count(place)))
+                call = replace(call, id=next(id for id in candidates if id and id not in used))
+                used.add(call.id)
+            named.append(call)
+        return ParsedMessage(content, tuple(named))
 
 
 def join(*pieces: str) -> str:

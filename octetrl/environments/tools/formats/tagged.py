@@ -63,8 +63,8 @@ class Tagged(ToolFormat):
         done = position = 0  # content is taken up to `done`, read up to `position`
         thoughts_may_be_open = True
         if isinstance(self.read, _Pairs):  # a value without an end would run on into the call after the thoughts
-            thoughts, end_of_thoughts, _ = text.partition(UNTHINK)
-            if end_of_thoughts and THINK not in thoughts:
+            thoughts, end_of_thoughts, rest = text.partition(UNTHINK)
+            if end_of_thoughts and THINK not in thoughts and not self._is_in_a_value(thoughts, rest):
                 position, thoughts_may_be_open = len(thoughts) + len(UNTHINK), False
         while found := self._landmark.search(text, position):
             if found[0] == THINK:
@@ -80,7 +80,13 @@ class Tagged(ToolFormat):
                 pieces.append(text[done : found.start()])
                 done = position = self._read_calls(text, found.start(), calls, tools)
         pieces.append(text[done:])
-        return ParsedMessage(join(*pieces), tuple(calls))
+        return self.message(join(*pieces), calls)
+
+    def _is_in_a_value(self, before: str, after: str) -> bool:
+        """Whether what stands between these texts is in a call: one is open, and ends before the next begins."""
+        end = after.find(self.closing)
+        is_open = before.rfind(self.opening) > before.rfind(self.closing)
+        return is_open and end >= 0 and self.opening not in after[:end]
 
     def _read_calls(self, text: str, position: int, calls: list[Call], tools: Sequence[Any]) -> int:
         """Append the calls that begin at `position`, with a section or without. Returns where they end."""
@@ -109,7 +115,7 @@ class Tagged(ToolFormat):
             if self.closing and closed == after and after < len(text):
                 raise Unreadable(f"{shown(text[after:])} stands where {self.closing} should")
             for draft in drafts:
-                calls.append(self.call(draft, text[shown_from:closed], calls))
+                calls.append(self.call(draft, text[shown_from:closed]))
             return closed
         except Unreadable as error:
             ending = self._ending.search(text, start)
@@ -163,15 +169,16 @@ _SEP = "<｜tool▁sep｜>"
 
 def _deepseek(text: str, start: int, tools: Sequence[Any]) -> Drafts:
     """V3 and R1: function<sep>NAME, and the arguments in a fence. V3.1: NAME<sep> and the arguments."""
-    end = text.find(_SEP, start)
-    if end < 0:
-        raise Unreadable(f"it has no {_SEP}")
-    name, position = text[start:end].strip(), end + len(_SEP)
+    named = _NAME.match(text, start)
+    begin = start if named is None else named.end()
+    if not text.startswith(_SEP, begin):
+        raise Unreadable(f"it has no {_SEP} after its name")
+    position = begin + len(_SEP)
     if not text.startswith("{", skip_blanks(text, position)):
         named = _NAME.match(text, position)
         if named is None:
             raise Unreadable("it has no name of a tool")
-        name, position = named[1], named.end()
+        position = named.end()
     fence = text.startswith("```", position)
     if fence:
         position += len("```json") if text.startswith("```json", position) else len("```")
@@ -179,7 +186,7 @@ def _deepseek(text: str, start: int, tools: Sequence[Any]) -> Drafts:
     after = skip_blanks(text, position)
     if fence and text.startswith("```", after):
         position = after + len("```")
-    return [_named(name, arguments)], position
+    return [Draft(named[1], arguments) if named is not None else "it has no name of a tool"], position
 
 
 _ARGUMENTS = "<|tool_call_argument_begin|>"
@@ -220,10 +227,6 @@ def _with_id(draft: Draft | str, value: Any) -> Draft | str:
     if isinstance(draft, str) or not isinstance(id, str) or not re.fullmatch("[A-Za-z0-9]{9}", id):
         return draft
     return Draft(draft.name, draft.arguments, id)
-
-
-def _named(name: str, arguments: dict[str, Any]) -> Draft | str:
-    return Draft(name, arguments) if name else "it has no name of a tool"
 
 
 _QWEN_NAME = re.compile(r"\s*([^\s<>]+?)\s*>")

@@ -222,6 +222,37 @@ def test_a_draft_in_the_thoughts_takes_no_call_with_it(
     assert parsed.content == thoughts
 
 
+@pytest.mark.parametrize("said", ["</think>", "a </think> b", "x</think>\n</think>"])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("glm45", "<tool_call>f<arg_key>t</arg_key><arg_value>{}</arg_value></tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=t>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        (
+            "minimax_m2",
+            '<minimax:tool_call><invoke name="f"><parameter name="t">{}</parameter></invoke></minimax:tool_call>',
+        ),
+    ],
+)
+def test_an_argument_may_hold_the_end_of_thoughts(name: str, call: str, said: str) -> None:
+    for before in ("", "Hm. ", "hm</think>", "<think>hm</think>"):
+        message = FORMATS[name].parse(f"{before}{call.format(said)}\n{call.format('x')}")
+        assert [dict(one.arguments) for one in message.calls if isinstance(one, ToolCall)] == [{"t": said}, {"t": "x"}]
+
+
+def test_a_name_does_not_run_on_into_the_next_call() -> None:
+    text = f"{DEEP}f<｜tool▁spe｜>{{}}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>"
+    wrong, right = FORMATS["deepseek_v3"].parse(text).calls
+    assert isinstance(wrong, MalformedCall) and isinstance(right, ToolCall) and right.name == "f"
+
+
+def test_many_calls_take_no_long_time() -> None:
+    text = f"{KIMI}{'functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|>' * 20_000}"
+    began = time.process_time()
+    calls = FORMATS["kimi_k2"].parse(text).calls
+    assert time.process_time() - began < 5 and len({one.id for one in calls if isinstance(one, ToolCall)}) == 20_000
+
+
 def test_every_template_has_its_format() -> None:
     assert {family: format_of(one.template) for family, one in CALL_FAMILIES.items()} == {
         family: FORMATS[one.form] for family, one in CALL_FAMILIES.items()
