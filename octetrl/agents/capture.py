@@ -8,9 +8,6 @@
 nothing. A request that is marked as a retry, and equal to an earlier one, gets that one's answer; without the mark it
 is a new call, because equal requests are also how one samples twice.
 
-**Prompts.** The chat template renders what the program sends. Where the beginning of that text is the text of tokens
-that are recorded, these tokens are kept, and only the rest is tokenized (as rollout/history.py does).
-
 **Sampling** is the recipe's. A program's temperature and the like are ignored and counted; `max_tokens` and stop
 strings count. An answer that a grammar constrains is served and not trained on.
 """
@@ -22,6 +19,7 @@ import hashlib
 import secrets
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,18 +27,23 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from octetrl.agents.calls import AgentCall, discarded, turns_of
+from octetrl.agents.calls import AgentCall, after, turns_of
+from octetrl.agents.prompts import MadePrompt, Message, Read, RecordedPrompts
 from octetrl.environments.programs import Model
-from octetrl.records import FinishReason, GenerationRequest, SessionEvent
+from octetrl.records import Completion, FinishReason, GenerationRequest, SessionEvent
 from octetrl.rollout.agent import Captured
 from octetrl.rollout.backend import seed_of
+from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.converse import ConversationSettings, RolloutPlace
 from octetrl.server.engine_thread import Accepted, Event
 from octetrl.server.errors import ApiError, engine_failed, refused
 from octetrl.server.intake import Answer
+from octetrl.server.prompts import AskedChat
 
 Listener = Callable[[Event], None]
 _PREFIX = "agent/"  # of requests' ids
+_KEYS = "octetrl-"
+_COUNTED = ("ignored_options", "joined_retries", "stragglers")
 
 
 class SentBody:
@@ -54,28 +57,24 @@ class SentBody:
         self.is_retry = bool(key) or headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    text: str
-    messages: Sequence[dict[str, Any]]
-    continues: tuple[str, int] | None
-
-
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A request of a program. events: what it has brought so far, for a retry that joins."""
+    """A request of a program. events: what it has brought so far, for a retry that joins. listeners: of the HTTP
+    requests that wait for it. With the last answer the request drops its prompt's tokens, which `prompt` has."""
 
     request: GenerationRequest
-    prompt: _Prompt
+    prompt: MadePrompt
+    stops: Sequence[str]  # the program's own
     session: str = ""
     begun: float = field(default_factory=time.monotonic)
-    listeners: list[Listener] = field(default_factory=list)
+    listeners: dict[Answer, Listener] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    calls: list[AgentCall] = field(default_factory=list)
     unfinished: int = 1
 
     def put(self, event: Event) -> None:
         self.events.append(event)
-        for listener in self.listeners:
+        for listener in self.listeners.values():
             listener(event)
 
 
@@ -89,11 +88,11 @@ class OpenRollout:
         self._lock = threading.Lock()
         self._asked: dict[str, _Asked] = {}  # by the request's id
         self._retries: dict[str, list[_Asked]] = {}  # by the digest of a body
-        self._prompts: dict[tuple[int, ...], _Prompt] = {}
-        self._drawn = Counter[tuple[int, ...]]()  # requests with this prompt
-        self._calls: list[tuple[AgentCall, _Asked, int]] = []  # with the sibling
-        self._points: list[tuple[str, tuple[int, ...], tuple[str, int]]] = []  # text, tokens, the call
-        self._spelled = 0  # calls in `_points`
+        self._drawn = Counter[int]()  # requests, by the digest of their prompt
+        self._calls: list[tuple[AgentCall, _Asked]] = []
+        self._prompts = RecordedPrompts(settings.history, owner.chat, owner.read, self._lock)
+        self._responses: dict[str, tuple[str, bool]] = {}  # request, and whether it had instructions, by answer's id
+        self._learnt = 0  # calls that `_prompts` knows
         self._sealed = self._hit_limit = False
         self._failure: str | None = None
         self._counts = Counter[str]()
@@ -112,28 +111,29 @@ class OpenRollout:
 
     # ------------------------------------------------------------ the HTTP thread and its tokenizer
 
-    def tokens_of(
-        self, text: str, messages: Sequence[dict[str, Any]], encode: Callable[[str], Sequence[int]]
-    ) -> tuple[int, ...]:
-        """The tokens of a rendered prompt: recorded ones as far as their text begins it."""
+    def prompt_of(self, asked: AskedChat) -> MadePrompt:
+        """The prompt of a chat: recorded tokens as far as they are known. Raises ApiError and TextTooLong."""
+        self._learn()
+        return self._prompts.make(asked)
+
+    def earlier_messages(self, response: str | None) -> list[Message]:
+        """The chat that ended with this response of /v1/responses, less its instructions; of None: no messages.
+        Raises ApiError."""
+        if response is None:
+            return []
+        request, has_instructions = self._responses.get(str(response), ("", False))
+        self._learn()
+        said = self._prompts.answers.get(request)
+        if said is None:
+            message = f"previous_response_id: this rollout has no answer '{str(response)[:80]}'"
+            raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
+        return said.messages()[int(has_instructions) :]
+
+    def _learn(self) -> None:
         with self._lock:
-            new, self._spelled = self._calls[self._spelled :], len(self._calls)
-        for call, asked, sibling in new:
-            whole, request = asked.prompt.text, (asked.request.id, sibling)
-            self._points.append((whole, call.prompt_token_ids, request))
-            tokens = call.completion.token_ids
-            ends = [len(tokens) - 1] if tokens and tokens[-1] in self._owner.ends else []
-            for end in (*ends, len(tokens)):  # a template may end an answer in another way than the policy did
-                text_of_answer = self._owner.spell(tokens[:end])
-                self._points.append((whole + text_of_answer, call.prompt_token_ids + tokens[:end], request))
-        known, recorded, parent = max(
-            (point for point in self._points if text.startswith(point[0])),
-            key=lambda point: len(point[0]),
-            default=("", (), None),
-        )
-        token_ids = (*recorded, *encode(text[len(known) :]))
-        self._prompts[token_ids] = _Prompt(text, messages, parent)
-        return token_ids
+            new, self._learnt = self._calls[self._learnt :], len(self._calls)
+        for call, asked in new:
+            self._prompts.learn(asked.prompt, call, asked.stops)
 
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -143,11 +143,21 @@ class OpenRollout:
         """The reply is an error about the program's own limits."""
         self._hit_limit = True
 
-    def enter(self, requests: Sequence[GenerationRequest], answer: Answer, sent: SentBody) -> None:
-        """Sends the requests to the engine; `answer` gets their events. Raises ApiError."""
+    def enter(
+        self,
+        requests: Sequence[GenerationRequest],
+        prompt: MadePrompt,
+        answer: Answer,
+        sent: SentBody,
+        *,
+        has_instructions: bool = False,
+    ) -> None:
+        """Sends the requests to the engine; `answer` gets their events. has_instructions: the first message is the
+        `instructions` of /v1/responses. Raises ApiError."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._sealed:
+                self._owner.late += 1
                 raise ApiError(409, "this rollout has ended; its key answers nothing more", code="rollout_ended")
             earlier = self._retries.get(sent.digest) if sent.is_retry else None
             wanted = sum(request.num_siblings for request in requests)
@@ -156,7 +166,7 @@ class OpenRollout:
                 message = f"this rollout has used its {self.max_calls} calls (environment.turns.max_turns)"
                 raise ApiError(403, message, code="calls_used_up")
             self._num_asked += 0 if earlier else wanted
-            asked = earlier or [self._ask(request, sent.session) for request in requests]
+            asked = earlier or [self._ask(request, prompt, sent.session) for request in requests]
             self._retries[sent.digest] = asked
             self._counts["joined_retries"] += earlier is not None
             self._hit_limit = False
@@ -164,15 +174,21 @@ class OpenRollout:
                 listener = _listener(loop, answer, own.id)
                 for event in one.events:
                     listener(event)
-                one.listeners.append(listener)
+                one.listeners[answer] = listener
+                for call in one.calls:
+                    call.is_unread = False
+                self._responses[own.id.partition("/")[0]] = (one.request.id, has_instructions)
         if earlier is None:
             self._owner.ask(self, [one.request for one in asked])
 
-    def _ask(self, request: GenerationRequest, session: str) -> _Asked:
+    def leave(self, answer: Answer) -> None:
+        """An HTTP request has ended. It cancels nothing: a retry joins."""
+        with self._lock:
+            for asked in self._asked.values():
+                asked.listeners.pop(answer, None)
+
+    def _ask(self, request: GenerationRequest, prompt: MadePrompt, session: str) -> _Asked:
         number, place, own = len(self._asked), self._place, self._settings.sampling
-        token_ids = request.prompt_token_ids
-        prompt, again = self._prompts[token_ids], self._drawn[token_ids]
-        self._drawn[token_ids] += 1
         sampling = replace(
             own,
             max_new_tokens=min(own.max_new_tokens, request.sampling.max_new_tokens),
@@ -180,11 +196,13 @@ class OpenRollout:
             stop_token_ids=(*own.stop_token_ids, *request.sampling.stop_token_ids),
             logits=request.sampling.logits,
         )
-        digest = int(hashlib.sha256(repr(token_ids).encode()).hexdigest()[:15], 16)
-        seed = seed_of(place.run_seed, place.step, place.place, place.sibling, digest, again)
+        digest = int.from_bytes(hashlib.sha256(array("I", request.prompt_token_ids).tobytes()).digest()[:7])
+        seed = seed_of(place.run_seed, place.step, place.place, place.sibling, digest, self._drawn[digest])
+        self._drawn[digest] += 1
         name = f"{_PREFIX}{place.place}.{place.sibling}.{number}"
-        sent = replace(request, id=name, sampling=sampling, seed=seed, continues=prompt.continues)
-        asked = self._asked[name] = _Asked(sent, prompt, session, unfinished=sent.num_siblings)
+        continues = None if prompt.continues is None else (prompt.continues.request, prompt.continues.sibling)
+        sent = replace(request, id=name, sampling=sampling, seed=seed, continues=continues)
+        asked = self._asked[name] = _Asked(sent, prompt, request.sampling.stop, session, unfinished=sent.num_siblings)
         return asked
 
     # ------------------------------------------------------------ the collecting thread
@@ -210,13 +228,22 @@ class OpenRollout:
                 asked.put(engine_failed(self._failure))
                 return
             if completion is not None:
-                logits = asked.request.sampling.logits
-                is_constrained = logits is not None and logits.edits
-                call = AgentCall(asked.request.prompt_token_ids, completion, is_constrained, asked.request.id)
-                self._calls.append((call, asked, event.sibling))
-                asked.unfinished -= 1
-                self._seconds_in_engine += time.monotonic() - asked.begun
+                self._record(asked, event.sibling, completion)
             asked.put(event)
+
+    def _record(self, asked: _Asked, sibling: int, completion: Completion) -> None:
+        token_ids, prompt, logits = completion.token_ids, asked.prompt.piece, asked.request.sampling.logits
+        end = after(prompt, token_ids, bool(token_ids) and self._owner.chat.is_end(token_ids[-1]))
+        is_constrained = logits is not None and logits.edits
+        call = AgentCall(
+            prompt, end, completion, asked.request.id, sibling, is_constrained, is_unread=not asked.listeners
+        )
+        self._calls.append((call, asked))
+        asked.calls.append(call)
+        asked.unfinished -= 1
+        self._seconds_in_engine += time.monotonic() - asked.begun
+        if not asked.unfinished:
+            asked.request = replace(asked.request, prompt_token_ids=())
 
     def seal(self) -> Captured:
         with self._lock:
@@ -224,42 +251,39 @@ class OpenRollout:
             open_ones = [asked for asked in self._asked.values() if asked.unfinished]
             for asked in open_ones:
                 asked.put(ApiError(409, "this rollout has ended before the answer", code="rollout_ended"))
-            trains = self._trains
-            calls = [
-                call if trains.get(asked.session, True) else replace(call, is_constrained=True)
-                for call, asked, _ in self._calls
-            ]
-            for session in trains:
+            for call, asked in self._calls:
+                call.is_constrained |= not self._trains.get(asked.session, True)
+            calls = [call for call, _ in self._calls]
+            for session in self._trains:
                 self._owner.sessions.pop(session, None)
-            last = self._calls[-1] if self._calls else None
-            counts = Counter(self._counts)
+            self._counts["stragglers"] += len(open_ones)
         self._owner.close(self, {name: asked.unfinished > 0 for name, asked in self._asked.items()})
-        left_out = discarded(calls)
+        messages: list[dict[str, Any]] = []
+        text = ""
+        if self._calls:
+            last, asked = self._calls[-1]
+            text = last.completion.text
+            messages = [*map(dict, asked.prompt.said.messages()), {"role": "assistant", "content": text}]
         metrics = {
             "agent/sampled_tokens": _tokens(calls),
-            "agent/discarded_tokens": _tokens(calls[number] for number in left_out),
-            "agent/constrained_tokens": _tokens(
-                call for number, call in enumerate(calls) if call.is_constrained and number not in left_out
-            ),
+            "agent/discarded_tokens": _tokens(call for call in calls if call.is_unread),
+            "agent/constrained_tokens": _tokens(call for call in calls if call.is_constrained and not call.is_unread),
             "agent/time_in_engine": self._seconds_in_engine,
-            **{f"agent/{name}": float(counts[name]) for name in ("ignored_options", "joined_retries")},
+            **{f"agent/{name}": float(self._counts[name]) for name in _COUNTED},
         }
-        text = "" if last is None else last[0].completion.text
-        messages = [] if last is None else [*last[1].prompt.messages, {"role": "assistant", "content": text}]
-        return Captured(turns_of(calls, left_out), messages, text, len(calls), metrics, self._hit_limit, self._failure)
+        return Captured(turns_of(calls), messages, text, len(calls), metrics, self._hit_limit, self._failure)
 
 
 class CapturedPolicy:
     """All open keys (rollout/agent.py: Capture). address: where programs reach it.
 
-    spell: text of tokens, special ones included. ends: stop tokens of the model. wake: ends the wait of the collecting
-    thread.
+    chat: with the tokenizer of the thread that makes prompts. wake: ends the wait of the collecting thread. late:
+    requests that came after their key was sealed.
     """
 
-    def __init__(
-        self, address: str, spell: Callable[[tuple[int, ...]], str], ends: Iterable[int], wake: Callable[[], None]
-    ) -> None:
-        self.address, self.spell, self.ends, self._wake = address, spell, frozenset(ends), wake
+    def __init__(self, address: str, chat: ChatTokens, read: Read, wake: Callable[[], None]) -> None:
+        self.address, self.chat, self.read, self._wake = address, chat, read, wake
+        self.late = 0
         self._rollouts: dict[str, OpenRollout] = {}  # by key
         self.sessions: dict[str, OpenRollout] = {}  # by what `Model.open_session` was given
         self._asking: dict[str, OpenRollout] = {}  # by request in the session
@@ -270,6 +294,7 @@ class CapturedPolicy:
         """A known key goes before a session. Raises ApiError if neither is known."""
         rollout = self._rollouts.get(key) or self.sessions.get(session)
         if rollout is None:
+            self.late += key.startswith(_KEYS)
             raise ApiError(401, "this key is unknown, or its rollout has ended", code="invalid_api_key")
         return rollout
 
@@ -279,7 +304,7 @@ class CapturedPolicy:
         self._wake()
 
     def open(self, place: RolloutPlace, settings: ConversationSettings, max_calls: int) -> OpenRollout:
-        key = f"octetrl-{secrets.token_urlsafe(24)}"
+        key = f"{_KEYS}{secrets.token_urlsafe(24)}"
         rollout = self._rollouts[key] = OpenRollout(self, key, place, settings)
         rollout.max_calls = max_calls
         return rollout

@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,18 +27,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from octetrl.agents.capture import CapturedPolicy, OpenRollout, SentBody
+from octetrl.agents.prompts import MadePrompt
 from octetrl.engine.stopping import decoder_of
 from octetrl.environments.programs import POLICY
-from octetrl.records import GenerationRequest
+from octetrl.environments.tools.messages import to_message
+from octetrl.records import Completion, GenerationRequest
+from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.server.answers import Speller
 from octetrl.server.app import ERROR_HANDLERS, key_of, read_body
+from octetrl.server.choices import read_answer
 from octetrl.server.endpoints import CLIENT_CLOSED_REQUEST, Served, chat, count_tokens, messages, responses
 from octetrl.server.errors import ApiError, wrong
 from octetrl.server.http_server import OncePerMinute, connection_limit, is_no_cancellation
 from octetrl.server.intake import Answer, Intake
 from octetrl.server.meters import Meters
-from octetrl.server.prompts import Prompts
-from octetrl.server.requests import ChatBody
+from octetrl.server.prompts import AskedChat, Prompts
+from octetrl.server.requests import ChatBody, TokenizeBody
 
 MOST_BYTES = 32 << 20  # of a body
 _MOST_REQUESTS = 1 << 15  # at once, each with a descriptor here, and one at the client that may be in this process too
@@ -72,10 +77,7 @@ class AgentServer:
         logging.getLogger("asyncio").addFilter(OncePerMinute())  # it logs each connection that finds no descriptor
         own = deepcopy(tokenizer)
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        port = self._listening.getsockname()[1]
-        spell = Speller(deepcopy(tokenizer))  # for the thread that tokenizes
         stops = {token for token in (own.eos_token_id, *ends) if token is not None}
-        self.policy = CapturedPolicy(f"http://127.0.0.1:{port}", spell, stops, wake)
         self._prompts = Prompts(
             own,
             vocab_size=vocab_size,
@@ -83,6 +85,18 @@ class AgentServer:
             variables=variables,
             tool_format=tool_format,
             ends=tuple(stops),
+        )
+        self.policy = CapturedPolicy(
+            f"http://127.0.0.1:{self._listening.getsockname()[1]}",
+            ChatTokens(
+                deepcopy(tokenizer),
+                ends=stops,
+                context_length=context_length,
+                variables=variables,
+                tool_format=self._prompts.tool_format,
+            ),
+            self._message_of,
+            wake,
         )
         self._context_length, self._decode, self._spell = context_length, decoder_of(own), Speller(own)
         paths = [
@@ -118,18 +132,21 @@ class AgentServer:
                 body = await read_body(request, MOST_BYTES)
             except ClientDisconnect:  # a program that was ended
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            intake = _Intake(rollout, SentBody(body, request.headers))
+            sent, fields = SentBody(body, request.headers), _policy_body(body, rollout)
+            exchange = _Exchange(self._prompts, rollout, sent, fields)
             served = Served(
                 POLICY,
                 self._context_length,
-                cast("Prompts", _Prompts(self._prompts, rollout)),
-                cast("Intake", intake),
+                cast("Prompts", exchange),
+                cast("Intake", exchange),
                 _NO_METERS,
                 self._decode,
                 self._spell,
             )
             try:
-                response: Response = await answers(request, _policy_body(body, rollout), served)
+                response: Response = await answers(
+                    request, body if fields is None else json.dumps(fields).encode(), served
+                )
             except ApiError as error:
                 if error.code == "context_length_exceeded":
                     rollout.hit_limit()
@@ -138,12 +155,23 @@ class AgentServer:
 
         return endpoint
 
+    def _message_of(
+        self, completion: Completion, tools: Sequence[Any] | None, stops: Sequence[str]
+    ) -> Mapping[str, Any]:
+        form = self._prompts.tool_format
+        if tools is None or form is None:
+            return {"role": "assistant", "content": completion.text}
+        return to_message(read_answer(completion, form, tools, self._prompts.call_text, stops))
 
-class _Prompts:
-    """`Prompts` whose chats keep the tokens that the rollout has recorded."""
 
-    def __init__(self, prompts: Prompts, rollout: OpenRollout) -> None:
-        self._shared, self._rollout = prompts, rollout
+class _Exchange:
+    """One HTTP request: the `Prompts` that keep recorded tokens, and the `Intake` of the rollout."""
+
+    def __init__(self, prompts: Prompts, rollout: OpenRollout, sent: SentBody, fields: dict[str, Any] | None) -> None:
+        self._shared, self._rollout, self._sent = prompts, rollout, sent
+        self._prompt: MadePrompt | None = None
+        self._continues = None if fields is None else fields.pop("previous_response_id", None)
+        self._has_instructions = fields is not None and fields.get("instructions") is not None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shared, name)
@@ -151,14 +179,17 @@ class _Prompts:
     async def of_chat(self, body: ChatBody) -> tuple[int, ...]:
         """A program may allow more tokens than the context has left: the engine's limit is the smaller of both."""
         unlimited = body.model_copy(update={"max_tokens": None, "max_completion_tokens": None})
-        return await self._shared.of_chat(unlimited, self._rollout.tokens_of)
+        return await self._shared.of_chat(unlimited, self._recorded)
 
+    async def tokens_of(self, body: TokenizeBody) -> list[int]:
+        return await self._shared.tokens_of(body, self._recorded)
 
-class _Intake:
-    """The `Intake` of one HTTP request."""
-
-    def __init__(self, rollout: OpenRollout, sent: SentBody) -> None:
-        self._rollout, self._sent = rollout, sent
+    def _recorded(self, asked: AskedChat) -> tuple[int, ...]:
+        own = int(self._has_instructions)  # they replace those of the earlier request
+        earlier = self._rollout.earlier_messages(self._continues)
+        whole = [*asked.messages[:own], *earlier, *asked.messages[own:]]
+        self._prompt = self._rollout.prompt_of(replace(asked, messages=whole))
+        return self._prompt.piece.all_tokens()
 
     def check_size(self, wanted: int) -> None:
         if wanted > self._rollout.max_calls:
@@ -168,25 +199,26 @@ class _Intake:
             )
 
     def enter(self, requests: Sequence[GenerationRequest], *, streams: bool) -> Answer:
+        assert self._prompt is not None, "its prompt was made before"
         answer = Answer(requests, cast("Intake", self))
-        self._rollout.enter(requests, answer, self._sent)
+        self._rollout.enter(requests, self._prompt, answer, self._sent, has_instructions=self._has_instructions)
         return answer
 
     def leave(self, answer: Answer) -> None:
-        """A program that disconnects cancels nothing: its retry joins."""
+        self._rollout.leave(answer)
 
 
-def _policy_body(body: bytes, rollout: OpenRollout) -> bytes:
-    """The body for the policy: any model's name is its name, and sampling is the recipe's."""
+def _policy_body(body: bytes, rollout: OpenRollout) -> dict[str, Any] | None:
+    """The body for the policy: any model's name is its name, and sampling is the recipe's. None: it is no JSON object,
+    as the endpoint will say."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
-        return body  # the endpoint says what is wrong
+        return None
     if not isinstance(fields, dict):
-        return body
+        return None
     rollout.count("ignored_options", sum(fields.get(name) is not None for name in IGNORED))
-    kept = {name: value for name, value in fields.items() if name not in IGNORED}
-    return json.dumps({**kept, "model": POLICY}).encode()
+    return {**{name: value for name, value in fields.items() if name not in IGNORED}, "model": POLICY}
 
 
 async def _models(request: Request) -> Response:

@@ -205,19 +205,33 @@ class ChatTokens:
         if self._tokenizer.chat_template is None:
             text = "".join(f"\n{reply.text}\n" for reply in replies)
             return tuple(self._encoder.ids(text, special=False))
+        made: list[Message] = []
+        said: list[Message] = [{"role": reply.role, "content": reply.text} for reply in replies]
+        if calls and self._format is not None and self._format.names_calls:
+            for place, (call, reply) in enumerate(
+                zip(calls, replies, strict=True)
+            ):  # one that can't be read gets a name
+                id, name = (call.id, call.name) if isinstance(call, ToolCall) else (self._format.call_id(place), "tool")
+                made.append({"id": id, "type": "function", "function": {"name": name, "arguments": {}}})
+                said[place] = {"role": reply.role, "tool_call_id": id, "name": name, "content": reply.text}
+        return self.tokens_after(made, said, completion_token_ids)
+
+    def tokens_after(
+        self, calls: Sequence[Message], messages: Sequence[Message], completion_token_ids: Sequence[int]
+    ) -> tuple[int, ...]:
+        """What to append after a completion for the messages and the opening of the next answer. calls: those that
+        the completion made and the messages answer, as a chat template takes them.
+
+        Raises ReplyError for messages that the template refuses, UserError for one that leaves out earlier answers.
+        """
         has_ended = bool(completion_token_ids) and self.is_end(completion_token_ids[-1])
         if calls and self._format is not None and self._format.names_calls:
-            text = self._results(self._format, replies, calls, has_ended=has_ended)
-            return tuple(self._encoder.ids(text, special=False))
-        conversation = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": PLACEHOLDER},
-            *({"role": reply.role, "content": reply.text} for reply in replies),
-        ]
+            return self.ids_after(self._after_calls(calls, messages, has_ended=has_ended))
+        conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": PLACEHOLDER}, *messages]
         try:
             _, found, after = self._render(conversation).partition(PLACEHOLDER)
         except TEMPLATE_ERRORS as error:
-            roles = ", ".join(reply.role for reply in replies)
+            roles = ", ".join(message["role"] for message in messages)
             raise ReplyError(f"the chat template refuses replies of the roles {roles} ({error})") from error
         if not found:
             raise UserError("tokenizer: its chat template leaves out earlier answers, so turns can't be appended")
@@ -226,20 +240,15 @@ class ChatTokens:
         begin = self._end_of_turn(after, completion_token_ids[-1]) if has_ended else 0
         return tuple(token for token, (_, end) in zip(ids, offsets, strict=True) if begin == 0 or end > begin)
 
-    def _results(self, form: ToolFormat, replies: Sequence[Reply], calls: Sequence[Call], *, has_ended: bool) -> str:
-        """The text after an answer with these calls. A call that can't be read has a name of ours in it."""
-        made, results = [], []
-        for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
-            id, name = (call.id, call.name) if isinstance(call, ToolCall) else (form.call_id(place), "tool")
-            made.append({"id": id, "type": "function", "function": {"name": name, "arguments": {}}})
-            results.append({"role": reply.role, "tool_call_id": id, "name": name, "content": reply.text})
+    def _after_calls(self, calls: Sequence[Message], messages: Sequence[Message], *, has_ended: bool) -> str:
+        """The text after an answer with these calls."""
         said: list[Message] = [
             {"role": "user", "content": "-"},
-            {"role": "assistant", "content": "", "tool_calls": made},
+            {"role": "assistant", "content": "", "tool_calls": calls},
         ]
         template = Template(self._tokenizer, None, self._variables)
         try:
-            before, after = template.render(said), template.render([*said, *results], True)
+            before, after = template.render(said), template.render([*said, *messages], True)
         except UserError as error:
             raise ReplyError(f"the chat template refuses the results of tools ({error})") from error
         if not after.startswith(before):

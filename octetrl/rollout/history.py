@@ -1,6 +1,6 @@
-"""The prompt of each later turn of a conversation: `rollout.history`.
+"""What the policy has seen and said in one rollout, and the prompt of each later turn: `rollout.history`.
 
-    recorded   the tokens so far, and the tokens of the replies after them: the history never changes
+    recorded   the tokens so far, and the tokens of the messages after them: the history never changes
     template   the chat template renders all messages again, as a server does that receives them with every request
 
 A template may show an earlier answer in another form than it was sampled: Qwen3 leaves out its thoughts after the next
@@ -11,6 +11,9 @@ Tokens are recorded all the same where nothing has changed. A point of the rollo
 answer, has a text and its tokens. The longest of these texts that begins the rendered text keeps its tokens, and only
 the rest is tokenized. So another tokenization of the same text changes nothing, and a real change begins a new segment
 (`Turn.is_fork`), a sample of its own. Answers in its prompt are not trained on again.
+
+Points are a tree (`Piece`), in which each holds only what comes after its parent. agents/ records the calls of programs
+in the same tree.
 """
 
 from __future__ import annotations
@@ -25,6 +28,49 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.system.text import escaped
 
 History = Literal["recorded", "template"]
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Tokens that follow those of `parent`, and their text. text: None: not known yet, so no text is compared."""
+
+    parent: Piece | None = None
+    token_ids: tuple[int, ...] = ()
+    text: str | None = ""
+    num_tokens: int = 0  # from the root to its end
+    children: list[Piece] = field(default_factory=list)
+
+    def add(self, token_ids: Sequence[int], text: str | None) -> Piece:
+        """The piece of these tokens after this one. Equal tokens are the same piece."""
+        token_ids = tuple(token_ids)
+        if not token_ids:
+            return self
+        for child in self.children:
+            if child.token_ids == token_ids:
+                return child
+        self.children.append(Piece(self, token_ids, text, self.num_tokens + len(token_ids)))
+        return self.children[-1]
+
+    def all_tokens(self) -> tuple[int, ...]:
+        """From the root to its end."""
+        pieces: list[Piece] = []
+        piece: Piece | None = self
+        while piece is not None:
+            pieces.append(piece)
+            piece = piece.parent
+        return tuple(token for one in reversed(pieces) for token in one.token_ids)
+
+    def longest(self, text: str) -> tuple[Piece, int]:
+        """The piece below this one whose whole text is the longest beginning of `text`, and its characters."""
+        best, waiting = (self, 0), [(self, 0)]
+        while waiting:
+            piece, characters = waiting.pop()
+            if characters > best[1] or (characters == best[1] and piece.parent is best[0]):
+                best = (piece, characters)
+            for child in reversed(piece.children):  # of equally long ones the first
+                if child.text is not None and text.startswith(child.text, characters):
+                    waiting.append((child, characters + len(child.text)))
+        return best
 
 
 class RecordedHistory:
@@ -47,54 +93,29 @@ class RecordedHistory:
         return self._chat.reply_tokens(replies, completion.token_ids, calls), False
 
 
-@dataclass(slots=True)
-class _Segment:
-    """A token sequence with its text. points: (characters, tokens) at the ends of prompts and answers."""
-
-    text: str
-    token_ids: list[int]
-    points: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, text: str, token_ids: Sequence[int]) -> None:
-        self.text += text
-        self.token_ids += token_ids
-        self.points.append((len(self.text), len(self.token_ids)))
-
-
 class TemplateHistory(RecordedHistory):
     """The template renders each prompt. prompt: the task's."""
 
     def __init__(self, chat: ChatTokens, prompt: Prompt) -> None:
         super().__init__(chat)
-        self._rendered = escaped(chat.prompt_text(prompt))  # the next prompt
-        self._kept = 0  # characters of it whose tokens are recorded
-        self._segments: list[_Segment] = []
+        self._new = escaped(chat.prompt_text(prompt))  # the text that the next prompt adds to `_at`
+        self._root = self._at = self._last = Piece()  # _at: what the next prompt follows; _last: the last answer's end
 
     def add(self, new: Sequence[int], completion: Completion, *, is_fork: bool) -> None:
         """A turn that was sampled after the last `next_prompt`, or after the task's prompt."""
-        if is_fork or not self._segments:
-            self._segments.append(_Segment("", []))
-            self._kept = 0
-        segment, answer = self._segments[-1], completion.token_ids
-        segment.add(self._rendered[self._kept :], new)
+        prompt = self._at.add(new[self._at.num_tokens :] if is_fork else new, self._new)
+        answer = completion.token_ids
         if answer and self._chat.is_end(answer[-1]):  # a point before it: the template may end answers in another way
-            segment.add(self._chat.text_of(answer[:-1]), answer[:-1])
+            prompt = prompt.add(answer[:-1], self._chat.text_of(answer[:-1]))
             answer = answer[-1:]
-        segment.add(self._chat.text_of(answer), answer)
+        self._last = prompt.add(answer, self._chat.text_of(answer))
 
     def next_prompt(
         self, messages: Sequence[Message], replies: Sequence[Reply], completion: Completion, calls: Sequence[Call] = ()
     ) -> tuple[tuple[int, ...], bool]:
-        self._rendered = self._chat.history_text(messages)
-        (self._kept, tokens), segment = max(
-            ((_last_common(one, self._rendered), one) for one in self._segments), key=lambda point: point[0]
-        )
-        rest = self._chat.ids_after(self._rendered[self._kept :])
-        is_end = segment is self._segments[-1] and tokens == len(segment.token_ids)
-        return (rest, False) if is_end else ((*segment.token_ids[:tokens], *rest), True)
-
-
-def _last_common(segment: _Segment, text: str) -> tuple[int, int]:
-    """The last point of the segment up to which its text is that of `text`."""
-    beginnings = (point for point in reversed(segment.points) if text.startswith(segment.text[: point[0]]))
-    return next(beginnings, (0, 0))
+        rendered = self._chat.history_text(messages)
+        self._at, kept = self._root.longest(rendered)
+        self._new = rendered[kept:]
+        rest = self._chat.ids_after(self._new)
+        is_end = self._at is self._last
+        return (rest, False) if is_end else ((*self._at.all_tokens(), *rest), True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octetrl.engine.stopping import TextDecoder, TextStream
-from octetrl.environments.tools.formats.reading import ToolCall, ToolFormat
+from octetrl.environments.tools.formats.reading import ParsedMessage, ToolCall, ToolFormat
 from octetrl.environments.tools.messages import to_message
 from octetrl.records import Completion, EventDetails, FinishReason, PromptLogprobs, SessionEvent, Top
 from octetrl.rollout.call_text import CallText
@@ -90,8 +90,7 @@ class Choice:
         calls: tuple[ToolCall, ...] = ()
         reason = completion.finish_reason.value
         if self._format is not None:
-            text = text if self._call_text is None else self._call_text.of(completion, self._stops)
-            parsed = self._format.parse(text, self._tools)
+            parsed = read_answer(completion, self._format, self._tools, self._call_text, self._stops)
             text = to_message(parsed)["content"]
             calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
             if calls and completion.finish_reason is FinishReason.STOP:
@@ -120,6 +119,13 @@ class Choice:
         end = min((at for at in (text.find(mark) for mark in self._marks) if at >= 0), default=len(text))
         held = max((_begins(text[:end], string) for string in (*self._stops, *self._marks)), default=0)
         return end - held
+
+
+def read_answer(
+    completion: Completion, form: ToolFormat, tools: Sequence[Any], call_text: CallText | None, stops: Sequence[str]
+) -> ParsedMessage:
+    """Content and calls of a whole answer, as a client gets them."""
+    return form.parse(completion.text if call_text is None else call_text.of(completion, stops), tools)
 
 
 def _begins(text: str, string: str) -> int:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -20,13 +21,27 @@ from octetrl.rollout.call_text import CallText, call_ends, find_format
 from octetrl.rollout.chat_tokens import ChatTokenizer, check_variables
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import Template
-from octetrl.server.errors import wrong
+from octetrl.server.errors import ApiError, wrong
 from octetrl.server.requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
 from octetrl.system.errors import UserError
 from octetrl.system.text import TextTooLong, escaped
 
 Result = TypeVar("Result")
-Recorded = Callable[[str, Sequence[dict[str, Any]], Callable[[str], Sequence[int]]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChat:
+    """A chat whose prompt is to be made. render: its text, special tokens included. encode: the tokens of a text that
+    follows others. Both raise ApiError."""
+
+    messages: Sequence[Mapping[str, Any]]  # as chat templates take them
+    tools: Sequence[Any] | None
+    variables: Mapping[str, Any]  # of the request
+    render: Callable[[Sequence[Mapping[str, Any]]], str]
+    encode: Callable[[str], tuple[int, ...]]
+
+
+Recorded = Callable[[AskedChat], tuple[int, ...]]
 
 
 class Prompts:
@@ -59,7 +74,7 @@ class Prompts:
             self.call_text = text if text.is_needed else None
 
     async def of_chat(self, body: ChatBody, recorded: Recorded | None = None) -> tuple[int, ...]:
-        """recorded: makes the tokens of the rendered text in place of the tokenizer alone."""
+        """recorded: makes the tokens in place of template and tokenizer alone. It may raise TextTooLong."""
         tokens = await self._beside_the_loop(lambda: self._chat_tokens(body, recorded))
         self._check(tokens, body, "messages")
         return tokens
@@ -72,8 +87,8 @@ class Prompts:
             self._check(tokens, body, "prompt")
         return token_lists
 
-    async def tokens_of(self, body: TokenizeBody) -> list[int]:
-        """Tokens of a text or a conversation. They may exceed the context."""
+    async def tokens_of(self, body: TokenizeBody, recorded: Recorded | None = None) -> list[int]:
+        """Tokens of a text or a conversation. They may exceed the context. recorded: as of `of_chat`."""
         prompt = body.prompt
         if prompt is not None and (body.messages is not None or body.tools):
             raise wrong("prompt", "prompt: messages or tools are given as well; give one of them")
@@ -85,7 +100,7 @@ class Prompts:
         chat = ChatBody(
             model="", messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
         )
-        return list(await self._beside_the_loop(lambda: self._chat_tokens(chat)))
+        return list(await self._beside_the_loop(lambda: self._chat_tokens(chat, recorded)))
 
     def check_known(self, tokens: Sequence[int]) -> None:
         """Raises ApiError for a token that the model does not have."""
@@ -109,8 +124,11 @@ class Prompts:
         try:
             return tuple(self._encoder.ids(text, special=special))
         except TextTooLong as error:
-            message = f"this model's context is {self._context_length} tokens; the prompt has {error}; shorten it"
-            raise wrong(param, message, "context_length_exceeded") from error
+            raise self._too_long(param, error) from error
+
+    def _too_long(self, param: str, error: TextTooLong) -> ApiError:
+        message = f"this model's context is {self._context_length} tokens; the prompt has {error}; shorten it"
+        return wrong(param, message, "context_length_exceeded")
 
     def _chat_tokens(self, body: ChatBody, recorded: Recorded | None = None) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
@@ -123,14 +141,23 @@ class Prompts:
         except UserError as error:
             raise wrong("chat_template_kwargs", str(error), "unsupported_parameter") from error
         conversation = [_message(message, place) for place, message in enumerate(body.messages)]
-        try:
-            template = Template(self._tokenizer, tools, {**self._variables, **body.chat_template_kwargs})
-            text = template.render(conversation, True)
-        except UserError as error:
-            reason = " ".join(str(error.__cause__ or error).split())[:200]
-            raise wrong("messages", f"messages: the model's chat template does not accept them: {reason}") from error
+        template = Template(self._tokenizer, tools, {**self._variables, **body.chat_template_kwargs})
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            try:
+                return escaped(template.render(messages, True))
+            except UserError as error:
+                reason = " ".join(str(error.__cause__ or error).split())[:200]
+                message = f"messages: the model's chat template does not accept them: {reason}"
+                raise wrong("messages", message) from error
+
         encode = partial(self._encoded, param="messages", special=False)
-        return encode(text) if recorded is None else recorded(escaped(text), conversation, encode)
+        if recorded is None:
+            return encode(render(conversation))
+        try:
+            return recorded(AskedChat(conversation, tools, body.chat_template_kwargs, render, encode))
+        except TextTooLong as error:
+            raise self._too_long("messages", error) from error
 
     def _check(self, tokens: tuple[int, ...], body: GenerationBody, param: str) -> None:
         if not tokens:

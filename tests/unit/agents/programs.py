@@ -15,6 +15,7 @@ from octetrl.environments.turns import Conversation, reward
 from octetrl.records import GenerationRequest, Rollout, SamplingParams, Task
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import Collecting, CollectionSettings, collect_groups
+from octetrl.rollout.history import History
 from tests.unit.rollout.talking import TalkingSession, TalkingWorkers
 from tests.unit.rollout.templates import stop_tokens, tokenizer_of
 
@@ -38,7 +39,10 @@ class Program:
 
 
 def played(
-    asks: Asks, says: Callable[[GenerationRequest, random.Random], str] = lambda *_: "so 15", **limits: Any
+    asks: Asks,
+    says: Callable[[GenerationRequest, random.Random], str] = lambda *_: "so 15",
+    history: History = "recorded",
+    **limits: Any,
 ) -> tuple[Rollout, TalkingSession]:
     """The rollout of one program, and the session that answered it. says: by the request and its random numbers; an
     answer without text never ends."""
@@ -61,7 +65,7 @@ def played(
     dialogue.capture, dialogue.closes = server.policy, server.close
     workers = TalkingWorkers(tokenizer, tokens)
     chat = ChatTokens(tokenizer, ends=stop_tokens(FAMILY))
-    collection = CollectionSettings(chat, SamplingParams(200), 1, 400, seed=3)
+    collection = CollectionSettings(chat, SamplingParams(200), 1, 400, seed=3, history=history)
     try:
         (group,) = collect_groups([Task("t", "7 + 8 =")], dialogue, workers, collection, Collecting())
         return group.rollouts[0], workers.sessions[0]
