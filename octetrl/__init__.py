@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octetrl.api.llm import LLM, RequestOutput
     from octetrl.api.sampling import SamplingParams
     from octetrl.api.train import resume, train
+    from octetrl.boxes.box import Box, BoxError
     from octetrl.environments.programs import AgentFailed, Model
     from octetrl.environments.scoring import log
     from octetrl.environments.tools import ToolError, tool
@@ -40,6 +41,8 @@ os.environ.update(short_waits(os.environ))  # before torch is loaded, which read
 __all__ = [
     "LLM",
     "AgentFailed",
+    "Box",
+    "BoxError",
     "Callback",
     "Conversation",
     "EarlyStopping",
@@ -63,6 +66,8 @@ __all__ = [
 
 _HOMES = {
     "AgentFailed": "octetrl.environments.programs",
+    "Box": "octetrl.boxes.box",
+    "BoxError": "octetrl.boxes.box",
     "Callback": "octetrl.run.callbacks",
     "Conversation": "octetrl.environments.turns",
     "EarlyStopping": "octetrl.run.callbacks",

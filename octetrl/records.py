@@ -307,6 +307,7 @@ class RolloutStatus(StrEnum):
     REWARD_MEMORY = "reward_memory"  # it ran out of memory, or was ended past reward_memory_mib
     TOOL_ERROR = "tool_error"  # a tool raised or hung, and the recipe ends such a rollout
     AGENT_ERROR = "agent_error"  # an environment's agent raised, or made no call
+    BOX_ERROR = "box_error"  # a box did not start, or was lost with what the agent had done in it
     ENVIRONMENT_ERROR = "environment_error"  # its start, reply or finish raised, or returned no valid reply
     ENVIRONMENT_TIMEOUT = "environment_timeout"  # one of them returned nothing in reply_timeout_seconds
     GENERATION_ERROR = "generation_error"  # a server gave no answer, after all retries

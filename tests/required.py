@@ -20,6 +20,7 @@ NEEDS = {
     "gpu": "a Hopper GPU",
     "landlock": "sandboxes of that level",
     "bubblewrap": "sandboxes of that level",
+    "podman": "podman and busybox-static: boxes as containers",
     "another-user": "root, and an interpreter and a tree that another user can read: sandboxes without root's rights",
     "serve": "the packages of `octetrl serve` and the official client",
     "verifiers": "verifiers with its classic interface: pip install 'octetrl[verifiers]'",

@@ -63,6 +63,17 @@ class AlgorithmFields(TypedDict, total=False):
     teacher_top_k: int
 
 
+class BoxFields(TypedDict, total=False):
+    kind: Literal["docker", "podman", "bubblewrap"]
+    image: str | None
+    cpus: float | None
+    memory_mib: int
+    network: Literal["off", "bridge", "host"]
+    env: Mapping[str, str]
+    program: Sequence[str] | None
+    options: Sequence[str]
+
+
 class CheckpointFields(TypedDict, total=False):
     every: int
     keep_last: int
@@ -154,6 +165,7 @@ class EngineFields(TypedDict, total=False):
 class EnvironmentFields(TypedDict, total=False):
     kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "python"]
     agent: AgentFields | None
+    box: BoxFields | None
     dataset: str | None
     split: str
     subset: str | None
@@ -286,6 +298,7 @@ class MismatchFields(TypedDict, total=False):
 class MixedEnvironmentFields(TypedDict, total=False):
     kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "python"]
     agent: AgentFields | None
+    box: BoxFields | None
     dataset: str | None
     split: str
     subset: str | None

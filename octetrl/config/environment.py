@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from octetrl.config.box import BoxConfig
 from octetrl.config.limits import LEAST_OWN_TEMPERATURE, MOST_COMPLETIONS, MOST_TEMPERATURE
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Fraction, Section
@@ -196,8 +197,8 @@ Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium
 class AgentConfig(Section):  # a command that calls the policy (docs/agents.md)
     command: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments. {prompt}, {task_id} and {model} stand for the task's prompt and id, and the
-    policy's name. It runs in an empty folder; what it prints is its result, and an exit code other than 0 a failure
-    without a reward."""
+    policy's name. It runs in an empty folder, or in a box (`environment.box`). What it prints is its result, and an
+    exit code other than 0 a failure without a reward."""
     prompt_on_stdin: bool = False
     """Also give the prompt as standard input."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -221,7 +222,7 @@ class TurnsConfig(Section):  # limits of rollouts with several turns (docs/envir
     to the model and continue. A ToolError and a wrong call are always reported to the model."""
     max_in_flight: int | None = Field(default=None, ge=1, le=10_000_000)
     """Largest number of rollouts in flight at once. Groups start only as a whole. None: all rollouts of a step, or 64
-    commands of `environment.agent`."""
+    with commands of `environment.agent` or boxes."""
 
 
 class EnvironmentConfig(Section):
@@ -230,6 +231,9 @@ class EnvironmentConfig(Section):
     agent: AgentConfig | None = None
     """A command that takes each rollout in place of the policy's single answer, and calls the policy. None: the policy
     answers itself, or the environment has an agent of its own."""
+    box: BoxConfig | None = None
+    """Where the command of `agent` runs, and what an agent in Python gets by `model.box()`. None: commands run on this
+    machine."""
     dataset: str | None = None
     """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}, or with other
     keys (`columns`), or a data set of the Hugging Face hub, owner/name (docs/data.md). code: path of a JSONL file of

@@ -129,6 +129,18 @@ ENVIRONMENT = (
         "environment.tools environment.kind!=math|jsonl|code|reasoning_gym",
         *(f"environment.judge environment.{name}" for name in ("reward", "reward_model")),
         "environment.reward_model environment.reward",
+        "environment.box.cpus environment.box.kind=bubblewrap",
+        "environment.box.network=bridge environment.box.kind=bubblewrap",
+    ),
+    Rule(
+        "environment.box.image=null environment.box.kind!=bubblewrap",
+        "missing; boxes of {r.environment.box.kind} need the name of an image, which may have columns of the task, as"
+        " in swe:{{id}}",
+    ),
+    Rule(
+        "environment.box environment.agent=null environment.kind!=python ?environment.tools",
+        "nothing would run in it; give environment.agent a command, or write an agent in Python (kind python)",
+        lambda r: not any(":" in tool for tool in r.environment.tools),
     ),
     *(
         Rule(

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal, TypeVar
 
+from octetrl.boxes.boxes import Boxes
 from octetrl.config.schema import EnvironmentConfig
 from octetrl.environments.calls import CallResult, Calls
 from octetrl.environments.scoring import OpenScorer, finite_number
@@ -125,6 +126,7 @@ class Dialogue(Dialogues):
 
     tool_format: how the model writes tool calls; None: it cannot. scorer: scores the last message, instead of the
     environment's own rewards if `only_scorer`, besides them otherwise; None: no scorer.
+    boxes: None: the recipe describes none.
     """
 
     def __init__(
@@ -135,7 +137,9 @@ class Dialogue(Dialogues):
         tool_format: ToolFormat | None = None,
         scorer: OpenScorer | None = None,
         only_scorer: bool = False,
+        boxes: Boxes | None = None,
     ) -> None:
+        self.boxes = boxes or Boxes(None)
         self.limits, self.scorer, self.calls = limits, scorer, Calls()
         self.agent: Callable[..., Any] | None = getattr(environment, "agent", None)
         check_environment(environment, tool_format is not None, has_scorer=scorer is not None)
@@ -150,8 +154,13 @@ class Dialogue(Dialogues):
     def of(self, task: Task) -> Dialogue:
         return self
 
+    def close(self) -> None:
+        super().close()
+        self.boxes.close()
+
     def begin(self, task: Task, seed: str) -> Conversation:
-        return Conversation(own_task(task), Random(seed))
+        own = own_task(task)
+        return Conversation(own, Random(seed), boxes=self.boxes.of(own))
 
     def hook(self, name: Literal["start", "finish"], conversation: Conversation) -> Asking[None]:
         """The environment's method of this name, if it has one."""

@@ -16,7 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import Any
+from urllib.parse import urlsplit
 
+from octetrl.boxes.box import Box
+from octetrl.boxes.boxes import RolloutBoxes
 from octetrl.config.environment import AgentConfig
 from octetrl.environments.scoring import Scorer
 from octetrl.process.command import CommandResult, run_command
@@ -39,6 +43,7 @@ class Model:
     api_key: str = field(repr=False)
     name: str = POLICY
     sessions: Callable[[str, bool], None] | None = field(default=None, repr=False, compare=False)
+    boxes: RolloutBoxes = field(default_factory=RolloutBoxes, repr=False, compare=False)
 
     def open_session(self, session: str, *, trains: bool = True) -> None:
         """Also take requests with this `X-Session-ID` and without a known key, until the rollout ends: for a library
@@ -80,10 +85,16 @@ class Model:
             cancelled.set()
             raise
 
+    async def box(self, *, calls_policy: bool = False, **settings: Any) -> Box:
+        """Start a box by the recipe's `environment.box`, with these of its settings changed. It ends after the rewards,
+        or by `close`. calls_policy: programs in it reach `base_url`. Raises BoxError, UserError."""
+        port = urlsplit(self.base_url).port if calls_policy else None
+        return await self.boxes.open(policy_port=port, **settings)
+
 
 @dataclass(frozen=True)
 class CommandEnvironment:
-    """Tasks whose answers a command gives. score: of what it prints."""
+    """Tasks whose answers a command gives, in a box if the recipe has one. score: of what it prints."""
 
     tasks: Sequence[Task]
     score: Scorer
@@ -94,7 +105,11 @@ class CommandEnvironment:
         values = {"{prompt}": task.text, "{task_id}": task.id, "{model}": model.name}
         command = [filled(word, values) for word in self.config.command]
         stdin = task.text if self.config.prompt_on_stdin else ""
-        result = await model.run(command, cwd=None, env=self.config.env, stdin=stdin, seconds=_UNTIL_CANCELLED)
+        if model.boxes.config is None:
+            result = await model.run(command, cwd=None, env=self.config.env, stdin=stdin, seconds=_UNTIL_CANCELLED)
+        else:
+            box, env = await model.box(calls_policy=True), {**model.variables, **self.config.env}
+            result = await box.run(command, env=env, stdin=stdin, seconds=_UNTIL_CANCELLED)
         if result.code != 0:
             said = " ".join((result.stderr or result.stdout)[-_SHOWN:].split())
             ended = result.stopped or f"exit code {result.code}"

@@ -29,6 +29,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
+from octetrl.boxes.box import Box
+from octetrl.boxes.boxes import RolloutBoxes
 from octetrl.environments.scoring import NAME
 from octetrl.records import Reply, Task
 from octetrl.system.errors import UserError
@@ -55,9 +57,23 @@ class Conversation:
     logged: dict[str, float] = field(default_factory=dict)  # metrics, by `octetrl.log`
     result: Any = None  # that an agent returned
     answered: str | None = None  # set by the environment for maj@k: the rollout's answer, equal texts for equal answers
+    boxes: RolloutBoxes = field(default_factory=RolloutBoxes)  # that it has opened
 
     def __post_init__(self) -> None:
         self.messages += map(dict, self.task.messages)
+
+    @property
+    def box(self) -> Box:
+        """The box that was opened last. It stays open until the rewards have ended. Raises UserError if there is
+        none."""
+        if not self.boxes.opened:
+            raise UserError("conversation.box: no box was opened; open one with model.box() or conversation.open_box()")
+        return self.boxes.opened[-1]
+
+    async def open_box(self, **settings: Any) -> Box:
+        """Start a box by the recipe's `environment.box`, with these of its settings changed, for the time of the
+        rollout. Raises BoxError, UserError."""
+        return await self.boxes.open(**settings)
 
     @staticmethod
     def current() -> Conversation:

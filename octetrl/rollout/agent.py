@@ -9,13 +9,14 @@ How it ends decides the status. A reward is never made up for a failure of the p
     it raises after the context was full        UNFINISHED   the same
     it raises `Failed`                          its status   none, or the rewards' for UNFINISHED
     it raises anything else, or made no call    AGENT_ERROR  none
+    a box did not start, or is lost             BOX_ERROR    none (converse.py: finished)
     the engine or the capture failed            GENERATION_ERROR  none
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from octetrl.environments.dialogue import Dialogue, Failed, RequestedCall
@@ -81,8 +82,8 @@ def run_agent(
     captured = None
     try:
         assert dialogue.agent is not None, "the environment has an agent"
-        call = dialogue.agent
-        (returned,) = yield (RequestedCall(call, (conversation.task, key.model), limits.agent_seconds, conversation),)
+        call, model = dialogue.agent, replace(key.model, boxes=conversation.boxes)
+        (returned,) = yield (RequestedCall(call, (conversation.task, model), limits.agent_seconds, conversation),)
         captured = key.seal()
         conversation.messages[:] = captured.messages or conversation.messages
         conversation.text, conversation.turns = captured.text, captured.num_calls

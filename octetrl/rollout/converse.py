@@ -38,6 +38,7 @@ from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.rollout.history import History, RecordedHistory, TemplateHistory
 from octetrl.system.text import TextTooLong
 
+_CLOSE_SECONDS = 60.0  # for the boxes of a rollout
 Wanted = GenerationRequest | tuple[RequestedCall, ...]
 RolloutSteps = Generator[Wanted, Any, Rollout]  # sent a Completion, or a CallResult for each RequestedCall
 
@@ -109,12 +110,18 @@ def converse(
 
 
 def finished(dialogue: Dialogue, conversation: Conversation, rollout: Rollout) -> RolloutSteps:
-    """Runs the environment's `finish`, and adds to the rollout what the conversation has counted by then."""
+    """Runs the environment's `finish`, ends the rollout's boxes, and adds to it what the conversation has counted by
+    then."""
     try:
         yield from dialogue.hook("finish", conversation)
     except Failed as failed:
         if rollout.status.has_reward:  # the first failure is reported
             rollout = replace(rollout, status=failed.status, detail=failed.detail, trace=failed.trace, reward=None)
+    if conversation.boxes.is_used:
+        lost = conversation.boxes.lost()
+        yield (RequestedCall(conversation.boxes.close, (), _CLOSE_SECONDS, conversation),)
+        if lost is not None:  # whatever its code made of it
+            rollout = replace(rollout, status=RolloutStatus.BOX_ERROR, detail=lost, reward=None)
     metrics = {**rollout.metrics, **dialogue.counts(conversation)}
     return replace(rollout, answered=conversation.answered, metrics=metrics)
 

@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from octetrl.boxes.boxes import Boxes, try_box
 from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.environment import EnvironmentConfig, EvalSetConfig
 from octetrl.config.rules_environment import own_sampling_problem, refuse_for_turns
@@ -204,6 +205,9 @@ def build_environments(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Environm
     for name, config in recipe.each_environment.items():
         with errors_named(name):
             built[name] = build_environment(config, given)
+            if config.box is not None:
+                first = next(iter(built[name].tasks), None)
+                try_box(config.box, first, calls_policy=config.agent is not None)
     return built
 
 
@@ -393,9 +397,10 @@ def _dialogue(recipe: Recipe, environment: Environment, tool_format: ToolFormat 
     elif function is not None:
         scorer = _with_rewards_in_run(_rewards(function, config, given), config, given)
     limits = ConversationLimits.from_config(config)
-    if config.agent is not None and limits.max_in_flight is None:
+    if (config.agent or config.box) is not None and limits.max_in_flight is None:
         limits = replace(limits, max_in_flight=MOST_COMMANDS)
-    return Dialogue(environment, limits, tool_format=tool_format, scorer=scorer, only_scorer=replaces)
+    boxes = Boxes(config.box)
+    return Dialogue(environment, limits, tool_format=tool_format, scorer=scorer, only_scorer=replaces, boxes=boxes)
 
 
 def _rewards(scorer: Scorer, config: EnvironmentConfig, given: Given) -> OpenScorer:

@@ -165,6 +165,7 @@ _WITHOUT_REWARD = (
     "reward_memory",
     "tool_error",
     "agent_error",
+    "box_error",
     "environment_error",
     "environment_timeout",
 )

@@ -42,6 +42,7 @@ SHARED = {"cluster.cpus": 2, "cluster.tensor_parallel": 2}
 JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 PRESET = {"model.path": None, "model.preset": "tiny", "model.init": "random", "model.tokenizer": "t"}
 FILE = {"kind": "jsonl", "dataset": "b.jsonl"}
+AGENT_COMMAND = {"environment.agent": {"command": ["a"]}}
 CODE = {"environment.kind": "code", "environment.dataset": "tasks.jsonl"}
 
 EXAMPLES: list[Changes] = [
@@ -136,6 +137,10 @@ EXAMPLES: list[Changes] = [
     {"environment.reward": "a:b", "environment.judge": JUDGE},
     {"environment.reward_model": "m", "environment.judge": JUDGE},
     {"environment.reward_model": "m", "environment.reward": "a:b"},
+    {"environment.box": {"kind": "bubblewrap", "cpus": 2.0}, **AGENT_COMMAND},
+    {"environment.box": {"kind": "bubblewrap", "network": "bridge"}, **AGENT_COMMAND},
+    {"environment.box": {"kind": "podman"}, **AGENT_COMMAND},
+    {"environment.box": {"image": "a"}},
     {"environment.split": "test"},
     {"environment.subset": "main"},
     {**CODE, "environment.eval_split": "test"},

@@ -1,0 +1,120 @@
+"""Boxes as containers of docker or podman, by their command line.
+
+A container is named after the process of the run: machine, process namespace, process, its start, and a number. So a
+container whose run was killed, and that did not end with it, is recognised by the next run, and no other is touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from octetrl.boxes.box import PAYLOAD, Box, BoxError
+from octetrl.config.box import BoxConfig
+
+_LABEL = "octetrl-box"
+_MOST_PROCESSES = 4096
+_SECONDS = 120.0  # for a command of docker or podman that starts nothing
+_NETWORKS = {"off": "none", "bridge": "bridge", "host": "host"}
+_numbers = itertools.count()
+
+
+class Container(Box):
+    def __init__(self, config: BoxConfig) -> None:
+        super().__init__(config)
+        self._program = program_of(config)
+        self.name = f"{_owner()}-{next(_numbers)}"
+
+    def start_command(self) -> tuple[list[str], list[int]]:
+        config = self.config
+        if config.image is None:
+            raise BoxError("the box has no image; name it in environment.box.image")
+        words = [*self._program, "run", "-i", "--rm", "--name", self.name, "--label", _LABEL, "--entrypoint", "sh"]
+        words += ["--network", _NETWORKS[config.network], "--memory", f"{config.memory_mib}m"]
+        words += ["--pids-limit", str(_MOST_PROCESSES)]
+        words += [] if config.cpus is None else ["--cpus", str(config.cpus)]
+        return [*words, *config.options, config.image, "-c", PAYLOAD], []
+
+    def client(
+        self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool
+    ) -> tuple[list[str], list[int]]:
+        words = [*self._program, "exec", *(["-i"] if reads else []), *([] if user is None else ["--user", user])]
+        for name, value in env.items():
+            words += ["--env", f"{name}={value}"]
+        return [*words, self.name, *command], []
+
+    def find_pid(self) -> int:
+        pid = int(_said([*self._program, "inspect", "--format", "{{.State.Pid}}", self.name]))
+        try:
+            environment = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except FileNotFoundError:
+            environment = b""
+        if PAYLOAD.encode() not in environment:  # docker counts processes elsewhere, and this is another one
+            raise OSError("its processes are not those of this machine or container")
+        return pid
+
+    def clean(self, *, ended_by_itself: bool) -> None:
+        if not ended_by_itself:
+            remove(self.config, [self.name])
+
+
+def program_of(config: BoxConfig) -> list[str]:
+    return list(config.program or [config.kind])
+
+
+def sweep(config: BoxConfig) -> list[str]:
+    """Remove the containers of runs of this machine that have ended without them. Returns their names. Raises
+    OSError."""
+    listed = _said([*program_of(config), "ps", "-a", "--filter", f"label={_LABEL}", "--format", "{{.Names}}"])
+    left = [name for name in listed.split() if _is_left(name)]
+    remove(config, left)
+    return left
+
+
+def remove(config: BoxConfig, names: Sequence[str]) -> None:
+    if names:
+        words = [*program_of(config), "rm", "-f", *names]
+        subprocess.run(words, capture_output=True, timeout=_SECONDS, check=False)
+
+
+@cache
+def _place() -> str:
+    """Names the machine since its start, and the process namespace: process ids are compared only within it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:13]
+    return f"octetrl-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _owner() -> str:
+    pid = os.getpid()
+    return f"{_place()}-{pid}-{_begun(pid)}"
+
+
+def _is_left(name: str) -> bool:
+    place, *words = name.rsplit("-", 3)
+    if place != _place() or len(words) != 3 or not all(word.isdigit() for word in words):
+        return False
+    pid, begun, _ = map(int, words)
+    return _begun(pid) != begun
+
+
+def _begun(pid: int) -> int:
+    """When a process began, in ticks since the machine's start; -1: there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+
+
+def _said(command: Sequence[str]) -> str:
+    """Its output. Raises OSError if it fails."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} said nothing in {_SECONDS:g} s") from error
+    if ended.returncode != 0:
+        raise OSError(" ".join(ended.stderr.split())[-300:] or f"{command[0]}: exit code {ended.returncode}")
+    return ended.stdout

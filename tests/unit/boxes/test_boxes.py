@@ -1,0 +1,187 @@
+"""What a box promises, of each kind that works here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from octetrl.boxes.box import Box, BoxError
+from octetrl.boxes.boxes import Boxes, open_box
+from octetrl.config.box import BoxConfig
+from octetrl.records import Task
+from octetrl.system.errors import UserError
+from tests.unit.boxes.made import config_of
+
+
+@pytest.fixture(params=["bubblewrap", "folder", "podman"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> BoxConfig:
+    return config_of(request.param, tmp_path)
+
+
+def in_box(config: BoxConfig, use: Callable[[Box], Awaitable[None]]) -> None:
+    async def used() -> None:
+        async with await open_box(config) as box:
+            await use(box)
+        assert not box.alive()
+
+    asyncio.run(used())
+
+
+def test_commands_files_and_what_they_leave(config: BoxConfig) -> None:
+    async def use(box: Box) -> None:
+        script = "echo out; echo err >&2; echo $A >/tmp/kept; exit 3"
+        result = await box.run(["sh", "-c", script], env={"A": "b c"})
+        assert (result.code, result.stdout, result.stderr) == (3, "out\n", "err\n")
+        assert await box.get("/tmp/kept") == b"b c\n"
+        data = bytes(range(256)) * 1000
+        await box.put("/tmp/a folder/file", data)
+        assert await box.get("/tmp/a folder/file") == data
+        with pytest.raises(OSError, match="/tmp/none"):
+            await box.get("/tmp/none")
+        assert (await box.run(["cat"], stdin="given")).stdout == "given"
+        assert (await box.run(["no-such-program"])).code == 127
+        assert (await box.run(["pwd"], cwd="/no/folder")).code == 126
+        assert (await box.run(["pwd"], cwd="/tmp")).stdout == "/tmp\n"
+        assert (await box.run(["sh", "-c", "kill -9 $$"])).code == 137
+        assert box.alive()
+
+    in_box(config, use)
+
+
+def test_a_command_whose_time_is_over_is_ended_and_the_box_goes_on(config: BoxConfig) -> None:
+    async def use(box: Box) -> None:
+        spreads = "(while :; do sleep 0.1; done) & echo begun; while :; do :; done"
+        result = await box.run(["sh", "-c", spreads], seconds=0.5)
+        assert (result.code, result.stdout, result.stopped) == (None, "begun\n", "wall_timeout")
+        assert "while" not in (await box.run(["ps", *([] if config.image else ["-ef"])])).stdout
+
+    in_box(config, use)
+
+
+def test_the_middle_of_a_long_output_is_left_out(config: BoxConfig) -> None:
+    async def use(box: Box) -> None:
+        script = "echo first; head -c 300000 /dev/zero | tr '\\0' x; echo; echo last"
+        result = await box.run(["sh", "-c", f"({script}) | tee /dev/stderr"], output_bytes=1000)
+        for text in (result.stdout, result.stderr):
+            assert text.startswith("first\nxx") and text.endswith("x\nlast\n") and len(text) < 1100
+            assert f"[{300_012 - 1000:,} bytes left out]" in text
+        assert result.code == 0
+
+    in_box(config, use)
+
+
+def test_a_shell_keeps_its_folder_and_variables(config: BoxConfig) -> None:
+    async def use(box: Box) -> None:
+        shell = box.shell(cwd="/tmp")
+        await shell.run("export A=1; B='x y\n z'; mkdir -p q; cd q")
+        result = await shell.run('echo "$A$B"; pwd; echo err >&2; exit 5')
+        assert (result.code, result.stdout) == (5, "1x y\n z\n/tmp/q\nerr\n")
+        result = await shell.run("A=2; while :; do :; done", seconds=0.5)
+        assert result.stopped == "wall_timeout"
+        assert (await shell.run("echo $A; pwd")).stdout == "1\n/tmp/q\n"
+        assert (await shell.run("sleep 60 & echo begun", seconds=30.0)).stdout == "begun\n"
+
+    in_box(config, use)
+
+
+class _Policy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"an answer")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_without_a_network_a_box_reaches_the_policy_and_nothing_else(config: BoxConfig) -> None:
+    servers = [HTTPServer(("127.0.0.1", 0), _Policy) for _ in range(2)]
+    for server in servers:
+        Thread(target=server.serve_forever, daemon=True).start()
+    policy, other = (server.server_port for server in servers)
+    fetch = ["wget", "-q", "-O", "-"] if config.image else ["python3", "-c", _FETCH]
+
+    async def use(box: Box) -> None:
+        assert (await box.run([*fetch, f"http://127.0.0.1:{policy}/"])).code != 0
+        await box.forward(policy)
+        assert (await box.run([*fetch, f"http://127.0.0.1:{policy}/"])).stdout == "an answer"
+        assert (await box.run([*fetch, f"http://127.0.0.1:{other}/"])).code != 0
+
+    try:
+        in_box(config, use)
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+_FETCH = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode(), end='')"
+
+
+def test_a_box_that_is_killed_is_lost_and_has_no_exit_code(config: BoxConfig) -> None:
+    async def use(box: Box) -> None:
+        running = asyncio.create_task(box.run(["sh", "-c", "echo begun >/tmp/begun; sleep 60"]))
+        while (await box.run(["cat", "/tmp/begun"])).code != 0:
+            pass
+        os.kill(box.find_pid(), signal.SIGKILL)
+        with pytest.raises(BoxError):
+            await running
+        with pytest.raises(BoxError):
+            await box.run(["true"])
+        assert not box.alive() and box.lost is not None
+
+    in_box(config, use)
+
+
+DIES = """
+import asyncio, os, sys
+from octetrl.boxes.boxes import open_box
+from octetrl.config.box import BoxConfig
+async def dies():
+    box = await open_box(BoxConfig.model_validate_json(sys.argv[1]))
+    print(box.find_pid(), flush=True)
+    await box.run(["sleep", "60"])
+asyncio.run(dies())
+"""
+
+
+def test_a_box_ends_with_its_run_however_that_ends(config: BoxConfig) -> None:
+    run = subprocess.Popen([os.sys.executable, "-c", DIES, config.model_dump_json()], stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    pid = int(run.stdout.readline())
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    limit = time.monotonic() + 60.0
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_settings_are_the_recipes_with_changes_and_columns() -> None:
+    task = Task("t", "x", metadata={"tag": 7})
+    boxes = Boxes(BoxConfig(kind="podman", image="swe:{tag}-{id}", cpus=2.0))
+    config = boxes.settings(task, {"network": "host", "options": ["--gpus", "all"]})
+    assert (config.image, config.cpus, config.options) == ("swe:7-t", 2.0, ("--gpus", "all"))
+    for changes in ({"image": "{other}"}, {"cpu": 2}):
+        with pytest.raises(UserError):
+            boxes.settings(task, changes)
+
+
+def test_what_a_box_needs_is_said_before_it_is_used() -> None:
+    for config in (
+        BoxConfig(kind="bubblewrap", program=("no-such-bwrap",)),
+        BoxConfig(kind="bubblewrap", image="/no/such/folder"),
+        BoxConfig(kind="podman", program=("no-such-podman",), image="a"),
+    ):
+        with pytest.raises(BoxError):
+            asyncio.run(open_box(config))
