@@ -1,48 +1,58 @@
 #!/usr/bin/env bash
-# outside_packages.sh PYTHON: runs the tests against packages that the project works with and does not depend on:
-# verifiers' environments, lm-eval as a client of the server, clients of agents, Hugging Face's datasets, the clients of
-# trackers. They are installed in build/outside, in front of PYTHON's packages, in the versions of outside.txt (once; a minute or two).
-# Prints one line. Where they can't be installed it says so and exits 0; a test that fails is shown, and the exit is 1.
+# outside_packages.sh PYTHON [NAME...]: runs the tests against packages that the project works with and does not depend
+# on, each group in an environment of its own, build/outside/NAME, in the versions of setup/outside/NAME.txt (installed
+# once; some minutes and about 3 GB for all). Prints one line for each: what passed, or why it could not run. A test
+# that fails is shown, and the exit is 1.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-python=$1 folder=build/outside
-packages=(verifiers lm-eval datasets wandb mlflow trackio swanlab anthropic openai-agents)
-tests=(
-    tests/unit/environments/test_verifiers_adapter.py
-    tests/unit/rollout/test_renderers.py
-    tests/unit/agents/test_clients.py
-    tests/e2e/test_lm_eval.py
-    tests/unit/data/test_hub_datasets.py::test_the_real_package_reads_the_same_folders
-    tests/unit/telemetry/test_real_trackers.py
-    tests/unit/data/test_rows.py::test_saved_and_loadable_folders
-)
+python=$1
+shift
+names=("${@:-clients verifiers openenv}")
+export HF_HUB_OFFLINE=1 HF_HOME="$PWD/build/outside/cache"
+status=0
 
-without() {
-    echo "verifiers, lm-eval, datasets, trackers: $1; the tests against them did not run"
-    exit 0
+# group NAME IN-FRONT NEEDS PACKAGES TESTS: the tests run with PYTHON's packages and, where IN-FRONT is yes, the group's
+# packages in front of them; else a program of the group runs beside the tests, which find it at OCTETRL_OUTSIDE.
+group() {
+    case " ${names[*]} " in *" $1 "*) ;; *) return ;; esac
+    local folder="build/outside/$1" pins="setup/outside/$1.txt" wanted said tests packages
+    read -ra packages <<<"$4"
+    read -ra tests <<<"$5"
+    without() { echo "$1: $2; its tests did not run"; }
+    if [ -z "$base" ]; then
+        without "$1" "there is no Python 3.12"
+        return
+    fi
+    wanted="$("$base" -V) $(cat "$pins")"
+    if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
+        said=$("$base" -m venv --clear "$folder" 2>&1) || { without "$1" "no environment ($(tail -n 1 <<<"$said"))"; return; }
+        if [ "$2" = yes ]; then
+            theirs=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+            "$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$theirs/zz_project.pth"
+        fi
+        said=$(timeout 600 "$folder/bin/python" -m pip --disable-pip-version-check install -qq --no-compile --progress-bar off \
+            --constraint "$pins" "${packages[@]}" 2>&1) ||
+            { without "$1" "pip failed ($(tail -n 1 <<<"${said:-not done in 600 s}"))"; return; }
+        echo "$wanted" >"$folder/installed"
+    fi
+    local runs="$python"
+    [ "$2" = yes ] && runs="$folder/bin/python"
+    said=$(OCTETRL_REQUIRE="$3" OCTETRL_OUTSIDE="$PWD/$folder/bin" timeout 1500 "$runs" -m pytest -p no:cacheprovider \
+        -p no:xdist "${tests[@]}" 2>&1) || { echo "$said"; status=1; return; }
+    versions=$("$folder/bin/python" -c 'import sys; from importlib.metadata import version
+print(*(f"{name} {version(name)}" for name in (each.split("[")[0] for each in sys.argv[1:])), sep=", ")' "${packages[@]}")
+    echo "$versions: $(grep -oE '[0-9]+ passed' <<<"$said" | tail -n 1)"
 }
 
-wanted="$("$python" -V) $(cat setup/outside.txt)" || without "there is no $python"
-if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
-    said=$("$python" -m venv --clear "$folder" 2>&1) || without "no environment ($(echo "$said" | tail -n 1))"
-    theirs=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    "$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$theirs/zz_project.pth"
-    said=$(timeout 600 "$folder/bin/python" -m pip --disable-pip-version-check install -qq --no-compile --progress-bar off \
-        --constraint setup/outside.txt "${packages[@]}" 2>&1) || without "pip failed ($(echo "${said:-not done in 600 s}" | tail -n 1))"
-    said=$("$folder/bin/python" -c 'import datasets, lm_eval, mlflow, pytest, swanlab, torch, trackio, verifiers, wandb' 2>&1) ||
-        without "they can't be imported ($(echo "$said" | tail -n 1))"
-    echo "$wanted" >"$folder/installed"
-fi
-
-export OCTETRL_REQUIRE=verifiers,trackers,agents HF_HUB_OFFLINE=1 HF_HOME="$PWD/build/outside/cache"
-if ! "$folder/bin/python" -c 'import openai, uvicorn' 2>/dev/null; then
-    echo "lm-eval: the server or the official client is not installed; its tests did not run"
-else
-    OCTETRL_REQUIRE+=,lm-eval,serve
-fi
-said=$(timeout 1500 "$folder/bin/python" -m pytest -p no:cacheprovider -p no:xdist "${tests[@]}" 2>&1) || {
-    echo "$said"
-    exit 1
-}
-versions=$(grep -E '^(verifiers|lm_eval|datasets|wandb|mlflow|trackio|swanlab|anthropic|openai-agents)==' setup/outside.txt | paste -sd ' ')
-echo "$versions: $(echo "$said" | grep -oE '[0-9]+ passed' | tail -n 1)"
+"$python" -V >/dev/null || exit 1
+[ ! -e build/outside/bin ] || rm -rf build/outside  # one environment for all, as it was before
+base=$python
+group clients yes trackers,agents,lm-eval,serve \
+    "lm-eval[api] datasets wandb mlflow trackio swanlab anthropic openai-agents" \
+    "tests/unit/agents/test_clients.py tests/e2e/test_lm_eval.py tests/unit/telemetry/test_real_trackers.py
+     tests/unit/data/test_hub_datasets.py::test_the_real_package_reads_the_same_folders
+     tests/unit/data/test_rows.py::test_saved_and_loadable_folders"
+group verifiers yes verifiers "verifiers renderers" \
+    "tests/unit/environments/test_verifiers_v1.py tests/unit/rollout/test_renderers.py"
+group openenv yes openenv openenv tests/unit/environments/test_openenv.py
+exit "$status"

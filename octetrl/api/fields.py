@@ -163,7 +163,7 @@ class EngineFields(TypedDict, total=False):
 
 
 class EnvironmentFields(TypedDict, total=False):
-    kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "python"]
+    kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "python"]
     agent: AgentFields | None
     box: BoxFields | None
     dataset: str | None
@@ -296,7 +296,7 @@ class MismatchFields(TypedDict, total=False):
 
 
 class MixedEnvironmentFields(TypedDict, total=False):
-    kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "python"]
+    kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "python"]
     agent: AgentFields | None
     box: BoxFields | None
     dataset: str | None

@@ -191,7 +191,7 @@ EvalDataset = Annotated[
     Annotated[str, Tag("[one]")] | Annotated[dict[EnvironmentName, EvalSetConfig], Tag("[several]")],
     Discriminator(lambda given: "[several]" if isinstance(given, Mapping) else "[one]"),
 ]
-Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "python"]
+Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "python"]
 
 
 class AgentConfig(Section):  # a command that calls the policy (docs/agents.md)
@@ -238,7 +238,8 @@ class EnvironmentConfig(Section):
     """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}, or with other
     keys (`columns`), or a data set of the Hugging Face hub, owner/name (docs/data.md). code: path of a JSONL file of
     {"prompt", "tests"} (docs/sandbox.md). verifiers and gymnasium: the environment's name
-    (docs/environment_tools.md). python: your own environment, `module:name` (docs/environments.md)."""
+    (docs/environment_tools.md). openenv: the server's address, ws://host:port. python: your own environment,
+    `module:name` (docs/environments.md)."""
     split: str = "train"
     """Split of a Hugging Face data set that the tasks come from."""
     subset: str | None = None
@@ -257,7 +258,7 @@ class EnvironmentConfig(Section):
     """For files: the reference answer is the text after the last such marker in the answer's column, for example
     "####". None: the whole column."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the dataset or environment (kinds reasoning_gym, verifiers, gymnasium)."""
+    """Parameters of the dataset or environment (kinds reasoning_gym, verifiers, gymnasium, openenv)."""
     reward: RewardFunctions | None = None
     """Python function `module:name` that replaces the kind's own scorer. It is called as reward(task, text) -> float.
     Or several by name, {accuracy: {function: module:name}, polite: {function: module:name, weight: 0.2}}: the reward is
@@ -282,7 +283,8 @@ class EnvironmentConfig(Section):
     curriculum: CurriculumConfig | None = None
     """Order of the training tasks, and which of them rest. None: all of them, shuffled again in each epoch."""
     train_size: int = Field(default=10_000, ge=1, le=10_000_000)
-    """Number of tasks generated for training (reasoning_gym, gymnasium). A file gives all its tasks except the
+    """Number of tasks generated for training (reasoning_gym, gymnasium, openenv, and endless
+    tasksets of verifiers). A file gives all its tasks except the
     held-out ones."""
     eval_size: int = Field(default=128, ge=0, le=1_000_000)
     """Number of held-out tasks. Their prompts do not occur in training."""

@@ -19,7 +19,8 @@ _DATASETS = {
     "reasoning_gym": "the name of a reasoning_gym dataset, such as chain_sum",
     "code": 'the path of a JSONL file of {"prompt": ..., "tests": [...]}',
     "python": "your own environment as 'module:name'",
-    "verifiers": "the name of an installed verifiers environment",
+    "verifiers": "the name of an installed verifiers taskset",
+    "openenv": "the address of a server, such as ws://localhost:8000",
     "gymnasium": "the id of a Gymnasium environment, or 'module:name' of a function or class that creates one",
 }
 _FILE_OF_TASKS = 'the path of a JSONL file of {"prompt": ..., "answer": ...}'

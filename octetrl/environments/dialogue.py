@@ -143,6 +143,7 @@ class Dialogue(Dialogues):
         self.limits, self.scorer, self.calls = limits, scorer, Calls()
         self.agent: Callable[..., Any] | None = getattr(environment, "agent", None)
         check_environment(environment, tool_format is not None, has_scorer=scorer is not None)
+        self._close: Callable[[], None] | None = getattr(environment, "close", None)
         self._hooks: dict[str, Any] = {name: getattr(environment, name, None) for name in _HOOKS}
         self._toolbox = toolbox_of(environment)
         self._components = components_of(environment)
@@ -155,8 +156,11 @@ class Dialogue(Dialogues):
         return self
 
     def close(self) -> None:
+        """Also closes the environment, if it has `close`."""
         super().close()
         self.boxes.close()
+        if self._close is not None:
+            self._close()
 
     def begin(self, task: Task, seed: str) -> Conversation:
         own = own_task(task)
@@ -235,6 +239,8 @@ class Dialogue(Dialogues):
                 conversation.refused_calls += result.value.refused
             else:
                 conversation.failed_calls += 1
+                if isinstance(result.raised, Failed):  # an adapter's: it knows the status
+                    raise result.raised
                 if self.limits.tool_failure == "end":
                     raise Failed(RolloutStatus.TOOL_ERROR, result.error, result.trace)
                 text = f"Error: {result.error}"

@@ -35,6 +35,7 @@ from octetrl.environments.judge import Judge
 from octetrl.environments.math_answers import MathScorer, reference_problems
 from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
 from octetrl.environments.named_rewards import RewardsInRun
+from octetrl.environments.openenv import openenv_environment
 from octetrl.environments.programs import CommandEnvironment
 from octetrl.environments.python_object import (
     ForeignTasks,
@@ -54,7 +55,7 @@ from octetrl.environments.scoring import OpenScorer, Scorer, place_of
 from octetrl.environments.tasks import Environment, EvalSet, NoTasks, TaskEnvironment, Taskset, own_eval_sets
 from octetrl.environments.tools.formats.reading import ToolFormat
 from octetrl.environments.tools.ready import with_tools
-from octetrl.environments.verifiers_adapter import verifiers_environment
+from octetrl.environments.verifiers_v1 import verifiers_environment
 from octetrl.records import Task
 from octetrl.rollout.call_text import find_format
 from octetrl.rollout.chat_tokens import ChatTokenizer, ChatTokens, template_names, try_prompts, unread
@@ -125,8 +126,12 @@ def _environment_of_kind(config: EnvironmentConfig, dataset: str) -> Environment
                 action_marker=config.answer_marker,
                 load_seconds=config.load_timeout_seconds,
             )
+        case "openenv":
+            made = openenv_environment(
+                dataset, config.parameters, size=size, seed=seed, action_marker=config.answer_marker
+            )
         case "verifiers":
-            made = verifiers_environment(dataset, config.parameters)
+            made = verifiers_environment(dataset, config.parameters, size=size, max_turns=config.turns.max_turns)
         case "python":
             made = load_environment(dataset, config.load_timeout_seconds)
     return made

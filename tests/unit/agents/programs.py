@@ -46,17 +46,29 @@ def played(
 ) -> tuple[Rollout, TalkingSession]:
     """The rollout of one program, and the session that answered it. says: by the request and its random numbers; an
     answer without text never ends."""
+    return played_task(Program(asks), 0, says, history, **limits)
+
+
+def played_task(
+    environment: Any,
+    task: int,
+    says: Callable[[GenerationRequest, random.Random], str] = lambda *_: "so 15",
+    history: History = "recorded",
+    context: int = CONTEXT,
+    **limits: Any,
+) -> tuple[Rollout, TalkingSession]:
+    """The rollout of task number `task` of an environment with an agent."""
     tokenizer = tokenizer_of(FAMILY)
 
     def tokens(request: GenerationRequest, chance: random.Random) -> list[int]:
         text = says(request, chance)
         return [*tokenizer.encode(text), tokenizer.eos_token_id] if text else []
 
-    dialogue = Dialogue(Program(asks), ConversationLimits(agent_seconds=15.0, **limits))
+    dialogue = Dialogue(environment, ConversationLimits(**{"agent_seconds": 15.0, **limits}))
     server = AgentServer(
         tokenizer,
         vocab_size=len(tokenizer),
-        context_length=CONTEXT,
+        context_length=context,
         variables={},
         tool_format="auto",
         ends=stop_tokens(FAMILY),
@@ -67,7 +79,7 @@ def played(
     chat = ChatTokens(tokenizer, ends=stop_tokens(FAMILY))
     collection = CollectionSettings(chat, SamplingParams(200), 1, 400, seed=3, history=history)
     try:
-        (group,) = collect_groups([Task("t", "7 + 8 =")], dialogue, workers, collection, Collecting())
+        (group,) = collect_groups([environment.tasks[task]], dialogue, workers, collection, Collecting())
         return group.rollouts[0], workers.sessions[0]
     finally:
         dialogue.close()

@@ -94,4 +94,4 @@ def _called(runner: asyncio.Runner, played: Played, do: RequestedCall) -> CallRe
     try:
         return CallResult(runner.run(call()))
     except Exception as error:
-        return CallResult(error=error_line(error))
+        return CallResult(raised=error, error=error_line(error))
