@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import pytest
 
 from octetrl.version import __version__
 from tests.house.tree import REPO
+from tests.required import missing
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DOCKERFILE = re.sub(r"\\\n\s*", "", (REPO / "Dockerfile").read_text(encoding="utf-8"))
@@ -49,9 +54,15 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> No
     assert {"octetrl/recipes/recipe.schema.json", "octetrl/py.typed"} <= inside
 
 
-def test_the_wheel_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def test_the_wheel_works_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
     code = (
         "import octetrl, sys; from octetrl.cli.main import run_command\n"
         "assert octetrl.__file__.startswith(sys.argv[1]), octetrl.__file__\n"
@@ -59,13 +70,41 @@ def test_the_wheel_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None
         "    'report runs/first', 'generate runs/first --prompt hello --max-new-tokens 2'):\n"
         "    if code := run_command(words.split()): sys.exit(f'{words}: {code}')"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "installed")]
+    command = [sys.executable, "-c", code, str(installed)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "first" / "report.html").is_file()
     assert {path.name for path in (tmp_path / "mine").rglob("*.*")} == {
         *("demo_grpo.yaml", "demo_rl.yaml", "demo_sums.yaml", "recipe.schema.json")
     }
+    if find_spec("uvicorn") is None:
+        missing("serve", "uvicorn is not installed")
+    command = [sys.executable, "-m", "octetrl", "serve", "runs/first", "--port", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            address = re.findall(r"serving at (\S+)", server.stderr.readline())[0]
+            question = {"model": "first", "prompt": "1 +", "max_tokens": 2}
+            answer = httpx.post(f"{address}/completions", json=question, timeout=60.0)
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0, answer.text
+        finally:
+            server.send_signal(signal.SIGTERM)
+    assert server.returncode == 0
+
+
+def test_the_wheels_demo_makes_its_model_and_stops(installed: Path, tmp_path: Path) -> None:
+    """The whole demo takes minutes: `make demo`."""
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "octetrl", "demo", "--to", "demo"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as demo:
+        marker, until = tmp_path / "demo" / "made_by_octetrl_demo", time.monotonic() + 300
+        while (
+            demo.poll() is None and time.monotonic() < until and not (marker.is_file() and "made" in marker.read_text())
+        ):
+            time.sleep(0.05)
+        demo.send_signal(signal.SIGINT)
+    assert demo.returncode == 130
+    assert (tmp_path / "demo" / "model" / "config.json").is_file()
 
 
 def test_the_image_copies_files_that_exist_and_runs_the_program_without_rights_of_root() -> None:
