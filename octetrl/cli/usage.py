@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from octetrl.config.other_names import OURS
+from octetrl.config.other_names import OPTIONS, OURS
 from octetrl.config.problems import field_names
 from octetrl.config.schema import Recipe
 from octetrl.system.errors import nearest
@@ -77,6 +77,8 @@ def field_hint(option: str, arguments: Sequence[str]) -> str:
     named = [field for field in fields if f".{field}".endswith(f".{name}") and field not in sections]
     trained = [field for field in named if field.startswith("trainer.")]  # before the critic's field of the same name
     certain = [name] if name in named else named if len(named) == 1 else trained
+    if not certain and name in OPTIONS:
+        return f"; did you mean '{OPTIONS[name]}'?"
     field = certain[0] if certain else OURS.get(name)
     value = _value_of([option.partition("=")[0]], arguments)
     shown = "VALUE" if value is None or value.startswith("-") else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+OPTIONS = {"resume": "--resume", "resume_from_checkpoint": "--resume", "resume_mode": "--resume"}  # not fields
 OURS = {
     "adv_estimator": "algorithm.name",
     "apply_chat_template_kwargs": "rollout.chat_template_kwargs",

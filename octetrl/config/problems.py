@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from octetrl.config.algorithm import OBJECTIVES, SHIPPED, GrpoConfig
 from octetrl.config.environment import EnvironmentConfig, EvalSetConfig, MixedEnvironmentConfig, RewardConfig
-from octetrl.config.other_names import OURS
+from octetrl.config.other_names import OPTIONS, OURS
 from octetrl.config.schema import DataSource, HeldOutSource, Recipe
 from octetrl.config.section import Problem, Section
 from octetrl.system.errors import nearest
@@ -160,6 +160,10 @@ def _unknown_key(keys: tuple[str, ...], schema: type[Section]) -> Problem:
     if keys in _OF_SEVERAL:
         text = f"{name} belongs to one of several environments: {SECTION_BY_NAME}.NAME.{name}"
         return Problem((full,), f"{full}: unknown key; {text}")
+    if not parent and name in OPTIONS:
+        return Problem(
+            (full,), f"{full}: unknown key; what continues a run is no field of the recipe, but {OPTIONS[name]}"
+        )
     ours = OURS.get(name, "")
     if ours and (parent != SECTION or not ours.startswith(f"{SECTION}.") or ours.split(".")[1] in schema.model_fields):
         meant = [ours]

@@ -158,6 +158,11 @@ class Mixture:
         self._queues = []
         self.digests = {source.name: _digest(source) for source in sources}  # digest of all rows, by source
         self.eval_digests = {name: _digest(source) for name, source in (held_out or {}).items()}
+        trained = {repr(example) for source in sources for example in source.examples} if held_out else set()
+        self.trained_too = {  # held-out examples that are trained on, by set
+            name: sum(repr(example) in trained for example in source.examples)
+            for name, source in (held_out or {}).items()
+        }
         if eval_size:
             sources, taken = hold_out(sources, eval_size, seed)
             held_out = {"": taken}

@@ -227,13 +227,14 @@ class _Loop:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._is_over = asyncio.new_event_loop(), False
         self._loop.set_default_executor(_ThreadEach())
         self._thread = threading.Thread(target=self._serve, name="environments", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        self._loop.run_forever()
+        while not self._is_over:  # a coroutine may have stopped the loop
+            self._loop.run_forever()
         self._loop.close()
 
     def run(self, make: Callable[[], Coroutine[Any, Any, None]], context: contextvars.Context) -> Future[Any]:
@@ -260,6 +261,7 @@ class _Loop:
     def _cancel_all(self) -> None:
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
+        self._is_over = True
         self._loop.call_soon(self._loop.stop)
 
 

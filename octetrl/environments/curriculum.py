@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -106,7 +107,8 @@ class CurriculumTaskset(Taskset):
         if pools:
             sizes["resting_share"] = 1 - sizes["normal"] / len(pools)
             sizes["pass_rate"] = statistics.fmean(self._rates.values())
-        sizes["unseen"] = float(len(self._tasks) - self._position)
+        held_out = len(self._held_out_turns) - bisect_left(self._held_out_turns, self._position)
+        sizes["unseen"] = float(len(self._tasks) - self._position - held_out)
         return {f"curriculum/{name}": value for name, value in sizes.items()}
 
     def state(self) -> dict[str, Any]:
@@ -189,6 +191,15 @@ class CurriculumTaskset(Taskset):
     def _pool(self, rate: float) -> Pool:
         low, high = self._window
         return "hard" if rate < low else "easy" if rate > high else "normal"
+
+    @cached_property
+    def _held_out_turns(self) -> list[int]:
+        """The turns of the first epoch whose task is held out. Tasks that are made on access are not made for this."""
+        if not isinstance(self._tasks, list | tuple):
+            return []
+        return [
+            turn for turn in range(len(self._tasks)) if self._tasks[self._order[turn]].problem in self._held_out_prompts
+        ]
 
     @cached_property
     def _places(self) -> list[int]:

@@ -128,6 +128,10 @@ class MixedScorer:
     def __init__(self, scorers: Mapping[str, OpenScorer]) -> None:
         self._scorers = dict(scorers)
 
+    def of(self, environment: str) -> OpenScorer | None:
+        """The scorer of the environment with this name."""
+        return self._scorers.get(environment)
+
     @property
     def restarts(self) -> int:
         """Reward processes of all environments that were replaced since the run began."""

@@ -16,7 +16,7 @@ from octetrl.algorithms.weighting import TokenWeighting
 from octetrl.config.schema import Recipe
 from octetrl.records import PackedBatch, RolloutGroup, joined
 from octetrl.rollout.collect import collect_batch
-from octetrl.rollout.samples import CreditAssignment, to_samples, trained_rollouts
+from octetrl.rollout.samples import CreditAssignment, TrainedRollout, samples_of, trained_rollouts
 from octetrl.run.folder.journal import Journal
 from octetrl.run.state import Run, StepMethod, StepResult
 from octetrl.trainer.packing import PackingLayout, pack
@@ -52,6 +52,7 @@ class Blocks:
         self._temperature = temperature
         self._groups: dict[int, RolloutGroup] = {}
         self._packed: set[int] = set()  # blocks
+        self._advantages: dict[tuple[int, int], float] = {}  # by place of the group and sibling
         self._counts: dict[str, float] = {}
 
     def add(self, place: int, group: RolloutGroup) -> PackedBatch | None:
@@ -68,9 +69,19 @@ class Blocks:
             if block not in self._packed:
                 yield self._pack(block, range(block * self._size, min((block + 1) * self._size, len(groups))))
 
+    def trained(self, groups: Sequence[RolloutGroup]) -> list[TrainedRollout]:
+        """The rollouts of the blocks that were packed, as they are in `groups`, all of the step in order."""
+        return [
+            TrainedRollout(groups[place].rollouts[sibling], advantage, place)
+            for (place, sibling), advantage in self._advantages.items()
+        ]
+
     def _pack(self, block: int, places: range) -> PackedBatch:
         kept = [self._groups[place] for place in places if self._objective.keeps(self._groups[place])]
-        samples = to_samples(kept, self._objective, self._temperature)
+        trained = trained_rollouts(kept, self._objective)
+        at = {id(one): (place, n) for place in places for n, one in enumerate(self._groups[place].rollouts)}
+        self._advantages |= {at[id(one.rollout)]: one.advantage for one in trained}
+        samples = samples_of(trained, self._temperature)
         batch = pack(samples, self._layout, self._objective.token_weighting)
         self._packed.add(block)
         for name, value in batch.metrics.items():
@@ -105,9 +116,9 @@ class BesideTail(StepMethod):
         collected = collect_batch(
             run.taskset, objective.keeps, run.rewards, workers, settings, run.lengths, on_group=on_group
         )
-        recorded = journal.record(number, collected.groups, trained_rollouts(collected.kept, objective))
         for batch in blocks.rest(collected.groups):
             workers.offer(batch)
+        recorded = journal.record(number, collected.groups, blocks.trained(collected.groups))
         update = workers.finish_step()
         published = workers.publish(update.policy_version)
         metrics = joined(recorded, collected.metrics, blocks.metrics, update.metrics, published.metrics)

@@ -81,7 +81,7 @@ def build_run(
     recipe = with_steps(recipe, conversations)
     algorithm = build_algorithm(recipe.algorithm)
     console = Console(recipe.logging.console, recipe.steps, mismatch_limit=recipe.mismatch.warn_above)
-    _warn(recipe, policy, console, on_gpu=on_gpu, trains=trains)
+    _warn(recipe, policy, conversations, console, on_gpu=on_gpu, trains=trains)
     for line in unread_by_template(recipe, tokenizer, environments):
         console.warn(line)
     rewards, eval_rewards = build_rewards(recipe, spec, environments, tokenizer, given)
@@ -108,11 +108,19 @@ def build_run(
     )
 
 
-def _warn(recipe: Recipe, policy: PrecisionPolicy, console: Console, *, on_gpu: bool, trains: bool) -> None:
+def _warn(
+    recipe: Recipe, policy: PrecisionPolicy, data: Mixture | None, console: Console, *, on_gpu: bool, trains: bool
+) -> None:
     """Names what is slow, what has no effect, and where the model's code runs."""
     lines = [*slow_paths(recipe, policy, on_gpu=on_gpu, trains=trains)]
     if trains:
         lines += [*never_drawn(recipe), *filter(None, [cannot_keep(recipe.cluster, policy.kv_mode)])]
+    for name, number in {} if data is None else data.trained_too.items():
+        if number:
+            of_set = f" of {name}" if name else ""
+            lines.append(
+                f"data: {number:,} held-out examples{of_set} are trained on too; leave them out of one of both"
+            )
     for line in lines:
         console.warn(line)
     count = gpus_beside(recipe.cluster)

@@ -52,7 +52,7 @@ class RunView:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the step, as in metrics.jsonl
     groups: Sequence[RolloutGroup] = ()  # all that the step, or the evaluation, sampled
     checkpoint: Path | None = None  # the one that is complete now
-    past: Sequence[Mapping[str, float | None]] = field(default=(), repr=False)  # lines of metrics.jsonl, at the begin
+    past: Sequence[Mapping[str, float | None]] = field(default=(), repr=False)  # lines of metrics.jsonl, with step 0's
     stop: Callable[[str], None] = field(default=lambda reason: None, repr=False)
     """Ends the run after this step, for this reason, with a checkpoint."""
 
@@ -111,6 +111,10 @@ class EarlyStopping(Callback):
     def on_step(self, view: RunView) -> None:
         if self._count(view.metrics):
             self._stop_if_due(view)
+
+    def on_evaluation(self, view: RunView) -> None:
+        if view.step == 0:  # of no step, so `on_step` has not seen it
+            self._count(view.metrics)
 
     def _stop_if_due(self, view: RunView) -> None:
         if self._since >= self._config.patience:

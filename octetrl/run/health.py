@@ -26,7 +26,9 @@ from pathlib import Path
 from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import section_name
 from octetrl.environments.dialogue import Dialogues
+from octetrl.environments.judge import Judge
 from octetrl.environments.mixed import MixedScorer
+from octetrl.environments.named_rewards import RewardsInRun
 from octetrl.environments.scoring import BatchScorer, RewardTimes
 from octetrl.run.checkpoints import Checkpoints
 from octetrl.system.errors import RunFailed
@@ -178,8 +180,8 @@ class SlowRewards:
     """Warns once a run, if a step waits for rewards for more than half of its time."""
 
     def __init__(self, rewards: BatchScorer | Dialogues) -> None:
-        scorer = rewards.scorer if isinstance(rewards, Dialogues) else rewards
-        self._are_mixed, self._has_warned = isinstance(scorer, MixedScorer), False
+        self._scorer = rewards.scorer if isinstance(rewards, Dialogues) else rewards
+        self._has_warned = False
 
     def warning(self, step: int, metrics: Mapping[str, float], times: RewardTimes | None) -> str | None:
         """metrics: of the step, with `time/reward`. times: None where they were not measured."""
@@ -197,12 +199,20 @@ class SlowRewards:
                 f"{said}{restarts} ({crashed:.0f} reward_crash: the score ended its process);"
                 f" rollouts/step_{step:06d}.jsonl says why"
             )
-        section = "environment"
         if times.slowest_task:
             said += f" (the slowest call, {times.slowest:.1f} s, was task '{times.slowest_task}')"
-        if self._are_mixed:
-            section = section_name(times.slowest_task.partition("/")[0] or "NAME")
-        return f"{said}; make the score faster, or raise {section}.reward_workers"
+        scorer, section = self._scorer, "environment"
+        if isinstance(scorer, MixedScorer):
+            name = times.slowest_task.partition("/")[0]
+            scorer, section = scorer.of(name), section_name(name or "NAME")
+        return f"{said}; make the score faster{_more_at_once(scorer, section)}"
+
+
+def _more_at_once(scorer: BatchScorer | None, section: str) -> str:
+    """What lets more rewards be computed at once."""
+    if isinstance(scorer, RewardsInRun):
+        return f", or raise max_concurrent or per_minute in {section}.reward" if scorer.limited else ""
+    return f", or raise {section}.{'judge.concurrency' if isinstance(scorer, Judge) else 'reward_workers'}"
 
 
 REMEDY = "start a new run from it with a lower trainer.optimizer.lr or trainer.optimizer.max_grad_norm"

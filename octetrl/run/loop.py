@@ -39,7 +39,7 @@ from octetrl.telemetry.console import Console, keeps_writing
 from octetrl.telemetry.ending import CALLBACKS, MODULES, ending_of, reopen, write_ending
 from octetrl.telemetry.metrics import slowest_workers
 from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
-from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, sample_texts, steps_until
+from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, sample_texts, start_of, steps_until
 from octetrl.trainer.checkpoint import check_complete, latest_of, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.team import WorkerLost
@@ -140,7 +140,7 @@ def _train(
         as_json = recipe.model_dump(mode="json")
         sinks = open_sinks(folder.path, recipe.logging, as_json, start, run.console.warn, folder.run_id)
         with sinks, run.console.steps(start, past):
-            callbacks.begin(start, past)
+            callbacks.begin(start, [*(start_of(folder.path / METRICS_FILE) if start else ()), *past])
             if recipe.evaluation.on_start and not start:
                 _evaluate_first(run, journal, sinks, callbacks)
             if 0 < start < recipe.steps and callbacks.stopped_for is not None:

@@ -69,6 +69,12 @@ def _of_start(lines: Sequence[bytes]) -> int:
     return int(bool(lines) and _step_of(lines[0]) == 0)
 
 
+def start_of(path: Path) -> list[dict[str, Any]]:
+    """The line of an evaluation before the first step, if the file has one."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return [json.loads(lines[0])] if _of_start(lines) else []
+
+
 def steps_until(path: Path, last: int) -> list[dict[str, Any]]:
     """Read the lines of steps 1 to `last`. Later lines are ignored, and the file is not changed.
 

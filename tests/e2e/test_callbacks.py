@@ -144,6 +144,17 @@ def test_early_stopping_counts_values_without_improvement(
         assert callbacks.stopped_for is None
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_early_stopping_counts_the_evaluation_before_the_first_step(resumed: bool, model: Path, tmp_path: Path) -> None:
+    callbacks = Callbacks([EarlyStopping(patience=1)], tiny_recipe(model, tmp_path), tmp_path)
+    first = {"eval/accuracy": 0.9}
+    callbacks.begin(0, [first] if resumed else [])
+    if not resumed:
+        callbacks.step(0, StepResult(first))
+    callbacks.step(1, StepResult({"eval/accuracy": 0.8}))
+    assert callbacks.stopped_for is not None
+
+
 def test_a_run_that_early_stopping_ended_is_not_continued(model: Path, tmp_path: Path) -> None:
     """Entropy hardly moves, so no value is better by one."""
     stopping = {"early_stopping": {"metric": "entropy", "patience": 2, "min_delta": 1.0}, "evaluation.every": 0}

@@ -53,6 +53,7 @@ IMPOSSIBLE = [  # fields that the objective or the section does not have, or tha
     ([("environment.judge", {**JUDGE, "pattern": "("})], "environment.judge.pattern: '(' is not valid"),
     ([("environment.judge", {**JUDGE, "temprature": 0.0})], "did you mean 'temperature'?"),
     ([("kl_coef", 1)], "kl_coef: unknown key; did you mean 'algorithm.kl_coefficient'?"),
+    ([("resume_from_checkpoint", True)], "no field of the recipe, but --resume"),
     (
         [*SFT, ("algorithm.kl_coefficient", 0.1)],
         "sft has no such field; it belongs to every objective except sft, dpo, ipo",

@@ -128,6 +128,12 @@ def test_what_is_too_long_is_refused_or_dropped_and_counted() -> None:
         mixture_of(source(examples=examples[1:]), too_long="drop")
 
 
+def test_held_out_rows_that_are_trained_on_too_are_counted() -> None:
+    other = Conversation("q0", "another")
+    mixture = mixture_of(held_out={"some": source(examples=[*EXAMPLES[:3], other]), "none": source(examples=[other])})
+    assert mixture.trained_too == {"some": 3, "none": 0}
+
+
 def test_all_bad_rows_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"prompt": "p", "answer": "a"}\n' + '{"prompt": "p"}\n' * 12)

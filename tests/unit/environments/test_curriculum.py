@@ -144,6 +144,14 @@ def test_it_draws_more_useful_groups_than_chance() -> None:
     assert 0.30 < uniform < 0.36 and first > 0.7 and by_share > 0.55  # a quarter of the 1,200 draws are first ones
 
 
+@pytest.mark.parametrize("eval_size", [0, 3, 9])
+def test_the_unseen_tasks_are_those_that_training_may_still_draw(eval_size: int) -> None:
+    taskset = taskset_of(eval_size)
+    for drawn in range(SIZE - eval_size + 1):
+        assert taskset.metrics["curriculum/unseen"] == SIZE - eval_size - drawn
+        taskset.next_batch(1)
+
+
 def test_a_share_of_the_draws_is_unseen() -> None:
     taskset = taskset_of(0, 200, unseen=0.25, retry_hard=1.0, retry_easy=1.0)
     drawn = [name for batch in played(taskset, 40, 5) for name in batch]

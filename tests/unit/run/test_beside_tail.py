@@ -10,7 +10,7 @@ import pytest
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.algorithm import GrpoConfig
 from octetrl.records import Completion, FinishReason, PackedBatch, Rollout, RolloutGroup, RolloutStatus, Task, Turn
-from octetrl.rollout.samples import to_samples
+from octetrl.rollout.samples import to_samples, trained_rollouts
 from octetrl.run.beside_tail import Blocks, divisor, groups_per_block
 from octetrl.trainer.packing import PackingLayout, pack
 from tests.e2e.tiny_run import tiny_recipe
@@ -59,6 +59,9 @@ def test_micro_batches_do_not_depend_on_the_order_in_which_groups_end() -> None:
             assert blocks.metrics[name] == whole.metrics[name], name
         assert blocks.metrics["train/micro_batches"] == len(parts)
         assert 0.0 < blocks.metrics["train/packing_efficiency"] <= 1.0
+    kept = [one for one in GROUPS if OBJECTIVE.keeps(one)]
+    advantages = {id(one.rollout): one.advantage for one in trained_rollouts(kept, OBJECTIVE)}
+    assert {id(one.rollout): one.advantage for one in blocks.trained(GROUPS)} == advantages
     trained = sorted(token for tokens in expected for token in tokens if token > 1)
     assert trained == sorted(token for one in whole.minibatches[0] for token in one.token_ids_T.tolist() if token > 1)
     assert 6 not in trained  # of group 4

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.several_environments import never_drawn
 from octetrl.environments.mixed import MixedScorer
+from octetrl.environments.named_rewards import NamedReward, RewardsInRun
 from octetrl.environments.reward_workers import GROW_SECONDS, FunctionRewards, Growth
 from octetrl.environments.scoring import LEAST_TRIED, RewardTimes, TimeoutBudget
 from octetrl.environments.tasks import furthest_behind, shares_of
@@ -193,6 +195,23 @@ def test_slow_rewards_of_several_environments_name_the_section_and_crashes() -> 
     assert "faster" not in crashed and crashed.endswith("rollouts/step_000003.jsonl says why")
     slow_too = warning_of(4, crashes, slow_call)
     assert slow_too is not None and "was task 'b/x/7'" in slow_too, "the slow call has most of the time"
+
+
+def test_a_slow_reward_in_the_runs_process_is_given_its_own_advice() -> None:
+    class Scorer:
+        def score(self, completions: Any) -> Any: ...
+        def close(self) -> None: ...
+
+    limited = NamedReward("a", lambda task, text: 1.0, 1.0, 3, None)
+    for scorer, advice in (
+        (
+            RewardsInRun(Scorer(), [], limited=[limited], timeout_seconds=1.0),
+            "max_concurrent or per_minute in environment.reward",
+        ),
+        (RewardsInRun(Scorer(), [limited], timeout_seconds=1.0), "make the score faster"),
+    ):
+        warning = SlowRewards(scorer).warning(1, {"time/reward": 5.0, "time/step": 6.0}, RewardTimes(5.0))
+        assert warning is not None and warning.endswith(advice)
 
 
 def test_only_time_outs_from_the_first_call_on_end_the_patience() -> None:

@@ -127,6 +127,15 @@ def test_what_came_in_time_counts_though_nobody_looked(calls: Calls) -> None:
     assert calls.poll(0.0) == [(ticket, CallResult(7))]
 
 
+def test_async_code_that_stops_its_loop_stops_nothing(calls: Calls) -> None:
+    async def stops() -> int:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.01)
+        return 7
+
+    assert [one.value for one in (*all_of(calls, stops), *all_of(calls, async_seven))] == [7, 7]
+
+
 def test_async_code_that_blocks_the_loop_is_found_out(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_module, "_LOOP_ANSWERS_WITHIN", 0.3)
     begun, blocked, freed = (threading.Event() for _ in range(3))
