@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from lab.kernels.clock import Row
-from octetrl.config.schema import Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder

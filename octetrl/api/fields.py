@@ -227,6 +227,7 @@ class FailuresFields(TypedDict, total=False):
 class Fp8Fields(TypedDict, total=False):
     rollout: bool
     train: bool
+    format: Literal["block", "mxfp8"]
     kv_cache: Literal["none", "calibrated", "dynamic", "int8"]
     kv_cache_tensors: Literal["both", "k", "v"]
     calibration: Literal["fused", "exact"]

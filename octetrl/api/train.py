@@ -89,7 +89,7 @@ def train(
         "group"}}, of which the reward is the weighted sum. A function at the top level of a module runs in a process
         that can be ended. A notebook's own function, a lambda or a closure runs in a thread of this process: a call
         that hangs gets the status `reward_timeout`, but can't be ended.
-    precision: "bf16", "fp8_rollout", "fp8" or "fp8_full".
+    precision: "bf16", "fp8_rollout", "fp8", "fp8_full" or "mxfp8".
     steps: updates of the policy.
     output_dir: the run's folder. None: the recipe's, or without a recipe the first free one of runs/MODEL,
         runs/MODEL-2, ...

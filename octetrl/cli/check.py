@@ -316,7 +316,8 @@ def _experts(spec: ModelSpec, layer: int) -> StackedLinearLayout | None:
 def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
     yield "", f"{'rollout':<16}training"
     for kind, linears in policy.kinds().items():
-        yield kind, f"{_share(linears, 'rollout'):<16}{_share(linears, 'train')}"
+        rollout, train = _share(linears, "rollout", policy.mx), _share(linears, "train", policy.mx)
+        yield kind, f"{rollout:<16}{train}"
     if policy.kv_mode == "none":
         yield "KV cache", recipe.model.dtype
     else:
@@ -336,7 +337,7 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
     yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
     yield from _parity(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
-    if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.emulate and given < wanted:
+    if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.is_emulated and given < wanted:
         text = f"FP8 training is hardly faster than BF16 with {given:,} tokens a micro-batch at this width;"
         larger = f" raise trainer.tokens_per_micro_batch to {wanted:,} or more, or" if wanted <= MANY_TOKENS else ""
         yield "warning", f"{text}{larger} take precision: bf16"
@@ -369,11 +370,11 @@ def _parity(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator
             )
 
 
-def _share(linears: Sequence[LinearFormat], side: Side) -> str:
-    """`fp8`, `bf16`, or how many of the layers are FP8."""
+def _share(linears: Sequence[LinearFormat], side: Side, mx: bool) -> str:
+    """`fp8` or `mxfp8`, `bf16`, or how many of the layers are FP8."""
     formats = [linear.rollout if side == "rollout" else linear.train for linear in linears]
-    count = formats.count("fp8")
-    return formats[0] if count in (0, len(formats)) else f"fp8 in {count} of {len(formats)}"
+    count, name = formats.count("fp8"), "mxfp8" if mx else "fp8"
+    return "bf16" if count == 0 else name if count == len(formats) else f"{name} in {count} of {len(formats)}"
 
 
 def _check_server(path: str, overrides: Sequence[str], *, only: bool) -> None:

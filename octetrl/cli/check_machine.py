@@ -76,7 +76,7 @@ def missing_fp8(recipe: Recipe, device: Device) -> list[str]:
     if not (device.is_here and device.on_gpu) or elsewhere or device.capability in (None, HOPPER):
         return []
     of_vllm = recipe.engine.backend == "vllm"
-    if not (fp8.rollout or fp8.train) or fp8.emulate is True:
+    if not (fp8.rollout or fp8.train) or fp8.is_emulated is True:
         return [_no_cache_of_vllm(device)] if of_vllm and fp8.kv_cache == "calibrated" else []
     of_ours = not TRAITS[recipe.engine.backend].has_weights
     emulate = ", or fp8.emulate=true for its numbers without its speed" if of_ours else ""

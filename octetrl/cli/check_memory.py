@@ -19,6 +19,7 @@ from octetrl.cli.fitting import (
     smallest_changes,
 )
 from octetrl.config.algorithm import DistillConfig
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.in_words import CACHE_OF_ANSWERS, cannot_keep, in_flight
 from octetrl.config.memory import (
     MemoryEstimate,
@@ -30,7 +31,7 @@ from octetrl.config.memory import (
     saved_state,
     saves_beside_steps,
 )
-from octetrl.config.schema import Fp8Config, Recipe, TrainerConfig
+from octetrl.config.schema import Recipe, TrainerConfig
 from octetrl.config.worker_memory import (
     batch_cache_bytes,
     buffer_choice,

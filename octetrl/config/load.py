@@ -49,10 +49,11 @@ from octetrl.system.json_file import read_text
 Tree = dict[str, Any]
 
 PRECISIONS: dict[str, Tree] = {
-    "bf16": {"rollout": False, "train": False, "kv_cache": "none"},
-    "fp8_rollout": {"rollout": True, "train": False, "kv_cache": "none"},
-    "fp8": {"rollout": True, "train": True, "kv_cache": "none"},
-    "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated"},
+    "bf16": {"rollout": False, "train": False, "kv_cache": "none", "format": "block"},
+    "fp8_rollout": {"rollout": True, "train": False, "kv_cache": "none", "format": "block"},
+    "fp8": {"rollout": True, "train": True, "kv_cache": "none", "format": "block"},
+    "fp8_full": {"rollout": True, "train": True, "kv_cache": "calibrated", "format": "block"},
+    "mxfp8": {"rollout": True, "train": True, "kv_cache": "none", "format": "mxfp8"},
 }
 RETIRED: dict[tuple[str, ...], Any] = {  # fields that recipes no longer have, and the value that changes nothing
     ("numerics",): "parity",

@@ -76,6 +76,7 @@ from octetrl.shapes.spec import ModelSpec
 from octetrl.system.text import binary_size
 
 Format = Literal["bf16", "fp8"]
+MX_BLOCK = 32  # of fp8/format.py, which needs torch
 When = Literal["always", "training", "generating"]
 
 _TRAINED = {"frozen": False}
@@ -138,6 +139,7 @@ class Precisions:
     fp8_rollout: Collection[str]
     fp8_train: Collection[str]
     fp8_cache: Collection[str]  # cached tensors, such as `K`
+    mx: bool = False  # a scale for each 32 values, and codes of their own for dgrad
 
 
 def estimate_memory(
@@ -168,7 +170,7 @@ def estimate_memory(
     how += "; FP8 linears only as codes" if dropped else ""
     owned = weight_bytes * count_weights(spec, precisions.fp8_train) if lora is None else 0
     parts = [MemoryPart("weights", weight_bytes * (spec.num_parameters - dropped), how, owned_bytes=owned)]
-    emulated = recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)
+    emulated = recipe.fp8.is_emulated or (recipe.fp8.is_emulated is None and not on_gpu)
     parts += _fp8_parts(recipe, spec, precisions, emulated=emulated, has_critic=critic is not None)
     if lora is not None:
         parts.append(MemoryPart("adapters", weight_bytes * trained, f"{trained:,} trained parameters"))
@@ -248,7 +250,9 @@ def _fp8_copies(spec: ModelSpec, precisions: Precisions, *, emulated: bool, back
     trainer's values if emulated)."""
     rollout, train = set(precisions.fp8_rollout), set(precisions.fp8_train)
     either = count_weights(spec, rollout | train)
-    codes_and_scales = either + 4 * (either // 128**2)
+    codes_and_scales = either + 4 * (either // (MX_BLOCK if precisions.mx else 128**2))
+    if precisions.mx:
+        codes_and_scales *= 2  # along both dimensions
     if emulated:
         return codes_and_scales + 8 * (either + (count_weights(spec, rollout & train) if backward else 0))
     return codes_and_scales + (count_weights(spec, train) if backward else 0)

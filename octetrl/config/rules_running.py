@@ -62,7 +62,7 @@ VLLM = (
         "engine.backend=vllm",
         "cluster.cpus cluster.trainer_cpus cluster.weights_in_flight engine.speculation.name engine.prefix_cache=keep"
         f" model.lora model.dtype fp8.kv_cache={'|'.join(sorted(SCALE_PER_TOKEN))} fp8.kv_cache_tensors"
-        " fp8.emulate=true",
+        " fp8.emulate=true fp8.format",
     ),
     *together(
         *(

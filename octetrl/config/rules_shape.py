@@ -159,7 +159,8 @@ def experts_refused_on_gpu(recipe: Recipe, spec: ModelSpec, precisions: Precisio
     """Why a GPU does not run this model's experts, as one line; None: it does, or there are none."""
     if not spec.has_experts:
         return None
-    if recipe.model.dtype != "bfloat16" or (recipe.fp8.emulate and (precisions.fp8_rollout or precisions.fp8_train)):
+    uses_fp8 = precisions.fp8_rollout or precisions.fp8_train
+    if recipe.model.dtype != "bfloat16" or (recipe.fp8.is_emulated and uses_fp8):
         return ONLY_BFLOAT16
     return expert_widths_refused(spec, {*precisions.fp8_rollout, *precisions.fp8_train})
 

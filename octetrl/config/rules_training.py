@@ -126,6 +126,12 @@ MODEL = (
         "float32 has no FP8 path; use bfloat16, or precision: bf16, which turns FP8 off",
         lambda r: _has_fp8(r) or r.fp8.kv_cache != "none",
     ),
+    *together("fp8.emulate=false fp8.format=mxfp8"),
+    Rule(
+        "fp8.format=mxfp8 ?cluster.cpus ?cluster.gpus",
+        "'{}' runs on one worker, because dgrad's codes are not exchanged; use one, or 'block'",
+        lambda r: r.cluster.num_workers > 1,
+    ),
     Rule("fp8.emulate=false cluster.device=cpu", "false needs FP8 tensor cores; leave it out, or use a GPU", _has_fp8),
     GROUPS[0],
     *LENGTHS,

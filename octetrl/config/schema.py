@@ -15,10 +15,10 @@ from pydantic import Discriminator, Field, Tag
 from octetrl.config.algorithm import ChosenAlgorithm, GrpoConfig
 from octetrl.config.cluster import ClusterConfig
 from octetrl.config.environment import EnvironmentConfig, EnvironmentName, MixedEnvironmentConfig
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.limits import MISMATCH_LIMIT, MOST_COMPLETIONS, MOST_TEMPERATURE
 from octetrl.config.objective_settings import DatasetSettings
 from octetrl.config.section import Fraction, Section
-from octetrl.shapes.blocks import KVMode, KVTensors
 
 MOST_STOPS = 4  # stop strings that OpenAI's API takes
 
@@ -77,7 +77,7 @@ class SpeculationConfig(Section):
     answered longest ago are dropped first."""
 
 
-Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full"]
+Precision = Literal["bf16", "fp8_rollout", "fp8", "fp8_full", "mxfp8"]
 
 
 class LoraConfig(Section):
@@ -129,45 +129,6 @@ class ModelConfig(Section):
     def value_bytes(self) -> int:
         """Bytes of a value in `dtype`."""
         return 2 if self.dtype == "bfloat16" else 4
-
-
-class Fp8Config(Section):
-    """FP8 settings. `precision:` sets the main ones together. A field given here overrides it."""
-
-    rollout: bool = False
-    """Use FP8 block-scaled linears in the engine."""
-    train: bool = False
-    """Use FP8 block-scaled linears in the trainer: forward, dgrad and wgrad."""
-    kv_cache: KVMode = "none"
-    """Format of the KV cache. none: the model's dtype. calibrated: E4M3 with one scale per layer and KV head. dynamic:
-    E4M3 with one scale per token and KV head. int8: 8-bit integers with one scale per token and KV head. Latent
-    attention (MLA) has one scale per token with calibrated and dynamic, and no int8."""
-    kv_cache_tensors: KVTensors = "both"
-    """What an FP8 KV cache stores in codes: both, or K or V alone beside the other one in the model's dtype. Not for
-    latent attention (MLA)."""
-    calibration: Literal["fused", "exact"] = "fused"
-    """Source of a calibrated cache's amax. fused: the training forward. exact: an extra forward with the new
-    weights."""
-    calibration_margin: float = Field(default=1.05, ge=1.0, le=4.0)
-    """Factor on a calibrated cache's scales: scale = margin * amax / 448. Raise it if `fp8/kv_saturation` is not 0."""
-    kv_replay: bool = True
-    """Quantise K and V in the trainer's attention as the rollout does (with a straight-through gradient)."""
-    saturation_warn: Fraction = 0.001
-    """Share of clamped K and V values above which the run warns."""
-    power_of_two: bool = False
-    """Round scales up to powers of two, which Blackwell needs. Hopper's float32 scales are more accurate."""
-    wgrad_blocks: Literal["square", "tokens"] = "square"
-    """Quantisation blocks of the activations in wgrad. square: 128 tokens x 128 channels, with a faster GEMM. tokens:
-    128 tokens x 1 channel."""
-    bf16_first_layers: int = Field(default=0, ge=0, le=1_000)
-    """Number of first layers whose linears stay BF16 in engine and trainer."""
-    bf16_last_layers: int = Field(default=0, ge=0, le=1_000)
-    """Number of last layers whose linears stay BF16 in engine and trainer."""
-    ignore: tuple[str, ...] = ()
-    """Names of linears that stay BF16 in engine and trainer. `*` matches any text: `layers.0.mlp.*`, `*.o_proj`."""
-    emulate: bool | None = None
-    """Whether to emulate FP8. null: emulate on a CPU, use the tensor cores on Hopper. true: emulate on any device
-    (correct, but slow). false: never emulate."""
 
 
 LEAST_TEMPERATURE = 1e-8  # besides 0: smaller ones would overflow float32 in logits / temperature
@@ -499,7 +460,7 @@ class Recipe(Section):
 
     precision: Precision | None = None
     """Sets fp8.rollout, fp8.train and fp8.kv_cache together. bf16: no FP8. fp8_rollout: FP8 rollout. fp8: FP8 rollout
-    and training. fp8_full: both, and a calibrated FP8 KV cache."""
+    and training. fp8_full: both, and a calibrated FP8 KV cache. mxfp8: rollout and training in MXFP8, emulated."""
     model: ModelConfig
     fp8: Fp8Config = Fp8Config()
     rollout: RolloutConfig = RolloutConfig()

@@ -196,7 +196,7 @@ def _engine_parts(
     how += ", and codes that the engine makes" if made else ""
     how += ", and adapters" if recipe.model.lora is not None else ""
     parts = [MemoryPart("weights", held_bytes(recipe, spec, held), how)]
-    if own and (recipe.fp8.emulate or (recipe.fp8.emulate is None and not on_gpu)):
+    if own and (recipe.fp8.is_emulated or (recipe.fp8.is_emulated is None and not on_gpu)):
         emulated = count_weights(spec, sent | made)
         parts += [MemoryPart("FP8 values", 8 * emulated, "the codes' values in float64")] if emulated else []
     return parts + [part for part in estimate.parts if part.name in KEPT]

@@ -35,11 +35,10 @@ from torch import Tensor
 
 from octetrl.doctor.findings import Examined, forward_logprobs
 from octetrl.doctor.taps import shadow
-from octetrl.fp8.quantize import dequantize_activation, dequantize_weight
-from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.fp8.quantize import dequantize
 from octetrl.layers.context import CacheTreatment, PackedContext
 from octetrl.layers.embedding import Embedding
-from octetrl.layers.linear import Float8Linear, Projection
+from octetrl.layers.linear import ACTIVATION_QUANTIZERS, Float8Linear, Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.stacked import Float8StackedLinear, RowGroups, StackedLinear
 from octetrl.layers.stacked_lora import StackedLoraAdapter
@@ -227,7 +226,8 @@ def _product(ours: Projection, theirs: Projection, kinds: Kinds) -> Callable[...
     def product(x_TI: Tensor, groups: RowGroups | None = None) -> Tensor:
         wide = torch.float64 if x_TI.device.type == "cpu" else torch.float32
         if isinstance(inputs, Float8Linear):
-            operand = dequantize_activation(quantize_activation(x_TI, inputs.power_of_two))
+            codes = ACTIVATION_QUANTIZERS[inputs.backend](x_TI, inputs.power_of_two)
+            operand = dequantize(codes, (1, inputs.block[1]))
         else:
             operand = x_TI
         if groups is not None:
@@ -249,9 +249,9 @@ def _product(ours: Projection, theirs: Projection, kinds: Kinds) -> Callable[...
 def _values(weights: Projection, expert: int | None = None) -> Tensor:
     """The values of a linear's weight, codes times scales. For a stacked linear: those of one expert."""
     if isinstance(weights, Float8StackedLinear) and expert is not None:
-        return dequantize_weight(weights.of_expert(weights.quantized, expert))
+        return dequantize(weights.of_expert(weights.quantized, expert), weights.block)
     if isinstance(weights, Float8Linear):
-        return dequantize_weight(weights.quantized)
+        return dequantize(weights.quantized, weights.block)
     if isinstance(weights, StackedLinear) and expert is not None:
         return weights.weight.detach().chunk(weights.count)[expert]
     return weights.weight.detach()

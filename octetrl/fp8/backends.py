@@ -9,8 +9,12 @@ A backend computes the product of the codes over 128 elements of K, then `acc = 
 float32. K is ascending, there is one accumulator, and K is not split. A row of y therefore does not depend on the other
 rows of the batch.
 
+MXFP8 has blocks of 1x32 along the sum in both operands of all three, and scales that are powers of two. The weight's
+blocks are not square, so dgrad needs codes of its own.
+
 "scaled_mm" (`scaled_mm.py`) runs cuBLASLt on a Hopper GPU. "emulated" (`emulated_gemm.py`) runs on any device and is
-meant for a CPU. For the forward on a GPU, `kernels/gemm/fp8_gemm.py` has faster kernels with the bits of "scaled_mm".
+meant for a CPU, and so does "mxfp8". For the forward on a GPU, `kernels/gemm/fp8_gemm.py` has faster kernels with the
+bits of "scaled_mm".
 """
 
 from __future__ import annotations
@@ -22,46 +26,22 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.emulated_gemm import emulated_dgrad, emulated_nt, emulated_wgrad
-from octetrl.fp8.format import BLOCK
+from octetrl.fp8.format import BLOCK, MX_BLOCK
+from octetrl.fp8.mxfp8 import mx_backward_nt, mx_nt
 from octetrl.fp8.quantize import Quantized, is_square
 from octetrl.fp8.scaled_mm import scaled_mm_nt, scaled_mm_wgrad
-from octetrl.system.errors import UserError
 
-BackendName = Literal["scaled_mm", "emulated"]
+BackendName = Literal["scaled_mm", "emulated", "mxfp8"]
 
 
 class Backend(NamedTuple):
     """One way to run the three GEMMs. Each function takes two `Quantized` operands and an output dtype, and returns a
-    contiguous tensor."""
+    contiguous tensor. `block`: rows and columns of a weight that share a scale."""
 
     nt: Callable[[Quantized, Quantized, torch.dtype], Tensor]
     dgrad: Callable[[Quantized, Quantized, torch.dtype], Tensor]
     wgrad: Callable[[Quantized, Quantized, torch.dtype], Tensor]
-
-
-def choose_backend(device: torch.device | str, emulate: bool | None = None) -> BackendName:
-    """The backend for `device`. `emulate` True or False forces a choice; None takes the fastest that the device has.
-
-    Raises UserError for a GPU that is not Hopper, and for a CPU with `emulate=False`.
-    """
-    device = torch.device(device)
-    if emulate:
-        return "emulated"
-    if device.type == "cpu":
-        if emulate is None:
-            return "emulated"
-        raise UserError("fp8.emulate=false on a CPU: a CPU has no FP8 GEMM; set fp8.emulate=true or use a Hopper GPU")
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability == (9, 0):
-            return "scaled_mm"
-        given = f"{torch.cuda.get_device_name(device)} (SM{capability[0]}{capability[1]})"
-    else:
-        given = f"device '{device}'"
-    raise UserError(
-        f"{given} has no block-scaled FP8 GEMM, which needs a Hopper GPU (SM90);"
-        f" set fp8.emulate=true to run FP8's numbers without its speed, or precision: bf16"
-    )
+    block: tuple[int, int] = (BLOCK, BLOCK)
 
 
 def fp8_gemm_nt(
@@ -71,7 +51,7 @@ def fp8_gemm_nt(
 
     Codes are E4M3 bytes. "emulated" also takes their float values (`decode_e4m3`), which saves decoding them.
     """
-    _check_nt(x, w)
+    _check_nt(x, w, backend)
     return BACKENDS[backend].nt(x, w, out_dtype)
 
 
@@ -83,7 +63,7 @@ def fp8_gemm_dgrad(
 
     "scaled_mm" needs contiguous transposed codes; "emulated" also takes a view.
     """
-    _check_nt(dy, w_transposed)
+    _check_nt(dy, w_transposed, backend)
     return BACKENDS[backend].dgrad(dy, w_transposed, out_dtype)
 
 
@@ -93,8 +73,11 @@ def fp8_gemm_wgrad(
     """dw[N, K] from codes dy [N, T] and x [K, T] (`quantize_tokens`), T a multiple of 128, scales [., T/128].
 
     dy has one scale for each row. x has one for each row or, if quantised with `square`, one for 128 rows. The shape of
-    x's scale decides which GEMM runs.
+    x's scale decides which GEMM runs. "mxfp8": both from `quantize_mx` of the transposed tensors, any T.
     """
+    if backend == "mxfp8":
+        _check_nt(dy_tokens, x_tokens, backend)
+        return BACKENDS[backend].wgrad(dy_tokens, x_tokens, out_dtype)
     assert dy_tokens.codes.shape[1] == x_tokens.codes.shape[1], "wgrad: the operands have different numbers of tokens"
     assert dy_tokens.codes.shape[1] % BLOCK == 0, "wgrad: pad the tokens to a multiple of 128 with quantize_tokens"
     assert not is_square(dy_tokens), "wgrad: only the second operand, x, may have square blocks"
@@ -106,17 +89,19 @@ def transposed(w: Quantized) -> Quantized:
     return Quantized(w.codes.t(), w.scale.t())
 
 
-def _check_nt(x: Quantized, w: Quantized) -> None:
+def _check_nt(x: Quantized, w: Quantized, backend: BackendName) -> None:
+    height, width = BACKENDS[backend].block
     rows, depth = x.codes.shape
     columns = w.codes.shape[0]
     assert w.codes.shape[1] == depth, f"K differs: x {tuple(x.codes.shape)}, w {tuple(w.codes.shape)}"
-    blocks = -(-depth // BLOCK)
+    blocks = -(-depth // width)
     assert x.scale.shape == (rows, blocks), f"activation scale {tuple(x.scale.shape)}, expected {(rows, blocks)}"
-    want = (-(-columns // BLOCK), blocks)
+    want = (-(-columns // height), blocks)
     assert w.scale.shape == want, f"weight scale {tuple(w.scale.shape)}, expected {want}"
 
 
 BACKENDS: dict[BackendName, Backend] = {
     "scaled_mm": Backend(nt=scaled_mm_nt, dgrad=scaled_mm_nt, wgrad=scaled_mm_wgrad),
     "emulated": Backend(nt=emulated_nt, dgrad=emulated_dgrad, wgrad=emulated_wgrad),
+    "mxfp8": Backend(nt=mx_nt, dgrad=mx_backward_nt, wgrad=mx_backward_nt, block=(1, MX_BLOCK)),
 }

@@ -27,20 +27,25 @@ from octetrl.fp8.quantize import (
 
 
 def emulated_nt(x: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
+    scale_NB = w.scale.repeat_interleave(BLOCK, 0)[: w.codes.shape[0]]
+    return exact_nt(x, Quantized(w.codes, scale_NB), BLOCK, out_dtype)
+
+
+def exact_nt(x: Quantized, w: Quantized, block: int, out_dtype: torch.dtype) -> Tensor:
+    """w: a row of scales for each row of codes."""
     values_NK = decode_e4m3(w.codes, torch.float64)
-    scale_NB = w.scale.repeat_interleave(BLOCK, 0)[: values_NK.shape[0]]
     values_MK = decode_e4m3(x.codes)
     out_MN = torch.empty(values_MK.shape[0], values_NK.shape[0], dtype=out_dtype, device=values_MK.device)
     for rows in row_chunks(out_MN.shape[0], out_MN.shape[1], 1):
-        out_MN[rows] = _emulated_rows(values_MK[rows], x.scale[rows], values_NK, scale_NB)
+        out_MN[rows] = _emulated_rows(values_MK[rows], x.scale[rows], values_NK, w.scale, block)
     return out_MN
 
 
-def _emulated_rows(values_MK: Tensor, scale_MB: Tensor, values_NK: Tensor, scale_NB: Tensor) -> Tensor:
-    """acc[M, N] in float32: exact sums over 128, then one fma for each block, K ascending."""
+def _emulated_rows(values_MK: Tensor, scale_MB: Tensor, values_NK: Tensor, scale_NB: Tensor, size: int) -> Tensor:
+    """acc[M, N] in float32: exact sums over `size`, then one fma for each block, K ascending."""
     acc_MN = torch.empty(0)
     for block in range(scale_NB.shape[1]):
-        depth = slice(block * BLOCK, (block + 1) * BLOCK)
+        depth = slice(block * size, (block + 1) * size)
         partial_MN = (values_MK[:, depth].double() @ values_NK[:, depth].t()).float()
         scale_MN = scale_MB[:, block, None] * scale_NB[:, block]
         if block == 0:

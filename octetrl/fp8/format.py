@@ -20,6 +20,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 INT8_MAX = 127.0  # of an integer code; -128 is not used
 BLOCK = 128
+MX_BLOCK = 32  # elements along K that share a scale in MXFP8
 NAN_CODE = 0x7F  # the one NaN code our quantisers write
 
 _EXPONENT_BITS = 0x7F800000

@@ -53,8 +53,9 @@ def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> s
     """Why a row's bits may depend on the other rows of a forward on a GPU. None if all its sums have one order."""
     if recipe.model.dtype != "bfloat16":
         return f"the fused kernels of a GPU are for BF16 (model.dtype: {recipe.model.dtype})"
-    if recipe.fp8.emulate is True and policy.uses_fp8(side):
-        return "emulated FP8 has no fused kernels on a GPU (fp8.emulate: true)"
+    if recipe.fp8.is_emulated is True and policy.uses_fp8(side):
+        why = "fp8.format: mxfp8" if policy.mx else "fp8.emulate: true"
+        return f"emulated FP8 has no fused kernels on a GPU ({why})"
     return None
 
 

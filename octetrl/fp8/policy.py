@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.memory import Precisions
-from octetrl.config.schema import Fp8Config
 from octetrl.shapes.blocks import KVMode
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
@@ -49,6 +49,7 @@ class PrecisionPolicy:
     ]  # of what the layers cache; BF16 where the recipe or `CachedTensor.never_fp8` says so
     power_of_two: bool
     square_wgrad: bool  # wgrad's activations in blocks of 128 tokens x 128 channels, not 128 x 1
+    mx: bool = False  # FP8 linears are MXFP8: blocks of 32 with scales that are powers of two
 
     def format_of(self, name: str, side: Side) -> Format:
         """Format of the linear `name`; KeyError for a name that is not in the model."""
@@ -82,21 +83,22 @@ class PrecisionPolicy:
             fp8_rollout=[linear.name for linear in self.linears if linear.rollout == "fp8"],
             fp8_train=[linear.name for linear in self.linears if linear.train == "fp8"],
             fp8_cache=[name for name, stored in self.cache if stored == "fp8"],
+            mx=self.mx,
         )
 
     @property
     def digest(self) -> str:
         """16 hex digits that identify the whole table."""
         table = [[linear.name, linear.rollout, linear.train] for linear in self.linears]
-        text = json.dumps([table, self.kv_mode, *(stored for _, stored in self.cache), self.power_of_two])
+        text = json.dumps([table, self.kv_mode, *(x for _, x in self.cache), self.power_of_two, *["mxfp8"] * self.mx])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 _IN_WORDS = {
     ("bf16", "bf16"): "{plain}",
-    ("fp8", "fp8"): "FP8",
-    ("fp8", "bf16"): "FP8 in the rollout, {plain} in training",
-    ("bf16", "fp8"): "{plain} in the rollout, FP8 in training",
+    ("fp8", "fp8"): "{codes}",
+    ("fp8", "bf16"): "{codes} in the rollout, {plain} in training",
+    ("bf16", "fp8"): "{plain} in the rollout, {codes} in training",
 }
 
 
@@ -108,7 +110,7 @@ def formats_by_layer(policy: PrecisionPolicy, plain: str = "BF16") -> list[tuple
     for linear in policy.linears:
         _, layer, kind = linear.name.split(".", 2)
         by_layer.setdefault(int(layer), {})[kind] = (linear.rollout, linear.train)
-    found = []
+    found, codes = [], "MXFP8" if policy.mx else "FP8"
     for formats, layers in groupby(sorted(by_layer), key=lambda layer: by_layer[layer]):
         same = list(layers)
         kinds: dict[tuple[Format, Format], list[str]] = {}
@@ -117,7 +119,7 @@ def formats_by_layer(policy: PrecisionPolicy, plain: str = "BF16") -> list[tuple
         usual = max(kinds, key=lambda form: len(kinds[form]))
         others = (f"{', '.join(names)} {_IN_WORDS[form]}" for form, names in kinds.items() if form != usual)
         place = str(same[0]) if len(same) == 1 else f"{same[0]} to {same[-1]}"
-        found.append((place, "; ".join([_IN_WORDS[usual], *others]).format(plain=plain)))
+        found.append((place, "; ".join([_IN_WORDS[usual], *others]).format(plain=plain, codes=codes)))
     return found
 
 
@@ -157,6 +159,7 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
         cache=_cached_formats(spec, fp8),
         power_of_two=fp8.power_of_two,
         square_wgrad=fp8.wgrad_blocks == "square",
+        mx=fp8.format == "mxfp8",
     )
 
 

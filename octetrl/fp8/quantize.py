@@ -20,7 +20,9 @@ Special cases, the same in the kernels:
   values of such a block are below 1.4e-36 and shrink towards zero.
 - A calibrated KV scale below 1 / FLT_MAX has no finite inverse either. Its inverse is FLT_MAX too.
 - `power_of_two` rounds the scale up to 2^ceil(log2(amax/448)), by its bits. The inverse is then exact. The scale is at
-  most 2^119, so every code has a finite value. An amax above 448 * 2^119 = 2.98e38 saturates.
+  most 2^119, so every code has a finite value. An amax above 448 * 2^119 = 2.98e38 saturates. "ocp" rounds as the OCP
+  MX specification does: 2^(floor(log2(amax)) - 8), so an amax with a mantissa above 1.75 saturates. Both are at least
+  2^-126, one above the least that E8M0 has.
 - A non-finite activation poisons its block: the scale and every code become NaN (0x7F). It can therefore never turn
   into a finite number, and the host need not read anything. `non_finite_count` counts such values. In a weight they are
   an error.
@@ -31,7 +33,7 @@ Special cases, the same in the kernels:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +47,12 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
 _LARGEST_POWER_BITS = 0x7B000000  # 2^119: 448 * 2^119 is finite, 256 * 2^120 is not
+_SMALLEST_POWER_BITS = 0x00800000  # 2^-126
+_OCP_SHIFT = 8 << 23  # E4M3's largest power of two is 2^8
 _CHUNK_ELEMENTS = 1 << 18
+
+
+PowerOfTwo = bool | Literal["ocp"]  # of scales: not, rounded up, or as OCP's specification rounds
 
 
 class Quantized(NamedTuple):
@@ -58,14 +65,19 @@ class Quantized(NamedTuple):
 # ---------------------------------------------------------------- one rule for every block
 
 
-def scale_and_inverse(amax: Tensor, power_of_two: bool = False, *, largest: float = E4M3_MAX) -> tuple[Tensor, Tensor]:
+def scale_and_inverse(
+    amax: Tensor, power_of_two: PowerOfTwo = False, *, largest: float = E4M3_MAX
+) -> tuple[Tensor, Tensor]:
     """Scale and inverse of blocks with these float32 amax values, which become the code `largest`. Both are NaN if amax
     is not finite."""
     largest_code = torch.full_like(amax, largest)
     scale = torch.div(amax, largest_code)
     if power_of_two:
-        bits = ((scale.view(torch.int32) + _MANTISSA_BITS) & _EXPONENT_BITS).clamp_max_(_LARGEST_POWER_BITS)
-        scale = bits.view(torch.float32)
+        if power_of_two == "ocp":
+            bits = (amax.view(torch.int32) & _EXPONENT_BITS).sub_(_OCP_SHIFT).clamp_min_(_SMALLEST_POWER_BITS)
+        else:
+            bits = (scale.view(torch.int32) + _MANTISSA_BITS) & _EXPONENT_BITS
+        scale = bits.clamp_max_(_LARGEST_POWER_BITS).view(torch.float32)
         inverse = torch.div(torch.ones_like(scale), scale)
     else:
         inverse = torch.div(largest_code, amax)
@@ -97,7 +109,7 @@ Rounding = Callable[[Tensor], Tensor]  # scaled float32 -> E4M3 bytes (encode_e4
 
 
 def _quantize_blocks(
-    blocks: Tensor, dim: tuple[int, ...], power_of_two: bool, rounding: Rounding
+    blocks: Tensor, dim: tuple[int, ...], power_of_two: PowerOfTwo, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
     """Codes in `blocks`' shape, and the scale without dimension `dim`. Overwrites `blocks`."""
     scale, inverse = scale_and_inverse(blocks.abs().amax(dim, keepdim=True), power_of_two)
@@ -117,23 +129,26 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 def quantize_activation_reference(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
     """[M, K] -> codes [M, K] E4M3, scale [M, ceil(K/128)] float32."""
-    return _quantize_activation(x_MK, power_of_two, encode_e4m3, E4M3)
+    return quantize_in_rows(x_MK, power_of_two, encode_e4m3, E4M3)
 
 
 def quantize_activation_values(x_MK: Tensor, power_of_two: bool = False) -> Quantized:
     """As `quantize_activation_reference`, with the codes' values in float32."""
-    return _quantize_activation(x_MK, power_of_two, round_to_e4m3, torch.float32)
+    return quantize_in_rows(x_MK, power_of_two, round_to_e4m3, torch.float32)
 
 
-def _quantize_activation(x_MK: Tensor, power_of_two: bool, rounding: Rounding, dtype: torch.dtype) -> Quantized:
+def quantize_in_rows(
+    x_MK: Tensor, power_of_two: PowerOfTwo, rounding: Rounding, dtype: torch.dtype, block: int = BLOCK
+) -> Quantized:
+    """In blocks of 1 x `block`. dtype: of the codes that `rounding` gives."""
     rows, columns = x_MK.shape
-    blocks = -(-columns // BLOCK)
+    blocks = -(-columns // block)
     codes = torch.empty(rows, columns, dtype=dtype, device=x_MK.device)
     scale = torch.empty(rows, blocks, device=x_MK.device)
-    for chunk in row_chunks(rows, blocks * BLOCK, 1):
-        padded = _padded(x_MK[chunk], 1, BLOCK).view(-1, blocks, BLOCK)
+    for chunk in row_chunks(rows, blocks * block, 1):
+        padded = _padded(x_MK[chunk], 1, block).view(-1, blocks, block)
         rounded, scale[chunk] = _quantize_blocks(padded, (2,), power_of_two, rounding)
-        codes[chunk] = rounded.view(-1, blocks * BLOCK)[:, :columns]
+        codes[chunk] = rounded.view(-1, blocks * block)[:, :columns]
     return Quantized(codes, scale)
 
 

@@ -6,7 +6,8 @@ Its three GEMMs (fp8/backends.py):
     dgrad     dx[M, K] = q(dy)[M, N]   w8[N, K]         dy quantised 1x128 along N; the forward's codes, transposed
     wgrad     dw[N, K] = qt(dy)[N, M]  qt(x)[K, M]^T    both quantised again in blocks of 128 tokens
 
-With `square_wgrad` a block of x in wgrad also spans 128 channels, which is the faster GEMM.
+With `square_wgrad` a block of x in wgrad also spans 128 channels, which is the faster GEMM. In MXFP8 (`backend`
+"mxfp8") all blocks are 1x32 along the sum, so dgrad has codes of its own, quantised along N: `columns`.
 
 **Codes.** `requantize()` quantises the weight once per optimizer step, from its BF16 rounding, into the buffers `codes`
 and `scale`. The forward does not quantise it. The engine reads the same buffers, so trainer and engine multiply by the
@@ -39,13 +40,14 @@ Legend: M tokens, N out_features, K in_features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octetrl.fp8.backends import BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
-from octetrl.fp8.format import BLOCK, E4M3, decode_e4m3
+from octetrl.fp8.backends import BACKENDS, BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.format import E4M3, decode_e4m3
+from octetrl.fp8.mxfp8 import quantize_mx, quantize_mx_values, quantize_mx_weight
 from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
@@ -53,33 +55,19 @@ from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_w
 from octetrl.kernels.quantize.quantize_weights import QuantizedWeight
 from octetrl.kernels.quantize.transpose_codes import transpose_codes
 from octetrl.layers.lora import LoraAdapter
+from octetrl.layers.own_rows import OwnRows, weight_without_memory
 from octetrl.layers.unquantized_linear import Linear, initial_weight
-
-
-class OwnRows(NamedTuple):
-    """Rows of a weight from row `first` on, in memory of their own."""
-
-    first: int
-    rows_RK: Tensor
-
-
-def weight_without_memory(
-    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str | None
-) -> Tensor:
-    """A tensor [N, K] that has a shape and no memory."""
-    weight_NK = torch.empty(out_features, in_features, dtype=dtype, device=device)
-    weight_NK.untyped_storage().resize_(0)
-    return weight_NK
-
 
 CODES_ARE_FREED = "the codes are freed during an update; call requantize() to restore them"
 ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
     "scaled_mm": quantize_activation,
     "emulated": quantize_activation_values,
+    "mxfp8": lambda x_MK, _: quantize_mx_values(x_MK),
 }
 _TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool, bool], Quantized]] = {
     "scaled_mm": quantize_tokens,
     "emulated": quantize_tokens_values,
+    "mxfp8": lambda x_TK, _, __: quantize_mx_values(x_TK.t()),
 }
 
 
@@ -91,7 +79,7 @@ class Float8Linear(nn.Module):
     """
 
     codes: Tensor  # E4M3 [N, K]
-    scale: Tensor  # float32 [ceil(N/128), ceil(K/128)]
+    scale: Tensor  # float32 [ceil(N/128), ceil(K/128)], or [N, ceil(K/32)]
 
     def __init__(
         self,
@@ -117,12 +105,14 @@ class Float8Linear(nn.Module):
         self.own_rows: OwnRows | None = None
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.lora: LoraAdapter | None = None
-        blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
+        self.block = BACKENDS[backend].block
+        blocks = (-(-out_features // self.block[0]), -(-in_features // self.block[1]))
         codes = torch.zeros(out_features, in_features, dtype=E4M3, device=device)
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scale", torch.full(blocks, torch.nan, device=device), persistent=False)
         self._quantized_version: int | None = None
         self.codes_transposed: Tensor | None = None  # [K, N], for dgrad
+        self.columns: Quantized | None = None  # MXFP8: codes [K, N], scale [K, ceil(N/32)], for dgrad
         self._decoded: tuple[tuple[int, int], Tensor] | None = None
 
     @property
@@ -155,8 +145,10 @@ class Float8Linear(nn.Module):
         """Declares that all codes and the scales, which the caller wrote, are those of the current weight."""
         assert self.weight is not None
         self._quantized_version = self.weight._version
-        if self.backend == "emulated":  # a kernel's writes do not move the counter
+        if self.backend != "scaled_mm":  # a kernel's writes do not move the counter
             torch.autograd.graph.increment_version(self.codes)
+            if self.backend == "mxfp8" and self.has_weight:  # now, since a frozen weight is dropped later
+                self.columns = self.columns_of(self.weight.detach())
 
     def quantize(
         self,
@@ -168,9 +160,15 @@ class Float8Linear(nn.Module):
         check: bool = False,
     ) -> Quantized:
         """Codes and scales of a weight of this shape, in this linear's blocks (`quantize_weight`)."""
+        if self.backend == "mxfp8":
+            return quantize_mx_weight(weight_NK, name, out, check)
         return quantize_weight(
             weight_NK, self.power_of_two, name=name, out=out, transposed_KN=transposed_KN, check=check
         )
+
+    def columns_of(self, weight_NK: Tensor) -> Quantized:
+        """The operand of dgrad in MXFP8."""
+        return quantize_mx(weight_NK.t())
 
     @property
     def skips_requantize(self) -> bool:
@@ -203,7 +201,7 @@ class Float8Linear(nn.Module):
         if self.weight is not None and self.weight.requires_grad:
             self.check_codes()
             self.codes.untyped_storage().resize_(0)
-            self.codes_transposed = self._decoded = None
+            self.codes_transposed = self.columns = self._decoded = None
 
     def mark_codes_stale(self) -> None:
         """Makes forward refuse the codes until `requantize()`."""
@@ -231,15 +229,20 @@ class Float8Linear(nn.Module):
         """The weight as the operand of the forward's GEMM."""
         if self.has_codes:
             held = self.quantized
-            return held if self.backend != "emulated" else Quantized(self._decoded_codes(), held.scale)
+            return held if self.backend == "scaled_mm" else Quantized(self._decoded_codes(), held.scale)
         assert self.weight is not None, CODES_ARE_FREED
         made = self.quantize(self.weight.detach())
-        if self.backend != "emulated":
+        if self.backend == "scaled_mm":
             return made
         return Quantized(decode_e4m3(made.codes, torch.float64), made.scale)
 
     def dgrad_operand(self) -> Quantized:
-        """The weight as the operand of dgrad's GEMM: the same codes, transposed."""
+        """The weight as the operand of dgrad's GEMM: the same codes, transposed, or `columns`."""
+        if self.backend == "mxfp8":
+            if self.columns is not None:
+                return self.columns
+            assert self.weight is not None, CODES_ARE_FREED
+            return self.columns_of(self.weight.detach())
         if self.backend == "emulated":
             return transposed(self.forward_operand())
         if not self.has_codes:
@@ -282,7 +285,7 @@ class Float8LinearFunction(torch.autograd.Function):
         if linear.backend == "scaled_mm":
             y_MN = fp8_gemm_nt(x8, w8, "scaled_mm", x_MK.dtype)
             return y_MN if bias_N is None else y_MN + bias_N
-        y_MN = fp8_gemm_nt(x8, w8, "emulated", torch.float32 if bias_N is not None else x_MK.dtype)
+        y_MN = fp8_gemm_nt(x8, w8, linear.backend, torch.float32 if bias_N is not None else x_MK.dtype)
         return y_MN if bias_N is None else y_MN.add_(bias_N).to(x_MK.dtype)
 
     @staticmethod

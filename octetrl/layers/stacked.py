@@ -106,22 +106,23 @@ class Float8StackedLinear(Float8Linear):
             has_weight=has_weight,
         )
         is_whole = in_features % BLOCK == out_features % BLOCK == 0
-        assert is_whole or backend == "emulated", (
+        assert is_whole or backend != "scaled_mm", (
             f"{out_features} x {in_features}: build_blocks.py refuses such experts"
         )
         self.out_features, self.count = out_features, count
-        self.blocks = -(-out_features // BLOCK)  # of an expert's rows
+        self.blocks = -(-out_features // self.block[0])  # of an expert's rows
         self.scale = torch.full((count * self.blocks, self.scale.shape[1]), torch.nan, device=device)
 
     @property
     def rows_per_unit(self) -> int:
         """Rows that can be quantised without the others: they have scales of their own."""
-        return BLOCK if self.out_features % BLOCK == 0 else self.out_features
+        height = self.block[0]
+        return height if self.out_features % height == 0 else self.out_features
 
     def scale_row(self, row: int) -> int:
         """The row of `scale` at which `row` begins. `row`: a multiple of `rows_per_unit`."""
         expert, rest = divmod(row, self.out_features)
-        return expert * self.blocks + -(-rest // BLOCK)
+        return expert * self.blocks + -(-rest // self.block[0])
 
     def forward(self, x: Tensor, groups: RowGroups | None = None) -> Tensor:
         assert groups is not None, "a stacked linear needs the rows of each expert"
@@ -138,7 +139,7 @@ class Float8StackedLinear(Float8Linear):
         transposed_KN: Tensor | None = None,
         check: bool = False,
     ) -> Quantized:
-        if self.out_features % BLOCK == 0:  # every expert starts at the border of a block
+        if self.out_features % self.block[0] == 0:  # every expert starts at the border of a block
             return super().quantize(weight_NK, name=name, out=out, transposed_KN=transposed_KN, check=check)
         assert transposed_KN is None, "on a CPU the transposed operand is a view of the codes"
         if out is None:
@@ -147,6 +148,11 @@ class Float8StackedLinear(Float8Linear):
             rows = slice(expert * self.out_features, (expert + 1) * self.out_features)
             quantize_weight(weight_NK[rows], self.power_of_two, name=name, out=self.of_expert(out, expert), check=check)
         return out
+
+    def columns_of(self, weight_NK: Tensor) -> Quantized:
+        """Each expert's blocks start at its first row."""
+        parts = [super(Float8StackedLinear, self).columns_of(one) for one in weight_NK.split(self.out_features)]
+        return Quantized(torch.cat([one.codes for one in parts], 1), torch.cat([one.scale for one in parts], 1))
 
     def of_expert(self, operand: Quantized, expert: int) -> Quantized:
         """One expert's part of codes and scales: views."""
@@ -188,7 +194,7 @@ class _Float8StackedFunction(torch.autograd.Function):
         ctx.save_for_backward(x_PK, weight_NK, first_X1)
         ctx.linear = linear
         x8 = ACTIVATION_QUANTIZERS[linear.backend](x_PK, linear.power_of_two)
-        return grouped_fp8_gemm(x8, linear.forward_operand(), first_X1)
+        return grouped_fp8_gemm(x8, linear.forward_operand(), first_X1, backend=linear.backend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,7 +205,7 @@ class _Float8StackedFunction(torch.autograd.Function):
         dy_PN = grads[0].contiguous()
         if need_x:
             dy8 = ACTIVATION_QUANTIZERS[linear.backend](dy_PN, linear.power_of_two)
-            dx_PK = grouped_fp8_gemm(dy8, linear.dgrad_operand(), first_X1, turned=True)
+            dx_PK = grouped_fp8_gemm(dy8, linear.dgrad_operand(), first_X1, turned=True, backend=linear.backend)
         if need_weight:
             dweight_NK = grouped_wgrad(dy_PN, x_PK, first_X1, weight_NK.dtype)
         return dx_PK, dweight_NK, None, None

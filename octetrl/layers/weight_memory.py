@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
-from octetrl.layers.linear import Float8Linear, OwnRows
+from octetrl.layers.linear import Float8Linear
+from octetrl.layers.own_rows import OwnRows
 from octetrl.layers.stacked import Float8StackedLinear
 
 
@@ -69,12 +69,12 @@ def keep_rows(linear: Float8Linear, start: int, stop: int) -> Tensor:
 
 def rows_per_unit(linear: Float8Linear) -> int:
     """Rows that can be quantised without the others, because they have scales of their own."""
-    return linear.rows_per_unit if isinstance(linear, Float8StackedLinear) else BLOCK
+    return linear.rows_per_unit if isinstance(linear, Float8StackedLinear) else linear.block[0]
 
 
 def scale_row(linear: Float8Linear, row: int) -> int:
     """The row of the scales at which `row` begins: the first of a block, or the end."""
-    return linear.scale_row(row) if isinstance(linear, Float8StackedLinear) else -(-row // BLOCK)
+    return linear.scale_row(row) if isinstance(linear, Float8StackedLinear) else -(-row // linear.block[0])
 
 
 @torch.no_grad()

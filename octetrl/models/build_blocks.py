@@ -100,7 +100,7 @@ class LayerBuilder:
     def __post_init__(self) -> None:
         """UserError: a GPU has no kernels for such a model."""
         assert (self.group.rank, self.group.size) == (self.spec.tensor.rank, self.spec.tensor.size), "another part"
-        emulated = self.backend == "emulated" and self.policy.uses_fp8(self.side)
+        emulated = self.backend != "scaled_mm" and self.policy.uses_fp8(self.side)
         on_gpu = torch.device(self.device).type == "cuda"
         why_not = self.spec.refused_on_gpu()
         if on_gpu and why_not is not None:

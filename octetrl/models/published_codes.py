@@ -49,7 +49,8 @@ def takes_published_codes(recipe: Recipe) -> bool:
     """Whether a run's frozen weights keep the codes of `model.path`."""
     model = recipe.model
     pretrained = model.path is not None and model.init != "random"
-    return pretrained and model.lora is not None and not recipe.fp8.power_of_two and recipe.cluster.tensor_parallel == 1
+    alike = not recipe.fp8.power_of_two and recipe.fp8.format == "block"
+    return pretrained and model.lora is not None and alike and recipe.cluster.tensor_parallel == 1
 
 
 def describe_published_codes(recipe: Recipe, spec: ModelSpec) -> str | None:
@@ -68,6 +69,7 @@ def describe_published_codes(recipe: Recipe, spec: ModelSpec) -> str | None:
         return None
     if not takes_published_codes(recipe):
         why = "power-of-two scales are asked for" if recipe.fp8.power_of_two else "training changes the weights"
+        why = "MXFP8 has other blocks" if recipe.fp8.format == "mxfp8" else why
         return f"block-FP8, dequantised to BF16 and quantised again: {why}"
     again = f"; {len(ragged)} are quantised again, as their tensors begin inside our blocks" if ragged else ""
     return f"block-FP8, {len(taken)} linears keep the folder's codes{again}"

@@ -12,9 +12,10 @@ from functools import partial
 
 from octetrl.algorithms.dapo import soft_overlong_penalty
 from octetrl.algorithms.table import build_algorithm
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.in_words import cannot_keep
 from octetrl.config.objective_settings import DatasetSettings, LengthPenaltySettings, refills_of
-from octetrl.config.schema import Fp8Config, Recipe
+from octetrl.config.schema import Recipe
 from octetrl.config.several_environments import never_drawn
 from octetrl.config.validate import combination_problems, validate_with_spec
 from octetrl.data.mixture import Mixture, read_source, steps_of

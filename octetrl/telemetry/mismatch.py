@@ -29,7 +29,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import Fp8Config, MismatchConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import MismatchConfig
 from octetrl.records import TokenLogprobs
 from octetrl.system.errors import RunFailed
 from octetrl.telemetry.metrics import MISMATCH, lower_staleness, stale_share

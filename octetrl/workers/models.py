@@ -19,11 +19,13 @@ import torch
 
 from octetrl.algorithms.table import Algorithm
 from octetrl.config.algorithm import DistillConfig
-from octetrl.config.schema import Fp8Config, Recipe
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import Recipe
 from octetrl.config.validate import validate_with_spec
 from octetrl.data.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer
 from octetrl.engine.weights import share_weights
-from octetrl.fp8.backends import BackendName, choose_backend
+from octetrl.fp8.backends import BackendName
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, Side, precision_policy
 from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
@@ -89,7 +91,7 @@ class ModelBuilder:
         """The teacher, the policy at the start of the run, or None, as `algorithm` needs."""
         if algorithm.needs_teacher:
             uses_fp8 = teacher_fp8(self.recipe).train
-            backend = choose_backend(self.device, self.recipe.fp8.emulate) if uses_fp8 else self._backend
+            backend = self._fp8_backend if uses_fp8 else self._backend
             return load_teacher(self.recipe, tokenizer, self.device, backend, self.peers, self.count)
         return self._first_policy(trainer_model) if algorithm.needs_reference else None
 
@@ -140,8 +142,12 @@ class ModelBuilder:
     def _backend(self) -> BackendName:
         """Depends on the device only if something is FP8. A BF16 run works on any GPU."""
         if self.policy.uses_fp8("rollout") or self.policy.uses_fp8("train"):
-            return choose_backend(self.device, self.recipe.fp8.emulate)
+            return self._fp8_backend
         return "emulated"
+
+    @property
+    def _fp8_backend(self) -> BackendName:
+        return choose_backend(self.device, self.recipe.fp8.is_emulated, mx=self.policy.mx)
 
 
 def teacher_fp8(recipe: Recipe) -> Fp8Config:

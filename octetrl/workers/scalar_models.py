@@ -30,7 +30,7 @@ import torch
 from octetrl.config.schema import LoraConfig, Recipe
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.environments.scoring import Score, finite_number
-from octetrl.fp8.backends import choose_backend
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy, scoring_policy
 from octetrl.layers.weight_memory import LoadCount
 from octetrl.models.families import load_critic_spec, load_reward_spec
@@ -61,7 +61,7 @@ def scalar_decoder(
     fp8_weights: bool = True,
 ) -> ScalarDecoder:
     """Its weights undefined. `fp8_weights` false: those of FP8 linears have no memory (layers/weight_memory.py)."""
-    backend = choose_backend(device, recipe.fp8.emulate) if policy.uses_fp8("train") else "emulated"
+    backend = choose_backend(device, recipe.fp8.is_emulated, mx=policy.mx) if policy.uses_fp8("train") else "emulated"
     dtype = getattr(torch, recipe.model.dtype)
     return ScalarDecoder(spec, policy, dtype=dtype, device=device, backend=backend, lora=lora, fp8_weights=fp8_weights)
 

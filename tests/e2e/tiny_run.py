@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.schema import Fp8Config, Recipe
+from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.sampler import SamplingRows, sample, sequence_key
-from octetrl.fp8.backends import choose_backend
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext

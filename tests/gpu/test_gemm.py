@@ -10,7 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octetrl.fp8.backends import choose_backend, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.quantize import Quantized
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.quantize.quantize_activation import quantize_activation

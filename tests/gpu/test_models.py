@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.engine.kv_cache import KVCache, cache_format
-from octetrl.fp8.backends import choose_backend
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.policy import Side, precision_policy
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.gemm.linear_logprobs import logprobs_of

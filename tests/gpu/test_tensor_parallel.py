@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.config.schema import LoraConfig, TrainerConfig
-from octetrl.fp8.backends import choose_backend
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.policy import precision_policy
 from octetrl.kernels.gemm.bf16_gemm import bf16_gemm, bf16_gemm_straight
 from octetrl.kernels.gemm.fp8_gemm import fp8_gemm

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
-from octetrl.config.schema import Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import OptimizerConfig, TrainerConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.records import Sample

@@ -13,7 +13,8 @@ import torch
 
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.calls import block_pool_of
-from octetrl.config.schema import EngineConfig, Fp8Config, ModelConfig, OptimizerConfig, Recipe, RolloutConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, Recipe, RolloutConfig
 from octetrl.config.schema import TrainerConfig as Trainer
 from octetrl.engine.weights import put_weights, share_weights, weight_set, weights_digest
 from octetrl.models.decoder import Decoder

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.token_loss import LossInputs, TokenLoss
-from octetrl.config.schema import EngineConfig, Fp8Config, LoraConfig, TrainerConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig, LoraConfig, TrainerConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.engine.weights import put_weights, share_weights, weight_set
-from octetrl.fp8.backends import choose_backend
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext, PagedContext
@@ -51,6 +52,7 @@ PRECISIONS = {
     "fp8_full": Fp8Config(rollout=True, train=True, kv_cache="calibrated"),
     "fp8_dynamic": Fp8Config(rollout=True, train=True, kv_cache="dynamic"),
     "fp8_int8": Fp8Config(rollout=True, train=True, kv_cache="int8"),
+    "mxfp8": Fp8Config(rollout=True, train=True, format="mxfp8"),
 }
 ONE_TENSOR = {  # K or V in codes, beside the other one in BF16; Qwen2.5 has V alone in every FP8 cache
     f"{name}_{tensor}": PRECISIONS[name].model_copy(update={"kv_cache_tensors": tensor})
@@ -87,7 +89,7 @@ class Sides:
         """folder: a Hugging Face folder whose weights are taken; None: random ones of the seed."""
         self.spec, self.device = spec, torch.device(device)
         self.policy = precision_policy(spec, (PRECISIONS | ONE_TENSOR)[precision])
-        backend = choose_backend(device)
+        backend = choose_backend(device, mx=self.policy.mx)
         self.trainer_model = Decoder(spec, self.policy, "train", device=device, backend=backend, lora=lora)
         if folder is None:
             draw_weights(self.trainer_model, seed)

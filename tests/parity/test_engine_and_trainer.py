@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from octetrl.config.schema import EngineConfig, Fp8Config, LoraConfig, ModelConfig, Recipe
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig, LoraConfig, ModelConfig, Recipe
 from octetrl.engine.weights import weight_set, weights_digest
 from octetrl.kernels.attention import attention_reference
 from tests.objectives import objective
@@ -42,6 +43,10 @@ CASES: list[Case] = [  # model, precision, adapters, situations of the engine, s
     ("qwen3", "fp8_int8_v", None, (), ONE),
     ("qwen3", "fp8_dynamic_k", None, (), ONE),
     ("qwen3", "fp8_dynamic_v", None, (), ONE),
+    ("qwen3", "mxfp8", None, ("one_by_one", "small_chunks"), TRAINERS),  # its cache is bf16's
+    ("qwen2.5", "mxfp8", LORA, (), FEW),
+    ("sigmoid", "mxfp8", None, ("one_by_one", "small_chunks"), FEW),
+    ("low_rank", "mxfp8", None, (), FEW),
     ("qwen2.5", "fp8_full", None, PAGES, TRAINERS),  # its K and V are of two formats
     ("qwen2.5", "bf16", None, (), FEW),
     ("llama", "bf16", None, BATCHES, FEW),  # its pages are qwen3's
@@ -119,6 +124,7 @@ def test_adapters_are_where_they_are_asked_for(lora: LoraConfig, where: str, cou
         ("sigmoid", "fp8_full", None),
         ("direct", "fp8_full", None),
         ("low_rank", "fp8_full", None),
+        ("sigmoid", "mxfp8", None),
     ],
 )
 def test_every_step_of_a_run_says_that_nothing_differs_and_runs_repeat(

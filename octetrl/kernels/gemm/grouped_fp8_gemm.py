@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt
+from octetrl.fp8.backends import BackendName, fp8_gemm_dgrad, fp8_gemm_nt
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
@@ -172,8 +172,10 @@ def _run_gluon(x: Quantized, w: Quantized, owner_O3: Tensor, steps: tuple[int, i
     return True
 
 
-def grouped_fp8_gemm_reference(x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False) -> Tensor:
-    """Expert by expert with the emulation, exact if not `turned`."""
+def grouped_fp8_gemm_reference(
+    x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False, backend: BackendName = "emulated"
+) -> Tensor:
+    """Expert by expert with the emulation, exact if not `turned`. `backend`: "emulated" or "mxfp8"."""
     multiply = fp8_gemm_dgrad if turned else fp8_gemm_nt
     bounds = first_X1.tolist()
     experts = len(bounds) - 1
@@ -184,16 +186,22 @@ def grouped_fp8_gemm_reference(x: Quantized, w: Quantized, first_X1: Tensor, *, 
         rows = slice(bounds[expert], bounds[expert + 1])
         if bounds[expert] < bounds[expert + 1]:
             of_rows = Quantized(x.codes[rows], x.scale[rows])
-            y_PN[rows] = multiply(of_rows, Quantized(codes[expert], scales[expert]), "emulated")
+            y_PN[rows] = multiply(of_rows, Quantized(codes[expert], scales[expert]), backend)
     return y_PN
 
 
 def grouped_fp8_gemm(
-    x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False, owner_O3: Tensor | None = None
+    x: Quantized,
+    w: Quantized,
+    first_X1: Tensor,
+    *,
+    turned: bool = False,
+    owner_O3: Tensor | None = None,
+    backend: BackendName = "emulated",
 ) -> Tensor:
     """y [P, N] in BF16. x: codes [P, K], scale [P, K/128]; w: codes [X N, K] and scale [X N/128, K/128], or `turned`
     [N, X K] and [N/128, X K/128]; first_X1: int32, rows of expert e are first[e] to first[e + 1]. `owner_O3`: as
-    `sort_by_expert` gives it; no bit depends on it."""
+    `sort_by_expert` gives it; no bit depends on it. `backend`: of a CPU."""
     if not x.codes.is_cuda:
-        return grouped_fp8_gemm_reference(x, w, first_X1, turned=turned)
+        return grouped_fp8_gemm_reference(x, w, first_X1, turned=turned, backend=backend)
     return grouped_fp8_gemm_triton(x, w, first_X1, turned=turned, owner_O3=owner_O3)

@@ -18,7 +18,8 @@ import torch
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.names import attention_name, model_config, vllm_name
 from octetrl.backends.vllm.session import sibling_seed
-from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig
 from octetrl.engine.weights import put_weights, share_weights, weight_set, weights_digest
 from octetrl.fp8.kv_scales import split_scales
 from octetrl.fp8.non_finite import NonFiniteError

@@ -21,7 +21,8 @@ from torch import Tensor
 from octetrl.backends.vllm.backend import VllmBackend
 from octetrl.backends.vllm.names import attention_name
 from octetrl.backends.vllm.ranks import checksum, step_together, together
-from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig
 from octetrl.engine.weights import weight_set
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from octetrl.bench.rows import modelled_seconds, weight_bytes
 from octetrl.bench.run import draw_on_device
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import PRECISIONS
-from octetrl.config.schema import Fp8Config
 from octetrl.engine.kv_cache import cache_format
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
 from octetrl.layers.linear import Float8Linear

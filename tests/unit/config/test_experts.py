@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.rules_shape import experts_refused_on_gpu, spec_problems
-from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.build_blocks import LayerBuilder

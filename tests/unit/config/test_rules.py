@@ -33,6 +33,7 @@ BEFORE = {**KL, "algorithm.kl_in": "reward_before_baseline"}
 ROLES = {"cluster.trainer_cpus": 1, "cluster.engine_cpus": 1}
 AHEAD = {**ROLES, "cluster.max_staleness": 1}
 FP8 = {"fp8.train": True, "fp8.rollout": True}
+MX = {**FP8, "fp8.format": "mxfp8"}
 REMADE = {**FP8, "trainer.weight_codes": "remade"}
 VLLM = {"engine.backend": "vllm"}
 SERVER = {"engine.backend": "openai", "engine.openai.base_url": "http://host:8000/v1", "engine.openai.model": "m"}
@@ -55,6 +56,8 @@ EXAMPLES: list[Changes] = [
     {"model.lora.targets": ["q_proj", "q_proj"]},
     {"model.dtype": "float32", **FP8},
     {**FP8, "fp8.kv_cache_tensors": "k"},
+    {**MX, "fp8.emulate": False},
+    {**MX, "cluster.cpus": 2},
     {**FP8, "cluster.device": "cpu", "fp8.emulate": False},
     {"rollout.prompts_per_step": 100_000, "rollout.group_size": 1000},
     {"model.context_length": 1000},
@@ -241,6 +244,7 @@ EXAMPLES: list[Changes] = [
     {**VLLM, "fp8.kv_cache": "dynamic"},
     {**VLLM, "fp8.kv_cache": "calibrated", "fp8.kv_cache_tensors": "v"},
     {**VLLM, "fp8.emulate": True},
+    {**VLLM, "fp8.format": "mxfp8"},
     {**VLLM, "cluster.address": "auto", "cluster.nodes": 2, "cluster.gpus_per_node": 3, "cluster.tensor_parallel": 2},
     {**VLLM, "cluster.workers_per_gpu": 2},
     {**VLLM, **SFT},

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.model_runner import ModelRunner
 from octetrl.fp8.kv_scales import KVScales, same_bits

@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 import torch
 
-from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig
 from octetrl.engine.kv_cache import KVCache, cache_format, configured_pages, sized_by_requests
 from octetrl.fp8.format import E4M3
 from octetrl.fp8.policy import precision_policy

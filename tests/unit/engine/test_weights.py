@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from octetrl.config.schema import Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.engine.weights import digest_of, put_weights, share_weights, weight_set, weights_digest
 from octetrl.fp8.policy import precision_policy
 from octetrl.kernels.rows.sum_words import sum_words

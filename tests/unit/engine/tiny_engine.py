@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from octetrl.config.schema import EngineConfig, Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import EngineConfig
 from octetrl.engine.engine import Engine
 from octetrl.fp8.kv_scales import KVScales
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.fp8.backends import choose_backend, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.backends import fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.format import BLOCK, decode_e4m3
 from octetrl.fp8.quantize import (
     Quantized,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.schema import Fp8Config, Recipe
+from octetrl.config.schema import Recipe
 from octetrl.fp8.backends import BackendName
 from octetrl.fp8.parity import parity_of, refused_gate, slow_paths, why_measured, why_not_fused
 from octetrl.fp8.policy import formats_by_layer, precision_policy

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements, projections
 from octetrl.config.memory import MemoryEstimate, Precisions, estimate_memory
-from octetrl.config.schema import Fp8Config, LoraConfig, TrainerConfig
+from octetrl.config.schema import LoraConfig, TrainerConfig
 from octetrl.engine.kv_cache import KVCache, cache_format
 from octetrl.fp8.kv_scales import kv_scales_from_amax
 from octetrl.fp8.policy import precision_policy

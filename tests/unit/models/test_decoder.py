@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import CacheTreatment, PackedContext
 from octetrl.layers.rotary import Rotary, RotaryTable

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import Fp8Config, LoraConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import LoraConfig
 from octetrl.doctor.taps import Fingerprints, Site, Tap, TrainingTap, sites_of
 from octetrl.fp8.relative_error import relative_error
 from octetrl.kernels.attention.attention_packed import attention_packed_forward_reference

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.schema import Fp8Config, LoraConfig, Recipe
+from octetrl.config.schema import LoraConfig, Recipe
 from octetrl.engine.weights import weight_set, weights_digest
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import quantize_weight_reference

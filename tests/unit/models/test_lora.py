@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import LoraPart, adapter_elements, projections, targets_of
 from octetrl.config.rules_shape import spec_problems
-from octetrl.config.schema import Fp8Config, LoraConfig
+from octetrl.config.schema import LoraConfig
 from octetrl.kernels.gemm import grouped_bf16_gemm as grouped
 from octetrl.layers import stacked_lora
 from octetrl.layers.context import PackedContext

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements, projections, unknown_target
 from octetrl.config.memory import estimate_memory, kv_bytes_per_token
-from octetrl.config.schema import Fp8Config, LoraConfig
+from octetrl.config.schema import LoraConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.layers.context import PackedContext

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import Precisions, estimate_memory
-from octetrl.config.schema import Fp8Config, LoraConfig, RouterConfig
+from octetrl.config.schema import LoraConfig, RouterConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import quantize_activation_reference, quantize_weight_reference
 from octetrl.fp8.relative_error import relative_error

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from octetrl.config.schema import Fp8Config, LoraConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import LoraConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, save_weights

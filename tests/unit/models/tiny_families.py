@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from octetrl.config.schema import Fp8Config, LoraConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import LoraConfig
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext
 from octetrl.models.decoder import Decoder

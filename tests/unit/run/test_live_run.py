@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
-from octetrl.config.schema import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config

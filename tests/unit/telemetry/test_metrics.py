@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from octetrl.config.schema import Fp8Config, MismatchConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import MismatchConfig
 from octetrl.records import TokenLogprobs, joined, worker_times
 from octetrl.telemetry.metrics import MISMATCH, slowest_workers
 from octetrl.telemetry.mismatch import (

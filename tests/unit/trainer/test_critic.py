@@ -18,7 +18,8 @@ from octetrl.algorithms.ppo import ppo_returns
 from octetrl.algorithms.sequences import last_of_each
 from octetrl.algorithms.table import build_algorithm
 from octetrl.algorithms.value_loss import value_loss
-from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import CriticConfig, OptimizerConfig, TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext

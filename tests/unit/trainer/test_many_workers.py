@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from octetrl.algorithms.table import build_algorithm
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.objective_settings import AlgorithmConfig
-from octetrl.config.schema import CriticConfig, Fp8Config, OptimizerConfig, TrainerConfig
+from octetrl.config.schema import CriticConfig, OptimizerConfig, TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.many_linears import LinearRows, quantize_rows

@@ -13,8 +13,9 @@ from torch import Tensor
 from octetrl.algorithms.gae import gae_advantages
 from octetrl.algorithms.sequences import sequence_mean, sequence_sum, sum_to_go
 from octetrl.algorithms.table import build_algorithm
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.objective_settings import AlgorithmConfig
-from octetrl.config.schema import Fp8Config, OptimizerConfig
+from octetrl.config.schema import OptimizerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.records import Sample
 from octetrl.trainer.forward import KVReplay

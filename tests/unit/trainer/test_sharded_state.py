@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.config.schema import Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, spec_from_config

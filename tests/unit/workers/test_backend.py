@@ -18,7 +18,7 @@ from octetrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, Re
 from octetrl.data.tokenizer import load_tokenizer, tokenizer_folder
 from octetrl.engine.engine import Engine
 from octetrl.engine.stopping import Tokenizer
-from octetrl.fp8.backends import choose_backend
+from octetrl.fp8.choose_backend import choose_backend
 from octetrl.models.decoder import Decoder
 from octetrl.records import (
     Completion,

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octetrl.config.schema import Fp8Config, LoraConfig, ModelConfig, OptimizerConfig, Recipe
+from octetrl.config.fp8_settings import Fp8Config
+from octetrl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, Recipe
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import quantize_weight_reference
 from octetrl.layers.weight_memory import LoadCount, Loading

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from octetrl.config.schema import Fp8Config
+from octetrl.config.fp8_settings import Fp8Config
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext

@@ -130,7 +130,8 @@ def _product(linear: Projection, x: Operand, groups: RowGroups) -> Tensor:
     if isinstance(linear, Float8StackedLinear):
         linear.check_codes()
         assert isinstance(x, Quantized)
-        return grouped_fp8_gemm(x, linear.forward_operand(), groups.first_X1, owner_O3=groups.owner_O3)
+        operand, own = linear.forward_operand(), groups.owner_O3
+        return grouped_fp8_gemm(x, operand, groups.first_X1, owner_O3=own, backend=linear.backend)
     assert isinstance(x, Tensor) and linear.weight is not None
     return grouped_bf16_gemm(x, linear.weight.detach(), groups.first_X1)
 
@@ -141,7 +142,8 @@ def _dgrad(linear: Projection, dy_PN: Tensor, groups: RowGroups) -> Tensor:
             dy = ACTIVATION_QUANTIZERS[linear.backend](dy_PN, linear.power_of_two)
         with part("gemm_dgrad"):
             weights = linear.dgrad_operand()
-            return grouped_fp8_gemm(dy, weights, groups.first_X1, turned=True, owner_O3=groups.owner_O3)
+            own = {"owner_O3": groups.owner_O3, "backend": linear.backend}
+            return grouped_fp8_gemm(dy, weights, groups.first_X1, turned=True, **own)
     assert linear.weight is not None
     with part("gemm_dgrad"):
         return grouped_bf16_gemm(dy_PN, linear.weight.detach(), groups.first_X1, turned=True)
