@@ -1,70 +1,22 @@
-"""Compiles every Gluon kernel for Hopper, on a machine without a GPU: one line each, its name and its registers.
+"""Compiles every Gluon kernel for Hopper, on a machine without a GPU: one line each.
 
     python -m tests.unit.kernels.compile_gluon
 
-The launchers run as on a GPU, on CPU tensors. Triton's driver is replaced, and a launch compiles only.
+The launchers run as on a GPU, on CPU tensors (offline.py). `compile_kernels` does the same for all kernels.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-import triton
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels import gluon
+from tests.unit.kernels.offline import Compiler, zeros
 
 BF16, E4M3, FLOAT = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 TOKENS, HEADS = 300, 16
 BOUNDS = torch.tensor([0, 100, TOKENS], dtype=torch.int32)
-
-
-class HopperDriver:
-    """What Triton asks its driver for while it compiles."""
-
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": 232_448, "multiprocessor_count": 132}
-    )
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def is_active(self) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, kind: str) -> str:
-        return kind
-
-
-def compile_only() -> None:
-    triton.runtime.driver.set_active(HopperDriver())
-    gluon.multiprocessors = lambda device: 132  # type: ignore[assignment]
-    launch = JITFunction.run
-
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
-        print(kernel.__name__, len(compiled.asm["cubin"]))
-        return compiled
-
-    JITFunction.run = run
-
-
-def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.zeros(*shape, dtype=dtype)
 
 
 def attention() -> None:
@@ -117,8 +69,15 @@ def gemm() -> None:
         grouped_fp8_gemm_gluon(rows, experts, zeros(4, 3, dtype=torch.int32), (512, 0), zeros(TOKENS, 512))
 
 
-if __name__ == "__main__":
-    compile_only()
+def launch_all() -> None:
     attention()
     latent_attention()
     gemm()
+
+
+if __name__ == "__main__":
+    compiler = Compiler(90, each=99)
+    compiler.install()
+    launch_all()
+    for variants in compiler.compiled.values():
+        print(*variants.values(), sep="\n")

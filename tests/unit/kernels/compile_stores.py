@@ -23,13 +23,13 @@ from octetrl.kernels.gemm.grouped_bf16_gemm import (
 from octetrl.kernels.gemm.grouped_fp8_gemm import OWNED, grouped_fp8_gemm_triton
 from octetrl.kernels.gemm.head_gemm import CODES_TILES, head_gemm_codes_triton, head_gemm_triton
 from octetrl.kernels.quantize.quantize_activation import empty_rows
-from tests.unit.kernels.compile_gluon import HopperDriver, zeros
+from tests.unit.kernels.offline import OfflineDriver, zeros
 
 ROWS, EXPERTS, COLUMNS, DEPTH, HEADS, LATENT = 300, 4, 384, 256, 4, 256
 
 
 def count_stores() -> None:
-    triton.runtime.driver.set_active(HopperDriver())
+    triton.runtime.driver.set_active(OfflineDriver(90))
     launch = JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -142,8 +142,8 @@ def _dgrad(linear: Projection, dy_PN: Tensor, groups: RowGroups) -> Tensor:
             dy = ACTIVATION_QUANTIZERS[linear.backend](dy_PN, linear.power_of_two)
         with part("gemm_dgrad"):
             weights = linear.dgrad_operand()
-            own = {"owner_O3": groups.owner_O3, "backend": linear.backend}
-            return grouped_fp8_gemm(dy, weights, groups.first_X1, turned=True, **own)
+            own = groups.owner_O3
+            return grouped_fp8_gemm(dy, weights, groups.first_X1, turned=True, owner_O3=own, backend=linear.backend)
     assert linear.weight is not None
     with part("gemm_dgrad"):
         return grouped_bf16_gemm(dy_PN, linear.weight.detach(), groups.first_X1, turned=True)
