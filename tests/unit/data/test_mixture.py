@@ -129,7 +129,7 @@ def test_what_is_too_long_is_refused_or_dropped_and_counted() -> None:
 
 
 def test_held_out_rows_that_are_trained_on_too_are_counted() -> None:
-    other = Conversation("q0", "another")
+    other = Conversation("q0", "b")
     mixture = mixture_of(held_out={"some": source(examples=[*EXAMPLES[:3], other]), "none": source(examples=[other])})
     assert mixture.trained_too == {"some": 3, "none": 0}
 
