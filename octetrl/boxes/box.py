@@ -220,20 +220,8 @@ class Box:
         word = secrets.token_hex(8)
         own = {**self.config.env, **env, _VARIABLE: word}
         wrapped = ["sh", "-c", _WRAPPER, "sh", word, cwd or "", *command]
-        words, descriptors = self.client(wrapped, own, user, reads=bool(stdin))
         out, err = _Kept(most), _Kept(most, word)
-        pipe = subprocess.PIPE
-        try:
-            client = subprocess.Popen(
-                words,
-                stdin=pipe if stdin else subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                pass_fds=descriptors,
-                start_new_session=True,
-            )
-        except OSError as error:  # no descriptors or memory are left, or the arguments are too long
-            raise BoxError(f"{words[0]}: {error}") from error
+        client = self._client(wrapped, own, user, reads=bool(stdin))
         has_ended = False
         try:
             has_ended = _follow(client, stdin, out, err, time.monotonic() + seconds, cancelled)
@@ -251,22 +239,53 @@ class Box:
             err.code = self._code_of_cut(client.returncode, err)
         return (err.code if has_ended else None), out, err
 
+    def _client(
+        self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool = False
+    ) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        with self._lock:  # descriptors are not closed meanwhile, and their numbers not used for others
+            if self._is_closed:
+                raise BoxError("the box is closed")
+            words, descriptors = self.client(command, env, user, reads=reads)
+            try:
+                return subprocess.Popen(
+                    words,
+                    stdin=pipe if reads else subprocess.DEVNULL,
+                    stdout=pipe,
+                    stderr=pipe,
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                )
+            except OSError as error:  # no descriptors or memory are left, or the arguments are too long
+                raise BoxError(f"{words[0]}: {error}") from error
+
     def _code_of_cut(self, code: int, err: _Kept) -> int:
         """The exit code of a client whose command has said none. Raises BoxError if it is not the command's matter."""
         assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LOST_SECONDS if code not in _NOT_RUN else 0.1)
+        answers = self._ask(["sh", "-c", "echo yes"], None) == b"yes\n"
+        if not answers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOST_SECONDS)
         self._check_alive()
-        if code in _NOT_RUN or 128 < code < 192:  # it does not start, or has killed the shell above it
+        if answers and (code in _NOT_RUN or 128 < code < 192):  # it does not start, or has killed the shell above it
             return code
         said = " ".join(err.text().split())[-200:]
         self.lost = f"the connection to a command in the box was cut (exit code {code}{f': {said}' if said else ''})"
         raise BoxError(self.lost)
 
     def _kill(self, word: str, user: str | None) -> None:
-        words, descriptors = self.client(["sh", "-c", _KILL, "sh", word], {}, user, reads=False)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(words, pass_fds=descriptors, capture_output=True, timeout=_END_SECONDS, check=False)
+        with contextlib.suppress(BoxError):  # it ends with the box
+            self._ask(["sh", "-c", _KILL, "sh", word], user)
+
+    def _ask(self, command: Sequence[str], user: str | None) -> bytes:
+        """What a short command prints."""
+        client = self._client(command, {}, user)
+        try:
+            return client.communicate(timeout=_END_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            client.kill()
+            client.communicate()
+            return b""
 
     def _forward(self, port: int) -> None:
         self._check_alive()

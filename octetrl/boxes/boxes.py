@@ -8,6 +8,7 @@ boxes.close()                                                  at the end of the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sys
 import threading
@@ -70,6 +71,7 @@ class RolloutBoxes:
         except BoxError as error:
             self._failure = str(error)
             raise
+        self._failure = None  # its code has tried again
         return box
 
     @property
@@ -129,7 +131,8 @@ class Boxes:
             list(threads.map(Box.end, self._open))
         self._open = []
         for config in self._swept.values():
-            _swept(config)
+            with contextlib.suppress(BoxError):  # what makes them is gone, and all boxes of this run have been ended
+                _swept(config)
 
     def _sweep(self, config: BoxConfig) -> None:
         """Before the first box of a program."""

@@ -76,7 +76,10 @@ class BubblewrapBox(Box):
         if user is not None and user != "root":
             raise BoxError(f"user {user}: boxes of bubblewrap have root alone; leave user out")
         folder = "/work" if self.config.image is None else "/"
-        given = {**_ENVIRONMENT, "HOME": "/work" if self.config.image is None else "/root", **env}
+        given = {**_ENVIRONMENT, "HOME": "/root", **env}
+        if self.config.image is None:  # the run's own Python comes first
+            own = os.path.dirname(find_interpreters()[0].executable)
+            given = {**given, "PATH": f"{own}:{given['PATH']}", "HOME": "/work", **env}
         order = {
             "namespaces": self._namespaces,
             "command": list(command),

@@ -16,7 +16,7 @@ from pathlib import Path
 from octetrl.boxes.box import PAYLOAD, Box, BoxError
 from octetrl.config.box import BoxConfig
 
-_LABEL = "octetrl-box"
+LABEL = "octetrl-box"
 _MOST_PROCESSES = 4096
 _SECONDS = 120.0  # for a command of docker or podman that starts nothing
 _NETWORKS = {"off": "none", "bridge": "bridge", "host": "host"}
@@ -33,7 +33,7 @@ class Container(Box):
         config = self.config
         if config.image is None:
             raise BoxError("the box has no image; name it in environment.box.image")
-        words = [*self._program, "run", "-i", "--rm", "--name", self.name, "--label", _LABEL, "--entrypoint", "sh"]
+        words = [*self._program, "run", "-i", "--rm", "--name", self.name, "--label", LABEL, "--entrypoint", "sh"]
         words += ["--network", _NETWORKS[config.network], "--memory", f"{config.memory_mib}m"]
         words += ["--pids-limit", str(_MOST_PROCESSES)]
         words += [] if config.cpus is None else ["--cpus", str(config.cpus)]
@@ -69,16 +69,16 @@ def program_of(config: BoxConfig) -> list[str]:
 def sweep(config: BoxConfig) -> list[str]:
     """Remove the containers of runs of this machine that have ended without them. Returns their names. Raises
     OSError."""
-    listed = _said([*program_of(config), "ps", "-a", "--filter", f"label={_LABEL}", "--format", "{{.Names}}"])
+    listed = _said([*program_of(config), "ps", "-a", "--filter", f"label={LABEL}", "--format", "{{.Names}}"])
     left = [name for name in listed.split() if _is_left(name)]
     remove(config, left)
     return left
 
 
 def remove(config: BoxConfig, names: Sequence[str]) -> None:
-    if names:
-        words = [*program_of(config), "rm", "-f", *names]
-        subprocess.run(words, capture_output=True, timeout=_SECONDS, check=False)
+    for name in names:
+        for words in (["kill"], ["rm", "-f"]):  # podman's rm waits 10 s for a process to end by itself
+            subprocess.run([*program_of(config), *words, name], capture_output=True, timeout=_SECONDS, check=False)
 
 
 @cache
@@ -90,18 +90,18 @@ def _place() -> str:
 
 def _owner() -> str:
     pid = os.getpid()
-    return f"{_place()}-{pid}-{_begun(pid)}"
+    return f"{_place()}-{pid}-{begun(pid)}"
 
 
 def _is_left(name: str) -> bool:
     place, *words = name.rsplit("-", 3)
     if place != _place() or len(words) != 3 or not all(word.isdigit() for word in words):
         return False
-    pid, begun, _ = map(int, words)
-    return _begun(pid) != begun
+    pid, start, _ = map(int, words)
+    return begun(pid) != start
 
 
-def _begun(pid: int) -> int:
+def begun(pid: int) -> int:
     """When a process began, in ticks since the machine's start; -1: there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -113,6 +113,8 @@ def _said(command: Sequence[str]) -> str:
     """Its output. Raises OSError if it fails."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except FileNotFoundError as error:
+        raise OSError(f"{command[0]} is not installed") from error
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{command[0]} said nothing in {_SECONDS:g} s") from error
     if ended.returncode != 0:

@@ -50,10 +50,12 @@ class Relay:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):  # either side may end at any time
-        while data := await reader.read(_CHUNK):
-            writer.write(data)
-            await writer.drain()
+    try:
+        with contextlib.suppress(OSError):  # either side may end at any time
+            while data := await reader.read(_CHUNK):
+                writer.write(data)
+                await writer.drain()
+    finally:
         writer.write_eof()
 
 

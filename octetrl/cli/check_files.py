@@ -29,7 +29,7 @@ from octetrl.models.weight_files import checked_headers
 from octetrl.process.sandbox import sandbox_for
 from octetrl.rollout.chat_tokens import unread
 from octetrl.run.callbacks import load_callbacks
-from octetrl.run.environment import NOTHING_GIVEN, build_environment, chat_options
+from octetrl.run.environment import NOTHING_GIVEN, build_environment, chat_options, try_its_box
 from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_records, refuse_unwritable
 from octetrl.run.recipe_files import missing_files, unknown_metric
 from octetrl.run.tokenizer_process import TokenizerProcess
@@ -181,6 +181,7 @@ def _read_dataset(recipe: Recipe) -> None:
     if environment.kind in FILES and hub_dataset(dataset) is None and not Path(dataset).exists():
         return  # reported as missing
     built = build_environment(environment, loads_reward=False)  # which has a check of its own
+    try_its_box(environment, built)
     scores_elsewhere = environment.reward_model is not None or environment.judge is not None
     in_processes = not scores_elsewhere and (environment.reward is not None or hasattr(built, "score"))
     if environment.kind == "python" and in_processes:
@@ -256,6 +257,9 @@ def environment_lines(recipe: Recipe, *, imports: bool) -> Iterator[tuple[str, s
             yield from turns_line(one) if imports else ()
             if config.curriculum is not None:
                 yield "curriculum", config.curriculum.text
+        if config.box is not None:
+            image = config.box.image or "this machine's programs"
+            yield "box", f"{config.box.kind}, {image}, network {config.box.network}"
         if config.kind == "code" or "python" in config.tools:
             yield from _sandbox(config.sandbox)
     for line in never_drawn(recipe):

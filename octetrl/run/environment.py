@@ -210,10 +210,15 @@ def build_environments(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Environm
     for name, config in recipe.each_environment.items():
         with errors_named(name):
             built[name] = build_environment(config, given)
-            if config.box is not None:
-                first = next(iter(built[name].tasks), None)
-                try_box(config.box, first, calls_policy=config.agent is not None)
+            try_its_box(config, built[name])
     return built
+
+
+def try_its_box(config: EnvironmentConfig, environment: Environment) -> None:
+    """Start a box for the first task, if the recipe has boxes. Raises UserError if that is not possible."""
+    if config.box is not None:
+        first = next(iter(environment.tasks), None)
+        try_box(config.box, first, calls_policy=config.agent is not None)
 
 
 def build_tasks(recipe: Recipe, environments: Environments) -> Taskset:

@@ -16,10 +16,11 @@ import pytest
 
 from octetrl.boxes.box import Box, BoxError
 from octetrl.boxes.boxes import Boxes, open_box
+from octetrl.boxes.containers import LABEL, Container, begun, remove, sweep
 from octetrl.config.box import BoxConfig
 from octetrl.records import Task
 from octetrl.system.errors import UserError
-from tests.unit.boxes.made import config_of
+from tests.unit.boxes.made import IMAGE, config_of
 
 
 @pytest.fixture(params=["bubblewrap", "folder", "podman"])
@@ -63,6 +64,18 @@ def test_a_command_whose_time_is_over_is_ended_and_the_box_goes_on(config: BoxCo
         result = await box.run(["sh", "-c", spreads], seconds=0.5)
         assert (result.code, result.stdout, result.stopped) == (None, "begun\n", "wall_timeout")
         assert "while" not in (await box.run(["ps", *([] if config.image else ["-ef"])])).stdout
+
+    in_box(config, use)
+
+
+def test_a_command_whose_task_is_cancelled_is_ended(config: BoxConfig) -> None:
+    async def use(box: Box) -> None:
+        running = asyncio.create_task(box.run(["sh", "-c", "echo >/tmp/begun; sleep 4321"]))
+        while (await box.run(["cat", "/tmp/begun"])).code != 0:
+            pass
+        running.cancel()
+        while "4321" in (await box.run(["ps", *([] if config.image else ["-ef"])])).stdout:
+            pass
 
     in_box(config, use)
 
@@ -142,6 +155,26 @@ def test_a_box_that_is_killed_is_lost_and_has_no_exit_code(config: BoxConfig) ->
     in_box(config, use)
 
 
+def test_a_connection_that_is_cut_is_no_exit_code(tmp_path: Path) -> None:
+    config = config_of("podman", tmp_path)
+
+    async def use(box: Box) -> None:
+        running = asyncio.create_task(box.run(["sh", "-c", "echo >/tmp/begun; sleep 60"]))
+        while (await box.run(["cat", "/tmp/begun"])).code != 0:
+            pass
+        (client,) = (pid for pid in _children() if b"\0exec\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(client, signal.SIGKILL)
+        with pytest.raises(BoxError):
+            await running
+
+    in_box(config, use)
+
+
+def _children() -> list[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+
 DIES = """
 import asyncio, os, sys
 from octetrl.boxes.boxes import open_box
@@ -165,6 +198,22 @@ def test_a_box_ends_with_its_run_however_that_ends(config: BoxConfig) -> None:
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < limit
         time.sleep(0.02)
+
+
+def test_containers_that_a_killed_run_left_are_removed_and_no_others(tmp_path: Path) -> None:
+    config = config_of("podman", tmp_path)
+    program, (ours, *_) = list(config.program or ()), Container(config).name.rsplit("-", 3)
+    left, other = f"{ours}-{2**22}-1-0", f"octetrl-another-machine-1-{2**22}-1-0"
+    live = f"{ours}-{os.getpid()}-{begun(os.getpid())}-99999"
+    for name in (left, other, live):
+        words = ["run", "-d", "-i", "--name", name, "--label", LABEL, *config.options, "--network", "none", IMAGE]
+        subprocess.run([*program, *words, "cat"], check=True, capture_output=True)
+    try:
+        assert sweep(config) == [left]
+        shown = subprocess.run([*program, "ps", "-a", "--format", "{{.Names}}"], capture_output=True, text=True)
+        assert set(shown.stdout.split()) & {left, other, live} == {other, live}
+    finally:
+        remove(config, [left, other, live])
 
 
 def test_settings_are_the_recipes_with_changes_and_columns() -> None:
