@@ -25,6 +25,7 @@ from octetrl.cli.check_machine import (
     backend_lines,
     backend_problems_here,
     find_device,
+    kernel_lines,
     missing_fp8,
     missing_gpu,
     weight_problems,
@@ -44,8 +45,9 @@ from octetrl.data.rows import read_rows
 from octetrl.data.tasks import SAMPLING
 from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
-from octetrl.fp8.parity import refused_gate, slow_paths, why_measured, why_no_fixed_order
+from octetrl.fp8.parity import refused_gate, why_measured, why_no_fixed_order
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
+from octetrl.fp8.slow_paths import slow_paths
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.environment import chat_options, try_objective
@@ -179,7 +181,7 @@ def _plan(
 
 def policy_problems(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device: Device) -> list[str]:
     """What of the recipe contradicts the formats of its tensors, the kernels of a GPU or the number of workers."""
-    why = [refused_gate(recipe, policy, on_gpu=device.on_gpu)]
+    why = [refused_gate(recipe, policy, on_gpu=device.on_gpu, capability=device.capability)]
     if device.on_gpu:
         why += [spec.refused_on_gpu(), experts_refused_on_gpu(recipe, spec, policy.precisions())]
     return [*(each for each in why if each is not None), *weight_problems(recipe, policy)]
@@ -335,6 +337,7 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
             elif policy.cached_as(tensor.name) == "bf16":
                 yield "", f"{tensor.name} stays BF16: fp8.kv_cache_tensors is {recipe.fp8.kv_cache_tensors}"
     yield "everything else", f"{recipe.model.dtype}; log-softmax and loss float32"
+    yield from kernel_lines(policy, device)
     yield from _parity(recipe, policy, device)
     given, wanted = recipe.trainer.tokens_per_micro_batch, tokens_that_pay(spec.hidden_size)
     if policy.uses_fp8("train") and device.on_gpu and not recipe.fp8.is_emulated and given < wanted:
@@ -345,7 +348,7 @@ def _precision(recipe: Recipe, spec: ModelSpec, policy: PrecisionPolicy, device:
 
 def _parity(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
     """Whether the two sides' log-probs will be equal, and if not why; which side of a GPU's run is not fused."""
-    why = why_measured(recipe, policy, on_gpu=device.on_gpu)
+    why = why_measured(recipe, policy, on_gpu=device.on_gpu, capability=device.capability)
     if why is None:
         stale = " of samples that are not stale" if recipe.cluster.max_staleness else ""
         yield "parity", f"promised: one order of sums on both sides, so equal log-probs{stale}"

@@ -19,10 +19,12 @@ from octetrl.config.cluster import whole_weights_problem
 from octetrl.config.in_words import describe_roles
 from octetrl.config.objective_settings import CorrectionSettings, DatasetSettings
 from octetrl.config.schema import Recipe
-from octetrl.fp8.policy import PrecisionPolicy
+from octetrl.fp8.architectures import Capability, architecture_of
+from octetrl.fp8.policy import PrecisionPolicy, Side
 
 GIB = 2**30
-HOPPER = "9.0"  # compute capability of the GPUs whose FP8 GEMMs are used
+SIDES: tuple[Side, ...] = ("rollout", "train")
+HOPPER = (9, 0)  # compute capability of the GPUs on which vLLM takes FP8
 PLANNED = "plan for one with --memory-gib"  # of `octetrl check`, which has this option
 LEAST_MICRO_BATCHES = 4  # of a worker
 CONNECT_SECONDS = 2.0
@@ -34,7 +36,7 @@ class Device:
     on_gpu: bool
     num_bytes: int | None  # None: not known
     is_here: bool = True  # false: planned for, a machine of which nothing else is known
-    capability: str | None = None  # compute capability of a GPU, as 9.0; None: not known
+    capability: Capability | None = None  # compute capability of a GPU; None: not known
 
 
 def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
@@ -75,23 +77,44 @@ def missing_fp8(recipe: Recipe, device: Device) -> list[str]:
     elsewhere = cluster.uses_ray and not cluster.starts_ray
     if not (device.is_here and device.on_gpu) or elsewhere or device.capability in (None, HOPPER):
         return []
-    of_vllm = recipe.engine.backend == "vllm"
+    of_vllm, products = recipe.engine.backend == "vllm", architecture_of(device.capability).fp8
     if not (fp8.rollout or fp8.train) or fp8.is_emulated is True:
         return [_no_cache_of_vllm(device)] if of_vllm and fp8.kv_cache == "calibrated" else []
     of_ours = not TRAITS[recipe.engine.backend].has_weights
+    if of_ours and products == "triton" and fp8.train and fp8.wgrad_blocks == "tokens":
+        return [f"fp8.wgrad_blocks: 'tokens' has no GEMM on {device.name}, which is not Hopper; use 'square'"]
+    if of_ours and products is not None:
+        return []
     emulate = ", or fp8.emulate=true for its numbers without its speed" if of_ours else ""
     return [
-        f"fp8: {device.name}, has no block-scaled FP8 GEMM (compute capability {device.capability}, and a Hopper GPU"
-        f" has {HOPPER}); use precision=bf16{emulate}"
+        f"fp8: {device.name}, has no block-scaled FP8 GEMM (compute capability {spelled(device.capability)}, and a"
+        f" Hopper GPU has {spelled(HOPPER)}); use precision=bf16{emulate}"
     ]
 
 
 def _no_cache_of_vllm(device: Device) -> str:
     return (
-        f"fp8.kv_cache: calibrated with engine.backend: vllm needs a Hopper GPU (compute capability {HOPPER}), and"
-        f" {device.name}, has {device.capability}; elsewhere vLLM's attention may keep old scales; use none, or"
+        f"fp8.kv_cache: calibrated with engine.backend: vllm needs a Hopper GPU (compute capability"
+        f" {spelled(HOPPER)}), and {device.name}, has {spelled(device.capability)}; elsewhere vLLM's attention"
+        " may keep old scales; use none, or"
         " engine.backend: octetrl"
     )
+
+
+def spelled(capability: Capability | None) -> str:
+    return "unknown" if capability is None else "{}.{}".format(*capability)
+
+
+def kernel_lines(policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
+    """Which kernels this GPU runs, if it is not the one that they are tested and timed on."""
+    if not (device.is_here and device.on_gpu) or device.capability is None:
+        return
+    found = architecture_of(device.capability)
+    if found.was_run:
+        return
+    emulated = any(policy.uses_fp8(side) for side in SIDES) and (found.fp8 is None or policy.mx)
+    products = "; FP8 products are emulated" if emulated else ""
+    yield "kernels", f"{found.name}: plain Triton{products}. None of them was ever run or timed there"
 
 
 def _first_gpu() -> Device | None:
@@ -102,10 +125,14 @@ def _first_gpu() -> Device | None:
     query = [program, "--query-gpu=compute_cap,memory.total,name", "--format=csv,noheader,nounits", "--id=0"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     capability, *values = answer.stdout.strip().split(", ", 2)
-    if answer.returncode != 0 or len(values) != 2 or not values[0].isdigit():
+    numbers = capability.split(".")
+    if answer.returncode != 0 or len(values) != 2 or len(numbers) != 2:
+        return None
+    if not all(number.isdigit() for number in (*numbers, values[0])):
         return None
     mebibytes, name = int(values[0]), values[1]
-    return Device(f"{name}, {mebibytes / 1024:.1f} GiB", True, mebibytes * 2**20, capability=capability)
+    major, minor = map(int, numbers)
+    return Device(f"{name}, {mebibytes / 1024:.1f} GiB", True, mebibytes * 2**20, capability=(major, minor))
 
 
 def backend_problems_here(recipe: Recipe, device: Device, remedy: str = "run this on a machine with one") -> list[str]:

@@ -9,10 +9,10 @@ A backend computes the product of the codes over 128 elements of K, then `acc = 
 float32. K is ascending, there is one accumulator, and K is not split. A row of y therefore does not depend on the other
 rows of the batch.
 
-MXFP8 has blocks of 1x32 along the sum in both operands of all three, and scales that are powers of two. The weight's
-blocks are not square, so dgrad needs codes of its own.
+MXFP8 has blocks of 1x32 along the sum in both operands of all three, so dgrad needs codes of its own.
 
-"scaled_mm" (`scaled_mm.py`) runs cuBLASLt on a Hopper GPU. "emulated" (`emulated_gemm.py`) runs on any device and is
+"scaled_mm" (`scaled_mm.py`) runs cuBLASLt on a Hopper GPU, "triton" (`kernels/gemm/fp8_gemm.py`, which adds it here)
+runs on one of Blackwell. "emulated" (`emulated_gemm.py`) runs on any device and is
 meant for a CPU, and so does "mxfp8". For the forward on a GPU, `kernels/gemm/fp8_gemm.py` has faster kernels with the
 bits of "scaled_mm".
 """
@@ -31,7 +31,8 @@ from octetrl.fp8.mxfp8 import mx_backward_nt, mx_nt
 from octetrl.fp8.quantize import Quantized, is_square
 from octetrl.fp8.scaled_mm import scaled_mm_nt, scaled_mm_wgrad
 
-BackendName = Literal["scaled_mm", "emulated", "mxfp8"]
+BackendName = Literal["scaled_mm", "triton", "emulated", "mxfp8"]
+ON_GPU: tuple[BackendName, ...] = ("scaled_mm", "triton")  # the others are emulated
 
 
 class Backend(NamedTuple):
@@ -90,13 +91,12 @@ def transposed(w: Quantized) -> Quantized:
 
 
 def _check_nt(x: Quantized, w: Quantized, backend: BackendName) -> None:
-    height, width = BACKENDS[backend].block
     rows, depth = x.codes.shape
     columns = w.codes.shape[0]
     assert w.codes.shape[1] == depth, f"K differs: x {tuple(x.codes.shape)}, w {tuple(w.codes.shape)}"
-    blocks = -(-depth // width)
+    blocks = -(-depth // BACKENDS[backend].block[1])
     assert x.scale.shape == (rows, blocks), f"activation scale {tuple(x.scale.shape)}, expected {(rows, blocks)}"
-    want = (-(-columns // height), blocks)
+    want = (-(-columns // BACKENDS[backend].block[0]), blocks)
     assert w.scale.shape == want, f"weight scale {tuple(w.scale.shape)}, expected {want}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octetrl.fp8.architectures import architecture_of
 from octetrl.fp8.backends import BackendName
 from octetrl.system.errors import UserError
 
@@ -12,7 +13,8 @@ def choose_backend(device: torch.device | str, emulate: bool | None = None, *, m
     """The backend for `device`. `emulate` True or False forces a choice; None takes the fastest that the device has.
     `mx`: the linears are MXFP8, which is always emulated.
 
-    Raises UserError for a GPU that is not Hopper, and for a CPU with `emulate=False`.
+    Raises UserError for a GPU whose architecture has no FP8 products (architectures.py), and for a CPU with
+    `emulate=False`.
     """
     device = torch.device(device)
     if mx:
@@ -25,12 +27,13 @@ def choose_backend(device: torch.device | str, emulate: bool | None = None, *, m
         raise UserError("fp8.emulate=false on a CPU: a CPU has no FP8 GEMM; set fp8.emulate=true or use a Hopper GPU")
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        if capability == (9, 0):
-            return "scaled_mm"
+        products = architecture_of(capability).fp8
+        if products is not None:
+            return products
         given = f"{torch.cuda.get_device_name(device)} (SM{capability[0]}{capability[1]})"
     else:
         given = f"device '{device}'"
     raise UserError(
-        f"{given} has no block-scaled FP8 GEMM, which needs a Hopper GPU (SM90);"
+        f"{given} has no block-scaled FP8 GEMM, which needs a Hopper or Blackwell GPU (SM90, SM100);"
         f" set fp8.emulate=true to run FP8's numbers without its speed, or precision: bf16"
     )

@@ -1,8 +1,9 @@
-"""Whether a run promises bit-equal log-probs on both sides or only measures how far they differ, and when a GPU can run
-the fused forwards.
+"""Whether a run promises bit-equal log-probs on both sides or only measures how far they differ.
 
-Only this file decides either question. `octetrl check`, the run and the worker all call it. It does not import torch,
-so `octetrl check` can answer before anything is built.
+Only this file decides. `octetrl check`, the run and the worker all call it. It does not import torch, so `octetrl
+check` can answer before anything is built. slow_paths.py says when a GPU can run the fused forwards.
+
+capability: compute capability of the GPU; None: not known.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from __future__ import annotations
 from typing import Literal
 
 from octetrl.config.schema import Recipe
+from octetrl.fp8.architectures import Capability, why_untested
 from octetrl.fp8.policy import PrecisionPolicy, Side
 
 Parity = Literal["promised", "measured"]
 
 
-def parity_of(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> Parity:
+def parity_of(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool, capability: Capability | None = None) -> Parity:
     """Whether the trainer's and the engine's log-probs of a sample have the same bits under the same weights
     (docs/parity.md), so that one token that differs may end the run. Otherwise the mismatch is only measured."""
-    return "promised" if why_measured(recipe, policy, on_gpu=on_gpu) is None else "measured"
+    return "promised" if why_measured(recipe, policy, on_gpu=on_gpu, capability=capability) is None else "measured"
 
 
-def why_measured(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> str | None:
+def why_measured(
+    recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool, capability: Capability | None = None
+) -> str | None:
     """Why `parity_of` is "measured". None if it is "promised"."""
     if recipe.algorithm.learns_from != "rollouts":
         return f"{recipe.algorithm.name} samples no rollouts to compare"
@@ -34,19 +38,8 @@ def why_measured(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> st
     if recipe.engine.prefix_cache == "keep":
         return "cached pages are kept when the weights change (engine.prefix_cache: keep)"
     if on_gpu:
-        return why_no_fixed_order(recipe, policy, "train")
+        return why_untested(capability) or why_no_fixed_order(recipe, policy, "train")
     return None
-
-
-def why_not_fused(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | None:
-    """Why one side of a run on a GPU uses the modules of `models/decoder.py` and not the fused forwards, which are
-    faster and keep one order of sums. None if it runs fused. `can_fuse` (models/rollout_forward.py) and
-    `fused_layer_runner` (models/training_forward.py) answer the same question for a built model."""
-    why = why_no_fixed_order(recipe, policy, side)
-    size = recipe.cluster.tensor_parallel
-    if why is None and size > 1 and side == "train":
-        why = f"its backward does not exchange the parts of a model yet (cluster.tensor_parallel: {size})"
-    return why
 
 
 def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | None:
@@ -59,26 +52,15 @@ def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> s
     return None
 
 
-def refused_gate(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool) -> str | None:
+def refused_gate(
+    recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool, capability: Capability | None = None
+) -> str | None:
     """What is wrong with an explicit `mismatch.fail_on_difference: true`: it would never end a run that promises
     nothing. None if nothing is wrong."""
-    why = why_measured(recipe, policy, on_gpu=on_gpu)
+    why = why_measured(recipe, policy, on_gpu=on_gpu, capability=capability)
     if recipe.mismatch.fail_on_difference is not True or why is None:
         return None
     return (
         f"mismatch.fail_on_difference: true cannot stop this run, because equal log-probs are not promised: {why};"
         f" set it to auto, or change that setting"
     )
-
-
-def slow_paths(recipe: Recipe, policy: PrecisionPolicy, *, on_gpu: bool, trains: bool = True) -> list[str]:
-    """One line for each side of a run on a GPU that cannot use its fused forward."""
-    if not on_gpu:
-        return []
-    names: dict[Side, str] = {"rollout": "rollouts", "train": "training"}
-    if not trains:
-        del names["train"]
-    elif recipe.algorithm.learns_from != "rollouts":
-        del names["rollout"]
-    reasons = {name: why_not_fused(recipe, policy, side) for side, name in names.items()}
-    return [f"{name}: a slower forward, without the fused kernels: {why}" for name, why in reasons.items() if why]

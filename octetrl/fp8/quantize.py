@@ -20,9 +20,8 @@ Special cases, the same in the kernels:
   values of such a block are below 1.4e-36 and shrink towards zero.
 - A calibrated KV scale below 1 / FLT_MAX has no finite inverse either. Its inverse is FLT_MAX too.
 - `power_of_two` rounds the scale up to 2^ceil(log2(amax/448)), by its bits. The inverse is then exact. The scale is at
-  most 2^119, so every code has a finite value. An amax above 448 * 2^119 = 2.98e38 saturates. "ocp" rounds as the OCP
-  MX specification does: 2^(floor(log2(amax)) - 8), so an amax with a mantissa above 1.75 saturates. Both are at least
-  2^-126, one above the least that E8M0 has.
+  most 2^119, so every code has a finite value. An amax above 448 * 2^119 = 2.98e38 saturates. "ocp" is the rule
+  of OCP's MX specification, 2^(floor(log2(amax)) - 8): a mantissa above 1.75 saturates. Both are at least 2^-126.
 - A non-finite activation poisons its block: the scale and every code become NaN (0x7F). It can therefore never turn
   into a finite number, and the host need not read anything. `non_finite_count` counts such values. In a weight they are
   an error.

@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from octetrl.fp8.architectures import architecture_of
+
 COMPILER_ERRORS = (ImportError, CompilationError, OutOfResources, PTXASError, RuntimeError)
 ALIGNMENT = 16  # bytes: of the rows that a Gluon kernel copies
 fallbacks: dict[Hashable, str] = {}  # what does not compile here, FP8 GEMMs by their config: its name and the reason
@@ -30,13 +32,13 @@ def can_run(kernel: str, *tensors: Tensor) -> bool:
     """Whether `kernel` may be tried on these tensors: on Hopper, aligned, and not given up before."""
     if gave_up(kernel) or not all(x.is_cuda and x.data_ptr() % ALIGNMENT == 0 for x in tensors):
         return False
-    return is_hopper(tensors[0].device)
+    return has_gluon(tensors[0].device)
 
 
 @cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU is of compute capability 9."""
-    return torch.cuda.get_device_capability(device)[0] == 9
+def has_gluon(device: torch.device) -> bool:
+    """Whether the GPU runs the kernels in Gluon (fp8/architectures.py)."""
+    return architecture_of(torch.cuda.get_device_capability(device)).gluon
 
 
 @cache

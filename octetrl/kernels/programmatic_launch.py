@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from octetrl.kernels.gluon import is_hopper
+from octetrl.kernels.gluon import has_gluon
 
 MOST_ROWS = 64  # of products that may start early
 
 
 def lets_next_start(x: Tensor) -> bool:
     """Whether a kernel over the rows of `x` gives the hint: few of them, on Hopper."""
-    return x.is_cuda and x.shape[0] <= MOST_ROWS and is_hopper(x.device)
+    return x.is_cuda and x.shape[0] <= MOST_ROWS and has_gluon(x.device)
 
 
 @triton.jit

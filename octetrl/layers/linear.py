@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octetrl.fp8.backends import BACKENDS, BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
+from octetrl.fp8.backends import BACKENDS, ON_GPU, BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
 from octetrl.fp8.format import E4M3, decode_e4m3
 from octetrl.fp8.mxfp8 import quantize_mx, quantize_mx_values, quantize_mx_weight
 from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values
@@ -61,11 +61,13 @@ from octetrl.layers.unquantized_linear import Linear, initial_weight
 CODES_ARE_FREED = "the codes are freed during an update; call requantize() to restore them"
 ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = {
     "scaled_mm": quantize_activation,
+    "triton": quantize_activation,
     "emulated": quantize_activation_values,
     "mxfp8": lambda x_MK, _: quantize_mx_values(x_MK),
 }
 _TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool, bool], Quantized]] = {
     "scaled_mm": quantize_tokens,
+    "triton": quantize_tokens,
     "emulated": quantize_tokens_values,
     "mxfp8": lambda x_TK, _, __: quantize_mx_values(x_TK.t()),
 }
@@ -145,7 +147,7 @@ class Float8Linear(nn.Module):
         """Declares that all codes and the scales, which the caller wrote, are those of the current weight."""
         assert self.weight is not None
         self._quantized_version = self.weight._version
-        if self.backend != "scaled_mm":  # a kernel's writes do not move the counter
+        if self.backend not in ON_GPU:  # a kernel's writes do not move the counter
             torch.autograd.graph.increment_version(self.codes)
             if self.backend == "mxfp8" and self.has_weight:  # now, since a frozen weight is dropped later
                 self.columns = self.columns_of(self.weight.detach())
@@ -229,10 +231,10 @@ class Float8Linear(nn.Module):
         """The weight as the operand of the forward's GEMM."""
         if self.has_codes:
             held = self.quantized
-            return held if self.backend == "scaled_mm" else Quantized(self._decoded_codes(), held.scale)
+            return held if self.backend in ON_GPU else Quantized(self._decoded_codes(), held.scale)
         assert self.weight is not None, CODES_ARE_FREED
         made = self.quantize(self.weight.detach())
-        if self.backend == "scaled_mm":
+        if self.backend in ON_GPU:
             return made
         return Quantized(decode_e4m3(made.codes, torch.float64), made.scale)
 
@@ -282,8 +284,8 @@ class Float8LinearFunction(torch.autograd.Function):
         ctx.linear = linear
         x8 = ACTIVATION_QUANTIZERS[linear.backend](x_MK, linear.power_of_two)
         w8 = linear.forward_operand()
-        if linear.backend == "scaled_mm":
-            y_MN = fp8_gemm_nt(x8, w8, "scaled_mm", x_MK.dtype)
+        if linear.backend in ON_GPU:
+            y_MN = fp8_gemm_nt(x8, w8, linear.backend, x_MK.dtype)
             return y_MN if bias_N is None else y_MN + bias_N
         y_MN = fp8_gemm_nt(x8, w8, linear.backend, torch.float32 if bias_N is not None else x_MK.dtype)
         return y_MN if bias_N is None else y_MN.add_(bias_N).to(x_MK.dtype)

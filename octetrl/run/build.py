@@ -23,8 +23,9 @@ from octetrl.data.tokenizer import Tokenizer, recipe_tokenizer
 from octetrl.environments.code_scorer import packages_line
 from octetrl.environments.python_object import Given
 from octetrl.environments.reward_workers import FunctionRewards
-from octetrl.fp8.parity import refused_gate, slow_paths
+from octetrl.fp8.parity import refused_gate
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy
+from octetrl.fp8.slow_paths import slow_paths
 from octetrl.process.sandbox import sandbox_for
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import CollectionSettings, ExpectedLengths

@@ -7,7 +7,7 @@
                             slower, with the same bits
 
 On a CPU there is one path, and no metric of it. `octetrl check` and the run's first lines say what is known before
-(fp8/parity.py: `slow_paths`); these say what happened.
+(fp8/slow_paths.py); these say what happened.
 """
 
 from __future__ import annotations

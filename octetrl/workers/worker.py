@@ -263,7 +263,8 @@ class Worker(SavedWorker):
     @property
     def parity(self) -> Parity:
         """Whether the trainer's log-probs of samples drawn with its weights are the engine's to the bit."""
-        return parity_of(self.recipe, self.policy, on_gpu=self.device.type == "cuda")
+        gpu = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        return parity_of(self.recipe, self.policy, on_gpu=gpu is not None, capability=gpu)
 
 
 def own_engine(worker: Worker) -> Engine:

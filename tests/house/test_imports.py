@@ -53,6 +53,7 @@ ONLY_IN: dict[str, set[str]] = {
 TORCH_FREE = ("records", "system", "shapes", "config", "endpoint", "process", "environments", "rollout", "data")
 TORCH_FREE_FILES = (
     "octetrl.telemetry.metrics",
+    "octetrl.fp8.architectures",
     "octetrl.fp8.policy",
     "octetrl.models.families",
     "octetrl.models.weight_files",

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octetrl.kernels.gemm.fp8_gemm import Config, gemm_table, run_few_rows_bf16
-from octetrl.kernels.gluon import COMPILER_ERRORS, gave_up, give_up
+from octetrl.kernels.gluon import COMPILER_ERRORS, gave_up, give_up, has_gluon
 
 SMALLEST_UNSPLIT = 512  # rows; with this many or more, cuBLAS was never observed to split K
 PLAIN = {  # keyed by the largest M that an entry covers, for an M beyond a weight's entries
@@ -84,8 +84,8 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor, *, early: bool = False, is_part: bool 
     config = straight_config(x_MK.shape[0], *w_NK.shape)
     if config is None:
         return bf16_gemm_straight(x_MK, w_NK) if is_part else F.linear(x_MK, w_NK)
-    if config.kernel != "few_rows":
-        return bf16_gemm_triton(x_MK, w_NK, config)
+    if config.kernel != "few_rows" or not has_gluon(x_MK.device):
+        return bf16_gemm_triton(x_MK, w_NK, plain_config(x_MK.shape[0]) if config.kernel == "few_rows" else config)
     name = f"bf16_gemm, {config}"
     if not gave_up(name):
         try:

@@ -17,6 +17,8 @@ up to M = 256 and cuBLAS beyond. If K or N is not a multiple of 128, cuBLAS runs
 because TMA reads zeros past the last column, and zeros change no sum. If K is not a multiple of 16, TMA can't address
 the rows, and cuBLAS always runs.
 
+That is Hopper. On another architecture (fp8/architectures.py) plain Triton runs at every M, in the backward too.
+
 A tile has at most 128 columns of y and 128 is a multiple of that number, so a tile needs one weight scale per block of
 K. `swap` puts the weights on the MMA's long side (64 rows) and the tokens on its short side; it is for few tokens. If
 the long side has fewer than 64 rows, Triton uses mma.sync, which permutes K and changes the bits. The launcher refuses
@@ -34,15 +36,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octetrl.fp8.backends import fp8_gemm_nt
+from octetrl.fp8.backends import BACKENDS, Backend, fp8_gemm_nt
 from octetrl.fp8.format import BLOCK
-from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.gluon import COMPILER_ERRORS, gave_up, give_up
+from octetrl.fp8.quantize import Quantized, is_square
+from octetrl.kernels.gluon import COMPILER_ERRORS, gave_up, give_up, has_gluon
+from octetrl.system.errors import UserError
 
 gluon_launcher: Callable[..., Tensor] | None
 try:
@@ -153,6 +157,8 @@ def fp8_gemm(x: Quantized, w: Quantized, *, early: bool = False) -> Tensor:
     if not x.codes.is_cuda:
         return fp8_gemm_reference(x, w)
     (m, k), n = x.codes.shape, w.codes.shape[0]
+    if not has_gluon(x.codes.device):
+        return fp8_gemm_nt(x, w, "triton")
     if k % TMA_BYTES:
         return fp8_gemm_nt(x, w, "scaled_mm")
     config = choose_config(m, n, k)
@@ -216,7 +222,7 @@ def _fp8_gemm_kernel(
         acc = acc.T
     inside_MN = (row_M < num_rows)[:, None] & (column_N < num_columns)[None, :]
     y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]
-    tl.store(y_ptrs, acc.to(tl.bfloat16), mask=inside_MN)
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=inside_MN)
 
 
 def check_operands(x: Quantized, w: Quantized) -> int:
@@ -234,13 +240,13 @@ def check_operands(x: Quantized, w: Quantized) -> int:
     return x.scale.stride(1) if blocks > 1 else m
 
 
-def fp8_gemm_triton(x: Quantized, w: Quantized, config: Config) -> Tensor:
+def fp8_gemm_triton(x: Quantized, w: Quantized, config: Config, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """One tile a program. Tiles of at least 64 on the MMA's long side, `tile_n` a divisor of 128."""
     scale_stride = check_operands(x, w)
     (m, k), n = x.codes.shape, w.codes.shape[0]
     assert BLOCK % config.tile_n == 0, f"fp8_gemm: {config} would need two weight scales in one tile"
     assert (config.tile_n if config.swap else config.tile_m) >= 64, f"fp8_gemm: {config} would not use wgmma"
-    y_MN = torch.empty(m, n, dtype=torch.bfloat16, device=x.codes.device)
+    y_MN = torch.empty(m, n, dtype=out_dtype, device=x.codes.device)
     if m == 0:
         return y_MN
     options = {"enable_fp_fusion": False} if x.codes.is_cuda else {}
@@ -252,3 +258,28 @@ def fp8_gemm_triton(x: Quantized, w: Quantized, config: Config) -> Tensor:
         num_warps=config.warps, **options,
     )  # fmt: skip
     return y_MN
+
+
+# ---------------------------------------------------------------- the backend "triton", where cuBLASLt has no such GEMM
+
+
+def triton_nt(x: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
+    """The plain kernel at every M, N and K. x and w in any layout of scales, w's codes contiguous."""
+    missing = -x.codes.shape[1] % TMA_BYTES  # rows of codes that TMA can address; zeros change no sum
+    if missing:
+        padded = (F.pad(one.codes.view(torch.uint8), (0, missing)).view(one.codes.dtype) for one in (x, w))
+        x, w = (Quantized(codes, one.scale) for codes, one in zip(padded, (x, w), strict=True))
+    if x.codes.shape[0] > 1 and x.scale.stride(0) != 1:
+        x = Quantized(x.codes, x.scale.t().contiguous().t())
+    config = plain_config(min(x.codes.shape[0], LARGEST_WITHOUT_ENTRY))
+    return fp8_gemm_triton(x, Quantized(w.codes, w.scale.contiguous()), config, out_dtype)
+
+
+def triton_wgrad(dy_tokens: Quantized, x_tokens: Quantized, out_dtype: torch.dtype) -> Tensor:
+    """UserError: x is not quantised in square blocks."""
+    if not is_square(x_tokens):
+        raise UserError("fp8.wgrad_blocks: 'tokens' has no GEMM on this GPU, which is not Hopper; use 'square'")
+    return triton_nt(dy_tokens, x_tokens, out_dtype)
+
+
+BACKENDS["triton"] = Backend(nt=triton_nt, dgrad=triton_nt, wgrad=triton_wgrad)

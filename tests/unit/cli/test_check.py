@@ -297,10 +297,11 @@ def test_an_output_folder_that_holds_a_run_is_said_and_none_is_made(folder: Path
 
 A100 = "8.0, 81920, NVIDIA A100-SXM4-80GB"
 ANSWERS = (
-    (A100, ("NVIDIA A100-SXM4-80GB, 80.0 GiB", 80 << 30, "8.0")),
-    ("9.0, 143771, NVIDIA H200, odd", ("NVIDIA H200, odd, 140.4 GiB", 143771 << 20, "9.0")),
+    (A100, ("NVIDIA A100-SXM4-80GB, 80.0 GiB", 80 << 30, (8, 0))),
+    ("9.0, 143771, NVIDIA H200, odd", ("NVIDIA H200, odd, 140.4 GiB", 143771 << 20, (9, 0))),
     ("No devices were found", None),
     ("8.0, [N/A], A GPU", None),
+    ("[N/A], 81920, A GPU", None),
 )
 
 
@@ -320,7 +321,7 @@ def test_a_gpu_is_what_nvidia_smi_says(
 
 
 def test_fp8_on_a_gpu_that_has_none() -> None:
-    a100 = Device("A100, 80.0 GiB", True, 80 << 30, capability="8.0")
+    a100 = Device("A100, 80.0 GiB", True, 80 << 30, capability=(8, 0))
     (text,) = missing_fp8(recipe_with(("precision", "fp8")), a100)
     assert text == (
         "fp8: A100, 80.0 GiB, has no block-scaled FP8 GEMM (compute capability 8.0, and a Hopper GPU has 9.0); use"
@@ -332,25 +333,26 @@ def test_fp8_on_a_gpu_that_has_none() -> None:
         (recipe_with(("precision", "bf16")), a100),
         (recipe_with(("precision", "fp8"), ("fp8.emulate", True)), a100),
         (recipe_with(("precision", "fp8"), ("cluster.address", "host:6379")), a100),
-        (recipe_with(("precision", "fp8")), Device("H100", True, 80 << 30, capability="9.0")),
+        (recipe_with(("precision", "fp8")), Device("H100", True, 80 << 30, capability=(9, 0))),
         (recipe_with(("precision", "fp8")), Device("a GPU", True, 80 << 30)),
         (recipe_with(("precision", "fp8")), Device("CPU", False, 80 << 30)),
     ):
         assert missing_fp8(recipe, device) == []
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
-def test_a_calibrated_cache_of_vllm_needs_hopper(capability: str) -> None:
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_a_calibrated_cache_of_vllm_needs_hopper(capability: tuple[int, int]) -> None:
     """On others vLLM chooses an attention that may keep old scales."""
     vllm, cache = ("engine.backend", "vllm"), ("fp8.kv_cache", "calibrated")
     other = Device("A GPU, 80.0 GiB", True, 80 << 30, capability=capability)
     (text,) = missing_fp8(recipe_with(("precision", "bf16"), vllm, cache), other)
     assert text == (
         "fp8.kv_cache: calibrated with engine.backend: vllm needs a Hopper GPU (compute capability 9.0), and A GPU,"
-        f" 80.0 GiB, has {capability}; elsewhere vLLM's attention may keep old scales; use none, or engine.backend:"
+        f" 80.0 GiB, has {capability[0]}.{capability[1]}; elsewhere vLLM's attention may keep old scales; use none, or"
+        " engine.backend:"
         " octetrl"
     )
-    hopper = Device("H100", True, 80 << 30, capability="9.0")
+    hopper = Device("H100", True, 80 << 30, capability=(9, 0))
     assert missing_fp8(recipe_with(("precision", "bf16"), vllm, cache), hopper) == []
     assert missing_fp8(recipe_with(("precision", "bf16"), vllm), other) == []
     assert missing_fp8(recipe_with(("precision", "bf16"), cache), other) == []

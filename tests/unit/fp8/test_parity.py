@@ -13,8 +13,9 @@ from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.schema import Recipe
 from octetrl.fp8.backends import BackendName
-from octetrl.fp8.parity import parity_of, refused_gate, slow_paths, why_measured, why_not_fused
+from octetrl.fp8.parity import parity_of, refused_gate, why_measured
 from octetrl.fp8.policy import formats_by_layer, precision_policy
+from octetrl.fp8.slow_paths import slow_paths, why_not_fused
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.rollout_forward import can_fuse

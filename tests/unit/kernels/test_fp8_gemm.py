@@ -153,6 +153,7 @@ def falls_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[Quant
     monkeypatch.setattr(module, "choose_config", lambda m, n, k: Config("gluon", 64, 64, 8))
     monkeypatch.setattr(module, "gluon_launcher", broken)
     monkeypatch.setattr(module, "fp8_gemm_triton", lambda x, w, config: torch.zeros(1))
+    monkeypatch.setattr(module, "has_gluon", lambda device: True)
     monkeypatch.setattr(gluon, "fallbacks", {})
     return Quantized(x.codes.as_subclass(_OnGpu), x.scale), w
 

@@ -21,7 +21,7 @@ from octetrl.models.blocks import products
 def test_the_hint_is_given_over_few_rows_on_hopper(
     rows: int, on_gpu: bool, capability: int, hint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programmatic_launch, "is_hopper", lambda device: capability == 9)
+    monkeypatch.setattr(programmatic_launch, "has_gluon", lambda device: capability == 9)
     x: Any = SimpleNamespace(is_cuda=on_gpu, shape=(rows, 128), device=torch.device("cuda"))
     assert programmatic_launch.lets_next_start(x) is hint
 
