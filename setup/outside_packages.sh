@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
-names=("${@:-clients verifiers openenv}")
+names=("${@:-clients verifiers openenv mini-swe-agent harbor}")
 export HF_HUB_OFFLINE=1 HF_HOME="$PWD/build/outside/cache"
 status=0
 
@@ -55,4 +55,10 @@ group clients yes trackers,agents,lm-eval,serve \
 group verifiers yes verifiers "verifiers renderers" \
     "tests/unit/environments/test_verifiers_v1.py tests/unit/rollout/test_renderers.py"
 group openenv yes openenv openenv tests/unit/environments/test_openenv.py
+group mini-swe-agent no mini-swe-agent mini-swe-agent tests/unit/agents/test_mini_swe_agent.py
+base=
+for candidate in python3.12 "$HOME"/.pyenv/versions/3.12.*/bin/python; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then base=$candidate; fi
+done
+group harbor no harbor harbor tests/unit/environments/test_harbor.py
 exit "$status"

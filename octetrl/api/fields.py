@@ -163,7 +163,7 @@ class EngineFields(TypedDict, total=False):
 
 
 class EnvironmentFields(TypedDict, total=False):
-    kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "python"]
+    kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "harbor", "python"]
     agent: AgentFields | None
     box: BoxFields | None
     dataset: str | None
@@ -297,7 +297,7 @@ class MismatchFields(TypedDict, total=False):
 
 
 class MixedEnvironmentFields(TypedDict, total=False):
-    kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "python"]
+    kind: Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "harbor", "python"]
     agent: AgentFields | None
     box: BoxFields | None
     dataset: str | None

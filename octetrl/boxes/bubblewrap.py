@@ -73,7 +73,7 @@ class BubblewrapBox(Box):
     def client(
         self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool
     ) -> tuple[list[str], list[int]]:
-        if user is not None and user != "root":
+        if user not in (None, "root", "0"):
             raise BoxError(f"user {user}: boxes of bubblewrap have root alone; leave user out")
         folder = "/work" if self.config.image is None else "/"
         given = {**_ENVIRONMENT, "HOME": "/root", **env}

@@ -191,7 +191,7 @@ EvalDataset = Annotated[
     Annotated[str, Tag("[one]")] | Annotated[dict[EnvironmentName, EvalSetConfig], Tag("[several]")],
     Discriminator(lambda given: "[several]" if isinstance(given, Mapping) else "[one]"),
 ]
-Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "python"]
+Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "harbor", "python"]
 
 
 class AgentConfig(Section):  # a command that calls the policy (docs/agents.md)
@@ -238,8 +238,8 @@ class EnvironmentConfig(Section):
     """reasoning_gym: the dataset's name. math and jsonl: path of a JSONL file of {"prompt", "answer"}, or with other
     keys (`columns`), or a data set of the Hugging Face hub, owner/name (docs/data.md). code: path of a JSONL file of
     {"prompt", "tests"} (docs/sandbox.md). verifiers and gymnasium: the environment's name
-    (docs/environment_tools.md). openenv: the server's address, ws://host:port. python: your own environment,
-    `module:name` (docs/environments.md)."""
+    (docs/environment_tools.md). openenv: the server's address, ws://host:port. harbor: a folder of tasks. python:
+    your own environment, `module:name` (docs/environments.md)."""
     split: str = "train"
     """Split of a Hugging Face data set that the tasks come from."""
     subset: str | None = None
@@ -258,7 +258,8 @@ class EnvironmentConfig(Section):
     """For files: the reference answer is the text after the last such marker in the answer's column, for example
     "####". None: the whole column."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the dataset or environment (kinds reasoning_gym, verifiers, gymnasium, openenv)."""
+    """Parameters of the dataset or environment (kinds reasoning_gym, verifiers, gymnasium, openenv,
+    harbor)."""
     reward: RewardFunctions | None = None
     """Python function `module:name` that replaces the kind's own scorer. It is called as reward(task, text) -> float.
     Or several by name, {accuracy: {function: module:name}, polite: {function: module:name, weight: 0.2}}: the reward is

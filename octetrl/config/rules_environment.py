@@ -20,6 +20,7 @@ _DATASETS = {
     "code": 'the path of a JSONL file of {"prompt": ..., "tests": [...]}',
     "python": "your own environment as 'module:name'",
     "verifiers": "the name of an installed verifiers taskset",
+    "harbor": "a folder of tasks, each with a task.toml",
     "openenv": "the address of a server, such as ws://localhost:8000",
     "gymnasium": "the id of a Gymnasium environment, or 'module:name' of a function or class that creates one",
 }
@@ -134,12 +135,12 @@ ENVIRONMENT = (
         "environment.box.network=bridge environment.box.kind=bubblewrap",
     ),
     Rule(
-        "environment.box.image=null environment.box.kind!=bubblewrap",
+        "environment.box.image=null environment.box.kind!=bubblewrap environment.kind!=harbor",
         "missing; boxes of {r.environment.box.kind} need the name of an image, which may have columns of the task, as"
         " in swe:{{id}}",
     ),
     Rule(
-        "environment.box environment.agent=null environment.kind!=python ?environment.tools",
+        "environment.box environment.agent=null environment.kind!=python|harbor ?environment.tools",
         "nothing would run in it; give environment.agent a command, or write an agent in Python (kind python)",
         lambda r: not any(":" in tool for tool in r.environment.tools),
     ),

@@ -239,10 +239,8 @@ class Dialogue(Dialogues):
                 conversation.refused_calls += result.value.refused
             else:
                 conversation.failed_calls += 1
-                if isinstance(result.raised, Failed):  # an adapter's: it knows the status
-                    raise result.raised
-                if self.limits.tool_failure == "end":
-                    raise Failed(RolloutStatus.TOOL_ERROR, result.error, result.trace)
+                if self.limits.tool_failure == "end" or isinstance(result.raised, Failed):
+                    _value(result, RolloutStatus.TOOL_ERROR, RolloutStatus.TOOL_ERROR)
                 text = f"Error: {result.error}"
             message = tool_message(call, text)
             if self._format.names_calls and isinstance(call, MalformedCall):
@@ -264,6 +262,8 @@ def _value(result: CallResult, error: RolloutStatus, timeout: RolloutStatus) -> 
     """The value of a call. Raises Failed, with one of the statuses, if it has none."""
     if result.error is None:
         return result.value
+    if isinstance(result.raised, Failed):  # an adapter's: it knows the status
+        raise result.raised
     raise Failed(timeout if result.timed_out else error, result.error, result.trace)
 
 

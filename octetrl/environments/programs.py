@@ -110,11 +110,16 @@ class CommandEnvironment:
         else:
             box, env = await model.box(calls_policy=True), {**model.variables, **self.config.env}
             result = await box.run(command, env=env, stdin=stdin, seconds=_UNTIL_CANCELLED)
-        if result.code != 0:
-            said = " ".join((result.stderr or result.stdout)[-_SHOWN:].split())
-            ended = result.stopped or f"exit code {result.code}"
-            raise RuntimeError(f"{command[0]}: {ended}{f': {said}' if said else ''}")
-        return result.stdout.strip()
+        return check_exit(command[0], result)
+
+
+def check_exit(name: str, result: CommandResult) -> str:
+    """What an agent's command has printed. Raises RuntimeError if it has failed."""
+    if result.code != 0:
+        said = " ".join((result.stderr or result.stdout)[-_SHOWN:].split())
+        ended = result.stopped or f"exit code {result.code}"
+        raise RuntimeError(f"{name}: {ended}{f': {said}' if said else ''}")
+    return result.stdout.strip()
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:

@@ -31,6 +31,7 @@ from octetrl.environments.dialogue import (
     is_dialogue,
     toolbox_of,
 )
+from octetrl.environments.harbor import HarborEnvironment, harbor_environment
 from octetrl.environments.judge import Judge
 from octetrl.environments.math_answers import MathScorer, reference_problems
 from octetrl.environments.mixed import MixedDialogues, MixedScorer, MixedTaskset
@@ -88,7 +89,7 @@ def build_environment(
     if loads_reward and config.reward is not None and not is_dialogue(environment):
         held_out = getattr(environment, "eval_tasks", None)
         environment = TaskEnvironment(environment.tasks, named_reward(config.reward, given), held_out)
-    if config.agent is not None:
+    if config.agent is not None and config.kind != "harbor":
         if is_dialogue(environment):
             raise UserError("environment.agent: this environment takes its turns itself; leave the agent out")
         held_out = getattr(environment, "eval_tasks", None)
@@ -126,6 +127,8 @@ def _environment_of_kind(config: EnvironmentConfig, dataset: str) -> Environment
                 action_marker=config.answer_marker,
                 load_seconds=config.load_timeout_seconds,
             )
+        case "harbor":
+            made = harbor_environment(dataset, config)
         case "openenv":
             made = openenv_environment(
                 dataset, config.parameters, size=size, seed=seed, action_marker=config.answer_marker
@@ -216,7 +219,7 @@ def build_environments(recipe: Recipe, given: Given = NOTHING_GIVEN) -> Environm
 
 def try_its_box(config: EnvironmentConfig, environment: Environment) -> None:
     """Start a box for the first task, if the recipe has boxes. Raises UserError if that is not possible."""
-    if config.box is not None:
+    if config.box is not None and config.kind != "harbor":  # whose tasks have images of their own
         first = next(iter(environment.tasks), None)
         try_box(config.box, first, calls_policy=config.agent is not None)
 
@@ -409,6 +412,8 @@ def _dialogue(recipe: Recipe, environment: Environment, tool_format: ToolFormat 
     limits = ConversationLimits.from_config(config)
     if (config.agent or config.box) is not None and limits.max_in_flight is None:
         limits = replace(limits, max_in_flight=MOST_COMMANDS)
+    if isinstance(environment, HarborEnvironment):
+        limits = environment.limits(limits)
     boxes = Boxes(config.box)
     return Dialogue(environment, limits, tool_format=tool_format, scorer=scorer, only_scorer=replaces, boxes=boxes)
 

@@ -120,7 +120,7 @@ def unmeasured(recipe: Recipe, metric: str) -> str | None:
         return _unmeasured_rows(recipe, metric)
     several, evaluation = recipe.each_environment, recipe.evaluation
     sets = {name: one for each in several.values() for name, one in each.eval_sets.items() if name}
-    own = ("python", "verifiers", "gymnasium", "openenv")
+    own = ("python", "verifiers", "gymnasium", "openenv", "harbor")
     terms: set[str] | None = set()  # None: an environment's own code gives them names
     for each in several.values():
         if isinstance(each.reward, str) or (each.reward is None and each.kind in own):

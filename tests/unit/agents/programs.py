@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from octetrl.agents.server import AgentServer
+from octetrl.boxes.boxes import Boxes
 from octetrl.environments.dialogue import ConversationLimits, Dialogue
 from octetrl.environments.programs import Model
 from octetrl.environments.turns import Conversation, reward
@@ -55,6 +56,7 @@ def played_task(
     says: Callable[[GenerationRequest, random.Random], str] = lambda *_: "so 15",
     history: History = "recorded",
     context: int = CONTEXT,
+    boxes: Boxes | None = None,
     **limits: Any,
 ) -> tuple[Rollout, TalkingSession]:
     """The rollout of task number `task` of an environment with an agent."""
@@ -64,7 +66,7 @@ def played_task(
         text = says(request, chance)
         return [*tokenizer.encode(text), tokenizer.eos_token_id] if text else []
 
-    dialogue = Dialogue(environment, ConversationLimits(**{"agent_seconds": 15.0, **limits}))
+    dialogue = Dialogue(environment, ConversationLimits(**{"agent_seconds": 15.0, **limits}), boxes=boxes)
     server = AgentServer(
         tokenizer,
         vocab_size=len(tokenizer),
